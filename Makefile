@@ -1,0 +1,103 @@
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+TORCH := torch==2.13.0
+BIN := .venv/bin
+
+PACKAGE := $(shell find datastates providers adapters native/include native/src native/bindings \
+             \( -name __pycache__ -o -name '*.so' \) -prune -o -print)
+HEADERS := $(shell find native -name '*.hpp')
+SOURCES := $(shell find native -name '*.cpp')
+TIDY := $(patsubst native/src/%.cpp,build/tidy/%.ok,$(filter native/src/%,$(SOURCES)))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+.PHONY: test
+test: lint native-test sanitize python-test ## Everything that must pass: lint, C++ plain and sanitized, Python
+
+.PHONY: demo
+demo: .venv/installed ## Train, be killed in the middle of a checkpoint, and resume bit for bit
+	$(BIN)/python docs/examples/gpt.py
+
+# --- set-up ------------------------------------------------------------------------------------------------
+
+# torch first and alone: a requirement further down must not choose another one.
+.venv/base: Makefile .ci/setup-system
+	.ci/setup-system $(PYTHON)
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet 'setuptools>=77.0.3' 'pybind11>=2.12'
+	touch $@
+
+# A regular install, for the tests and mypy see what a user gets. Folders are among PACKAGE: their time changes
+# when a file goes. What is compiled stays in build/.
+.venv/installed: .venv/base pyproject.toml setup.py $(PACKAGE)
+	$(BIN)/pip install --quiet --no-build-isolation '.[dev]'
+	touch $@
+
+# --- checks ------------------------------------------------------------------------------------------------
+
+.PHONY: lint
+lint: .venv/installed ## ruff, clang-format, clang-tidy, mypy, stubtest; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(HEADERS) $(SOURCES)
+	$(MAKE) --no-print-directory --keep-going --output-sync -j$(JOBS) $(TIDY)
+# From a folder of its own, where the installed package is not hidden by the source folder of its name.
+	mkdir -p build/mypy
+	cd build/mypy && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p datastates
+	cd build/mypy && ../../$(BIN)/stubtest --mypy-config-file ../../pyproject.toml \
+	    --allowlist ../../.ci/stubtest-allowlist datastates._native
+
+build/tidy/%.ok: native/src/%.cpp $(HEADERS) .clang-tidy build/plain/compile_commands.json
+	$(BIN)/clang-tidy --quiet -p build/plain $<
+	mkdir -p $(@D) && touch $@
+
+.PHONY: format
+format: .venv/installed ## Format Python and C++ in place
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(HEADERS) $(SOURCES)
+
+.PHONY: python-test
+python-test: .venv/installed ## The Python tests, against the installed package
+	$(BIN)/pytest
+
+.PHONY: native-test
+native-test: ctest-plain ## The C++ tests
+
+.PHONY: sanitize
+sanitize: ctest-asan ctest-tsan ## The C++ tests under AddressSanitizer with UBSan, and under ThreadSanitizer
+
+SANITIZE_asan := address;undefined
+SANITIZE_tsan := thread
+# The sanitizers of older compilers cannot place their shadow memory under every kernel's randomization.
+FIXED_ADDRESSES := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo 'setarch $(shell uname -m) -R')
+
+.PHONY: ctest-plain ctest-asan ctest-tsan
+ctest-plain ctest-asan ctest-tsan: ctest-%: build/%/compile_commands.json
+	$(BIN)/cmake --build build/$*
+	$(FIXED_ADDRESSES) $(BIN)/ctest --test-dir build/$* --output-on-failure -j$(JOBS)
+
+build/%/compile_commands.json: native/CMakeLists.txt | .venv/installed
+	$(BIN)/cmake -S native -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	    -DDATASTATES_SANITIZE='$(SANITIZE_$*)'
+	touch $@
+
+# --- packaging ---------------------------------------------------------------------------------------------
+
+.PHONY: wheel
+wheel: ## Build dist/*.whl for PYTHON (default python3), self-contained
+	.ci/build-wheel $(PYTHON)
+
+.PHONY: clean
+clean: ## Remove all that make made
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
