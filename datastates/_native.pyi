@@ -1,0 +1,217 @@
+"""The native core: plans and pointers go in, bytes move, and no GIL is held while they do.
+
+Sizes and offsets are bytes, times are seconds, checksums are CRC-32 as in ZIP. Arrays are one-dimensional,
+C-contiguous NumPy arrays of exactly the dtype named; anything else raises ``NativeError`` with code "invalid".
+Every object may be used from several threads. Every timeout is in seconds, None waits for ever; waits handle
+signals, so Ctrl-C ends them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Buffer
+
+_U64 = npt.NDArray[np.uint64]
+_U32 = npt.NDArray[np.uint32]
+_I32 = npt.NDArray[np.int32]
+_U8 = npt.NDArray[np.uint8] | npt.NDArray[np.bool_]
+
+class NativeError(Exception):
+    """Every error of the native core; ``args[0]`` is the message.
+
+    Attributes:
+        code: "io", "cuda", "corrupt", "torn", "invalid", "cancelled" or "closed".
+        errno: The operating system's error number, 0 when there is none.
+        op: The operation that failed: "open", "write", "sync", "cuMemcpyDtoHAsync", ...
+        path: The file it failed on, or "".
+        record: ``check_record`` of the first checksum that does not match, else -1.
+    """
+
+    code: str
+    errno: int
+    op: str
+    path: str
+    record: int
+
+def crc32(data: Buffer, value: int = 0) -> int:
+    """CRC-32 of ``data``, continued from ``value``."""
+
+def crc32_combine(first: int, second: int, second_length: int) -> int:
+    """CRC-32 of A followed by B, from theirs and B's length."""
+
+def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int = 0) -> None:
+    """Break a syscall, for tests, in the whole process.
+
+    Points: open, write, read, sync, truncate, allocate, uring_setup, cuda_alloc. Actions: "fail" with errno
+    ``value``, "short" (about half the bytes), "eintr" (once), "kill" (SIGKILL to this process), "delay" (``value``
+    milliseconds). From the ``nth`` time the point is passed, ``count`` times, 0 for ever.
+    """
+
+def clear_faults() -> None:
+    """Disarm every fault point."""
+
+def cuda_device_count() -> int:
+    """How many CUDA devices the driver shows; 0 without a driver."""
+
+class WritePlan:
+    """What goes where in a container file; checked once, then used for any number of snapshots. Immutable."""
+
+    def __init__(
+        self,
+        *,
+        source_nbytes: _U64,
+        chunk_bytes: int = 262144,
+        literal: Buffer,
+        extent_offset: _U64,
+        extent_length: _U64,
+        extent_piece: _U64,
+        piece_source: _I32,
+        piece_source_offset: _U64,
+        piece_extent_offset: _U64,
+        piece_length: _U64,
+        patch_extent: _U64,
+        patch_offset: _U64,
+        patch_source: _I32,
+        eager: _U8,
+    ) -> None:
+        """Take the planner's arrays; the literal is copied.
+
+        Extents tile the file from 0, their lengths are multiples of 4096 (the last one's need not be), and their
+        pieces tile them. ``piece_source`` -1 is the literal. A source is cut at multiples of 8 and lies in the file
+        in order; eager sources come before lazy ones. A patch writes its source's CRC-32, little-endian, into an
+        extent not before the source's last.
+        """
+
+class ReadPlan:
+    """What to read from a container file, where it goes, and the checksums it must have. Immutable."""
+
+    def __init__(
+        self,
+        *,
+        dest_nbytes: _U64,
+        extent_offset: _U64,
+        extent_length: _U64,
+        extent_piece: _U64,
+        piece_dest: _I32,
+        piece_dest_offset: _U64,
+        piece_extent_offset: _U64,
+        piece_length: _U64,
+        extent_check: _U64,
+        check_offset: _U64,
+        check_length: _U64,
+        check_crc: _U32,
+        check_record: _I32,
+    ) -> None:
+        """Take the planner's arrays. Extents ascend and are at most ``block_bytes - 8192`` long."""
+
+class Executor:
+    """The host cache, the threads and the rings. Jobs keep it alive."""
+
+    backend: str
+    """ "io_uring" or "pwrite"."""
+    cache_bytes: int
+    """The host cache: as many whole blocks as fit what was asked for."""
+    block_bytes: int
+    pinned: bool
+    """Whether the host cache is page-locked for CUDA; so from the first device buffer on."""
+
+    def __init__(
+        self, *, cache_bytes: int, block_bytes: int, queue_depth: int, backend: str, direct: bool, io_threads: int
+    ) -> None:
+        """Map the cache and start the threads.
+
+        Args:
+            cache_bytes: Host memory for data on its way.
+            block_bytes: The unit it is cut into, a multiple of 4096; no extent is longer.
+            queue_depth: Reads or writes in flight at a time.
+            backend: "auto" (io_uring where the system allows it), "io_uring" or "pwrite".
+            direct: Use O_DIRECT where the file system allows it.
+            io_threads: Threads of the pwrite backend.
+        """
+
+    def submit_write(
+        self, path: str | bytes, plan: WritePlan, ptr: _U64, device: _I32, stream: _U64, witness: _U8
+    ) -> WriteJob:
+        """Create ``path`` (it must not exist), capture the eager sources, and return.
+
+        Waits for cache blocks while capturing. Sources' memory must stay alive until captured or aborted, and lazy
+        sources unchanged. ``device`` is a CUDA ordinal or -1 for host memory; ``stream`` the CUstream that produces
+        a device source, 0 for the legacy default stream; ``witness`` asks for a fingerprint, see ``torn``.
+        """
+
+    def submit_read(self, path: str | bytes, plan: ReadPlan, ptr: _U64, device: _I32, stream: _U64) -> ReadJob:
+        """Start reading into ``ptr``. Destinations must stay alive until the job is done or destroyed.
+
+        Copies to a device come after what is on the destination's ``stream`` now.
+        """
+
+    def close(self) -> None:
+        """Refuse new jobs and wait until the running ones are written or failed. Idempotent."""
+
+    def abandon(self) -> None:
+        """In a forked child: never wait for the parent's threads again, also not when objects are destroyed."""
+
+class WriteJob:
+    """One container being captured and written. Destroying it before ``finish`` aborts it."""
+
+    captured: bool
+    written: bool
+
+    def wait_captured(self, timeout: float | None = None) -> bool:
+        """Wait until all sources are copied off their memory; False when the timeout passed. Raises what failed."""
+
+    def wait_written(self, timeout: float | None = None) -> bool:
+        """Wait until all extents are written, though not synced; False when the timeout passed."""
+
+    def gate(self, streams: Sequence[tuple[int, int]], timeout: float | None = None) -> bool:
+        """Return once later work on ``streams``, as (device, stream handle), may change the sources.
+
+        Waits until every host source is copied and every device copy is enqueued, and makes each stream wait for
+        the copies of its device. True, without raising, for a failed job too: nothing more is read then. A host
+        source's memory must stay alive until captured; so must a device source's, gate or not.
+        """
+
+    def torn(self) -> list[int]:
+        """Sources whose fingerprint changed between submit and capture. Valid once captured."""
+
+    def checksums(self) -> tuple[bytes, bytes]:
+        """CRC-32 of each source, and of each chunk of each source end to end, as little-endian u32.
+
+        Raises ``NativeError`` "invalid" before everything is written.
+        """
+
+    def finish(self, tail: Buffer) -> None:
+        """Wait until written, append ``tail`` to the last extent's bytes, cut to length, fsync, close. Blocking.
+
+        Raises what the job failed with, "cancelled" after ``abort``, "closed" after an earlier ``finish``.
+        """
+
+    def abort(self) -> None:
+        """Stop; returns when no memory of the caller's is touched any more and the file is closed. Idempotent."""
+
+    def stats(self) -> dict[str, Any]:
+        """What was done so far.
+
+        Keys: bytes, extents, submit_seconds (inside submit_write), capture_seconds (submit to captured),
+        checksum_seconds (for device sources), write_seconds (first write's start to last one's end), sync_seconds,
+        cache_wait_seconds (waiting for blocks), direct, backend.
+        """
+
+class ReadJob:
+    """One container being read into place. Destroying it stops it and waits."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until everything is read, verified and in place; False when the timeout passed.
+
+        Raises ``NativeError``: "corrupt" with ``record`` for the first bad checksum in the file, or for a file that
+        ends early; "io"; "cuda". Destinations may have been overwritten by then.
+        """
+
+    def stats(self) -> dict[str, Any]:
+        """What was done, once done.
+
+        Keys: bytes_needed, bytes_read (with alignment), in_place_bytes (read straight into destinations), seconds,
+        verify_seconds, direct, backend.
+        """

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "datastates/error.hpp"
+
+namespace datastates::python {
+
+/// The elements of a one-dimensional, C-contiguous, native-endian array of exactly T (bool also
+/// passes for u8); anything else is Error "invalid": a plan is never converted silently.
+template <typename T>
+std::span<const T> elements(const pybind11::array& array, const char* name) {
+    const bool same = pybind11::isinstance<pybind11::array_t<T>>(array) ||
+                      (sizeof(T) == 1 && array.dtype().kind() == 'b');
+    if (!same || array.ndim() != 1 || (array.flags() & pybind11::array::c_style) == 0) {
+        throw Error::invalid(std::string(name) + " must be a contiguous 1-d array of " +
+                             std::string(pybind11::str(pybind11::dtype::of<T>())) + ", not " +
+                             std::string(pybind11::str(array.dtype())));
+    }
+    return {static_cast<const T*>(array.data()), static_cast<std::size_t>(array.size())};
+}
+
+template <typename T>
+std::vector<T> copy_elements(const pybind11::array& array, const char* name) {
+    const auto view = elements<T>(array, name);
+    return {view.begin(), view.end()};
+}
+
+/// A contiguous view of a Python buffer's bytes, held while this lives.
+class BytesView {
+  public:
+    explicit BytesView(const pybind11::buffer& buffer);
+    ~BytesView() { PyBuffer_Release(&view_); }
+    BytesView(const BytesView&) = delete;
+    BytesView& operator=(const BytesView&) = delete;
+    BytesView(BytesView&&) = delete;
+    BytesView& operator=(BytesView&&) = delete;
+
+    std::span<const std::byte> bytes() const {
+        return {static_cast<const std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
+    }
+
+  private:
+    Py_buffer view_{};
+};
+
+/// Little-endian u32 values as bytes.
+pybind11::bytes to_bytes(std::span<const std::uint32_t> values);
+
+}  // namespace datastates::python

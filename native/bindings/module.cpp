@@ -1,0 +1,293 @@
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arrays.hpp"
+#include "datastates/checksum.hpp"
+#include "datastates/error.hpp"
+#include "datastates/executor.hpp"
+#include "datastates/fault.hpp"
+#include "datastates/shim/cuda.hpp"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace datastates::python {
+namespace {
+
+using Timeout = std::optional<double>;
+using Streams = std::vector<std::pair<int, std::uint64_t>>;
+
+/// Waits without the GIL, in slices between which Python may handle signals.
+template <typename Wait>
+bool wait_interruptibly(const Timeout& timeout, Wait&& wait) {
+    constexpr auto kSlice = std::chrono::milliseconds(100);
+    // Far enough for anybody, near enough for the clock's range.
+    constexpr double kForever = 1e9;
+    std::optional<Clock::time_point> end;
+    if (timeout && !std::isnan(*timeout) && *timeout < kForever) {
+        const std::chrono::duration<double> duration(std::max(*timeout, 0.0));
+        end = Clock::now() + std::chrono::duration_cast<Clock::duration>(duration);
+    }
+    for (;;) {
+        const Clock::time_point slice = Clock::now() + kSlice;
+        const bool last = end && *end <= slice;
+        bool done = false;
+        {
+            const py::gil_scoped_release release;
+            done = wait(last ? *end : slice);
+        }
+        if (done || last) return done;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+}
+
+Buffers make_buffers(const py::array& ptr, const py::array& device, const py::array& stream) {
+    return {.address = copy_elements<std::uint64_t>(ptr, "ptr"),
+            .device = copy_elements<std::int32_t>(device, "device"),
+            .stream = copy_elements<std::uint64_t>(stream, "stream"),
+            .witness = {}};
+}
+
+void raise_native_error(const Error& error, const py::object& type) {
+    py::object value = type(error.what());
+    value.attr("code") = std::string(to_string(error.code()));
+    value.attr("errno") = error.error_number();
+    value.attr("op") = error.op();
+    value.attr("path") = error.path();
+    value.attr("record") = error.record();
+    PyErr_SetObject(type.ptr(), value.ptr());
+}
+
+void bind_errors(py::module_& module) {
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
+    storage.call_once_and_store_result([&] {
+        return py::reinterpret_steal<py::object>(
+            PyErr_NewException("datastates._native.NativeError", nullptr, nullptr));
+    });
+    module.attr("NativeError") = storage.get_stored();
+    py::register_local_exception_translator([](std::exception_ptr caught) {
+        try {
+            if (caught) std::rethrow_exception(std::move(caught));
+        } catch (const Error& error) {
+            raise_native_error(error, storage.get_stored());
+        }
+    });
+}
+
+void bind_functions(py::module_& module) {
+    module.def(
+        "crc32",
+        [](const py::buffer& data, std::uint32_t value) {
+            const BytesView view(data);
+            const py::gil_scoped_release release;
+            return crc32(value, view.bytes());
+        },
+        "data"_a, "value"_a = 0);
+    module.def("crc32_combine", &crc32_combine, "first"_a, "second"_a, "second_length"_a);
+    module.def("arm_fault", &fault::arm, "point"_a, "action"_a, "value"_a = 0, "nth"_a = 1,
+               "count"_a = 0);
+    module.def("clear_faults", &fault::clear);
+    module.def("cuda_device_count", &cuda::device_count, py::call_guard<py::gil_scoped_release>());
+}
+
+void bind_plans(py::module_& module) {
+    py::class_<WritePlan, std::shared_ptr<WritePlan>>(module, "WritePlan")
+        .def(py::init([](const py::array& source_nbytes, std::uint64_t chunk_bytes,
+                         const py::buffer& literal, const py::array& extent_offset,
+                         const py::array& extent_length, const py::array& extent_piece,
+                         const py::array& piece_source, const py::array& piece_source_offset,
+                         const py::array& piece_extent_offset, const py::array& piece_length,
+                         const py::array& patch_extent, const py::array& patch_offset,
+                         const py::array& patch_source, const py::array& eager) {
+                 using U64 = std::uint64_t;
+                 using I32 = std::int32_t;
+                 const BytesView literal_view(literal);
+                 const WritePlanArrays arrays{
+                     .source_nbytes = elements<U64>(source_nbytes, "source_nbytes"),
+                     .chunk_bytes = chunk_bytes,
+                     .literal = literal_view.bytes(),
+                     .extent_offset = elements<U64>(extent_offset, "extent_offset"),
+                     .extent_length = elements<U64>(extent_length, "extent_length"),
+                     .extent_piece = elements<U64>(extent_piece, "extent_piece"),
+                     .piece_source = elements<I32>(piece_source, "piece_source"),
+                     .piece_source_offset =
+                         elements<U64>(piece_source_offset, "piece_source_offset"),
+                     .piece_extent_offset =
+                         elements<U64>(piece_extent_offset, "piece_extent_offset"),
+                     .piece_length = elements<U64>(piece_length, "piece_length"),
+                     .patch_extent = elements<U64>(patch_extent, "patch_extent"),
+                     .patch_offset = elements<U64>(patch_offset, "patch_offset"),
+                     .patch_source = elements<I32>(patch_source, "patch_source"),
+                     .eager = elements<std::uint8_t>(eager, "eager")};
+                 const py::gil_scoped_release release;
+                 return std::make_shared<WritePlan>(arrays);
+             }),
+             py::kw_only(), "source_nbytes"_a, "chunk_bytes"_a = 262144, "literal"_a,
+             "extent_offset"_a, "extent_length"_a, "extent_piece"_a, "piece_source"_a,
+             "piece_source_offset"_a, "piece_extent_offset"_a, "piece_length"_a, "patch_extent"_a,
+             "patch_offset"_a, "patch_source"_a, "eager"_a);
+    py::class_<ReadPlan, std::shared_ptr<ReadPlan>>(module, "ReadPlan")
+        .def(py::init([](const py::array& dest_nbytes, const py::array& extent_offset,
+                         const py::array& extent_length, const py::array& extent_piece,
+                         const py::array& piece_dest, const py::array& piece_dest_offset,
+                         const py::array& piece_extent_offset, const py::array& piece_length,
+                         const py::array& extent_check, const py::array& check_offset,
+                         const py::array& check_length, const py::array& check_crc,
+                         const py::array& check_record) {
+                 using U64 = std::uint64_t;
+                 using I32 = std::int32_t;
+                 const ReadPlanArrays arrays{
+                     .dest_nbytes = elements<U64>(dest_nbytes, "dest_nbytes"),
+                     .extent_offset = elements<U64>(extent_offset, "extent_offset"),
+                     .extent_length = elements<U64>(extent_length, "extent_length"),
+                     .extent_piece = elements<U64>(extent_piece, "extent_piece"),
+                     .piece_dest = elements<I32>(piece_dest, "piece_dest"),
+                     .piece_dest_offset = elements<U64>(piece_dest_offset, "piece_dest_offset"),
+                     .piece_extent_offset =
+                         elements<U64>(piece_extent_offset, "piece_extent_offset"),
+                     .piece_length = elements<U64>(piece_length, "piece_length"),
+                     .extent_check = elements<U64>(extent_check, "extent_check"),
+                     .check_offset = elements<U64>(check_offset, "check_offset"),
+                     .check_length = elements<U64>(check_length, "check_length"),
+                     .check_crc = elements<std::uint32_t>(check_crc, "check_crc"),
+                     .check_record = elements<I32>(check_record, "check_record")};
+                 const py::gil_scoped_release release;
+                 return std::make_shared<ReadPlan>(arrays);
+             }),
+             py::kw_only(), "dest_nbytes"_a, "extent_offset"_a, "extent_length"_a, "extent_piece"_a,
+             "piece_dest"_a, "piece_dest_offset"_a, "piece_extent_offset"_a, "piece_length"_a,
+             "extent_check"_a, "check_offset"_a, "check_length"_a, "check_crc"_a, "check_record"_a);
+}
+
+py::dict write_stats(const WriteJob& job, const std::string& backend) {
+    const WriteStats stats = job.stats();
+    return py::dict(
+        "bytes"_a = stats.bytes, "extents"_a = stats.extents,
+        "submit_seconds"_a = stats.submit_seconds, "capture_seconds"_a = stats.capture_seconds,
+        "checksum_seconds"_a = stats.checksum_seconds, "write_seconds"_a = stats.write_seconds,
+        "sync_seconds"_a = stats.sync_seconds, "cache_wait_seconds"_a = stats.cache_wait_seconds,
+        "direct"_a = stats.direct, "backend"_a = backend);
+}
+
+py::dict read_stats(const ReadJob& job, const std::string& backend) {
+    const ReadStats stats = job.stats();
+    return py::dict("bytes_needed"_a = stats.bytes_needed, "bytes_read"_a = stats.bytes_read,
+                    "in_place_bytes"_a = stats.in_place_bytes, "seconds"_a = stats.seconds,
+                    "verify_seconds"_a = stats.verify_seconds, "direct"_a = stats.direct,
+                    "backend"_a = backend);
+}
+
+void bind_jobs(py::module_& module) {
+    // Destroying a job waits for threads.
+    py::class_<WriteJob>(module, "WriteJob", py::release_gil_before_calling_cpp_dtor())
+        .def(
+            "wait_captured",
+            [](const WriteJob& job, const Timeout& timeout) {
+                return wait_interruptibly(timeout,
+                                          [&](auto end) { return job.wait_captured(end); });
+            },
+            "timeout"_a = py::none())
+        .def(
+            "wait_written",
+            [](const WriteJob& job, const Timeout& timeout) {
+                return wait_interruptibly(timeout, [&](auto end) { return job.wait_written(end); });
+            },
+            "timeout"_a = py::none())
+        .def(
+            "gate",
+            [](const WriteJob& job, const Streams& streams, const Timeout& timeout) {
+                return wait_interruptibly(timeout,
+                                          [&](auto end) { return job.gate(streams, end); });
+            },
+            "streams"_a, "timeout"_a = py::none())
+        .def("torn", &WriteJob::torn)
+        .def("checksums",
+             [](const WriteJob& job) {
+                 if (!job.written()) throw Error::invalid("checksums are known once written");
+                 return py::make_tuple(to_bytes(job.source_crcs()), to_bytes(job.chunk_crcs()));
+             })
+        .def(
+            "finish",
+            [](WriteJob& job, const py::buffer& tail) {
+                const BytesView view(tail);
+                wait_interruptibly(std::nullopt, [&](auto end) { return job.wait_written(end); });
+                const py::gil_scoped_release release;
+                job.finish(view.bytes());
+            },
+            "tail"_a)
+        .def("abort", &WriteJob::abort, py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("captured", &WriteJob::captured)
+        .def_property_readonly("written", &WriteJob::written)
+        .def("stats", [](const WriteJob& job) { return write_stats(job, job.backend_name()); });
+    py::class_<ReadJob>(module, "ReadJob", py::release_gil_before_calling_cpp_dtor())
+        .def(
+            "wait",
+            [](const ReadJob& job, const Timeout& timeout) {
+                return wait_interruptibly(timeout, [&](auto end) { return job.wait(end); });
+            },
+            "timeout"_a = py::none())
+        .def("stats", [](const ReadJob& job) { return read_stats(job, job.backend_name()); });
+}
+
+void bind_executor(py::module_& module) {
+    py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor",
+                                                    py::release_gil_before_calling_cpp_dtor())
+        .def(py::init([](std::size_t cache_bytes, std::size_t block_bytes, unsigned queue_depth,
+                         const std::string& backend, bool direct, unsigned io_threads) {
+                 const py::gil_scoped_release release;
+                 return Executor::make({.cache_bytes = cache_bytes,
+                                        .block_bytes = block_bytes,
+                                        .queue_depth = queue_depth,
+                                        .backend = backend,
+                                        .direct = direct,
+                                        .io_threads = io_threads});
+             }),
+             py::kw_only(), "cache_bytes"_a, "block_bytes"_a, "queue_depth"_a, "backend"_a,
+             "direct"_a, "io_threads"_a)
+        .def_property_readonly("backend", &Executor::backend_name)
+        .def_property_readonly("cache_bytes", &Executor::cache_bytes)
+        .def_property_readonly("block_bytes", &Executor::block_bytes)
+        .def_property_readonly("pinned", &Executor::pinned)
+        .def(
+            "submit_write",
+            [](Executor& executor, const std::string& path, std::shared_ptr<WritePlan> plan,
+               const py::array& ptr, const py::array& device, const py::array& stream,
+               const py::array& witness) {
+                Buffers sources = make_buffers(ptr, device, stream);
+                sources.witness = copy_elements<std::uint8_t>(witness, "witness");
+                const py::gil_scoped_release release;
+                return executor.submit_write(path, std::move(plan), std::move(sources));
+            },
+            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a, "witness"_a)
+        .def(
+            "submit_read",
+            [](Executor& executor, const std::string& path, std::shared_ptr<ReadPlan> plan,
+               const py::array& ptr, const py::array& device, const py::array& stream) {
+                Buffers dests = make_buffers(ptr, device, stream);
+                const py::gil_scoped_release release;
+                return executor.submit_read(path, std::move(plan), std::move(dests));
+            },
+            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a)
+        .def("close", &Executor::close, py::call_guard<py::gil_scoped_release>())
+        .def("abandon", &Executor::abandon);
+}
+
+}  // namespace
+}  // namespace datastates::python
+
+PYBIND11_MODULE(_native, module) {
+    module.doc() = "The native core of datastates: the executor and its checksums.";
+    datastates::python::bind_errors(module);
+    datastates::python::bind_functions(module);
+    datastates::python::bind_plans(module);
+    datastates::python::bind_jobs(module);
+    datastates::python::bind_executor(module);
+}

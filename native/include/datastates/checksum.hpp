@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace datastates {
+
+/// CRC-32 as in ZIP and zlib, continued from `value` (0 at the start).
+std::uint32_t crc32(std::uint32_t value, std::span<const std::byte> data);
+
+/// The operator that appends `length` bytes; make it once for a length that is used often.
+class Crc32Shift {
+  public:
+    /// O(log length).
+    explicit Crc32Shift(std::uint64_t length);
+
+    /// CRC-32 of A followed by B, where B has this operator's length. O(1).
+    std::uint32_t combine(std::uint32_t first, std::uint32_t second) const;
+
+  private:
+    std::uint32_t operator_;
+};
+
+/// CRC-32 of A followed by B out of theirs alone. O(log second_length).
+std::uint32_t crc32_combine(std::uint32_t first, std::uint32_t second, std::uint64_t second_length);
+
+/// One source's running checksums: its own and one for each `chunk_bytes` of it. Bytes come in
+/// order. Every byte is read once: the source's checksum is combined out of its chunks'.
+class ChunkedCrc32 {
+  public:
+    /// `chunks` must have room for ceil(source length / chunk_bytes) values.
+    ChunkedCrc32(std::uint64_t chunk_bytes, std::span<std::uint32_t> chunks)
+        : chunk_bytes_(chunk_bytes), chunks_(chunks) {}
+
+    /// `full_chunk` is the operator for `chunk_bytes`.
+    void update(std::span<const std::byte> data, const Crc32Shift& full_chunk);
+
+    /// The checksum of everything so far.
+    std::uint32_t value() const;
+
+    std::uint64_t length() const { return (done_ * chunk_bytes_) + filled_; }
+
+  private:
+    std::uint64_t chunk_bytes_;
+    std::span<std::uint32_t> chunks_;
+    std::uint64_t done_ = 0;      // whole chunks
+    std::uint64_t filled_ = 0;    // bytes of the chunk under way
+    std::uint32_t combined_ = 0;  // of the whole chunks
+};
+
+}  // namespace datastates

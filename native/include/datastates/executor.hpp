@@ -1,0 +1,156 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "datastates/capturer.hpp"
+#include "datastates/copy_engine.hpp"
+#include "datastates/host_cache.hpp"
+#include "datastates/plan.hpp"
+#include "datastates/read_state.hpp"
+#include "datastates/reader.hpp"
+#include "datastates/write_state.hpp"
+#include "datastates/writer.hpp"
+
+namespace datastates {
+
+class Executor;
+
+/// One snapshot under way. Destroying it aborts it, unless it is finished. Thread-safe.
+class WriteJob {
+  public:
+    WriteJob(std::shared_ptr<Executor> executor, std::shared_ptr<WriteState> state);
+    ~WriteJob();
+    WriteJob(const WriteJob&) = delete;
+    WriteJob& operator=(const WriteJob&) = delete;
+    WriteJob(WriteJob&&) = delete;
+    WriteJob& operator=(WriteJob&&) = delete;
+
+    using Deadline = WriteState::Deadline;
+    /// All sources are copied off their memory. Throws what the job failed with before that.
+    bool wait_captured(Deadline deadline = {}) const { return state_->wait_captured(deadline); }
+    /// All extents are written (not synced).
+    bool wait_written(Deadline deadline = {}) const { return state_->wait_written(deadline); }
+    /// Waits until every host source is copied and every device copy is enqueued, and makes each
+    /// (device, stream) wait for that device's copies. True also for a failed job, without
+    /// throwing: nothing more will be read.
+    bool gate(std::span<const std::pair<int, std::uint64_t>> streams,
+              Deadline deadline = {}) const {
+        return state_->gate(streams, deadline);
+    }
+    bool captured() const { return state_->captured(); }
+    bool written() const { return state_->written(); }
+    /// Sources whose fingerprint changed between submit and capture. Valid once captured.
+    std::vector<int> torn() const { return state_->torn(); }
+    /// Per source, and per chunk of all sources in order. Valid once written.
+    std::vector<std::uint32_t> source_crcs() const;
+    std::span<const std::uint32_t> chunk_crcs() const { return state_->chunk_crcs(); }
+    /// Waits until written; appends `tail` to the last extent's bytes, cuts the file to its exact
+    /// length, syncs and closes it.
+    void finish(std::span<const std::byte> tail) { state_->finish(tail); }
+    /// Stops, and returns when none of the caller's memory is touched any more and the file is
+    /// closed. Idempotent.
+    void abort();
+    WriteStats stats() const { return state_->stats(); }
+    const std::string& backend_name() const;
+
+  private:
+    std::shared_ptr<Executor> executor_;
+    std::shared_ptr<WriteState> state_;
+};
+
+/// One restore under way. Destroying it stops it and waits. Thread-safe.
+class ReadJob {
+  public:
+    ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state);
+    ~ReadJob();
+    ReadJob(const ReadJob&) = delete;
+    ReadJob& operator=(const ReadJob&) = delete;
+    ReadJob(ReadJob&&) = delete;
+    ReadJob& operator=(ReadJob&&) = delete;
+
+    bool wait(std::optional<Clock::time_point> deadline = {}) const {
+        return state_->wait(deadline);
+    }
+    ReadStats stats() const { return state_->stats(); }
+    const std::string& backend_name() const;
+
+  private:
+    std::shared_ptr<Executor> executor_;
+    std::shared_ptr<ReadState> state_;
+};
+
+/// Owns the host cache, the threads and the rings, and runs jobs over them. Jobs keep it alive.
+/// Thread-safe.
+class Executor : public std::enable_shared_from_this<Executor> {
+  public:
+    struct Options {
+        std::size_t cache_bytes;
+        std::size_t block_bytes;  // a multiple of 4096
+        unsigned queue_depth;
+        std::string backend;  // "auto", "io_uring" or "pwrite"
+        bool direct;          // O_DIRECT where the file system allows it
+        unsigned io_threads;  // of the pwrite backend
+    };
+
+    static std::shared_ptr<Executor> make(const Options& options);
+    ~Executor();
+    Executor(const Executor&) = delete;
+    Executor& operator=(const Executor&) = delete;
+    Executor(Executor&&) = delete;
+    Executor& operator=(Executor&&) = delete;
+
+    /// Creates the file (it must not exist), captures the plan's eager sources and returns; waits
+    /// for cache blocks while doing so. The sources' memory must stay alive until captured or
+    /// aborted, and lazy sources unchanged.
+    std::unique_ptr<WriteJob> submit_write(const std::string& path,
+                                           std::shared_ptr<const WritePlan> plan, Buffers sources);
+    std::unique_ptr<ReadJob> submit_read(const std::string& path,
+                                         std::shared_ptr<const ReadPlan> plan, Buffers dests);
+    /// Refuses new jobs and waits until the running ones are written or failed. Idempotent.
+    void close();
+    /// In a forked child: the threads are the parent's, so neither the executor nor its jobs wait
+    /// for them again, and the executor is never destroyed.
+    void abandon();
+    bool abandoned() const { return abandoned_; }
+
+    const std::string& backend_name() const { return backend_name_; }
+    std::size_t cache_bytes() const { return cache_.bytes(); }
+    std::size_t block_bytes() const { return cache_.block_bytes(); }
+    bool pinned() const { return cache_.pinned(); }
+
+  private:
+    friend class WriteJob;
+    friend class ReadJob;
+
+    explicit Executor(const Options& options);
+    template <typename State>
+    static void remember(std::vector<std::weak_ptr<State>>& jobs,
+                         const std::shared_ptr<State>& job);
+    void admit();
+    void wait_for_jobs();
+
+    const bool direct_;
+    HostCache cache_;
+    CopyEngines engines_;
+    std::mutex mutex_;
+    bool closed_ = false;
+    std::atomic<bool> abandoned_ = false;
+    std::vector<std::weak_ptr<WriteState>> writes_;
+    std::vector<std::weak_ptr<ReadState>> reads_;
+    std::string backend_name_;
+    // Threads last, in the order that they hand work on: the capturer stops before the writer.
+    Writer writer_;
+    Capturer capturer_;
+    Reader reader_;
+};
+
+}  // namespace datastates

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+
+namespace datastates {
+
+/// A file descriptor that closes itself.
+class FileDescriptor {
+  public:
+    FileDescriptor() = default;
+    explicit FileDescriptor(int fd) : fd_(fd) {}
+    FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    FileDescriptor& operator=(FileDescriptor&& other) noexcept;
+    FileDescriptor(const FileDescriptor&) = delete;
+    FileDescriptor& operator=(const FileDescriptor&) = delete;
+    ~FileDescriptor() { reset(); }
+
+    int get() const { return fd_; }
+    bool valid() const { return fd_ >= 0; }
+    void reset();
+
+  private:
+    int fd_ = -1;
+};
+
+/// An open file. It holds a buffered descriptor and, where the file system takes direct I/O, a
+/// second one with O_DIRECT; a transfer goes through the direct one when its place, length and
+/// memory are aligned for it. The page cache keeps the two coherent.
+class File {
+  public:
+    /// Creates a file for writing; it must not exist.
+    static File create(const std::string& path, bool want_direct);
+    /// Opens an existing file for reading.
+    static File open(const std::string& path, bool want_direct);
+
+    File(File&& other) noexcept;
+    File& operator=(File&&) = delete;
+    File(const File&) = delete;
+    File& operator=(const File&) = delete;
+    ~File() = default;
+
+    const std::string& path() const { return path_; }
+
+    /// Whether direct I/O is in use. Thread-safe.
+    bool direct() const { return direct_.load(std::memory_order_relaxed); }
+    /// What direct I/O asks of a memory address, and of an offset and a length.
+    std::size_t memory_alignment() const { return memory_alignment_; }
+    std::size_t offset_alignment() const { return offset_alignment_; }
+    /// Goes on buffered, for good: the file system took O_DIRECT and then refused a transfer.
+    void drop_direct() { direct_.store(false, std::memory_order_relaxed); }
+    /// Whether this transfer can go past the page cache. Thread-safe.
+    bool fits_direct(const void* memory, std::size_t length, std::uint64_t offset) const;
+    int direct_fd() const { return direct_fd_.get(); }
+    int buffered_fd() const { return buffered_.get(); }
+
+    std::uint64_t size() const;
+    /// Reserves disk space; a file system that cannot is no error, a full one is.
+    void allocate(std::uint64_t length) const;
+    void truncate(std::uint64_t length) const;
+    /// fsync.
+    void sync() const;
+    /// Writes everything, past short writes and interrupts. Blocking.
+    void write_all(std::span<const std::byte> data, std::uint64_t offset);
+    void close();
+
+  private:
+    File(std::string path, int flags, bool want_direct);
+    void probe_alignment();
+
+    std::string path_;
+    FileDescriptor buffered_;
+    FileDescriptor direct_fd_;
+    std::size_t memory_alignment_ = 4096;
+    std::size_t offset_alignment_ = 4096;
+    std::atomic<bool> direct_ = false;
+};
+
+}  // namespace datastates

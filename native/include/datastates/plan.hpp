@@ -1,0 +1,170 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "datastates/checksum.hpp"
+
+namespace datastates {
+
+/// The arrays of a write plan as they come from the planner; see docs of each.
+struct WritePlanArrays {
+    std::span<const std::uint64_t> source_nbytes{};
+    std::uint64_t chunk_bytes = 0;
+    std::span<const std::byte> literal{};
+    std::span<const std::uint64_t> extent_offset{};
+    std::span<const std::uint64_t> extent_length{};
+    std::span<const std::uint64_t> extent_piece{};
+    std::span<const std::int32_t> piece_source{};
+    std::span<const std::uint64_t> piece_source_offset{};
+    std::span<const std::uint64_t> piece_extent_offset{};
+    std::span<const std::uint64_t> piece_length{};
+    std::span<const std::uint64_t> patch_extent{};
+    std::span<const std::uint64_t> patch_offset{};
+    std::span<const std::int32_t> patch_source{};
+    std::span<const std::uint8_t> eager{};
+};
+
+/// What goes where in a container file: sources, cut into pieces, tiled into extents that go
+/// through one cache block each. Checked once, immutable, shared by many snapshots.
+class WritePlan {
+  public:
+    struct Piece {
+        std::int32_t source;  // -1: the literal bytes
+        std::uint64_t source_offset;
+        std::uint64_t extent_offset;
+        std::uint64_t length;
+    };
+    struct Patch {
+        std::uint64_t offset;  // in its extent
+        std::int32_t source;   // whose CRC-32 goes there, little-endian
+    };
+    struct Extent {
+        std::uint64_t offset;  // in the file
+        std::uint64_t length;
+        std::size_t first_piece, end_piece;
+        std::size_t first_patch, end_patch;
+        bool has_sources;
+        bool has_eager;
+        bool has_lazy;
+    };
+
+    /// Throws Error "invalid" for arrays that disagree.
+    explicit WritePlan(const WritePlanArrays& arrays);
+
+    std::size_t sources() const { return source_nbytes_.size(); }
+    std::uint64_t source_nbytes(std::size_t source) const { return source_nbytes_[source]; }
+    bool eager(std::size_t source) const { return eager_[source] != 0; }
+    std::uint64_t chunk_bytes() const { return chunk_bytes_; }
+    const Crc32Shift& full_chunk() const { return full_chunk_; }
+    /// Where a source's chunk checksums begin among all sources'; [sources()] is their number.
+    std::size_t first_chunk(std::size_t source) const { return first_chunk_[source]; }
+
+    std::span<const Extent> extents() const { return extents_; }
+    std::span<const Piece> pieces(const Extent& extent) const;
+    std::span<const Patch> patches(const Extent& extent) const;
+    std::span<const std::byte> literal(const Piece& piece) const;
+
+    /// Extents, from the first, that hold all eager sources; the last of them may hold lazy ones
+    /// too.
+    std::size_t eager_extents() const { return eager_extents_; }
+    std::size_t source_extents() const { return source_extents_; }
+    std::uint64_t max_extent_length() const { return max_extent_length_; }
+    /// Where the last extent ends.
+    std::uint64_t file_length() const { return file_length_; }
+
+  private:
+    void take_sources(const WritePlanArrays& arrays);
+    void take_extents(const WritePlanArrays& arrays);
+    void take_patches(const WritePlanArrays& arrays);
+    Piece checked_piece(const WritePlanArrays& arrays, std::size_t index) const;
+
+    std::vector<std::uint64_t> source_nbytes_;
+    std::vector<std::uint8_t> eager_;
+    std::vector<std::size_t> first_chunk_;
+    std::uint64_t chunk_bytes_;
+    Crc32Shift full_chunk_;
+    std::vector<std::byte> literal_;
+    std::vector<Extent> extents_;
+    std::vector<Piece> pieces_;
+    std::vector<Patch> patches_;
+    std::size_t eager_extents_ = 0;
+    std::size_t source_extents_ = 0;
+    std::uint64_t max_extent_length_ = 0;
+    std::uint64_t file_length_ = 0;
+};
+
+/// The arrays of a read plan as they come from the planner.
+struct ReadPlanArrays {
+    std::span<const std::uint64_t> dest_nbytes{};
+    std::span<const std::uint64_t> extent_offset{};
+    std::span<const std::uint64_t> extent_length{};
+    std::span<const std::uint64_t> extent_piece{};
+    std::span<const std::int32_t> piece_dest{};
+    std::span<const std::uint64_t> piece_dest_offset{};
+    std::span<const std::uint64_t> piece_extent_offset{};
+    std::span<const std::uint64_t> piece_length{};
+    std::span<const std::uint64_t> extent_check{};
+    std::span<const std::uint64_t> check_offset{};
+    std::span<const std::uint64_t> check_length{};
+    std::span<const std::uint32_t> check_crc{};
+    std::span<const std::int32_t> check_record{};
+};
+
+/// What to read from a container file, where to put it, and what its checksums must be.
+class ReadPlan {
+  public:
+    struct Piece {
+        std::int32_t dest;
+        std::uint64_t dest_offset;
+        std::uint64_t extent_offset;
+        std::uint64_t length;
+    };
+    struct Check {
+        std::uint64_t offset;  // in its extent
+        std::uint64_t length;
+        std::uint32_t crc;
+        std::int32_t record;
+    };
+    struct Extent {
+        std::uint64_t offset;  // in the file
+        std::uint64_t length;
+        std::size_t first_piece, end_piece;
+        std::size_t first_check, end_check;
+    };
+
+    /// Throws Error "invalid" for arrays that disagree.
+    explicit ReadPlan(const ReadPlanArrays& arrays);
+
+    std::size_t dests() const { return dest_nbytes_.size(); }
+    std::uint64_t dest_nbytes(std::size_t dest) const { return dest_nbytes_[dest]; }
+    std::span<const Extent> extents() const { return extents_; }
+    std::span<const Piece> pieces(const Extent& extent) const;
+    std::span<const Check> checks(const Extent& extent) const;
+    std::uint64_t max_extent_length() const { return max_extent_length_; }
+    /// Sum of the extents' lengths.
+    std::uint64_t bytes() const { return bytes_; }
+
+  private:
+    std::vector<std::uint64_t> dest_nbytes_;
+    std::vector<Extent> extents_;
+    std::vector<Piece> pieces_;
+    std::vector<Check> checks_;
+    std::uint64_t max_extent_length_ = 0;
+    std::uint64_t bytes_ = 0;
+};
+
+/// The memory behind a plan's sources or destinations, for one snapshot or one restore.
+struct Buffers {
+    std::vector<std::uint64_t> address;
+    std::vector<std::int32_t> device;   // CUDA ordinal, -1: host
+    std::vector<std::uint64_t> stream;  // CUstream that produced it, 0: the legacy default stream
+    std::vector<std::uint8_t> witness;  // take fingerprints (writes only)
+
+    /// Throws Error "invalid" unless there is one entry for each of `nbytes`, all addresses usable.
+    void validate(std::span<const std::uint64_t> nbytes, bool with_witness) const;
+};
+
+}  // namespace datastates

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "datastates/copy_engine.hpp"
+#include "datastates/error.hpp"
+#include "datastates/file.hpp"
+#include "datastates/plan.hpp"
+#include "datastates/write_state.hpp"
+
+namespace datastates {
+
+struct ReadStats {
+    std::uint64_t bytes_needed = 0;
+    std::uint64_t bytes_read = 0;
+    std::uint64_t in_place_bytes = 0;  // read straight into their destination
+    double seconds = 0;                // from submit_read to the end
+    double verify_seconds = 0;         // computing checksums
+    bool direct = false;
+};
+
+/// What the reader thread and a read's owner share.
+class ReadState {
+  public:
+    ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers);
+
+    const ReadPlan& plan() const { return *plan_; }
+    const Buffers& buffers() const { return buffers_; }
+    File& file() { return file_; }
+    const std::string& path() const { return file_.path(); }
+
+    // Set up by submit, in the caller's thread.
+    void add_engine(int device, std::shared_ptr<CopyEngine> engine);
+    void add_producer(int device, std::shared_ptr<Event> event);
+
+    // The reader's.
+    CopyEngine& engine(int device) const { return *engines_.at(device); }
+    /// Lets our streams wait for what the destinations' streams were doing.
+    void order_after_producers();
+    /// Nothing new is started after it; of several errors the one of the lowest `extent` stays.
+    void fail(std::size_t extent, const Error& error);
+    void finish(ReadStats stats);
+
+    // The owner's.
+    void stop();
+    bool stopped() const { return stopped_.load(std::memory_order_acquire); }
+    /// Throws what the read failed with; false when the deadline passed.
+    bool wait(std::optional<Clock::time_point> deadline) const;
+    void wait_done() const;
+    bool done() const;
+    ReadStats stats() const;
+
+  private:
+    const std::shared_ptr<const ReadPlan> plan_;
+    const Buffers buffers_;
+    File file_;
+    const Clock::time_point start_ = Clock::now();
+    std::map<int, std::shared_ptr<CopyEngine>> engines_;
+    std::vector<std::pair<int, std::shared_ptr<Event>>> producers_;
+    std::atomic<bool> stopped_ = false;
+
+    mutable std::mutex mutex_;
+    mutable std::condition_variable changed_;
+    bool done_ = false;
+    std::optional<Error> error_;
+    std::size_t error_extent_ = 0;
+    ReadStats stats_;
+};
+
+}  // namespace datastates

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+/// The CUDA driver, found at run time: the few functions that we use, by our own prototypes, so
+/// that one build runs with and without a GPU and needs no toolkit.
+namespace datastates::cuda {
+
+using Result = int;
+using DevicePointer = std::uint64_t;
+using DeviceHandle = int;
+struct ContextObject;
+struct StreamObject;
+struct EventObject;
+struct ModuleObject;
+struct FunctionObject;
+using ContextHandle = ContextObject*;
+using StreamHandle = StreamObject*;
+using EventHandle = EventObject*;
+using ModuleHandle = ModuleObject*;
+using FunctionHandle = FunctionObject*;
+
+constexpr Result kSuccess = 0;
+constexpr Result kNotReady = 600;
+constexpr unsigned kEventDisableTiming = 2;
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kHostPortable = 1;
+constexpr unsigned kHostDeviceMap = 2;
+constexpr int kCaptureModeRelaxed = 2;
+
+/// libcuda.so.1's functions.
+struct Driver {
+    Result (*init)(unsigned flags);
+    Result (*device_get_count)(int* count);
+    Result (*device_get)(DeviceHandle* device, int ordinal);
+    Result (*get_error_name)(Result result, const char** name);
+    Result (*primary_context_retain)(ContextHandle* context, DeviceHandle device);
+    Result (*primary_context_release)(DeviceHandle device);
+    Result (*context_push)(ContextHandle context);
+    Result (*context_pop)(ContextHandle* context);
+    Result (*stream_create)(StreamHandle* stream, unsigned flags);
+    Result (*stream_destroy)(StreamHandle stream);
+    Result (*stream_synchronize)(StreamHandle stream);
+    Result (*stream_wait_event)(StreamHandle stream, EventHandle event, unsigned flags);
+    Result (*event_create)(EventHandle* event, unsigned flags);
+    Result (*event_destroy)(EventHandle event);
+    Result (*event_record)(EventHandle event, StreamHandle stream);
+    Result (*event_query)(EventHandle event);
+    Result (*event_synchronize)(EventHandle event);
+    Result (*memcpy_to_host)(void* host, DevicePointer device, std::size_t bytes,
+                             StreamHandle stream);
+    Result (*memcpy_to_device)(DevicePointer device, const void* host, std::size_t bytes,
+                               StreamHandle stream);
+    Result (*memory_allocate)(DevicePointer* pointer, std::size_t bytes);
+    Result (*memory_free)(DevicePointer pointer);
+    Result (*host_allocate)(void** pointer, std::size_t bytes, unsigned flags);
+    Result (*host_free)(void* pointer);
+    Result (*host_register)(void* pointer, std::size_t bytes, unsigned flags);
+    Result (*host_unregister)(void* pointer);
+    Result (*module_load_data)(ModuleHandle* module, const void* image);
+    Result (*module_unload)(ModuleHandle module);
+    Result (*module_get_function)(FunctionHandle* function, ModuleHandle module, const char* name);
+    Result (*launch_kernel)(FunctionHandle function, unsigned grid_x, unsigned grid_y,
+                            unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
+                            unsigned shared_bytes, StreamHandle stream, void** parameters,
+                            void** extra);
+    Result (*exchange_capture_mode)(int* mode);  // since CUDA 10.1, may be missing
+};
+
+/// Whether a driver with all our functions was found and started. Thread-safe, as all here.
+bool available();
+
+/// How many devices the driver shows; 0 without a driver.
+int device_count();
+
+/// The functions. REQUIRES: available().
+const Driver& driver();
+
+/// Throws Error "cuda" naming `op` and the driver's name for the error.
+void check(Result result, const char* op);
+
+/// A device's primary context, retained: the one that every framework uses.
+class PrimaryContext {
+  public:
+    explicit PrimaryContext(int ordinal);
+    ~PrimaryContext();
+    PrimaryContext(const PrimaryContext&) = delete;
+    PrimaryContext& operator=(const PrimaryContext&) = delete;
+    PrimaryContext(PrimaryContext&&) = delete;
+    PrimaryContext& operator=(PrimaryContext&&) = delete;
+
+    ContextHandle handle() const { return context_; }
+
+  private:
+    DeviceHandle device_ = 0;
+    ContextHandle context_ = nullptr;
+};
+
+/// Makes a context current in this thread for a scope. Meanwhile this thread's calls also leave
+/// alone a CUDA graph that some other thread is capturing; without that, a mere query of ours would
+/// invalidate it.
+class CurrentContext {
+  public:
+    explicit CurrentContext(ContextHandle context);
+    ~CurrentContext();
+    CurrentContext(const CurrentContext&) = delete;
+    CurrentContext& operator=(const CurrentContext&) = delete;
+    CurrentContext(CurrentContext&&) = delete;
+    CurrentContext& operator=(CurrentContext&&) = delete;
+
+  private:
+    int capture_mode_ = kCaptureModeRelaxed;  // then the thread's own, to be put back
+};
+
+/// Host memory, page-locked for every device.
+class PageLock {
+  public:
+    /// Throws Error "cuda" with the size in the message.
+    PageLock(std::shared_ptr<PrimaryContext> context, std::span<std::byte> memory);
+    ~PageLock();
+    PageLock(const PageLock&) = delete;
+    PageLock& operator=(const PageLock&) = delete;
+    PageLock(PageLock&&) = delete;
+    PageLock& operator=(PageLock&&) = delete;
+
+  private:
+    std::shared_ptr<PrimaryContext> context_;
+    std::span<std::byte> memory_;
+};
+
+}  // namespace datastates::cuda

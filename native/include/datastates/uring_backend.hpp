@@ -1,0 +1,61 @@
+#pragma once
+
+#include <liburing.h>
+
+#include <deque>
+#include <vector>
+
+#include "datastates/io_backend.hpp"
+
+namespace datastates {
+
+/// io_uring through liburing.
+class UringBackend final : public IoBackend {
+  public:
+    /// Throws Error "io" (op "io_uring_setup") when the kernel has no io_uring for us.
+    explicit UringBackend(unsigned queue_depth);
+    ~UringBackend() override;
+
+    std::string_view name() const override { return "io_uring"; }
+    void register_memory(std::span<std::byte> memory) override;
+    void submit(const IoRequest& request) override;
+    std::vector<IoCompletion> reap(bool wait) override;
+    std::size_t in_flight() const override { return in_flight_; }
+    void wake() override;
+
+  private:
+    struct Ring {
+        explicit Ring(unsigned entries);
+        ~Ring() { io_uring_queue_exit(&ring); }
+        Ring(const Ring&) = delete;
+        Ring& operator=(const Ring&) = delete;
+        Ring(Ring&&) = delete;
+        Ring& operator=(Ring&&) = delete;
+        io_uring ring{};
+    };
+    struct Slot {
+        Transfer transfer{IoRequest{}};
+        Transfer::Step step{};
+    };
+
+    void start(std::size_t slot);
+    void finish(std::size_t slot);
+    void start_waiting();
+    void prepare(const Slot& slot, io_uring_sqe* sqe) const;
+    void arm_wake();
+    void push();
+    void handle(const io_uring_cqe& cqe);
+    int registered_index(const std::byte* buffer, std::size_t length) const;
+
+    FileDescriptor wake_event_;
+    std::vector<Slot> slots_;
+    std::vector<std::size_t> free_slots_;
+    std::deque<IoRequest> waiting_;  // submitted beyond the queue depth
+    std::vector<IoCompletion> completions_;
+    std::span<std::byte> registered_;
+    std::size_t in_flight_ = 0;
+    bool woken_ = false;
+    Ring ring_;  // last: exits first
+};
+
+}  // namespace datastates

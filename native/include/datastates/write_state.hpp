@@ -1,0 +1,154 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "datastates/checksum.hpp"
+#include "datastates/copy_engine.hpp"
+#include "datastates/error.hpp"
+#include "datastates/file.hpp"
+#include "datastates/plan.hpp"
+
+namespace datastates {
+
+using Clock = std::chrono::steady_clock;
+
+inline double seconds_since(Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+struct WriteStats {
+    std::uint64_t bytes = 0;
+    std::uint64_t extents = 0;
+    double submit_seconds = 0;      // inside submit_write
+    double capture_seconds = 0;     // from submit_write to captured
+    double checksum_seconds = 0;    // of the writer thread, for device sources
+    double write_seconds = 0;       // from the first write's start to the last one's end
+    double sync_seconds = 0;        // of fsync
+    double cache_wait_seconds = 0;  // waiting for a free block
+    bool direct = false;
+};
+
+/// What the threads share about one write. Sources' digests and fingerprints belong to the thread
+/// that holds the extent at hand (extents are handed over in order, and a source's bytes are
+/// digested by one thread only); everything else is guarded here.
+class WriteState {
+  public:
+    WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers buffers);
+
+    const WritePlan& plan() const { return *plan_; }
+    const Buffers& buffers() const { return buffers_; }
+    File& file() { return file_; }
+    bool on_host(std::size_t source) const { return buffers_.device[source] < 0; }
+
+    // Captured bytes, told by the capture thread for host sources, by the writer for device ones.
+    void checksum(std::size_t source, std::span<const std::byte> data);
+    void fingerprint(const WritePlan::Piece& piece, const std::byte* data);
+    std::uint32_t source_crc(std::size_t source) const { return digests_[source].value(); }
+    /// The last extent's bytes beyond a multiple of 4096; `finish` writes them before the tail.
+    void keep_residual(std::span<const std::byte> data) {
+        residual_.assign(data.begin(), data.end());
+    }
+
+    // Set up by submit, in the caller's thread, before any other thread knows the job.
+    void add_engine(int device, std::shared_ptr<CopyEngine> engine);
+    CopyEngine& engine(int device) const { return *engines_.at(device); }
+    void set_fingerprint_before(std::size_t source, std::uint64_t value);
+    void add_fingerprints_before(DeviceFingerprints values, std::vector<std::size_t> sources);
+    void add_producer(int device, std::shared_ptr<Event> event);
+    /// Lets our streams wait for the producers of lazy sources. Called by the capture thread before
+    /// each extent; does its work once.
+    void order_after_producers();
+
+    // Progress.
+    /// Copies of `device` were enqueued; `lazy` ones replace the event before, being in one stream.
+    void add_capture_event(int device, std::shared_ptr<Event> event, bool lazy);
+    void extent_enqueued(bool has_sources);
+    void extent_landed();
+    void write_begun();
+    void extent_retired();
+    /// The capture thread will touch neither the job nor the sources again.
+    void end_capture();
+    void add_checksum_seconds(double seconds);
+    void add_cache_wait(double seconds);
+    void add_submit_seconds(double seconds);
+    /// The first error stays; nothing new is started after it.
+    void fail(const Error& error);
+    bool stopped() const { return stopped_.load(std::memory_order_acquire); }
+
+    // For the job's owner. A missing deadline waits for ever; false means it passed.
+    using Deadline = std::optional<Clock::time_point>;
+    bool wait_captured(Deadline deadline) const;
+    bool wait_written(Deadline deadline) const;
+    bool gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline) const;
+    /// Until no thread and no device touches the job.
+    void wait_quiescent() const;
+    bool captured() const;
+    bool written() const;
+    bool quiescent() const;
+    std::vector<int> torn() const;
+    std::span<const std::uint32_t> chunk_crcs() const { return chunk_crcs_; }
+    void finish(std::span<const std::byte> tail);
+    /// Closes the file of a job that was not finished. REQUIRES: quiescent.
+    void abandon();
+    WriteStats stats() const;
+
+  private:
+    struct DeviceCapture {
+        std::vector<std::shared_ptr<Event>> eager;
+        std::shared_ptr<Event> lazy;
+    };
+    struct Before {
+        DeviceFingerprints values;
+        std::vector<std::size_t> sources;
+    };
+
+    bool wait(std::unique_lock<std::mutex>& lock, Deadline deadline, const bool& done) const;
+    bool quiescent_locked() const { return capture_ended_ && retired_ == enqueued_; }
+    void settle_locked();
+    void compare_fingerprints_locked();
+    void write_tail(std::span<const std::byte> tail);
+
+    const std::shared_ptr<const WritePlan> plan_;
+    const Buffers buffers_;
+    File file_;
+    const Clock::time_point start_ = Clock::now();
+    std::map<int, std::shared_ptr<CopyEngine>> engines_;
+    std::vector<std::pair<int, std::shared_ptr<Event>>> producers_;
+    std::vector<ChunkedCrc32> digests_;
+    std::vector<std::uint32_t> chunk_crcs_;
+    std::vector<std::uint64_t> before_;  // fingerprints at submit, host sources
+    std::vector<Before> device_before_;
+    std::vector<std::uint64_t> after_;  // fingerprints of what was captured
+    std::vector<std::byte> residual_;
+    std::atomic<bool> stopped_ = false;
+
+    mutable std::mutex mutex_;
+    mutable std::condition_variable changed_;
+    std::map<int, DeviceCapture> capture_events_;
+    std::size_t enqueued_ = 0;
+    std::size_t source_extents_enqueued_ = 0;
+    std::size_t landed_ = 0;
+    std::size_t retired_ = 0;
+    bool capture_ended_ = false;
+    bool captured_ = false;
+    bool written_ = false;
+    bool closed_ = false;
+    std::optional<Error> error_;
+    std::vector<int> torn_;
+    std::optional<Clock::time_point> write_start_;
+    WriteStats stats_;
+    std::mutex finish_mutex_;  // one finish or close at a time
+};
+
+}  // namespace datastates

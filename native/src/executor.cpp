@@ -1,0 +1,184 @@
+#include "datastates/executor.hpp"
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "datastates/error.hpp"
+
+namespace datastates {
+namespace {
+
+// Room in a block for a read that is widened to whole pages on both sides.
+constexpr std::uint64_t kReadMargin = 8192;
+
+template <typename Plan>
+std::vector<std::uint64_t> sizes(const Plan& plan, std::size_t count,
+                                 std::uint64_t (Plan::*nbytes)(std::size_t) const) {
+    std::vector<std::uint64_t> result(count);
+    for (std::size_t i = 0; i < count; ++i) result[i] = (plan.*nbytes)(i);
+    return result;
+}
+
+void require_fits(std::uint64_t extent, std::uint64_t room) {
+    if (extent <= room) return;
+    throw Error::invalid("the plan has an extent of " + std::to_string(extent) +
+                         " bytes, more than the " + std::to_string(room) + " that a block holds");
+}
+
+}  // namespace
+
+WriteJob::WriteJob(std::shared_ptr<Executor> executor, std::shared_ptr<WriteState> state)
+    : executor_(std::move(executor)), state_(std::move(state)) {}
+
+WriteJob::~WriteJob() { abort(); }
+
+std::vector<std::uint32_t> WriteJob::source_crcs() const {
+    const std::size_t count = state_->plan().sources();
+    std::vector<std::uint32_t> crcs(count);
+    for (std::size_t i = 0; i < count; ++i) crcs[i] = state_->source_crc(i);
+    return crcs;
+}
+
+void WriteJob::abort() {
+    if (executor_->abandoned()) return;
+    if (!state_->quiescent()) {
+        state_->fail(Error::cancelled());
+        executor_->capturer_.attend();
+        state_->wait_quiescent();
+    }
+    state_->abandon();
+}
+
+const std::string& WriteJob::backend_name() const { return executor_->backend_name(); }
+
+ReadJob::ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state)
+    : executor_(std::move(executor)), state_(std::move(state)) {}
+
+ReadJob::~ReadJob() {
+    if (executor_->abandoned()) return;
+    state_->stop();
+    executor_->cache_.poke();
+    state_->wait_done();
+}
+
+const std::string& ReadJob::backend_name() const { return executor_->backend_name(); }
+
+std::shared_ptr<Executor> Executor::make(const Options& options) {
+    // Not make_shared: the constructor is private, so that every executor is shared.
+    return std::shared_ptr<Executor>(new Executor(options));
+}
+
+Executor::Executor(const Options& options)
+    : direct_(options.direct),
+      cache_(options.cache_bytes, options.block_bytes),
+      engines_(cache_),
+      writer_(cache_, make_backend(options.backend, options.queue_depth, options.io_threads)),
+      capturer_(cache_, engines_, writer_),
+      reader_(cache_, make_backend(options.backend, options.queue_depth, options.io_threads),
+              options.queue_depth) {
+    backend_name_ = writer_.backend_name();
+}
+
+Executor::~Executor() {
+    // Jobs keep us alive, so none is left but failed ones that were never given to a caller.
+    wait_for_jobs();
+}
+
+template <typename State>
+void Executor::remember(std::vector<std::weak_ptr<State>>& jobs,
+                        const std::shared_ptr<State>& job) {
+    std::erase_if(jobs, [](const auto& known) { return known.expired(); });
+    jobs.push_back(job);
+}
+
+void Executor::admit() {
+    const std::scoped_lock lock(mutex_);
+    if (closed_) throw Error::closed("the executor is closed");
+}
+
+std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
+                                                 std::shared_ptr<const WritePlan> plan,
+                                                 Buffers sources) {
+    const auto start = Clock::now();
+    sources.validate(sizes(*plan, plan->sources(), &WritePlan::source_nbytes), true);
+    require_fits(plan->max_extent_length(), cache_.block_bytes());
+    admit();
+    File file = File::create(path, direct_);
+    file.allocate(plan->file_length());
+    auto state = std::make_shared<WriteState>(std::move(file), std::move(plan), std::move(sources));
+    {
+        const std::scoped_lock lock(mutex_);
+        if (closed_) throw Error::closed("the executor is closed");
+        remember(writes_, state);
+    }
+    auto job = std::make_unique<WriteJob>(shared_from_this(), state);
+    capturer_.start(state);  // when it throws, the job's destructor waits for what was begun
+    state->add_submit_seconds(seconds_since(start));
+    return job;
+}
+
+std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
+                                               std::shared_ptr<const ReadPlan> plan,
+                                               Buffers dests) {
+    dests.validate(sizes(*plan, plan->dests(), &ReadPlan::dest_nbytes), false);
+    require_fits(plan->max_extent_length(),
+                 cache_.block_bytes() - std::min<std::uint64_t>(kReadMargin, cache_.block_bytes()));
+    admit();
+    auto state =
+        std::make_shared<ReadState>(File::open(path, direct_), std::move(plan), std::move(dests));
+    std::set<std::pair<int, std::uint64_t>> producers;
+    const Buffers& buffers = state->buffers();
+    for (std::size_t i = 0; i < state->plan().dests(); ++i) {
+        const int device = buffers.device[i];
+        if (device < 0 || state->plan().dest_nbytes(i) == 0) continue;
+        if (!producers.emplace(device, buffers.stream[i]).second) continue;
+        const auto engine = engines_.at(device);
+        state->add_engine(device, engine);
+        auto* stream = reinterpret_cast<cuda::StreamHandle>(buffers.stream[i]);
+        state->add_producer(device, engine->record(stream));
+    }
+    {
+        const std::scoped_lock lock(mutex_);
+        if (closed_) throw Error::closed("the executor is closed");
+        remember(reads_, state);
+    }
+    auto job = std::make_unique<ReadJob>(shared_from_this(), state);
+    reader_.enqueue(std::move(state));
+    return job;
+}
+
+void Executor::wait_for_jobs() {
+    std::vector<std::shared_ptr<WriteState>> writes;
+    std::vector<std::shared_ptr<ReadState>> reads;
+    {
+        const std::scoped_lock lock(mutex_);
+        for (const auto& known : writes_) {
+            if (auto job = known.lock()) writes.push_back(std::move(job));
+        }
+        for (const auto& known : reads_) {
+            if (auto job = known.lock()) reads.push_back(std::move(job));
+        }
+    }
+    for (const auto& job : writes) job->wait_quiescent();
+    for (const auto& job : reads) job->wait_done();
+}
+
+void Executor::close() {
+    {
+        const std::scoped_lock lock(mutex_);
+        closed_ = true;
+    }
+    wait_for_jobs();
+}
+
+void Executor::abandon() {
+    abandoned_ = true;
+    // Lives until the process ends, on purpose: its destructor would join threads that the fork
+    // left behind.
+    static auto* const kept = new std::vector<std::shared_ptr<Executor>>;
+    kept->push_back(shared_from_this());
+}
+
+}  // namespace datastates

@@ -1,0 +1,145 @@
+#include "datastates/file.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "datastates/error.hpp"
+#include "datastates/fault.hpp"
+#include "datastates/io_backend.hpp"
+
+namespace datastates {
+namespace {
+
+constexpr mode_t kMode = 0644;
+
+/// Calls `syscall` until it is not interrupted, with a fault point before each try.
+/// Returns the errno, 0 for success.
+template <typename Syscall>
+int retry(fault::Point point, Syscall&& syscall) {
+    for (;;) {
+        int error = fault::hit_error(point);
+        if (error == 0) error = syscall() < 0 ? errno : 0;
+        if (error != EINTR) return error;
+    }
+}
+
+}  // namespace
+
+FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
+    if (this != &other) {
+        reset();
+        fd_ = std::exchange(other.fd_, -1);
+    }
+    return *this;
+}
+
+void FileDescriptor::reset() {
+    // close() frees the descriptor even when it reports an error, and what was written is made sure
+    // by sync(), so there is nothing to learn from its result.
+    if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+File::File(std::string path, int flags, bool want_direct) : path_(std::move(path)) {
+    int fd = -1;
+    const int error = retry(fault::Point::open, [&] {
+        fd = ::open(path_.c_str(), flags | O_CLOEXEC, kMode);
+        return fd;
+    });
+    if (error != 0) throw Error::io(error, "open", path_);
+    buffered_ = FileDescriptor(fd);
+    if (!want_direct) return;
+
+    // A file system without direct I/O refuses here (EINVAL), or later at the first transfer.
+    const int direct = ::open(path_.c_str(), (flags & O_ACCMODE) | O_DIRECT | O_CLOEXEC);
+    if (direct < 0) return;
+    direct_fd_ = FileDescriptor(direct);
+    direct_ = true;
+    probe_alignment();
+}
+
+File::File(File&& other) noexcept
+    : path_(std::move(other.path_)),
+      buffered_(std::move(other.buffered_)),
+      direct_fd_(std::move(other.direct_fd_)),
+      memory_alignment_(other.memory_alignment_),
+      offset_alignment_(other.offset_alignment_),
+      direct_(other.direct()) {}
+
+File File::create(const std::string& path, bool want_direct) {
+    return {path, O_CREAT | O_EXCL | O_WRONLY, want_direct};
+}
+
+File File::open(const std::string& path, bool want_direct) { return {path, O_RDONLY, want_direct}; }
+
+void File::probe_alignment() {
+#ifdef STATX_DIOALIGN
+    struct statx status{};
+    if (::statx(direct_fd_.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0) return;
+    if ((status.stx_mask & STATX_DIOALIGN) == 0) return;
+    if (status.stx_dio_offset_align == 0) {
+        drop_direct();
+        return;
+    }
+    memory_alignment_ = std::max<std::size_t>(status.stx_dio_mem_align, 1);
+    offset_alignment_ = status.stx_dio_offset_align;
+#endif
+}
+
+bool File::fits_direct(const void* memory, std::size_t length, std::uint64_t offset) const {
+    return direct() && length % offset_alignment_ == 0 && offset % offset_alignment_ == 0 &&
+           reinterpret_cast<std::uintptr_t>(memory) % memory_alignment_ == 0;
+}
+
+std::uint64_t File::size() const {
+    struct stat status{};
+    if (::fstat(buffered_.get(), &status) != 0) throw Error::io(errno, "fstat", path_);
+    return static_cast<std::uint64_t>(status.st_size);
+}
+
+void File::allocate(std::uint64_t length) const {
+    if (length == 0) return;
+    const int error = retry(fault::Point::allocate, [&] {
+        return ::fallocate(buffered_.get(), 0, 0, static_cast<off_t>(length));
+    });
+    if (error == 0 || error == EOPNOTSUPP || error == ENOSYS || error == EINVAL) return;
+    throw Error::io(error, "allocate", path_);
+}
+
+void File::truncate(std::uint64_t length) const {
+    const int error = retry(fault::Point::truncate, [&] {
+        return ::ftruncate(buffered_.get(), static_cast<off_t>(length));
+    });
+    if (error != 0) throw Error::io(error, "truncate", path_);
+}
+
+void File::sync() const {
+    const int error = retry(fault::Point::sync, [&] { return ::fsync(buffered_.get()); });
+    if (error != 0) throw Error::io(error, "sync", path_);
+}
+
+void File::write_all(std::span<const std::byte> data, std::uint64_t offset) {
+    if (data.empty()) return;
+    // The interface is shared with reads; a write does not touch the buffer.
+    auto* buffer = const_cast<std::byte*>(data.data());  // NOLINT(*-const-cast)
+    const IoRequest request{.kind = IoKind::write,
+                            .file = this,
+                            .buffer = buffer,
+                            .length = data.size(),
+                            .required = data.size(),
+                            .offset = offset,
+                            .token = 0};
+    const IoCompletion completion = transfer(request);
+    if (!completion.ok()) throw io_error(completion, request);
+}
+
+void File::close() {
+    direct_fd_.reset();
+    buffered_.reset();
+}
+
+}  // namespace datastates

@@ -1,0 +1,62 @@
+#include "datastates/pwrite_backend.hpp"
+
+#include <utility>
+
+namespace datastates {
+
+PwriteBackend::PwriteBackend(unsigned threads) {
+    threads_.reserve(threads);
+    for (unsigned i = 0; i < threads; ++i) {
+        threads_.emplace_back([this](const std::stop_token& stop) { work(stop); });
+    }
+}
+
+PwriteBackend::~PwriteBackend() {
+    // A thread finishes the request it is at, and then sees the stop.
+    for (auto& thread : threads_) thread.request_stop();
+    threads_.clear();
+}
+
+void PwriteBackend::submit(const IoRequest& request) {
+    ++in_flight_;
+    {
+        const std::scoped_lock lock(mutex_);
+        requests_.push_back(request);
+    }
+    requested_.notify_one();
+}
+
+std::vector<IoCompletion> PwriteBackend::reap(bool wait) {
+    std::unique_lock lock(mutex_);
+    if (wait && in_flight_ > 0) {
+        completed_.wait(lock, [&] { return woken_ || !completions_.empty(); });
+    }
+    woken_ = false;
+    std::vector<IoCompletion> reaped = std::exchange(completions_, {});
+    in_flight_ -= reaped.size();
+    return reaped;
+}
+
+void PwriteBackend::wake() {
+    {
+        const std::scoped_lock lock(mutex_);
+        woken_ = true;
+    }
+    completed_.notify_one();
+}
+
+void PwriteBackend::work(const std::stop_token& stop) {
+    std::unique_lock lock(mutex_);
+    while (requested_.wait(lock, stop, [&] { return !requests_.empty(); })) {
+        if (stop.stop_requested()) return;
+        const IoRequest request = requests_.front();
+        requests_.pop_front();
+        lock.unlock();
+        const IoCompletion completion = transfer(request);
+        lock.lock();
+        completions_.push_back(completion);
+        completed_.notify_one();
+    }
+}
+
+}  // namespace datastates

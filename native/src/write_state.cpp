@@ -1,0 +1,331 @@
+#include "datastates/write_state.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "datastates/error.hpp"
+#include "datastates/fingerprint.hpp"
+
+namespace datastates {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kTailStep = std::size_t{4} << 20;
+
+/// Page-aligned memory, for direct I/O.
+class AlignedBuffer {
+  public:
+    explicit AlignedBuffer(std::size_t bytes)
+        : memory_(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kPage})), bytes) {}
+    ~AlignedBuffer() { ::operator delete(memory_.data(), std::align_val_t{kPage}); }
+    AlignedBuffer(const AlignedBuffer&) = delete;
+    AlignedBuffer& operator=(const AlignedBuffer&) = delete;
+    AlignedBuffer(AlignedBuffer&&) = delete;
+    AlignedBuffer& operator=(AlignedBuffer&&) = delete;
+
+    std::span<std::byte> memory() const { return memory_; }
+
+  private:
+    std::span<std::byte> memory_;
+};
+
+}  // namespace
+
+WriteState::WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers buffers)
+    : plan_(std::move(plan)),
+      buffers_(std::move(buffers)),
+      file_(std::move(file)),
+      chunk_crcs_(plan_->first_chunk(plan_->sources()), 0),
+      before_(plan_->sources(), 0),
+      after_(plan_->sources(), 0) {
+    digests_.reserve(plan_->sources());
+    for (std::size_t i = 0; i < plan_->sources(); ++i) {
+        const std::size_t first = plan_->first_chunk(i);
+        digests_.emplace_back(
+            plan_->chunk_bytes(),
+            std::span(chunk_crcs_).subspan(first, plan_->first_chunk(i + 1) - first));
+    }
+    stats_.bytes = plan_->file_length();
+    stats_.extents = plan_->extents().size();
+    const std::scoped_lock lock(mutex_);
+    settle_locked();
+}
+
+void WriteState::checksum(std::size_t source, std::span<const std::byte> data) {
+    digests_[source].update(data, plan_->full_chunk());
+}
+
+void WriteState::fingerprint(const WritePlan::Piece& piece, const std::byte* data) {
+    const auto source = static_cast<std::size_t>(piece.source);
+    if (buffers_.witness[source] == 0) return;
+    after_[source] += fingerprint::of_piece(plan_->source_nbytes(source), piece.source_offset, data,
+                                            piece.length);
+}
+
+void WriteState::add_engine(int device, std::shared_ptr<CopyEngine> engine) {
+    engines_.emplace(device, std::move(engine));
+}
+
+void WriteState::set_fingerprint_before(std::size_t source, std::uint64_t value) {
+    before_[source] = value;
+}
+
+void WriteState::add_fingerprints_before(DeviceFingerprints values,
+                                         std::vector<std::size_t> sources) {
+    device_before_.push_back({.values = std::move(values), .sources = std::move(sources)});
+}
+
+void WriteState::add_producer(int device, std::shared_ptr<Event> event) {
+    producers_.emplace_back(device, std::move(event));
+}
+
+void WriteState::order_after_producers() {
+    for (const auto& [device, event] : std::exchange(producers_, {})) {
+        const CopyEngine& copies = engine(device);
+        copies.wait(copies.capture_stream(), *event);
+    }
+}
+
+void WriteState::add_capture_event(int device, std::shared_ptr<Event> event, bool lazy) {
+    const std::scoped_lock lock(mutex_);
+    DeviceCapture& capture = capture_events_[device];
+    if (lazy) {
+        capture.lazy = std::move(event);
+    } else {
+        capture.eager.push_back(std::move(event));
+    }
+}
+
+void WriteState::extent_enqueued(bool has_sources) {
+    const std::scoped_lock lock(mutex_);
+    ++enqueued_;
+    if (has_sources) ++source_extents_enqueued_;
+    changed_.notify_all();
+}
+
+void WriteState::extent_landed() {
+    const std::scoped_lock lock(mutex_);
+    ++landed_;
+    settle_locked();
+}
+
+void WriteState::write_begun() {
+    const std::scoped_lock lock(mutex_);
+    if (!write_start_) write_start_ = Clock::now();
+}
+
+void WriteState::extent_retired() {
+    const std::scoped_lock lock(mutex_);
+    ++retired_;
+    settle_locked();
+}
+
+void WriteState::end_capture() {
+    const std::scoped_lock lock(mutex_);
+    capture_ended_ = true;
+    settle_locked();
+}
+
+void WriteState::add_checksum_seconds(double seconds) {
+    const std::scoped_lock lock(mutex_);
+    stats_.checksum_seconds += seconds;
+}
+
+void WriteState::add_cache_wait(double seconds) {
+    const std::scoped_lock lock(mutex_);
+    stats_.cache_wait_seconds += seconds;
+}
+
+void WriteState::add_submit_seconds(double seconds) {
+    const std::scoped_lock lock(mutex_);
+    stats_.submit_seconds += seconds;
+}
+
+void WriteState::fail(const Error& error) {
+    const std::scoped_lock lock(mutex_);
+    if (!error_) error_ = error;
+    stopped_.store(true, std::memory_order_release);
+    changed_.notify_all();
+}
+
+void WriteState::settle_locked() {
+    if (!error_) {
+        if (!captured_ && landed_ == plan_->source_extents()) {
+            compare_fingerprints_locked();
+            captured_ = true;
+            stats_.capture_seconds = seconds_since(start_);
+        }
+        if (!written_ && retired_ == plan_->extents().size()) {
+            written_ = true;
+            if (write_start_) stats_.write_seconds = seconds_since(*write_start_);
+        }
+    }
+    changed_.notify_all();
+}
+
+void WriteState::compare_fingerprints_locked() {
+    for (const Before& batch : device_before_) {
+        for (std::size_t i = 0; i < batch.sources.size(); ++i) {
+            before_[batch.sources[i]] = batch.values.at(i);
+        }
+    }
+    device_before_.clear();
+    for (std::size_t i = 0; i < before_.size(); ++i) {
+        if (before_[i] != after_[i]) torn_.push_back(static_cast<int>(i));
+    }
+}
+
+bool WriteState::wait(std::unique_lock<std::mutex>& lock, Deadline deadline,
+                      const bool& done) const {
+    const auto settled = [&] { return done || error_.has_value(); };
+    if (deadline) {
+        if (!changed_.wait_until(lock, *deadline, settled)) return false;
+    } else {
+        changed_.wait(lock, settled);
+    }
+    if (!done && error_) throw Error(*error_);
+    return true;
+}
+
+bool WriteState::wait_captured(Deadline deadline) const {
+    std::unique_lock lock(mutex_);
+    return wait(lock, deadline, captured_);
+}
+
+bool WriteState::wait_written(Deadline deadline) const {
+    std::unique_lock lock(mutex_);
+    return wait(lock, deadline, written_);
+}
+
+bool WriteState::gate(std::span<const std::pair<int, std::uint64_t>> streams,
+                      Deadline deadline) const {
+    std::map<int, DeviceCapture> events;
+    {
+        std::unique_lock lock(mutex_);
+        const auto enqueued = [&] {
+            return capture_ended_ || source_extents_enqueued_ == plan_->source_extents();
+        };
+        if (deadline) {
+            if (!changed_.wait_until(lock, *deadline, enqueued)) return false;
+        } else {
+            changed_.wait(lock, enqueued);
+        }
+        events = capture_events_;
+    }
+    for (const auto& [device, stream] : streams) {
+        const auto found = events.find(device);
+        if (found == events.end()) continue;
+        const auto& [eager, lazy] = found->second;
+        auto* handle = reinterpret_cast<cuda::StreamHandle>(stream);
+        try {
+            const CopyEngine& copies = engine(device);
+            for (const auto& event : eager) copies.wait(handle, *event);
+            if (lazy) copies.wait(handle, *lazy);
+        } catch (const Error&) {
+            if (!stopped()) throw;
+            // The device has failed, and the job with it: nothing reads any more.
+        }
+    }
+    return true;
+}
+
+void WriteState::wait_quiescent() const {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return quiescent_locked(); });
+}
+
+bool WriteState::quiescent() const {
+    const std::scoped_lock lock(mutex_);
+    return quiescent_locked();
+}
+
+bool WriteState::captured() const {
+    const std::scoped_lock lock(mutex_);
+    return captured_;
+}
+
+bool WriteState::written() const {
+    const std::scoped_lock lock(mutex_);
+    return written_;
+}
+
+std::vector<int> WriteState::torn() const {
+    const std::scoped_lock lock(mutex_);
+    return torn_;
+}
+
+void WriteState::write_tail(std::span<const std::byte> tail) {
+    // From here on everything is small: staged through one aligned buffer, zero-padded for direct
+    // I/O, and cut to its exact length at the end.
+    const std::uint64_t length = plan_->file_length() + tail.size();
+    std::uint64_t at = plan_->file_length() - residual_.size();
+    std::span<const std::byte> head = residual_;
+    if (at < length) {
+        const std::uint64_t padded = (length - at + kPage - 1) / kPage * kPage;
+        const AlignedBuffer buffer(
+            static_cast<std::size_t>(std::min<std::uint64_t>(padded, kTailStep)));
+        while (at < length) {
+            std::size_t filled = 0;
+            for (auto* part : {&head, &tail}) {
+                const std::size_t take = std::min(part->size(), buffer.memory().size() - filled);
+                std::copy_n(part->begin(), take,
+                            buffer.memory().begin() + static_cast<std::ptrdiff_t>(filled));
+                *part = part->subspan(take);
+                filled += take;
+            }
+            std::size_t write = filled;
+            if (file_.direct()) {
+                write = (filled + kPage - 1) / kPage * kPage;
+                std::ranges::fill(buffer.memory().subspan(filled, write - filled), std::byte{0});
+            }
+            file_.write_all(buffer.memory().first(write), at);
+            at += filled;
+        }
+    }
+    file_.truncate(length);
+}
+
+void WriteState::finish(std::span<const std::byte> tail) {
+    static_cast<void>(wait_written(std::nullopt));
+    const std::scoped_lock finishing(finish_mutex_);
+    {
+        const std::scoped_lock lock(mutex_);
+        if (error_) throw Error(*error_);
+        if (closed_) throw Error::closed("the job is finished already");
+    }
+    const std::uint64_t length = plan_->file_length() + tail.size();
+    try {
+        write_tail(tail);
+        const auto start = Clock::now();
+        file_.sync();
+        const std::scoped_lock lock(mutex_);
+        stats_.sync_seconds = seconds_since(start);
+        stats_.bytes = length;
+        stats_.direct = file_.direct();
+        closed_ = true;
+    } catch (...) {
+        fail(Error::current());
+        throw;
+    }
+    file_.close();
+}
+
+void WriteState::abandon() {
+    const std::scoped_lock lock(finish_mutex_, mutex_);
+    if (closed_) return;
+    closed_ = true;
+    if (!error_) error_ = Error::cancelled();
+    stats_.direct = file_.direct();
+    file_.close();
+}
+
+WriteStats WriteState::stats() const {
+    const std::scoped_lock lock(mutex_);
+    WriteStats stats = stats_;
+    if (!closed_) stats.direct = file_.direct();
+    return stats;
+}
+
+}  // namespace datastates

@@ -1,0 +1,66 @@
+#include "datastates/checksum.hpp"
+
+#include <random>
+
+#include "check.hpp"
+#include "support.hpp"
+
+using namespace datastates;
+
+TEST(known_value) {
+    const std::string text = "123456789";
+    CHECK_EQ(crc32(0, std::as_bytes(std::span(text))), 0xCBF43926U);
+}
+
+TEST(continues_and_takes_nothing) {
+    std::mt19937_64 random(1);
+    const auto data = support::random_bytes(random, 1000);
+    const std::span<const std::byte> all(data);
+    CHECK_EQ(crc32(crc32(0, all.first(300)), all.subspan(300)), crc32(0, all));
+    CHECK_EQ(crc32(77, {}), 77U);
+}
+
+TEST(combine_equals_direct) {
+    std::mt19937_64 random(2);
+    for (int round = 0; round < 300; ++round) {
+        const auto data = support::random_bytes(random, random() % 5000);
+        const std::span<const std::byte> all(data);
+        const std::size_t cut = random() % (data.size() + 1);
+        const auto first = crc32(0, all.first(cut));
+        const auto second = crc32(0, all.subspan(cut));
+        CHECK_EQ(crc32_combine(first, second, data.size() - cut), crc32(0, all));
+        CHECK_EQ(Crc32Shift(data.size() - cut).combine(first, second), crc32(0, all));
+    }
+}
+
+TEST(combine_takes_huge_lengths) {
+    // A run of 2^40 zeros appended in one step or in two.
+    const auto zeros = [](std::uint64_t length) { return crc32_combine(0x12345678, 0, length); };
+    CHECK_EQ(crc32_combine(zeros(std::uint64_t{1} << 39), 0, std::uint64_t{1} << 39),
+             zeros(std::uint64_t{1} << 40));
+}
+
+TEST(chunked_equals_direct) {
+    std::mt19937_64 random(3);
+    for (int round = 0; round < 200; ++round) {
+        const auto data = support::random_bytes(random, random() % 3000);
+        const std::span<const std::byte> all(data);
+        const std::uint64_t chunk = 1 + (random() % 700);
+        std::vector<std::uint32_t> chunks((data.size() + chunk - 1) / chunk);
+        ChunkedCrc32 digest(chunk, chunks);
+        const Crc32Shift shift(chunk);
+        for (std::size_t at = 0; at < data.size();) {
+            const std::size_t take = std::min<std::size_t>(1 + (random() % 900), data.size() - at);
+            digest.update(all.subspan(at, take), shift);
+            at += take;
+            CHECK_EQ(digest.value(), crc32(0, all.first(at)));
+        }
+        CHECK_EQ(digest.length(), data.size());
+        for (std::size_t i = 0; i < chunks.size(); ++i) {
+            const auto from = all.subspan(i * chunk);
+            CHECK_EQ(chunks[i], crc32(0, from.first(std::min<std::size_t>(chunk, from.size()))));
+        }
+    }
+}
+
+CHECK_MAIN()

@@ -1,0 +1,255 @@
+#include "datastates/shim/cuda.hpp"
+
+#include <atomic>
+#include <cerrno>
+#include <iostream>
+#include <thread>
+
+#include "check.hpp"
+#include "datastates/copy_engine.hpp"
+#include "datastates/error.hpp"
+#include "datastates/executor.hpp"
+#include "datastates/fingerprint.hpp"
+#include "support.hpp"
+
+/// What needs a GPU. Without one it says so and exits with 77, which ctest shows as skipped.
+using namespace datastates;
+using support::Bytes;
+using support::ReadCase;
+using support::WriteCase;
+
+namespace {
+
+constexpr std::size_t kBlock = std::size_t{1} << 20;
+
+/// Device memory with a stream of its own, as a training framework has them.
+class DeviceMemory {
+  public:
+    explicit DeviceMemory(std::size_t bytes) {
+        const cuda::CurrentContext current(context_.handle());
+        cuda::check(cuda::driver().memory_allocate(&pointer_, bytes + 256), "cuMemAlloc");
+        cuda::check(cuda::driver().stream_create(&stream_, cuda::kStreamNonBlocking),
+                    "cuStreamCreate");
+    }
+    ~DeviceMemory() {
+        const cuda::CurrentContext current(context_.handle());
+        cuda::driver().stream_synchronize(stream_);
+        cuda::driver().stream_destroy(stream_);
+        cuda::driver().memory_free(pointer_);
+    }
+    DeviceMemory(const DeviceMemory&) = delete;
+    DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+    cuda::DevicePointer pointer() const { return pointer_; }
+    cuda::StreamHandle stream() const { return stream_; }
+    std::uint64_t stream_number() const { return reinterpret_cast<std::uint64_t>(stream_); }
+    /// In stream order; `bytes` must live until `synchronize`.
+    void put(std::uint64_t offset, const Bytes& bytes) const {
+        const cuda::CurrentContext current(context_.handle());
+        cuda::check(
+            cuda::driver().memcpy_to_device(pointer_ + offset, bytes.data(), bytes.size(), stream_),
+            "cuMemcpyHtoDAsync");
+    }
+    Bytes get(std::uint64_t offset, std::size_t size) const {
+        Bytes bytes(size);
+        const cuda::CurrentContext current(context_.handle());
+        cuda::check(cuda::driver().memcpy_to_host(bytes.data(), pointer_ + offset, size, stream_),
+                    "cuMemcpyDtoHAsync");
+        synchronize();
+        return bytes;
+    }
+    void synchronize() const {
+        const cuda::CurrentContext current(context_.handle());
+        cuda::check(cuda::driver().stream_synchronize(stream_), "cuStreamSynchronize");
+    }
+
+  private:
+    cuda::PrimaryContext context_{0};
+    cuda::DevicePointer pointer_ = 0;
+    cuda::StreamHandle stream_ = nullptr;
+};
+
+/// A write case whose sources live on the device, or every second one there.
+struct DeviceCase {
+    WriteCase written;
+    std::vector<std::unique_ptr<DeviceMemory>> memory;
+    Buffers buffers;
+
+    DeviceCase(WriteCase made, bool mixed) : written(std::move(made)), buffers(written.buffers()) {
+        for (std::size_t i = 0; i < written.sources.size(); ++i) {
+            memory.push_back(std::make_unique<DeviceMemory>(written.sources[i].size()));
+            if (mixed && i % 2 == 0) continue;
+            memory[i]->put(0, written.sources[i]);
+            memory[i]->synchronize();
+            buffers.address[i] = memory[i]->pointer();
+            buffers.device[i] = 0;
+            buffers.stream[i] = memory[i]->stream_number();
+        }
+    }
+};
+
+WriteCase large_case(std::mt19937_64& random, std::vector<std::uint8_t> eager) {
+    std::vector<Bytes> sources;
+    for (std::size_t i = 0; i < eager.size(); ++i) {
+        sources.push_back(support::random_bytes(random, (i * 2000003) + 5));
+    }
+    return WriteCase::make(std::move(sources), std::move(eager), kBlock, 262144, random);
+}
+
+}  // namespace
+
+TEST(kernel_equals_host_function) {
+    std::mt19937_64 random(1);
+    HostCache cache(kBlock, kBlock);
+    CopyEngines engines(cache);
+    const auto engine = engines.at(0);
+    CHECK(cache.pinned());
+    const DeviceMemory memory(1 << 20);
+    const Bytes data = support::random_bytes(random, 1 << 20);
+    memory.put(0, data);
+    std::vector<fingerprint::DeviceRange> ranges;
+    std::vector<std::uint64_t> expected;
+    for (int i = 0; i < 1000; ++i) {
+        const std::uint64_t offset = random() % 4096;
+        const std::uint64_t nbytes = random() % (i % 2 == 0 ? 1200 : 1000000);
+        ranges.push_back({.address = memory.pointer() + offset, .nbytes = nbytes});
+        expected.push_back(fingerprint::of(data.data() + offset, nbytes));
+    }
+    const DeviceFingerprints found = engine->fingerprint(ranges, memory.stream());
+    memory.synchronize();
+    for (std::size_t i = 0; i < ranges.size(); ++i) CHECK_EQ(found.at(i), expected[i]);
+}
+
+TEST(captures_and_restores_more_than_the_cache) {
+    std::mt19937_64 random(2);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir;
+        for (const bool mixed : {false, true}) {
+            for (const std::size_t blocks : {1, 2, 3, 64}) {
+                const auto executor = support::make_executor(setup, blocks, kBlock);
+                DeviceCase state(large_case(random, {0, 1, 0, 0, 1, 0}), mixed);
+                const std::string path = dir / (std::to_string(blocks) + (mixed ? "m" : "d"));
+                const auto job = executor->submit_write(path, state.written.plan, state.buffers);
+                CHECK(job->wait_captured());
+                CHECK(executor->pinned());
+                CHECK(job->torn().empty());
+                job->finish({});
+                CHECK(support::read_file(path) == state.written.expected);
+                const auto crcs = job->source_crcs();
+                for (std::size_t i = 0; i < crcs.size(); ++i) {
+                    CHECK_EQ(crcs[i], crc32(0, state.written.sources[i]));
+                }
+
+                ReadCase read = ReadCase::make(state.written, kBlock - 8192, 0);
+                Buffers dests = read.buffers();
+                for (std::size_t i = 0; i < dests.address.size(); ++i) {
+                    if (state.buffers.device[i] < 0) continue;
+                    state.memory[i]->put(0, Bytes(state.written.sources[i].size()));
+                    state.memory[i]->synchronize();
+                    dests.address[i] = state.buffers.address[i];
+                    dests.device[i] = 0;
+                    dests.stream[i] = state.buffers.stream[i];
+                }
+                CHECK(executor->submit_read(path, read.plan, dests)->wait());
+                for (std::size_t i = 0; i < dests.address.size(); ++i) {
+                    const Bytes& source = state.written.sources[i];
+                    const bool same =
+                        dests.device[i] < 0
+                            ? std::equal(source.begin(), source.end(), read.dests[i].data())
+                            : state.memory[i]->get(0, source.size()) == source;
+                    CHECK(same);
+                }
+            }
+        }
+    }
+}
+
+TEST(gated_streams_may_overwrite) {
+    std::mt19937_64 random(3);
+    for (const std::size_t blocks : {2, 64}) {
+        const support::TempDir dir;
+        const auto executor = support::make_executor({"pwrite", true}, blocks, kBlock);
+        for (int round = 0; round < 5; ++round) {
+            DeviceCase state(large_case(random, {1, 0, 0, 0, 0}), false);
+            const std::string path = dir / std::to_string(round);
+            const auto job = executor->submit_write(path, state.written.plan, state.buffers);
+            std::vector<std::pair<int, std::uint64_t>> streams;
+            for (const auto& memory : state.memory)
+                streams.emplace_back(0, memory->stream_number());
+            CHECK(job->gate(streams));
+            std::vector<Bytes> zeros;
+            for (std::size_t i = 0; i < state.memory.size(); ++i) {
+                zeros.emplace_back(state.written.sources[i].size());
+                state.memory[i]->put(0, zeros.back());
+            }
+            job->finish({});
+            CHECK(job->torn().empty());
+            CHECK(support::read_file(path) == state.written.expected);
+            for (const auto& memory : state.memory) memory->synchronize();
+        }
+    }
+}
+
+TEST(torn_device_sources_are_named) {
+    std::mt19937_64 random(4);
+    const support::TempDir dir;
+    const support::FaultScope scope;
+    const auto executor = support::make_executor({"pwrite", false}, 1, kBlock);
+    DeviceCase state(large_case(random, {0, 0, 0, 0}), false);
+    state.buffers.witness = {1, 1, 0, 1};
+    fault::arm("write", "delay", 300, 1, 1);
+    const auto job = executor->submit_write(dir / "f", state.written.plan, state.buffers);
+    std::vector<Bytes> zeros(4);
+    for (const std::size_t i : {2, 3}) {  // no gate
+        zeros[i].resize(state.written.sources[i].size());
+        state.memory[i]->put(0, zeros[i]);
+        state.memory[i]->synchronize();
+    }
+    CHECK(job->wait_captured());
+    CHECK(job->torn() == std::vector<int>{3});
+    job->finish({});
+}
+
+TEST(many_jobs_and_aborts) {
+    std::mt19937_64 random(5);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir;
+        const auto executor = support::make_executor(setup, 2, kBlock);
+        for (int round = 0; round < 10; ++round) {
+            const std::string name = std::to_string(round);
+            DeviceCase first(large_case(random, {0, 1, 0, 0}), true);
+            DeviceCase second(large_case(random, {1, 0, 1, 0}), false);
+            auto a = executor->submit_write(dir / name, first.written.plan, first.buffers);
+            const auto b =
+                executor->submit_write(dir / (name + "b"), second.written.plan, second.buffers);
+            std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+            a->abort();
+            b->finish({});
+            CHECK(support::read_file(dir / (name + "b")) == second.written.expected);
+        }
+    }
+}
+
+TEST(cache_that_cannot_be_page_locked) {
+    std::mt19937_64 random(6);
+    const support::TempDir dir;
+    const support::FaultScope scope;
+    const auto executor = support::make_executor({"pwrite", false}, 2, kBlock);
+    const DeviceCase state(large_case(random, {0, 0}), false);
+    fault::arm("cuda_alloc", "fail", ENOMEM, 1, 1);
+    CHECK_THROWS(ErrorCode::cuda,
+                 executor->submit_write(dir / "f", state.written.plan, state.buffers));
+    CHECK(!executor->pinned());
+    const auto job = executor->submit_write(dir / "g", state.written.plan, state.buffers);
+    job->finish({});
+    CHECK(support::read_file(dir / "g") == state.written.expected);
+}
+
+int main(int argc, char** argv) {
+    if (cuda::device_count() == 0) {
+        std::cout << "SKIPPED: no CUDA device; NOTHING of the device path was tested" << "\n"
+                  << std::flush;
+        return 77;
+    }
+    return check::run(argc, argv);
+}

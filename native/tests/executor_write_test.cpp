@@ -1,0 +1,258 @@
+#include <array>
+#include <atomic>
+#include <thread>
+
+#include "check.hpp"
+#include "datastates/error.hpp"
+#include "datastates/executor.hpp"
+#include "support.hpp"
+
+using namespace datastates;
+using support::Bytes;
+using support::WriteCase;
+
+namespace {
+
+constexpr std::size_t kBlock = 65536;
+
+void check_written(WriteJob& job, const WriteCase& written, const std::string& path,
+                   const Bytes& tail) {
+    CHECK(job.wait_captured());
+    CHECK(job.torn().empty());
+    job.finish(tail);
+    CHECK(job.captured() && job.written());
+    const auto crcs = job.source_crcs();
+    std::vector<std::uint32_t> chunks;
+    for (std::size_t i = 0; i < crcs.size(); ++i) {
+        CHECK_EQ(crcs[i], crc32(0, written.sources[i]));
+        const std::span<const std::byte> all(written.sources[i]);
+        const std::uint64_t chunk = written.plan->chunk_bytes();
+        for (std::uint64_t at = 0; at < all.size(); at += chunk) {
+            chunks.push_back(
+                crc32(0, all.subspan(at, std::min<std::uint64_t>(chunk, all.size() - at))));
+        }
+    }
+    CHECK(std::ranges::equal(job.chunk_crcs(), chunks));
+    Bytes expected = written.expected;
+    expected.insert(expected.end(), tail.begin(), tail.end());
+    CHECK(support::read_file(path) == expected);
+    CHECK_EQ(job.stats().bytes, expected.size());
+}
+
+}  // namespace
+
+TEST(random_plans_with_every_cache_size) {
+    std::mt19937_64 random(1);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir;
+        for (const std::size_t blocks : {1, 2, 3, 16}) {
+            const auto executor = support::make_executor(setup, blocks, kBlock);
+            for (int round = 0; round < 12; ++round) {
+                const WriteCase written = WriteCase::random(random, kBlock);
+                const std::string path =
+                    dir / (std::to_string(blocks) + "-" + std::to_string(round));
+                const auto job = executor->submit_write(path, written.plan, written.buffers());
+                check_written(*job, written, path, support::random_bytes(random, random() % 9000));
+            }
+        }
+    }
+}
+
+TEST(tails) {
+    std::mt19937_64 random(2);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir;
+        const auto executor = support::make_executor(setup, 2, kBlock);
+        for (const std::size_t size : {0, 1, 4095, 4096, 4097, 9 << 20}) {
+            for (const std::size_t source : {0, 1, 64, 8192 - 256, 70000}) {
+                const WriteCase written = WriteCase::make({support::random_bytes(random, source)},
+                                                          {0}, kBlock, 1000, random);
+                const std::string path =
+                    dir / (std::to_string(size) + "-" + std::to_string(source));
+                const auto job = executor->submit_write(path, written.plan, written.buffers());
+                check_written(*job, written, path, support::random_bytes(random, size));
+            }
+        }
+    }
+}
+
+TEST(nothing_but_a_tail) {
+    std::mt19937_64 random(3);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir;
+        const auto executor = support::make_executor(setup, 2, kBlock);
+        WriteCase written = WriteCase::make({}, {}, kBlock, 1000, random);
+        written.plan = std::make_shared<WritePlan>(
+            WritePlanArrays{.chunk_bytes = 1, .extent_piece = std::array<std::uint64_t, 1>{0}});
+        written.expected.clear();
+        const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
+        CHECK(job->gate({}, Clock::now()));
+        check_written(*job, written, dir / "f", support::random_bytes(random, 5000));
+        CHECK_THROWS(ErrorCode::closed, job->finish({}));
+    }
+}
+
+TEST(many_jobs_in_flight_over_two_blocks) {
+    std::mt19937_64 random(4);
+    for (const support::Setup& setup : support::setups()) {
+        for (const std::size_t blocks : {1, 2, 3}) {
+            const support::TempDir dir;
+            const auto executor = support::make_executor(setup, blocks, kBlock);
+            std::vector<WriteCase> cases;
+            std::vector<std::unique_ptr<WriteJob>> jobs;
+            for (int i = 0; i < 6; ++i) {
+                // Every job has a half-filled block: eager and lazy sources in one extent.
+                cases.push_back(WriteCase::make(
+                    {support::random_bytes(random, 5000), support::random_bytes(random, 400000)},
+                    {1, 0}, kBlock, 4096, random));
+            }
+            for (int i = 0; i < 6; ++i) {
+                jobs.push_back(executor->submit_write(dir / std::to_string(i), cases.at(i).plan,
+                                                      cases.at(i).buffers()));
+            }
+            for (int i = 5; i >= 0; --i) {
+                check_written(*jobs.at(i), cases.at(i), dir / std::to_string(i), {});
+            }
+        }
+    }
+}
+
+TEST(eager_sources_may_change_at_once) {
+    std::mt19937_64 random(5);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir;
+        const auto executor = support::make_executor(setup, 2, kBlock);
+        WriteCase written = WriteCase::make(
+            {support::random_bytes(random, 200000), support::random_bytes(random, 9)}, {1, 1},
+            kBlock, 4096, random);
+        const auto original = written.sources;
+        const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
+        for (Bytes& source : written.sources) std::ranges::fill(source, std::byte{0});
+        written.sources = original;
+        check_written(*job, written, dir / "f", {});
+    }
+}
+
+TEST(torn_sources_are_named) {
+    std::mt19937_64 random(6);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir;
+        const support::FaultScope scope;
+        const auto executor = support::make_executor(setup, 1, kBlock);
+        WriteCase written = WriteCase::make(
+            {support::random_bytes(random, 500000), support::random_bytes(random, 400000),
+             support::random_bytes(random, 300000)},
+            {0, 0, 0}, kBlock, 4096, random);
+        fault::arm("write", "delay", 100, 1, 1);
+        auto buffers = written.buffers();
+        buffers.witness = {1, 1, 0};
+        const auto job = executor->submit_write(dir / "f", written.plan, buffers);
+        // The first write holds the only block: what comes later is not captured yet.
+        for (const std::size_t i : {1, 2}) {
+            for (std::byte& byte : written.sources[i]) {
+                std::atomic_ref(byte).store(std::byte{0}, std::memory_order_relaxed);
+            }
+        }
+        CHECK(!job->captured());
+        CHECK(job->wait_captured());
+        CHECK(job->torn() == std::vector<int>{1});
+        job->finish({});
+    }
+}
+
+TEST(gate_and_waits_time_out) {
+    std::mt19937_64 random(7);
+    const support::TempDir dir;
+    const support::FaultScope scope;
+    const auto executor = support::make_executor({"pwrite", false}, 1, kBlock);
+    const WriteCase written =
+        WriteCase::make({support::random_bytes(random, 300000)}, {0}, kBlock, 4096, random);
+    fault::arm("write", "delay", 50, 1, 1);
+    const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
+    const auto soon = Clock::now() + std::chrono::milliseconds(5);
+    CHECK(!job->gate({}, soon));
+    CHECK(!job->wait_captured(soon));
+    CHECK(!job->wait_written(soon));
+    CHECK(job->gate({}));
+    CHECK(job->wait_captured());
+    CHECK(job->wait_written());
+}
+
+TEST(aborts_at_any_time) {
+    std::mt19937_64 random(8);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir;
+        const auto executor = support::make_executor(setup, 2, kBlock);
+        for (int round = 0; round < 40; ++round) {
+            // Freed right after: a sanitizer sees whoever still reads.
+            auto written = std::make_unique<WriteCase>(WriteCase::make(
+                {support::random_bytes(random, 3000), support::random_bytes(random, 500000)},
+                {1, 0}, kBlock, 4096, random));
+            auto other = std::make_unique<WriteCase>(WriteCase::random(random, kBlock));
+            const std::string name = std::to_string(round);
+            auto job = executor->submit_write(dir / name, written->plan, written->buffers());
+            auto second = executor->submit_write(dir / (name + "b"), other->plan, other->buffers());
+            std::this_thread::sleep_for(std::chrono::microseconds(random() % 400));
+            if (round % 2 == 0) {
+                job->abort();
+                job->abort();
+                written.reset();
+                check_written(*second, *other, dir / (name + "b"), {});
+                CHECK_THROWS(ErrorCode::cancelled, job->finish({}));
+            } else {
+                second.reset();
+                other.reset();
+                check_written(*job, *written, dir / name, {});
+            }
+        }
+    }
+}
+
+TEST(submit_from_many_threads) {
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir;
+        const auto executor = support::make_executor(setup, 2, kBlock);
+        std::vector<std::jthread> threads;
+        for (int t = 0; t < 4; ++t) {
+            threads.emplace_back([&, t] {
+                std::mt19937_64 random(static_cast<std::uint64_t>(t) + 100);
+                for (int round = 0; round < 5; ++round) {
+                    const WriteCase written = WriteCase::random(random, kBlock);
+                    const std::string path =
+                        dir / (std::to_string(t) + "-" + std::to_string(round));
+                    const auto job = executor->submit_write(path, written.plan, written.buffers());
+                    check_written(*job, written, path, support::random_bytes(random, 100));
+                }
+            });
+        }
+    }
+}
+
+TEST(close_waits_and_refuses) {
+    std::mt19937_64 random(9);
+    const support::TempDir dir;
+    const auto executor = support::make_executor({"pwrite", false}, 2, kBlock);
+    const WriteCase written = WriteCase::random(random, kBlock);
+    const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
+    executor->close();
+    executor->close();
+    CHECK(job->written());
+    CHECK_THROWS(ErrorCode::closed,
+                 executor->submit_write(dir / "g", written.plan, written.buffers()));
+    check_written(*job, written, dir / "f", {});
+}
+
+TEST(refuses_what_does_not_fit) {
+    std::mt19937_64 random(10);
+    const support::TempDir dir;
+    const auto executor = support::make_executor({"pwrite", false}, 2, kBlock / 2);
+    const WriteCase written = WriteCase::make({Bytes(kBlock)}, {0}, kBlock, 4096, random);
+    CHECK_THROWS(ErrorCode::invalid,
+                 executor->submit_write(dir / "f", written.plan, written.buffers()));
+    auto on_device = written.buffers();
+    const auto larger = support::make_executor({"pwrite", false}, 2, kBlock);
+    on_device.device[0] = 4096;
+    CHECK_THROWS(ErrorCode::cuda, larger->submit_write(dir / "g", written.plan, on_device));
+}
+
+CHECK_MAIN()

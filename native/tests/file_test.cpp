@@ -1,0 +1,77 @@
+#include "datastates/file.hpp"
+
+#include <cerrno>
+
+#include "check.hpp"
+#include "datastates/error.hpp"
+#include "support.hpp"
+
+using namespace datastates;
+
+TEST(create_refuses_what_exists) {
+    const support::TempDir dir;
+    {
+        File::create(dir / "a", true);
+    }
+    try {
+        File::create(dir / "a", true);
+        CHECK(false);
+    } catch (const Error& error) {
+        CHECK(error.code() == ErrorCode::io);
+        CHECK_EQ(error.error_number(), EEXIST);
+        CHECK_EQ(error.op(), "open");
+        CHECK_EQ(error.path(), dir / "a");
+    }
+    CHECK_THROWS(ErrorCode::io, File::open(dir / "missing", true));
+}
+
+TEST(falls_back_where_there_is_no_direct_io) {
+    // procfs refuses O_DIRECT.
+    const File file = File::open("/proc/self/status", true);
+    CHECK(!file.direct());
+}
+
+TEST(allocate_truncate_write) {
+    const support::TempDir dir;
+    for (const bool direct : {true, false}) {
+        const std::string path = dir / (direct ? "direct" : "buffered");
+        File file = File::create(path, direct);
+        file.allocate(10000);
+        CHECK_EQ(file.size(), 10000U);
+        std::mt19937_64 random(1);
+        const auto data = support::random_bytes(random, 5000);
+        file.write_all(data, 1);
+        file.truncate(5001);
+        file.sync();
+        file.close();
+        auto expected = data;
+        expected.insert(expected.begin(), std::byte{0});
+        CHECK(support::read_file(path) == expected);
+    }
+}
+
+TEST(faults) {
+    const support::TempDir dir;
+    const support::FaultScope scope;
+    fault::arm("open", "eintr", 0, 1, 1);
+    File file = File::create(dir / "a", false);
+    fault::arm("open", "fail", EMFILE, 1, 1);
+    CHECK_THROWS(ErrorCode::io, File::create(dir / "b", false));
+    fault::arm("allocate", "fail", ENOSPC, 1, 1);
+    CHECK_THROWS(ErrorCode::io, file.allocate(4096));
+    fault::arm("allocate", "fail", EOPNOTSUPP, 1, 1);
+    file.allocate(4096);
+    fault::arm("sync", "fail", EIO, 1, 1);
+    CHECK_THROWS(ErrorCode::io, file.sync());
+    fault::arm("sync", "eintr", 0, 1, 1);
+    file.sync();
+    fault::arm("truncate", "fail", EIO, 1, 1);
+    CHECK_THROWS(ErrorCode::io, file.truncate(1));
+    fault::arm("write", "short", 0, 1, 0);
+    const support::Bytes data(1000, std::byte{7});
+    file.truncate(0);
+    file.write_all(data, 0);
+    CHECK(support::read_file(dir / "a") == data);
+}
+
+CHECK_MAIN()

@@ -1,0 +1,71 @@
+#include "datastates/fingerprint.hpp"
+
+#include <random>
+#include <set>
+
+#include "check.hpp"
+#include "datastates/error.hpp"
+#include "support.hpp"
+
+using namespace datastates;
+
+TEST(pieces_add_up) {
+    std::mt19937_64 random(1);
+    for (int round = 0; round < 500; ++round) {
+        const std::size_t size = random() % (round % 2 == 0 ? 1200 : 100000);
+        const auto data = support::random_bytes(random, size);
+        std::uint64_t sum = 0;
+        for (std::size_t at = 0; at < size;) {
+            const std::size_t take = std::min<std::size_t>(8 * (1 + (random() % 300)), size - at);
+            sum += fingerprint::of_piece(size, at, data.data() + at, take);
+            at += take;
+        }
+        CHECK_EQ(sum, fingerprint::of(data.data(), size));
+    }
+}
+
+TEST(sees_every_byte_of_small_ranges) {
+    std::mt19937_64 random(2);
+    for (const std::size_t size : {1, 7, 8, 9, 100, 511, 512}) {
+        auto data = support::random_bytes(random, size);
+        const auto before = fingerprint::of(data.data(), size);
+        for (auto& byte : data) {
+            byte ^= std::byte{1};
+            CHECK(fingerprint::of(data.data(), size) != before);
+            byte ^= std::byte{1};
+        }
+    }
+}
+
+TEST(samples_64_words_of_large_ranges) {
+    std::mt19937_64 random(3);
+    const std::size_t size = 4096;
+    auto data = support::random_bytes(random, size);
+    const auto before = fingerprint::of(data.data(), size);
+    std::set<std::size_t> seen;
+    for (std::size_t i = 0; i < size; ++i) {
+        data[i] ^= std::byte{1};
+        if (fingerprint::of(data.data(), size) != before) seen.insert(i / 8);
+        data[i] ^= std::byte{1};
+    }
+    CHECK_EQ(seen.size(), 64U);
+    CHECK(seen.contains(0) && seen.contains((size / 8) - 1));
+}
+
+TEST(depends_on_the_position) {
+    std::vector<std::byte> data(16);
+    data[0] = std::byte{1};
+    const auto first = fingerprint::of(data.data(), 16);
+    std::swap(data[0], data[8]);
+    CHECK(fingerprint::of(data.data(), 16) != first);
+}
+
+TEST(empty_is_zero_and_cut_words_are_refused) {
+    const std::vector<std::byte> data(32);
+    CHECK_EQ(fingerprint::of(data.data(), 0), 0U);
+    CHECK_THROWS(ErrorCode::invalid, fingerprint::of_piece(32, 4, data.data(), 8));
+    CHECK_THROWS(ErrorCode::invalid, fingerprint::of_piece(32, 8, data.data(), 4));
+    CHECK_THROWS(ErrorCode::invalid, fingerprint::of_piece(32, 24, data.data(), 16));
+}
+
+CHECK_MAIN()

@@ -1,0 +1,267 @@
+#include "datastates/io_backend.hpp"
+
+#include <cerrno>
+#include <map>
+#include <thread>
+
+#include "check.hpp"
+#include "support.hpp"
+
+/// The conformance suite: every case runs on both backends, direct and buffered.
+using namespace datastates;
+using support::Aligned;
+using support::Bytes;
+
+namespace {
+
+struct Bench {
+    support::Setup setup;
+    support::TempDir dir;
+    std::unique_ptr<IoBackend> backend = make_backend(setup.backend, 4, 3);
+
+    std::map<std::uint64_t, IoCompletion> drain() const {
+        std::map<std::uint64_t, IoCompletion> done;
+        while (backend->in_flight() > 0) {
+            for (const auto& completion : backend->reap(true)) {
+                CHECK(done.emplace(completion.token, completion).second);
+            }
+        }
+        return done;
+    }
+    IoCompletion one(IoKind kind, File& file, std::byte* buffer, std::size_t length,
+                     std::uint64_t offset, std::size_t required) const {
+        backend->submit({.kind = kind,
+                         .file = &file,
+                         .buffer = buffer,
+                         .length = length,
+                         .required = required,
+                         .offset = offset,
+                         .token = 42});
+        const auto done = drain();
+        CHECK_EQ(done.size(), 1U);
+        CHECK_EQ(done.begin()->first, 42U);
+        return done.begin()->second;
+    }
+    IoCompletion write(File& file, Aligned& memory, std::size_t length,
+                       std::uint64_t offset) const {
+        return one(IoKind::write, file, memory.data(), length, offset, length);
+    }
+};
+
+template <typename Body>
+void on_all(Body&& body) {
+    for (const support::Setup& setup : support::setups()) {
+        const support::FaultScope scope;
+        const Bench bench{.setup = setup, .dir = {}};
+        CHECK_EQ(bench.backend->name(), setup.backend);
+        body(bench);
+    }
+}
+
+Aligned filled(const Bytes& bytes, std::size_t shift = 0) {
+    Aligned memory(bytes.size(), shift);
+    std::memcpy(memory.data(), bytes.data(), bytes.size());
+    return memory;
+}
+
+constexpr std::size_t kSize = 64 * 4096;
+
+}  // namespace
+
+TEST(many_requests_at_offsets) {
+    on_all([](const Bench& bench) {
+        std::mt19937_64 random(1);
+        const Bytes data = support::random_bytes(random, kSize);
+        Aligned from = filled(data);
+        File file = File::create(bench.dir / "f", bench.setup.direct);
+        bench.backend->register_memory({from.data(), kSize});
+        std::vector<std::size_t> pages(64);
+        for (std::size_t i = 0; i < 64; ++i) pages[i] = i;
+        std::shuffle(pages.begin(), pages.end(), random);
+        for (const std::size_t page : pages) {
+            bench.backend->submit({.kind = IoKind::write,
+                                   .file = &file,
+                                   .buffer = from.data() + (page * 4096),
+                                   .length = 4096,
+                                   .required = 4096,
+                                   .offset = page * 4096,
+                                   .token = page});
+        }
+        CHECK_EQ(bench.backend->in_flight(), 64U);
+        const auto written = bench.drain();
+        CHECK_EQ(written.size(), 64U);
+        for (const auto& [token, completion] : written) CHECK(completion.ok());
+        CHECK(support::read_file(bench.dir / "f") == data);
+
+        File source = File::open(bench.dir / "f", bench.setup.direct);
+        Aligned to(kSize);
+        for (const std::size_t page : pages) {
+            bench.backend->submit({.kind = IoKind::read,
+                                   .file = &source,
+                                   .buffer = to.data() + (page * 4096),
+                                   .length = 4096,
+                                   .required = 4096,
+                                   .offset = page * 4096,
+                                   .token = page});
+        }
+        CHECK_EQ(bench.drain().size(), 64U);
+        CHECK(std::equal(data.begin(), data.end(), to.data()));
+    });
+}
+
+TEST(unaligned_everything) {
+    on_all([](const Bench& bench) {
+        std::mt19937_64 random(2);
+        const Bytes data = support::random_bytes(random, 30001);
+        Aligned from = filled(data, 3);
+        File file = File::create(bench.dir / "f", bench.setup.direct);
+        CHECK(bench.write(file, from, data.size(), 4097).ok());
+        const Bytes whole = support::read_file(bench.dir / "f");
+        CHECK(std::equal(data.begin(), data.end(), whole.begin() + 4097));
+        File source = File::open(bench.dir / "f", bench.setup.direct);
+        Aligned to(data.size(), 5);
+        CHECK(bench.one(IoKind::read, source, to.data(), data.size(), 4097, data.size()).ok());
+        CHECK(std::equal(data.begin(), data.end(), to.data()));
+    });
+}
+
+TEST(short_transfers_are_continued) {
+    on_all([](const Bench& bench) {
+        std::mt19937_64 random(3);
+        const Bytes data = support::random_bytes(random, kSize);
+        Aligned from = filled(data);
+        File file = File::create(bench.dir / "f", bench.setup.direct);
+        fault::arm("write", "short", 0, 1, 0);
+        const IoCompletion written = bench.write(file, from, kSize, 0);
+        CHECK(written.ok());
+        CHECK_EQ(written.transferred, kSize);
+        CHECK(support::read_file(bench.dir / "f") == data);
+        File source = File::open(bench.dir / "f", bench.setup.direct);
+        Aligned to(kSize);
+        fault::arm("read", "short", 0, 1, 0);
+        CHECK(bench.one(IoKind::read, source, to.data(), kSize, 0, kSize).ok());
+        CHECK(std::equal(data.begin(), data.end(), to.data()));
+    });
+}
+
+TEST(interrupts_are_retried) {
+    on_all([](const Bench& bench) {
+        Aligned memory(8192);
+        File file = File::create(bench.dir / "f", bench.setup.direct);
+        fault::arm("write", "eintr", 0, 1, 1);
+        CHECK(bench.write(file, memory, 8192, 0).ok());
+        fault::arm("write", "fail", EAGAIN, 1, 5);
+        CHECK(bench.write(file, memory, 8192, 0).ok());
+    });
+}
+
+TEST(failures_are_reported_and_others_go_on) {
+    on_all([](const Bench& bench) {
+        Aligned memory(kSize);
+        File file = File::create(bench.dir / "f", bench.setup.direct);
+        for (const int error : {ENOSPC, EIO}) {
+            fault::arm("write", "fail", error, 2, 1);
+            for (std::uint64_t i = 0; i < 4; ++i) {
+                bench.backend->submit({.kind = IoKind::write,
+                                       .file = &file,
+                                       .buffer = memory.data(),
+                                       .length = 4096,
+                                       .required = 4096,
+                                       .offset = i * 4096,
+                                       .token = i});
+            }
+            int failed = 0;
+            for (const auto& [token, completion] : bench.drain()) {
+                if (completion.ok()) continue;
+                ++failed;
+                CHECK_EQ(completion.error_number, error);
+            }
+            CHECK_EQ(failed, 1);
+        }
+    });
+}
+
+TEST(the_end_of_the_file) {
+    on_all([](const Bench& bench) {
+        support::write_file(bench.dir / "f", Bytes(5000, std::byte{9}));
+        File file = File::open(bench.dir / "f", bench.setup.direct);
+        Aligned memory(8192);
+        const IoRequest request{.kind = IoKind::read,
+                                .file = &file,
+                                .buffer = memory.data(),
+                                .length = 8192,
+                                .required = 5001,
+                                .offset = 0,
+                                .token = 1};
+        const IoCompletion beyond = bench.one(IoKind::read, file, memory.data(), 8192, 0, 5001);
+        CHECK(beyond.end_of_file && !beyond.ok());
+        const Error error = io_error(beyond, request);
+        CHECK(error.code() == ErrorCode::corrupt);
+        CHECK_EQ(error.path(), bench.dir / "f");
+        const IoCompletion within = bench.one(IoKind::read, file, memory.data(), 8192, 0, 5000);
+        CHECK(within.ok());
+        CHECK_EQ(within.transferred, 5000U);
+    });
+}
+
+TEST(direct_io_that_is_refused_late_goes_on_buffered) {
+    on_all([](const Bench& bench) {
+        Aligned memory(8192);
+        File file = File::create(bench.dir / "f", bench.setup.direct);
+        const bool was_direct = file.direct();
+        fault::arm("write", "fail", EINVAL, 1, 1);
+        const IoCompletion completion = bench.write(file, memory, 8192, 0);
+        CHECK_EQ(completion.ok(), was_direct);
+        CHECK(!file.direct());
+    });
+}
+
+TEST(nothing_in_flight_and_empty_requests) {
+    on_all([](const Bench& bench) {
+        CHECK(bench.backend->reap(true).empty());
+        Aligned memory(1);
+        File file = File::create(bench.dir / "f", bench.setup.direct);
+        CHECK(bench.write(file, memory, 0, 0).ok());
+    });
+}
+
+TEST(wake_ends_a_wait) {
+    on_all([](const Bench& bench) {
+        Aligned memory(4096);
+        File file = File::create(bench.dir / "f", bench.setup.direct);
+        for (int round = 0; round < 50; ++round) {
+            const std::jthread waker([&] { bench.backend->wake(); });
+            CHECK(bench.write(file, memory, 4096, 0).ok());
+        }
+    });
+}
+
+TEST(destruction_waits_for_what_is_in_flight) {
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir;
+        Aligned memory(kSize);
+        File file = File::create(dir / "f", setup.direct);
+        const auto backend = make_backend(setup.backend, 2, 2);
+        for (std::uint64_t i = 0; i < 20; ++i) {
+            backend->submit({.kind = IoKind::write,
+                             .file = &file,
+                             .buffer = memory.data(),
+                             .length = kSize,
+                             .required = kSize,
+                             .offset = i * kSize,
+                             .token = i});
+        }
+    }
+}
+
+TEST(choice_of_backend) {
+    const support::FaultScope scope;
+    fault::arm("uring_setup", "fail", EPERM, 1, 0);
+    CHECK_EQ(make_backend("auto", 4, 1)->name(), "pwrite");
+    CHECK_THROWS(ErrorCode::io, make_backend("io_uring", 4, 1));
+    CHECK_THROWS(ErrorCode::invalid, make_backend("posix", 4, 1));
+    CHECK_THROWS(ErrorCode::invalid, make_backend("auto", 0, 1));
+    CHECK_THROWS(ErrorCode::invalid, make_backend("auto", 4, 0));
+}
+
+CHECK_MAIN()

@@ -1,0 +1,183 @@
+#include "datastates/plan.hpp"
+
+#include <array>
+#include <functional>
+
+#include "check.hpp"
+#include "datastates/error.hpp"
+
+using namespace datastates;
+
+namespace {
+
+using U64 = std::vector<std::uint64_t>;
+using I32 = std::vector<std::int32_t>;
+
+/// Two sources over two extents, with a literal between; every field can be spoilt.
+struct WriteArrays {
+    U64 source_nbytes{4096, 8};
+    std::uint64_t chunk_bytes = 1000;
+    std::vector<std::byte> literal = std::vector<std::byte>(64);
+    U64 extent_offset{0, 4096};
+    U64 extent_length{4096, 72};
+    U64 extent_piece{0, 1, 3};
+    I32 piece_source{0, -1, 1};
+    U64 piece_source_offset{0, 0, 0};
+    U64 piece_extent_offset{0, 0, 64};
+    U64 piece_length{4096, 64, 8};
+    U64 patch_extent{1};
+    U64 patch_offset{4};
+    I32 patch_source{0};
+    std::vector<std::uint8_t> eager{1, 0};
+
+    WritePlan make() const {
+        return WritePlan({.source_nbytes = source_nbytes,
+                          .chunk_bytes = chunk_bytes,
+                          .literal = literal,
+                          .extent_offset = extent_offset,
+                          .extent_length = extent_length,
+                          .extent_piece = extent_piece,
+                          .piece_source = piece_source,
+                          .piece_source_offset = piece_source_offset,
+                          .piece_extent_offset = piece_extent_offset,
+                          .piece_length = piece_length,
+                          .patch_extent = patch_extent,
+                          .patch_offset = patch_offset,
+                          .patch_source = patch_source,
+                          .eager = eager});
+    }
+};
+
+struct ReadArrays {
+    U64 dest_nbytes{100};
+    U64 extent_offset{5, 60};
+    U64 extent_length{50, 50};
+    U64 extent_piece{0, 1, 2};
+    I32 piece_dest{0, 0};
+    U64 piece_dest_offset{0, 50};
+    U64 piece_extent_offset{0, 0};
+    U64 piece_length{50, 50};
+    U64 extent_check{0, 1, 1};
+    U64 check_offset{10};
+    U64 check_length{40};
+    std::vector<std::uint32_t> check_crc{1};
+    I32 check_record{0};
+
+    ReadPlan make() const {
+        return ReadPlan({.dest_nbytes = dest_nbytes,
+                         .extent_offset = extent_offset,
+                         .extent_length = extent_length,
+                         .extent_piece = extent_piece,
+                         .piece_dest = piece_dest,
+                         .piece_dest_offset = piece_dest_offset,
+                         .piece_extent_offset = piece_extent_offset,
+                         .piece_length = piece_length,
+                         .extent_check = extent_check,
+                         .check_offset = check_offset,
+                         .check_length = check_length,
+                         .check_crc = check_crc,
+                         .check_record = check_record});
+    }
+};
+
+template <typename Arrays>
+void refuses(const std::function<void(Arrays&)>& spoil) {
+    Arrays arrays;
+    spoil(arrays);
+    CHECK_THROWS(ErrorCode::invalid, arrays.make());
+}
+
+constexpr std::uint64_t kHuge = ~std::uint64_t{0};
+
+}  // namespace
+
+TEST(takes_a_good_write_plan) {
+    const WritePlan plan = WriteArrays{}.make();
+    CHECK_EQ(plan.extents().size(), 2U);
+    CHECK_EQ(plan.file_length(), 4168U);
+    CHECK_EQ(plan.eager_extents(), 1U);
+    CHECK_EQ(plan.source_extents(), 2U);
+    CHECK_EQ(plan.first_chunk(1), 5U);
+    CHECK_EQ(plan.first_chunk(2), 6U);
+    CHECK_EQ(plan.patches(plan.extents()[0]).size(), 0U);
+    CHECK_EQ(plan.patches(plan.extents()[1]).size(), 1U);
+}
+
+TEST(takes_an_empty_write_plan) {
+    const WritePlan plan({.chunk_bytes = 1, .extent_piece = std::array<std::uint64_t, 1>{0}});
+    CHECK_EQ(plan.file_length(), 0U);
+}
+
+TEST(refuses_bad_write_plans) {
+    using A = WriteArrays;
+    refuses<A>([](A& a) { a.chunk_bytes = 0; });
+    refuses<A>([](A& a) { a.eager.pop_back(); });
+    refuses<A>([](A& a) { a.source_nbytes[0] = kHuge; });
+    refuses<A>([](A& a) { a.source_nbytes[0] = 4104; });  // not wholly in the file
+    refuses<A>([](A& a) { a.extent_length.pop_back(); });
+    refuses<A>([](A& a) { a.extent_offset[1] = 8192; });  // a hole
+    refuses<A>([](A& a) { a.extent_offset[0] = 4096; });
+    refuses<A>([](A& a) { a.extent_length[0] = 4000; });  // off a page
+    refuses<A>([](A& a) { a.extent_length[1] = 0; });
+    refuses<A>([](A& a) { a.extent_length[1] = kHuge; });
+    refuses<A>([](A& a) { a.extent_piece = {0, 1}; });
+    refuses<A>([](A& a) { a.extent_piece = {0, 2, 1}; });
+    refuses<A>([](A& a) { a.extent_piece = {0, 1, 4}; });
+    refuses<A>([](A& a) { a.extent_piece = {1, 1, 3}; });
+    refuses<A>([](A& a) { a.piece_source[0] = 2; });
+    refuses<A>([](A& a) { a.piece_source[0] = -2; });
+    refuses<A>([](A& a) { a.piece_source_offset[0] = 8; });
+    refuses<A>([](A& a) { a.piece_source_offset[0] = kHuge; });
+    refuses<A>([](A& a) { a.piece_source_offset[1] = 1; });   // outside the literal
+    refuses<A>([](A& a) { a.piece_extent_offset[2] = 63; });  // overlap
+    refuses<A>([](A& a) { a.piece_length[1] = 63; });
+    refuses<A>([](A& a) { a.piece_length[0] = 0; });
+    refuses<A>([](A& a) { a.piece_length[0] = kHuge; });
+    refuses<A>([](A& a) { a.piece_length.pop_back(); });
+    refuses<A>([](A& a) { a.patch_extent[0] = 2; });
+    refuses<A>([](A& a) { a.patch_offset[0] = 69; });
+    refuses<A>([](A& a) { a.patch_offset[0] = kHuge; });
+    refuses<A>([](A& a) { a.patch_source[0] = 2; });
+    refuses<A>([](A& a) { a.patch_source[0] = -1; });
+    refuses<A>([](A& a) { a.patch_extent[0] = 0, a.patch_source[0] = 1; });  // before its source
+    refuses<A>([](A& a) { a.eager = {0, 1}; });                              // eager after lazy
+    refuses<A>([](A& a) { a.patch_source.clear(); });
+}
+
+TEST(refuses_bad_read_plans) {
+    using A = ReadArrays;
+    CHECK_EQ(ReadArrays{}.make().bytes(), 100U);
+    refuses<A>([](A& a) { a.extent_offset[1] = 4; });
+    refuses<A>([](A& a) { a.extent_offset[1] = kHuge; });
+    refuses<A>([](A& a) { a.extent_length[0] = 0; });
+    refuses<A>([](A& a) { a.extent_length[0] = kHuge; });
+    refuses<A>([](A& a) { a.extent_length[0] = 49; });
+    refuses<A>([](A& a) { a.extent_piece = {0, 3, 2}; });
+    refuses<A>([](A& a) { a.piece_dest[0] = 1; });
+    refuses<A>([](A& a) { a.piece_dest[0] = -1; });
+    refuses<A>([](A& a) { a.piece_dest_offset[1] = 51; });
+    refuses<A>([](A& a) { a.piece_extent_offset[1] = kHuge; });
+    refuses<A>([](A& a) { a.piece_length[1] = kHuge; });
+    refuses<A>([](A& a) { a.extent_check = {0, 0, 2}; });
+    refuses<A>([](A& a) { a.check_length[0] = 41; });
+    refuses<A>([](A& a) { a.check_crc.clear(); });
+    refuses<A>([](A& a) { a.check_record.clear(); });
+}
+
+TEST(refuses_bad_buffers) {
+    const U64 nbytes{0, 8};
+    const Buffers good{.address = {0, 8}, .device = {-1, 0}, .stream = {0, 0}, .witness = {1, 1}};
+    good.validate(nbytes, true);
+    const auto refuse = [&](const std::function<void(Buffers&)>& spoil) {
+        Buffers bad = good;
+        spoil(bad);
+        CHECK_THROWS(ErrorCode::invalid, bad.validate(nbytes, true));
+    };
+    refuse([](Buffers& b) { b.address[1] = 0; });
+    refuse([](Buffers& b) { b.address[1] = kHuge; });
+    refuse([](Buffers& b) { b.device[1] = -2; });
+    refuse([](Buffers& b) { b.stream.pop_back(); });
+    refuse([](Buffers& b) { b.witness.pop_back(); });
+}
+
+CHECK_MAIN()

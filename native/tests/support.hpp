@@ -1,0 +1,301 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <memory>
+#include <random>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "datastates/executor.hpp"
+#include "datastates/fault.hpp"
+#include "datastates/io_backend.hpp"
+
+namespace support {
+
+using Bytes = std::vector<std::byte>;
+
+/// A directory on a real file system (where direct I/O may work), removed at the end.
+class TempDir {
+  public:
+    TempDir() {
+        std::string name = (std::filesystem::current_path() / "test-XXXXXX").string();
+        if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
+        path_ = name;
+    }
+    ~TempDir() {
+        std::error_code ignored;
+        std::filesystem::remove_all(path_, ignored);
+    }
+    TempDir(const TempDir&) = delete;
+    TempDir& operator=(const TempDir&) = delete;
+    std::string operator/(const std::string& name) const { return (path_ / name).string(); }
+
+  private:
+    std::filesystem::path path_;
+};
+
+/// Disarms all faults at the end of a scope.
+struct FaultScope {
+    FaultScope() = default;
+    FaultScope(const FaultScope&) = delete;
+    FaultScope& operator=(const FaultScope&) = delete;
+    ~FaultScope() { datastates::fault::clear(); }
+};
+
+inline Bytes random_bytes(std::mt19937_64& random, std::size_t size) {
+    Bytes bytes(size);
+    std::size_t i = 0;
+    for (; i + 8 <= size; i += 8) {
+        const std::uint64_t word = random();
+        std::memcpy(bytes.data() + i, &word, 8);
+    }
+    for (; i < size; ++i) bytes[i] = static_cast<std::byte>(random());
+    return bytes;
+}
+
+inline Bytes read_file(const std::string& path) {
+    std::ifstream stream(path, std::ios::binary);
+    const std::string text((std::istreambuf_iterator<char>(stream)), {});
+    const auto* begin = reinterpret_cast<const std::byte*>(text.data());
+    return {begin, begin + text.size()};
+}
+
+inline void write_file(const std::string& path, const Bytes& bytes) {
+    std::ofstream stream(path, std::ios::binary);
+    stream.write(reinterpret_cast<const char*>(bytes.data()),
+                 static_cast<std::streamsize>(bytes.size()));
+}
+
+/// Page-aligned memory whose start can be moved off alignment.
+class Aligned {
+  public:
+    explicit Aligned(std::size_t size, std::size_t shift = 0)
+        : memory_(size + 8192), shift_(shift) {}
+    std::byte* data() {
+        const auto at = reinterpret_cast<std::uintptr_t>(memory_.data());
+        return memory_.data() + ((4096 - (at % 4096)) % 4096) + shift_;
+    }
+
+  private:
+    Bytes memory_;
+    std::size_t shift_;
+};
+
+/// Sources laid out one after the other with literal bytes between, eager ones first, each followed
+/// by a literal place for its CRC.
+struct WriteCase {
+    std::vector<Bytes> sources;
+    std::vector<std::uint8_t> eager;
+    Bytes literal;
+    std::vector<std::size_t> order;
+    std::vector<std::uint64_t> source_at;  // file offset of each source
+    Bytes expected;
+    std::shared_ptr<datastates::WritePlan> plan;
+
+    datastates::Buffers buffers() const {
+        datastates::Buffers result;
+        for (const Bytes& source : sources) {
+            result.address.push_back(reinterpret_cast<std::uint64_t>(source.data()));
+            result.device.push_back(-1);
+            result.stream.push_back(0);
+            result.witness.push_back(1);
+        }
+        return result;
+    }
+    static WriteCase make(std::vector<Bytes> sources, std::vector<std::uint8_t> eager,
+                          std::uint64_t block_bytes, std::uint64_t chunk_bytes,
+                          std::mt19937_64& random);
+    static WriteCase random(std::mt19937_64& random, std::uint64_t block_bytes);
+};
+
+inline WriteCase WriteCase::make(std::vector<Bytes> sources, std::vector<std::uint8_t> eager,
+                                 std::uint64_t block_bytes, std::uint64_t chunk_bytes,
+                                 std::mt19937_64& random) {
+    WriteCase made;
+    made.sources = std::move(sources);
+    made.eager = std::move(eager);
+    const std::size_t n = made.sources.size();
+    std::vector<std::uint64_t> nbytes(n);
+    for (std::size_t i = 0; i < n; ++i) nbytes[i] = made.sources[i].size();
+    made.source_at.resize(n);
+    for (const bool wanted : {true, false}) {
+        for (std::size_t i = 0; i < n; ++i) {
+            if ((made.eager[i] != 0) == wanted) made.order.push_back(i);
+        }
+    }
+    std::vector<std::uint64_t> extent_offset, extent_length, extent_piece{0}, source_offset,
+        piece_offset, piece_length, patch_extent, patch_offset;
+    std::vector<std::int32_t> piece_source, patch_source;
+    std::uint64_t at = 0;
+    const auto place = [&](std::int32_t source, std::uint64_t from, std::uint64_t length) {
+        while (length > 0) {
+            if (at % block_bytes == 0) {
+                if (at > 0) extent_piece.push_back(piece_source.size());
+                extent_offset.push_back(at);
+                extent_length.push_back(0);
+            }
+            const std::uint64_t take = std::min(length, block_bytes - (at % block_bytes));
+            piece_source.push_back(source);
+            source_offset.push_back(from);
+            piece_offset.push_back(at % block_bytes);
+            piece_length.push_back(take);
+            extent_length.back() += take;
+            at += take;
+            from += take;
+            length -= take;
+        }
+    };
+    const auto place_literal = [&](std::uint64_t length) {
+        const Bytes bytes = random_bytes(random, length);
+        const std::uint64_t from = made.literal.size();
+        made.literal.insert(made.literal.end(), bytes.begin(), bytes.end());
+        made.expected.insert(made.expected.end(), bytes.begin(), bytes.end());
+        place(-1, from, length);
+    };
+    for (const std::size_t i : made.order) {
+        place_literal(64 + ((64 - (at % 64)) % 64));
+        made.source_at[i] = at;
+        made.expected.insert(made.expected.end(), made.sources[i].begin(), made.sources[i].end());
+        place(static_cast<std::int32_t>(i), 0, nbytes[i]);
+        place_literal((64 - (at % 64)) % 64);
+        const std::uint64_t where = at;
+        place_literal(64);
+        patch_extent.push_back(where / block_bytes);
+        patch_offset.push_back(where % block_bytes);
+        patch_source.push_back(static_cast<std::int32_t>(i));
+        const std::uint32_t crc = datastates::crc32(0, made.sources[i]);
+        std::memcpy(made.expected.data() + where, &crc, sizeof crc);
+    }
+    if (random() % 2 == 0) place_literal(random() % 5000);
+    if (!extent_offset.empty()) extent_piece.push_back(piece_source.size());
+    made.plan = std::make_shared<datastates::WritePlan>(
+        datastates::WritePlanArrays{.source_nbytes = nbytes,
+                                    .chunk_bytes = chunk_bytes,
+                                    .literal = made.literal,
+                                    .extent_offset = extent_offset,
+                                    .extent_length = extent_length,
+                                    .extent_piece = extent_piece,
+                                    .piece_source = piece_source,
+                                    .piece_source_offset = source_offset,
+                                    .piece_extent_offset = piece_offset,
+                                    .piece_length = piece_length,
+                                    .patch_extent = patch_extent,
+                                    .patch_offset = patch_offset,
+                                    .patch_source = patch_source,
+                                    .eager = made.eager});
+    return made;
+}
+
+inline WriteCase WriteCase::random(std::mt19937_64& random, std::uint64_t block_bytes) {
+    static constexpr std::size_t kSizes[] = {0, 1, 7, 8, 512, 4096, 5000, 70000, 300001};
+    std::vector<Bytes> sources(1 + (random() % 12));
+    std::vector<std::uint8_t> eager(sources.size());
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+        sources[i] = random_bytes(random, kSizes[random() % std::size(kSizes)]);
+        eager[i] = static_cast<std::uint8_t>(random() % 3 == 0);
+    }
+    return make(std::move(sources), std::move(eager), block_bytes, 1 + (random() % 100000), random);
+}
+
+/// Reads sources of a written case back, each cut into extents of at most `extent_bytes`.
+struct ReadCase {
+    std::vector<Aligned> dests;
+    std::vector<std::uint64_t> nbytes;
+    std::shared_ptr<datastates::ReadPlan> plan;
+
+    datastates::Buffers buffers() {
+        datastates::Buffers result;
+        for (Aligned& dest : dests) {
+            result.address.push_back(reinterpret_cast<std::uint64_t>(dest.data()));
+            result.device.push_back(-1);
+            result.stream.push_back(0);
+        }
+        return result;
+    }
+    static ReadCase make(const WriteCase& written, std::uint64_t extent_bytes, std::size_t shift);
+};
+
+inline ReadCase ReadCase::make(const WriteCase& written, std::uint64_t extent_bytes,
+                               std::size_t shift) {
+    ReadCase made;
+    std::vector<std::uint64_t> extent_offset, extent_length, index{0}, zero, dest_offset;
+    std::vector<std::int32_t> dest;
+    std::vector<std::uint32_t> crc;
+    for (const Bytes& source : written.sources) {
+        made.dests.emplace_back(source.size(), shift);
+        made.nbytes.push_back(source.size());
+    }
+    for (const std::size_t i : written.order) {
+        const Bytes& source = written.sources[i];
+        for (std::uint64_t at = 0; at < source.size(); at += extent_bytes) {
+            const std::uint64_t length = std::min<std::uint64_t>(extent_bytes, source.size() - at);
+            extent_offset.push_back(written.source_at[i] + at);
+            extent_length.push_back(length);
+            index.push_back(extent_offset.size());
+            zero.push_back(0);
+            dest.push_back(static_cast<std::int32_t>(i));
+            dest_offset.push_back(at);
+            crc.push_back(datastates::crc32(0, std::span(source).subspan(at, length)));
+        }
+    }
+    made.plan = std::make_shared<datastates::ReadPlan>(
+        datastates::ReadPlanArrays{.dest_nbytes = made.nbytes,
+                                   .extent_offset = extent_offset,
+                                   .extent_length = extent_length,
+                                   .extent_piece = index,
+                                   .piece_dest = dest,
+                                   .piece_dest_offset = dest_offset,
+                                   .piece_extent_offset = zero,
+                                   .piece_length = extent_length,
+                                   .extent_check = index,
+                                   .check_offset = zero,
+                                   .check_length = extent_length,
+                                   .check_crc = crc,
+                                   .check_record = dest});
+    return made;
+}
+
+struct Setup {
+    const char* backend;
+    bool direct;
+};
+/// Both backends, direct and buffered; without io_uring, loudly, where the machine forbids it.
+inline std::vector<Setup> setups() {
+    static const bool uring = [] {
+        try {
+            datastates::make_backend("io_uring", 1, 1);
+            return true;
+        } catch (const datastates::Error& error) {
+            std::cout << "SKIPPED: everything with io_uring: " << error.what() << "\n"
+                      << std::flush;
+            return false;
+        }
+    }();
+    std::vector<Setup> result = {{"pwrite", true}, {"pwrite", false}};
+    if (uring) result.insert(result.begin(), {{"io_uring", true}, {"io_uring", false}});
+    return result;
+}
+
+inline std::shared_ptr<datastates::Executor> make_executor(const Setup& setup, std::size_t blocks,
+                                                           std::size_t block_bytes) {
+    return datastates::Executor::make({.cache_bytes = blocks * block_bytes,
+                                       .block_bytes = block_bytes,
+                                       .queue_depth = 4,
+                                       .backend = setup.backend,
+                                       .direct = setup.direct,
+                                       .io_threads = 3});
+}
+
+}  // namespace support
