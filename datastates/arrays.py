@@ -1,0 +1,345 @@
+"""Arrays of torch, NumPy and CuPy as memory: where they lie, how they are strided, and how to make one like another.
+
+The only module that looks inside arrays. It imports none of the frameworks by itself: an array of a framework that
+has not been imported cannot exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from datastates import dtypes
+from datastates.errors import ProviderError
+from datastates.protocol import HOST, ArrayRef, Buffer, Shard, is_dense, span
+
+
+def _loaded(module: str) -> ModuleType | None:
+    return sys.modules.get(module)
+
+
+def kind_of(value: Any) -> str | None:
+    """``"torch"``, ``"numpy"`` or ``"cupy"`` for an array that can be stored as plain memory, else None.
+
+    None is also the answer for sparse, quantized, nested and meta tensors, for subclasses of tensors and arrays, and
+    for element types that are not in :data:`datastates.dtypes.ALL`: those are pickled.
+    """
+    if type(value) in (np.ndarray, np.memmap):
+        return "numpy" if _numpy_dtype(value.dtype) else None
+    torch: Any = _loaded("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return "torch" if _is_plain_tensor(torch, value) else None
+    cupy: Any = _loaded("cupy")
+    if cupy is not None and type(value) is cupy.ndarray:
+        return "cupy" if _numpy_dtype(value.dtype) else None
+    return None
+
+
+def _is_plain_tensor(torch: Any, value: Any) -> bool:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        if any(c.__name__ == "DTensor" for c in type(value).__mro__):
+            raise ProviderError("DTensor state is not supported yet: give each rank's local tensors")
+        return False
+    return (
+        value.layout is torch.strided
+        and value.device.type in ("cpu", "cuda")
+        and not value.is_quantized
+        and not value.is_nested
+        and str(value.dtype)[6:] in dtypes.BY_NAME
+    )
+
+
+def _numpy_dtype(dtype: Any) -> dtypes.DType | None:
+    if dtype.kind == "V":  # ml_dtypes registers bfloat16 and the float8 types as void types with a name
+        return dtypes.BY_NAME.get(dtype.name) if dtype.names is None else None
+    return dtypes.BY_NUMPY.get(dtype.str)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """An array seen as memory: which storage, where in it, how strided."""
+
+    kind: str
+    dtype: dtypes.DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    pointer: int
+    storage: int
+    device: int
+    array: Any
+
+    @property
+    def end(self) -> int:
+        return self.pointer + span(self.shape, self.stride) * self.dtype.itemsize
+
+
+def _view(array: Any) -> _View:
+    kind = kind_of(array)
+    if kind is None:
+        raise TypeError(f"not an array that can be stored as memory: {type(array).__name__}")
+    if kind == "torch":
+        if array.is_conj() or array.is_neg():
+            array = array.detach().resolve_conj().resolve_neg()
+        return _View(
+            kind,
+            dtypes.BY_NAME[str(array.dtype)[6:]],
+            tuple(array.shape),
+            tuple(array.stride()),
+            array.data_ptr(),
+            array.untyped_storage().data_ptr(),
+            array.device.index if array.is_cuda else HOST,
+            array,
+        )
+    dtype = _numpy_dtype(array.dtype)
+    assert dtype is not None
+    if any(s < 0 or s % dtype.itemsize for s in array.strides):
+        array = array.copy(order="C")
+    pointer = array.ctypes.data if kind == "numpy" else array.data.ptr
+    device = HOST if kind == "numpy" else array.device.id
+    stride = tuple(s // dtype.itemsize for s in array.strides)
+    return _View(kind, dtype, array.shape, stride, pointer, pointer, device, array)
+
+
+def _compact(view: _View) -> _View:
+    """A contiguous copy of a view whose span is mostly other data."""
+    return _view(view.array.detach().contiguous() if view.kind == "torch" else view.array.copy(order="C"))
+
+
+def shards_of(items: Sequence[tuple[str, object, bool]]) -> list[Shard]:
+    """Describe whole arrays, given as (key, array, lazy), as shards; arrays that share memory share a buffer.
+
+    Views of one storage keep sharing it when together they use at least half of the bytes between the first and the
+    last; a view that is mostly gaps is stored as a contiguous copy of its own, so that no bytes but the state's are
+    saved.
+
+    Raises:
+        TypeError: A value is not a plain array; the message says which.
+    """
+    views = [_view(array) for _, array, _ in items]
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for i, view in enumerate(views):
+        groups.setdefault((view.device, view.storage, view.dtype.code), []).append(i)
+    buffers: list[Buffer | None] = [None] * len(views)
+    for members in groups.values():
+        for cluster in _clusters(views, members):
+            low = min(views[i].pointer for i in cluster)
+            high = max(views[i].end for i in cluster)
+            first = views[cluster[0]]
+            owner = [views[i].array for i in cluster]
+            stream = current_stream(first.kind, first.device)
+            buffer = Buffer(low, high - low, first.device, stream, owner)
+            for i in cluster:
+                buffers[i] = buffer
+    return [
+        Shard(
+            key=key,
+            dtype=view.dtype.name,
+            kind=view.kind,
+            shape=view.shape,
+            stride=view.stride,
+            global_shape=view.shape,
+            offset=(0,) * len(view.shape),
+            lazy=lazy,
+            buffer=buffer,
+            buffer_offset=view.pointer - buffer.pointer,
+            source=array,
+        )
+        for (key, array, lazy), view, buffer in zip(items, views, buffers, strict=True)
+        if buffer is not None
+    ]
+
+
+def _clusters(views: list[_View], members: list[int]) -> list[list[int]]:
+    """Cut the views of one storage into groups that share a buffer; may replace sparse views by copies."""
+    if len(members) == 1 and is_dense(views[members[0]].shape, views[members[0]].stride):
+        return [members]
+    if _is_mostly_used([views[i] for i in members]):
+        return [members]
+    clusters: list[list[int]] = []
+    end = -1
+    for i in sorted(members, key=lambda i: views[i].pointer):
+        if views[i].pointer < end:
+            clusters[-1].append(i)
+        else:
+            clusters.append([i])
+        end = max(end, views[i].end)
+    result = []
+    for cluster in clusters:
+        if _is_mostly_used([views[i] for i in cluster]):
+            result.append(cluster)
+            continue
+        for i in cluster:
+            views[i] = _compact(views[i])
+            result.append([i])
+    return result
+
+
+def _is_mostly_used(views: list[_View]) -> bool:
+    used = sum(int(np.prod(v.shape, dtype=np.int64)) * v.dtype.itemsize for v in views)
+    low, high = min(v.pointer for v in views), max(v.end for v in views)
+    return 2 * used >= high - low
+
+
+def array_shard(key: str, array: object, *, lazy: bool | None = None) -> Shard:
+    """Describe one whole array as a shard.
+
+    Args:
+        key: Its name within the provider.
+        array: A torch, NumPy or CuPy array.
+        lazy: Whether it stays unchanged until the snapshot is captured. By default torch and CuPy arrays are lazy and
+            NumPy arrays, which nothing guards, are not.
+    """
+    return shards_of([(key, array, is_lazy_kind(array) if lazy is None else lazy)])[0]
+
+
+def destination(key: str, array: object) -> Shard:
+    """Describe a live array to restore into: nothing is copied, whatever its strides."""
+    view = _view(array)
+    return Shard(
+        key=key,
+        dtype=view.dtype.name,
+        kind=view.kind,
+        shape=view.shape,
+        stride=view.stride,
+        global_shape=view.shape,
+        offset=(0,) * len(view.shape),
+        source=array,
+    )
+
+
+def fits(ref: ArrayRef, array: object) -> bool:
+    """Whether a live array has the shape and element type of a stored one."""
+    view = _view(array)
+    return (view.dtype.name, view.shape) == (ref.dtype, ref.shape)
+
+
+def place(array: object, stride: Sequence[int]) -> Buffer | None:
+    """Where bytes stored with those strides can be read to; None when they must be copied into the array."""
+    view = _view(array)
+    if view.array is not array or view.stride != tuple(stride) or not is_dense(view.shape, view.stride):
+        return None
+    stream = current_stream(view.kind, view.device)
+    return Buffer(view.pointer, view.end - view.pointer, view.device, stream, array)
+
+
+def memory(array: Any) -> Buffer:
+    """The memory of a fresh host array, from its first element on."""
+    pointer = array.data_ptr() if kind_of(array) == "torch" else array.ctypes.data
+    return Buffer(pointer, array.nbytes, owner=array)
+
+
+def is_lazy_kind(array: object) -> bool:
+    """The default laziness of an array: what an optimizer step updates is lazy, a NumPy array is not."""
+    return kind_of(array) != "numpy"
+
+
+def current_stream(kind: str, device: int) -> int:
+    """Handle of the stream on which that library now enqueues work for a device; 0 for host memory."""
+    if device == HOST:
+        return 0
+    if kind == "torch":
+        torch: Any = _loaded("torch")
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    cupy: Any = _loaded("cupy")
+    with cupy.cuda.Device(device):
+        return int(cupy.cuda.get_current_stream().ptr)
+
+
+def consumer_streams(devices: Sequence[int]) -> list[tuple[int, int]]:
+    """Every (device, stream) on which the imported libraries would enqueue the next update."""
+    torch: Any = _loaded("torch")
+    kinds = [*(["torch"] if torch and torch.cuda.is_initialized() else []), *(["cupy"] if _loaded("cupy") else [])]
+    return sorted({(d, current_stream(kind, d)) for kind in kinds for d in devices})
+
+
+def version(array: object) -> tuple[int, int] | None:
+    """The version counter of torch and the data pointer, the free witness of D7; None where there is no counter."""
+    torch: Any = _loaded("torch")
+    if torch is None or not isinstance(array, torch.Tensor) or array.is_inference():
+        return None
+    return array._version, array.data_ptr()
+
+
+def allocate(kind: str, nbytes: int) -> Any:
+    """Host memory as an array of bytes: of torch for torch arrays, where it is installed, else of NumPy."""
+    if kind == "torch":
+        with contextlib.suppress(ImportError):
+            import torch
+
+            return torch.empty(nbytes, dtype=torch.uint8)
+    return np.empty(nbytes, np.uint8)
+
+
+def view(block: Any, ref: ArrayRef, offset: int) -> Any:
+    """The array that lies in allocated bytes at an offset.
+
+    Raises:
+        ImportError: The element type needs torch or ml_dtypes and neither is installed.
+    """
+    itemsize = dtypes.BY_NAME[ref.dtype].itemsize
+    if kind_of(block) == "torch":
+        import torch
+
+        made = torch.empty(0, dtype=getattr(torch, ref.dtype))
+        return made.set_(block.untyped_storage(), offset // itemsize, ref.shape, ref.stride)
+    dtype = _host_dtype(ref)
+    elements = block[offset : offset + span(ref.shape, ref.stride) * itemsize].view(dtype)
+    strides = tuple(s * itemsize for s in ref.stride)
+    return np.lib.stride_tricks.as_strided(elements, ref.shape, strides) if ref.shape else elements.reshape(())
+
+
+def with_grad(array: Any, requires_grad: bool) -> Any:
+    """A torch tensor told to require a gradient, where its type can; other arrays as they are."""
+    if requires_grad and kind_of(array) == "torch" and (array.is_floating_point() or array.is_complex()):
+        return array.detach().requires_grad_()
+    return array
+
+
+def empty(ref: ArrayRef) -> Any:
+    """A host array like a stored one, for when nothing live stands for it; contents are undefined.
+
+    Raises:
+        ImportError: The element type needs torch or ml_dtypes and neither is installed.
+    """
+    block = allocate(ref.kind, span(ref.shape, ref.stride) * dtypes.BY_NAME[ref.dtype].itemsize)
+    return with_grad(view(block, ref, 0), ref.requires_grad)
+
+
+def _host_dtype(ref: ArrayRef) -> Any:
+    name = dtypes.BY_NAME[ref.dtype].numpy
+    if name is not None:
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, ref.dtype))
+    except (ImportError, AttributeError):
+        raise ImportError(
+            f"{ref.key!r} is of type {ref.dtype}, which NumPy lacks: install torch or ml_dtypes"
+        ) from None
+
+
+def assign(destination: Any, source: Any) -> None:
+    """Copy one array into another of the same shape and dtype, of any library and any strides."""
+    torch: Any = _loaded("torch")
+    if torch is not None and isinstance(destination, torch.Tensor):
+        with torch.no_grad():
+            destination.copy_(source if isinstance(source, torch.Tensor) else torch.from_numpy(source))
+        return
+    if torch is not None and isinstance(source, torch.Tensor):
+        source = source.detach().numpy()
+    if isinstance(destination, np.ndarray):
+        np.copyto(destination, source)
+    else:
+        destination.set(source)
+
+
+def is_writable(array: Any) -> bool:
+    """Whether an array can be restored in place."""
+    return bool(array.flags.writeable) if isinstance(array, np.ndarray) else True

@@ -1,0 +1,100 @@
+"""Settings: one model, each field with its unit, default and environment variable."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from datastates.errors import SettingsError
+from datastates.plan import CHUNK, PAGE
+
+_UNITS = {"": 1, "B": 1, **{p + s: b**i for s, b in (("B", 1000), ("iB", 1024)) for i, p in enumerate("KMGT", 1)}}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B|)\s*\Z")
+
+
+def parse_size(value: object) -> int:
+    """Bytes from an int or from text such as ``"8GiB"``, ``"512 MB"`` or ``"4096"``; ValueError otherwise."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.match(value) if isinstance(value, str) else None
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(
+            f"{value!r} is not a size: use bytes, or a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+
+ENVIRONMENT_PREFIX = "DATASTATES_"
+
+
+class Settings(BaseModel):
+    """What a :class:`~datastates.Checkpointer` can be told.
+
+    Every field can also be given as an environment variable, ``DATASTATES_`` and the field's name in capitals; an
+    argument wins over the variable, the variable over the default. Sizes are bytes or text such as ``"8GiB"``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    host_cache: Size = Field(
+        1 << 30, description="Bytes of (pinned) host memory that snapshots stream through, allocated once."
+    )
+    block: Size = Field(8 << 20, description="Bytes of one extent, the unit of capture and of I/O; a multiple of 4096.")
+    queue_depth: int = Field(8, ge=1, le=1024, description="Extents in flight to the storage.")
+    io_backend: Literal["auto", "io_uring", "pwrite"] = Field(
+        "auto", description="How to reach the storage; auto takes io_uring where the kernel allows it."
+    )
+    io_threads: int = Field(4, ge=1, le=256, description="Threads of the pwrite backend.")
+    direct_io: bool = Field(True, description="Bypass the page cache (O_DIRECT) where the file system can.")
+    keep_last: int | None = Field(None, ge=1, description="Checkpoints to keep; None keeps all.")
+    keep_every: int | None = Field(
+        None, ge=1, description="Steps: checkpoints at multiples of this are kept beside the last ones."
+    )
+    auto_gate: bool = Field(True, description="Let every torch optimizer's step() wait for capture.")
+    on_error: Literal["raise", "warn"] = Field(
+        "raise", description="Raise a background failure at the next snapshot() or close(), or only log and count it."
+    )
+    max_in_flight: int = Field(2, ge=1, le=64, description="Snapshots that may be under way at once.")
+    when_busy: Literal["wait", "refuse"] = Field(
+        "wait", description="What a snapshot() beyond max_in_flight does: wait for one to end, or raise."
+    )
+    handle_sigterm: bool = Field(
+        False, description="On SIGTERM, commit the snapshots in flight before the process ends."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environment(cls, given: Any) -> Any:
+        found = {f: os.environ.get(ENVIRONMENT_PREFIX + f.upper()) for f in cls.model_fields}
+        return {**{f: v for f, v in found.items() if v is not None}, **given}
+
+    @model_validator(mode="after")
+    def _possible(self) -> Settings:
+        if self.block % PAGE or self.block < 4 * CHUNK:
+            raise ValueError(f"block: {self.block} is not a multiple of {PAGE} of at least {4 * CHUNK} bytes")
+        if self.host_cache < 2 * self.block:
+            raise ValueError(f"host_cache: {self.host_cache} bytes hold less than two blocks of {self.block}")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError("keep_every: nothing is deleted without keep_last")
+        return self
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Settings:
+        """Validate options; raises SettingsError that names each bad field, and the variable it came from."""
+        try:
+            return cls(**options)
+        except ValidationError as error:
+            problems = []
+            for e in error.errors():
+                field = ".".join(map(str, e["loc"]))
+                variable = ENVIRONMENT_PREFIX + field.upper()
+                source = f" (from {variable})" if field not in options and variable in os.environ else ""
+                known = f"; settings are {', '.join(cls.model_fields)}" if e["type"] == "extra_forbidden" else ""
+                text = "unknown setting" if known else e["msg"].removeprefix("Value error, ")
+                problems.append((f"{field}{source}: " if field else "") + text + known)
+            raise SettingsError("; ".join(problems)) from None

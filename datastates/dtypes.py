@@ -1,0 +1,63 @@
+"""The element types that a container can hold, by their torch names.
+
+``code`` numbers are part of the file format (``docs/format.md``): append, never renumber.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    Attributes:
+        code: Its number in a container's index.
+        name: torch's name for it, without the ``torch.`` prefix.
+        itemsize: Bytes an element.
+        storage: torch's legacy storage class, used in ``data.pkl``; None for the newer types, which torch writes with
+            an untyped storage and the dtype beside it.
+        numpy: NumPy's type string; None where NumPy has no such type of its own.
+    """
+
+    code: int
+    name: str
+    itemsize: int
+    storage: str | None
+    numpy: str | None
+
+
+ALL = (
+    DType(0, "float64", 8, "DoubleStorage", "<f8"),
+    DType(1, "float32", 4, "FloatStorage", "<f4"),
+    DType(2, "float16", 2, "HalfStorage", "<f2"),
+    DType(3, "bfloat16", 2, "BFloat16Storage", None),
+    DType(4, "int64", 8, "LongStorage", "<i8"),
+    DType(5, "int32", 4, "IntStorage", "<i4"),
+    DType(6, "int16", 2, "ShortStorage", "<i2"),
+    DType(7, "int8", 1, "CharStorage", "|i1"),
+    DType(8, "uint8", 1, "ByteStorage", "|u1"),
+    DType(9, "bool", 1, "BoolStorage", "|b1"),
+    DType(10, "complex64", 8, "ComplexFloatStorage", "<c8"),
+    DType(11, "complex128", 16, "ComplexDoubleStorage", "<c16"),
+    DType(12, "uint16", 2, None, "<u2"),
+    DType(13, "uint32", 4, None, "<u4"),
+    DType(14, "uint64", 8, None, "<u8"),
+    DType(15, "complex32", 4, None, None),
+    DType(16, "float8_e4m3fn", 1, None, None),
+    DType(17, "float8_e5m2", 1, None, None),
+    DType(18, "float8_e4m3fnuz", 1, None, None),
+    DType(19, "float8_e5m2fnuz", 1, None, None),
+    DType(20, "float8_e8m0fnu", 1, None, None),
+    DType(21, "float4_e2m1fn_x2", 1, None, None),
+    DType(22, "bits8", 1, None, None),
+    DType(23, "bits16", 2, None, None),
+    DType(24, "bits1x8", 1, None, None),
+    DType(25, "bits2x4", 1, None, None),
+    DType(26, "bits4x2", 1, None, None),
+)
+
+BY_NAME = {d.name: d for d in ALL}
+BY_STORAGE = {d.storage: d for d in ALL if d.storage is not None}
+BY_NUMPY = {d.numpy: d for d in ALL if d.numpy is not None}

@@ -1,0 +1,127 @@
+"""What planner, container and executor hand each other: plans as columns of numbers, and the sizes of frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+PAGE = 4096
+"""Alignment in bytes of a large record's data, and of every extent."""
+SMALL = 64
+"""Alignment in bytes of a small record's data."""
+LARGE_RECORD = 64 * 1024
+"""From this many bytes on a record is large."""
+CHUNK = 256 * 1024
+"""Bytes under one checksum: sized to stay in a core's L2 cache between the copy and the checksum."""
+DESCRIPTOR = 24
+"""Bytes of the zip64 data descriptor after each record: signature, CRC-32 at +4, and two sizes of 8 bytes."""
+DESCRIPTOR_CRC = 4
+"""Where in the descriptor the CRC-32 stands."""
+
+U64: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
+U32: TypeAlias = "np.ndarray[Any, np.dtype[np.uint32]]"
+I64: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+I32: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+U8: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WritePlan:
+    """Where every byte of a container's records goes, and in which pieces it gets there.
+
+    Sources are the memory buffers of the snapshot, in the caller's order; records are the same in the file's order. All
+    offsets and lengths are in bytes.
+
+    Attributes:
+        order: For each record of the file, the source it holds.
+        source_nbytes: Length of each source.
+        eager: 1 for each source that must be captured before ``snapshot()`` returns.
+        header_offset: For each record, where its local header begins; the header ends where the data begins.
+        data_offset: For each record, where its data begins.
+        end: One past the last descriptor: where the tail begins.
+        extent_offset, extent_length: The extents: contiguous ranges of the file from 0 to ``end``.
+        extent_piece: Extent ``i`` is made of the pieces from ``extent_piece[i]`` to ``extent_piece[i + 1]``.
+        piece_source: A piece's source, or -1: a piece of the literal bytes between the records' data.
+        piece_source_offset: Where in the source, or in the literal, the piece begins.
+        piece_extent_offset: Where in its extent the piece begins.
+        piece_length: Its length.
+        patch_extent, patch_offset, patch_source: Where, in which extent, the CRC-32 of which source is filled in.
+        literal_offset, literal_length: Where each stretch of literal bytes is in the file; they are kept end to end.
+    """
+
+    order: I64
+    source_nbytes: U64
+    eager: U8
+    header_offset: U64
+    data_offset: U64
+    end: int
+    extent_offset: U64
+    extent_length: U64
+    extent_piece: U64
+    piece_source: I32
+    piece_source_offset: U64
+    piece_extent_offset: U64
+    piece_length: U64
+    patch_extent: U64
+    patch_offset: U64
+    patch_source: I32
+    literal_offset: U64
+    literal_length: U64
+
+    @property
+    def literal_nbytes(self) -> int:
+        """Bytes of headers, padding and descriptors."""
+        return int(self.literal_length.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """The checksummed chunks of a container's records, in file order; lengths and offsets in bytes.
+
+    Attributes:
+        record: Which record a chunk belongs to.
+        offset: Where in the file it begins.
+        length: Its length.
+        crc: Its CRC-32.
+    """
+
+    record: I32
+    offset: U64
+    length: U64
+    crc: U32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPlan:
+    """Which ranges of a container to read, and where their bytes go.
+
+    Attributes:
+        extent_offset, extent_length: The ranges, ascending; each holds whole chunks.
+        extent_piece: Extent ``i`` serves the pieces from ``extent_piece[i]`` to ``extent_piece[i + 1]``.
+        piece_dest: A piece's destination.
+        piece_dest_offset: Where in the destination the piece goes.
+        piece_extent_offset: Where in the extent it begins.
+        piece_length: Its length.
+        extent_check: Extent ``i`` is verified by the checks from ``extent_check[i]`` to ``extent_check[i + 1]``.
+        check_offset, check_length: A checked chunk, within its extent.
+        check_crc: Its CRC-32.
+        check_record: The record it belongs to, to name it when it is wrong.
+        dest_nbytes: Length of each destination.
+    """
+
+    extent_offset: U64
+    extent_length: U64
+    extent_piece: U64
+    piece_dest: I32
+    piece_dest_offset: U64
+    piece_extent_offset: U64
+    piece_length: U64
+    extent_check: U64
+    check_offset: U64
+    check_length: U64
+    check_crc: U32
+    check_record: I32
+    dest_nbytes: U64
+    bytes_needed: int = field(default=0)

@@ -1,0 +1,197 @@
+"""The rows of a container's index: which logical tensor lies where, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from datastates import dtypes
+from datastates.errors import FormatError
+from datastates.plan import U8, U32, U64
+from datastates.protocol import Shard, full_key
+
+KINDS = ("torch", "numpy", "cupy")
+"""Array libraries by their number in the index: append, never renumber."""
+
+WHOLE, BOX, FLAT = 0, 1, 2
+"""What part of its logical tensor a row is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One array shard as stored.
+
+    Attributes:
+        key: Its full key, provider name included.
+        kind: Array library.
+        dtype: Element type.
+        record: Number of the storage record, in file order.
+        offset: Bytes from the record's begin to the first element.
+        shape: Elements along each dimension, of this part.
+        stride: Elements to step along each dimension.
+        global_shape: Shape of the logical tensor.
+        box: Where this part begins in it, None when it is a flat range.
+        flat: First and one past the last element of the flattened logical tensor, None when it is a box.
+    """
+
+    key: str
+    kind: str
+    dtype: dtypes.DType
+    record: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    box: tuple[int, ...] | None
+    flat: tuple[int, int] | None
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """All array shards of a container, by columns; ``dims`` and its kin are the rows' tuples laid end to end.
+
+    Attributes:
+        providers: Names of the providers.
+        provider: For each row, its provider's number.
+        keys: For each row, its key within the provider.
+        kind, dtype: For each row, numbers out of :data:`KINDS` and :data:`datastates.dtypes.ALL`.
+        record: For each row, the number of its storage record.
+        offset: For each row, bytes from the record's begin.
+        part: For each row, :data:`WHOLE`, :data:`BOX` or :data:`FLAT`.
+        ndim: For each row, how many entries it has in ``dims`` and ``strides``.
+        dims, strides: Shapes and strides in elements.
+        global_ndim: For each row, how many entries it has in ``global_dims``; 0 for a whole.
+        global_dims: Shapes of the logical tensors of the parts.
+        place: For each box its offsets, for each flat range its first element and one past its last.
+    """
+
+    providers: tuple[str, ...]
+    provider: U32
+    keys: tuple[str, ...]
+    kind: U8
+    dtype: U8
+    record: U32
+    offset: U64
+    part: U8
+    ndim: U8
+    dims: U64
+    strides: U64
+    global_ndim: U8
+    global_dims: U64
+    place: U64
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self.keys)
+
+    @cached_property
+    def _starts(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        ndim, global_ndim = self.ndim.astype(np.int64), self.global_ndim.astype(np.int64)
+        places = np.where(self.part == FLAT, 2, np.where(self.part == BOX, global_ndim, 0))
+        return tuple(np.cumsum(n) - n for n in (ndim, global_ndim, places))
+
+    @cached_property
+    def by_key(self) -> dict[str, int]:
+        """Row number by full key."""
+        prefixes = [full_key(name, "") for name in self.providers]
+        return {
+            f"{prefixes[p]}/{key}" if key else prefixes[p]: i
+            for i, (p, key) in enumerate(zip(self.provider.tolist(), self.keys, strict=True))
+        }
+
+    def of_provider(self, name: str) -> list[int]:
+        """Row numbers of one provider."""
+        if name not in self.providers:
+            return []
+        return np.flatnonzero(self.provider == self.providers.index(name)).tolist()
+
+    def row(self, i: int) -> Row:
+        """One row as an object."""
+        at, global_at, place_at = (int(starts[i]) for starts in self._starts)
+        ndim, part, global_ndim = int(self.ndim[i]), int(self.part[i]), int(self.global_ndim[i])
+        shape = tuple(self.dims[at : at + ndim].tolist())
+        place = tuple(self.place[place_at : place_at + (2 if part == FLAT else global_ndim)].tolist())
+        return Row(
+            key=full_key(self.providers[int(self.provider[i])], self.keys[i]),
+            kind=KINDS[int(self.kind[i])],
+            dtype=dtypes.ALL[int(self.dtype[i])],
+            record=int(self.record[i]),
+            offset=int(self.offset[i]),
+            shape=shape,
+            stride=tuple(self.strides[at : at + ndim].tolist()),
+            global_shape=shape
+            if part == WHOLE
+            else tuple(self.global_dims[global_at : global_at + global_ndim].tolist()),
+            box=None if part == FLAT else place if part == BOX else (0,) * ndim,
+            flat=(place[0], place[1]) if part == FLAT else None,
+        )
+
+    def check(self, record_nbytes: U64) -> None:
+        """Refuse rows that do not lie within their records; raises FormatError naming the first bad row's key."""
+        n = len(self.keys)
+        for column in (self.provider, self.kind, self.dtype, self.record, self.offset, self.part, self.ndim):
+            if len(column) != n:
+                raise FormatError(f"index: a column has {len(column)} rows instead of {n}")
+        if len(self.global_ndim) != n:
+            raise FormatError("index: the global shapes do not match the rows")
+        places = np.where(self.part == FLAT, 2, np.where(self.part == BOX, self.global_ndim, 0))
+        lengths = (
+            int(self.ndim.sum(dtype=np.int64)),
+            int(self.global_ndim.sum(dtype=np.int64)),
+            int(places.sum(dtype=np.int64)),
+        )
+        if (len(self.dims), len(self.global_dims), len(self.place)) != lengths or len(self.strides) != lengths[0]:
+            raise FormatError("index: the shapes do not match the rows")
+        self._refuse(self.provider >= len(self.providers), "names no provider")
+        self._refuse(self.kind >= len(KINDS), "is of an unknown array library")
+        self._refuse(self.dtype >= len(dtypes.ALL), "is of an unknown element type")
+        self._refuse(self.record >= len(record_nbytes), "names no record")
+        self._refuse(self.part > FLAT, "is an unknown kind of part")
+        row = np.repeat(np.arange(n), self.ndim)
+        # in floating point: exact below 2**53, and what overflows an integer is merely large
+        dims, strides = self.dims.astype(np.float64), self.strides.astype(np.float64)
+        spans = 1 + np.bincount(row, weights=np.maximum(dims - 1, 0) * strides, minlength=n)
+        spans[np.bincount(row, weights=dims == 0, minlength=n) > 0] = 0
+        itemsize = np.array([d.itemsize for d in dtypes.ALL], np.float64)[self.dtype]
+        space = record_nbytes.astype(np.float64)[self.record] if n else spans
+        self._refuse(self.offset.astype(np.float64) + spans * itemsize > space, "reaches beyond its record")
+        self._refuse(self.offset % itemsize.astype(np.uint64) != 0, "is not aligned to its element type")
+        if len(self.by_key) != n:
+            raise FormatError("index: two rows have the same key")
+
+    def _refuse(self, bad: np.ndarray[Any, Any], what: str) -> None:
+        if bad.any():
+            raise FormatError(f"index: {self.keys[int(np.argmax(bad))]!r} {what}")
+
+
+def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], record: Sequence[int]) -> ShardTable:
+    """Make the table of array shards, each given with its provider's number and the number of the record it lies in."""
+    rows = [s for _, s in shards]
+    part = [FLAT if s.flat is not None else WHOLE if s.shape == s.global_shape else BOX for s in rows]
+    place = [() if p == WHOLE else s.flat if p == FLAT else s.offset for s, p in zip(rows, part, strict=True)]
+
+    def flatten(tuples: Sequence[tuple[int, ...] | None]) -> U64:
+        return np.array([n for t in tuples if t for n in t], np.uint64)
+
+    return ShardTable(
+        providers=tuple(providers),
+        provider=np.array([p for p, _ in shards], np.uint32),
+        keys=tuple(s.key for s in rows),
+        kind=np.array([KINDS.index(s.kind) for s in rows], np.uint8),
+        dtype=np.array([dtypes.BY_NAME[s.dtype].code for s in rows if s.dtype], np.uint8),
+        record=np.array(record, np.uint32),
+        offset=np.array([s.buffer_offset for s in rows], np.uint64),
+        part=np.array(part, np.uint8),
+        ndim=np.array([len(s.shape) for s in rows], np.uint8),
+        dims=flatten([s.shape for s in rows]),
+        strides=flatten([s.stride for s in rows]),
+        global_ndim=np.array(
+            [0 if p == WHOLE else len(s.global_shape) for s, p in zip(rows, part, strict=True)], np.uint8
+        ),
+        global_dims=flatten([() if p == WHOLE else s.global_shape for s, p in zip(rows, part, strict=True)]),
+        place=flatten(place),
+    )
