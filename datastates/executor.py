@@ -1,0 +1,262 @@
+"""The door to the native core: plans and pointers go in, bytes move, errors come out as :mod:`datastates.errors`.
+
+Apart from the checksum in :mod:`datastates.container`, nothing else imports the native module.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from datastates import _native, faults
+from datastates.errors import ClosedError, CorruptError, DatastatesError, DeviceError, FormatError, StorageError
+from datastates.plan import CHUNK, ReadPlan, WritePlan
+from datastates.protocol import Buffer
+
+_T = TypeVar("_T")
+PreparedWrite = _native.WritePlan
+
+
+def prepare_write(plan: WritePlan, literal: bytes) -> PreparedWrite:
+    """Hand a plan to the native core, to be used for any number of snapshots."""
+    return _native.WritePlan(
+        source_nbytes=plan.source_nbytes,
+        eager=plan.eager,
+        chunk_bytes=CHUNK,
+        literal=literal,
+        extent_offset=plan.extent_offset,
+        extent_length=plan.extent_length,
+        extent_piece=plan.extent_piece,
+        piece_source=plan.piece_source,
+        piece_source_offset=plan.piece_source_offset,
+        piece_extent_offset=plan.piece_extent_offset,
+        piece_length=plan.piece_length,
+        patch_extent=plan.patch_extent,
+        patch_offset=plan.patch_offset,
+        patch_source=plan.patch_source,
+    )
+
+
+def _translate(error: _native.NativeError, name_record: Callable[[int], str] | None = None) -> DatastatesError:
+    message = str(error.args[0]) if error.args else str(error)
+    match error.code:
+        case "cuda":
+            return DeviceError(message)
+        case "corrupt" if error.record >= 0 and name_record is not None:
+            key = name_record(error.record)
+            return CorruptError(f"{key!r} in {error.path} does not match its checksum", key=key, path=error.path)
+        case "corrupt":
+            return FormatError(message)
+        case "closed" | "cancelled":
+            return ClosedError(message)
+        case "invalid":
+            return DatastatesError(message)
+    return StorageError(error.errno, error.op, error.path, message)
+
+
+def _native_call(call: Callable[[], _T], name_record: Callable[[int], str] | None = None) -> _T:
+    try:
+        return call()
+    except _native.NativeError as error:
+        raise _translate(error, name_record) from None
+
+
+class WriteJob:
+    """One container being captured and written. Thread-safe."""
+
+    def __init__(self, job: _native.WriteJob) -> None:
+        self._job = job
+
+    @property
+    def captured(self) -> bool:
+        """Whether all sources have been copied off their memory."""
+        return self._job.captured
+
+    def wait_captured(self, timeout: float | None = None) -> bool:
+        """Wait until all sources are copied; False when ``timeout`` seconds pass first. Raises what failed."""
+        return _native_call(lambda: self._job.wait_captured(timeout))
+
+    def wait_written(self, timeout: float | None = None) -> bool:
+        """Wait until all extents are written, though not synced; False when ``timeout`` seconds pass first."""
+        return _native_call(lambda: self._job.wait_written(timeout))
+
+    def gate(self, streams: Sequence[tuple[int, int]]) -> None:
+        """Return once the sources may change for work enqueued on ``streams``, given as (device, stream handle).
+
+        Never raises for a failed job: nothing more is read then.
+        """
+        _native_call(lambda: self._job.gate(streams))
+
+    def torn(self) -> list[int]:
+        """Sources whose captured bytes are not those of the time of ``submit_write``; call it after capture."""
+        return self._job.torn()
+
+    def checksums(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """CRC-32 of each source, and of each chunk of each source end to end; call it after everything is written."""
+        sources, chunks = self._job.checksums()
+        return np.frombuffer(sources, "<u4"), np.frombuffer(chunks, "<u4")
+
+    def finish(self, tail: bytes) -> None:
+        """Append the tail, sync the file to stable storage, and close it."""
+        _native_call(lambda: self._job.finish(tail))
+
+    def abort(self) -> None:
+        """Stop at once; returns when no memory of the caller's is touched any more. Idempotent."""
+        self._job.abort()
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes and seconds of each stage, the backend and whether I/O was direct."""
+        return self._job.stats()
+
+
+class ReadJob:
+    """One container being read into place. Thread-safe."""
+
+    def __init__(self, job: _native.ReadJob, name_record: Callable[[int], str]) -> None:
+        self._job = job
+        self._name_record = name_record
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until everything is read and verified; False when ``timeout`` seconds pass first.
+
+        Raises:
+            CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
+            StorageError: Reading failed.
+        """
+        return _native_call(lambda: self._job.wait(timeout), self._name_record)
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes needed and read, seconds, the backend and whether I/O was direct."""
+        return self._job.stats()
+
+
+class Executor:
+    """The native executor with its host cache; after a fork the child gets a fresh one at first use. Thread-safe."""
+
+    def __init__(
+        self, *, host_cache: int, block: int, queue_depth: int, io_backend: str, direct_io: bool, io_threads: int
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "cache_bytes": host_cache // block * block,
+            "block_bytes": block,
+            "queue_depth": queue_depth,
+            "backend": io_backend,
+            "direct": direct_io,
+            "io_threads": io_threads,
+        }
+        self.block = block
+        self._closed = False
+        self._native: _native.Executor | None = _native_call(lambda: _native.Executor(**self._options))
+        _live.add(self)
+
+    def _core(self) -> _native.Executor:
+        if self._closed:
+            raise ClosedError("the executor is closed")
+        if self._native is None:
+            self._native = _native_call(lambda: _native.Executor(**self._options))
+        return self._native
+
+    def _forget(self) -> None:
+        # the parent's threads and ring do not exist in the child, and what ends them must not run there
+        if self._native is not None:
+            self._native.abandon()
+            self._native = None
+
+    def submit_write(
+        self, path: Path, prepared: PreparedWrite, buffers: Sequence[Buffer], witness: Sequence[bool]
+    ) -> WriteJob:
+        """Create the file and start capturing; eager sources are captured when this returns.
+
+        Args:
+            path: The container to create; it must not exist.
+            prepared: The plan.
+            buffers: The plan's sources.
+            witness: For each source, whether to take fingerprints.
+        """
+        core = self._core()
+        columns = _columns(buffers)
+        flags = np.array(witness, np.uint8)
+        return WriteJob(_native_call(lambda: core.submit_write(os.fsencode(path), prepared, *columns, flags)))
+
+    def submit_read(
+        self, path: Path, plan: ReadPlan, buffers: Sequence[Buffer], name_record: Callable[[int], str]
+    ) -> ReadJob:
+        """Start reading a container's ranges into ``buffers``, the plan's destinations.
+
+        ``name_record`` names a storage record for the error when its bytes are wrong.
+        """
+        core = self._core()
+        prepared = _native.ReadPlan(
+            dest_nbytes=plan.dest_nbytes,
+            extent_offset=plan.extent_offset,
+            extent_length=plan.extent_length,
+            extent_piece=plan.extent_piece,
+            piece_dest=plan.piece_dest,
+            piece_dest_offset=plan.piece_dest_offset,
+            piece_extent_offset=plan.piece_extent_offset,
+            piece_length=plan.piece_length,
+            extent_check=plan.extent_check,
+            check_offset=plan.check_offset,
+            check_length=plan.check_length,
+            check_crc=plan.check_crc,
+            check_record=plan.check_record,
+        )
+        columns = _columns(buffers)
+        return ReadJob(_native_call(lambda: core.submit_read(os.fsencode(path), prepared, *columns)), name_record)
+
+    def close(self) -> None:
+        """Wait for running jobs and give the host cache back. Idempotent."""
+        self._closed = True
+        if self._native is not None:
+            self._native.close()
+            self._native = None
+
+
+def _columns(buffers: Sequence[Buffer]) -> tuple[Any, Any, Any]:
+    return (
+        np.array([b.pointer for b in buffers], np.uint64),
+        np.array([b.device for b in buffers], np.int32),
+        np.array([b.stream for b in buffers], np.uint64),
+    )
+
+
+def read_bytes(path: Path) -> Callable[[int, int], bytes]:
+    """A reader of (offset, length) of a file; it raises StorageError, also when the file is shorter."""
+
+    def read(offset: int, length: int) -> bytes:
+        try:
+            with path.open("rb", buffering=0) as file:
+                parts = []
+                while length:
+                    part = os.pread(file.fileno(), length, offset)
+                    if not part:
+                        raise StorageError(0, "read", str(path), f"read {path}: the file ends at {offset}")
+                    parts.append(part)
+                    offset, length = offset + len(part), length - len(part)
+                return b"".join(parts)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(error.errno or 0, "read", str(path)) from error
+
+    return read
+
+
+_live: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for executor in list(_live):
+        executor._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+for _fault in faults.parse(os.environ.get("DATASTATES_FAULTS", "")):
+    if "." not in _fault.point:
+        _native.arm_fault(_fault.point, _fault.action, _fault.value, _fault.nth, 1)

@@ -1,0 +1,309 @@
+"""The manifest is the commit: which files make a checkpoint, and how a directory of checkpoints stays consistent.
+
+A snapshot is written into ``NAME.partial-XXXXXXXX``, a directory that no reader looks at and whose writer holds a
+lock on it. To commit, ``manifest.json`` is written there and synced, the directory is synced, renamed to ``NAME``,
+and its parent synced. A directory without a manifest is no checkpoint. ``docs/format.md`` is the contract.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from datastates import faults
+from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+
+FILE = "manifest.json"
+FORMAT_VERSION = 1
+_STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]{1,9}))?\Z")
+_PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
+_MAX_NBYTES = 1 << 28
+
+
+class ContainerEntry(BaseModel):
+    """One container of a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=255)]
+    """Its name within the checkpoint's directory: never a path."""
+    rank: Annotated[int, Field(ge=0)]
+    nbytes: Annotated[int, Field(ge=0)]
+    index_crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
+    """CRC-32 of its index, which identifies the snapshot and covers the checksums of all the rest."""
+
+
+class Manifest(BaseModel):
+    """What makes a directory a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format: int = FORMAT_VERSION
+    step: Annotated[int, Field(ge=0)]
+    attempt: Annotated[str, Field(max_length=64)]
+    """A random name shared by all containers of one snapshot."""
+    created: Annotated[str, Field(max_length=64)]
+    """When it was committed, ISO 8601, UTC."""
+    world_size: Annotated[int, Field(ge=1)]
+    containers: tuple[ContainerEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all containers."""
+        return sum(c.nbytes for c in self.containers)
+
+
+def now() -> str:
+    """The present as a manifest's ``created``."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as JSON, with a ``crc32`` over the rest in its canonical form."""
+    fields = manifest.model_dump(mode="json")
+    return (json.dumps({**fields, "crc32": _checksum(fields)}, indent=2) + "\n").encode()
+
+
+def _checksum(fields: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+
+def decode(data: bytes, path: str) -> Manifest:
+    """The mirror of :func:`encode`; raises FormatError that names ``path`` and what is wrong."""
+    try:
+        fields = json.loads(data)
+        checksum = fields.pop("crc32")
+        if fields.get("format") != FORMAT_VERSION:
+            raise FormatError(f"{path}: a manifest of format {fields.get('format')!r:.40}; this reads {FORMAT_VERSION}")
+        if checksum != _checksum(fields) or encode(Manifest.model_validate_json(json.dumps(fields))) != data:
+            raise FormatError(f"{path}: the manifest does not match its checksum")
+        return Manifest.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise FormatError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{path}: not a manifest ({type(error).__name__}: {error})") from None
+
+
+@contextlib.contextmanager
+def _step(operation: str, path: Path) -> Iterator[None]:
+    """One system call on a checkpoint's files: a fault point before it, its error with operation and path."""
+    try:
+        faults.hit(f"manifest.{operation}", str(path))
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(error.errno or 0, operation, str(path)) from error
+
+
+def _sync_directory(path: Path) -> None:
+    with _step("sync_directory", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A checkpoint being written: the directory for its files, and where it will stand once committed."""
+
+    directory: Path
+    target: Path
+    lock: int
+
+    def close(self) -> None:
+        """Let the lock go. Idempotent."""
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+
+def begin(target: Path) -> Pending:
+    """Make a locked partial directory beside ``target``; raises StorageError."""
+    with _step("mkdir", target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        directory = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+        with _step("mkdir", directory):
+            directory.mkdir()
+        try:
+            with _step("lock", directory):
+                lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except StorageError:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        # a clean-up in another process may have taken the new directory for debris before it was locked
+        if _try_lock(lock) is not False and directory.exists():
+            return Pending(directory, target, lock)
+        os.close(lock)
+
+
+def _try_lock(fd: int) -> bool | None:
+    """Lock a directory for its writer: False when somebody holds it, None where the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def commit(pending: Pending, manifest: Manifest) -> None:
+    """Make the pending directory the checkpoint; all its containers must be synced. Raises StorageError."""
+    path = pending.directory / FILE
+    with _step("open", path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        data = memoryview(encode(manifest))
+        with _step("write", path):
+            while data:
+                data = data[os.write(fd, data) :]
+        with _step("sync", path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    _sync_directory(pending.directory)
+    with _step("rename", pending.target):
+        os.rename(pending.directory, pending.target)
+    _sync_directory(pending.target.parent)
+    pending.close()
+
+
+def abandon(pending: Pending) -> None:
+    """Remove what a failed snapshot left, as far as possible: the rest is debris for the next run to remove."""
+    shutil.rmtree(pending.directory, ignore_errors=True)
+    pending.close()
+
+
+def open(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint directory ``path``.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        FormatError: It is damaged.
+    """
+    file = path / FILE
+    try:
+        with _step("read", file):
+            if file.stat().st_size > _MAX_NBYTES:
+                raise FormatError(f"{file}: too long for a manifest")
+            data = file.read_bytes()
+    except StorageError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {FILE}") from None
+        raise
+    return decode(data, str(file))
+
+
+def find(path: Path) -> Path:
+    """The checkpoint directory that ``path`` means: itself, or the newest one in it."""
+    if (path / FILE).exists():
+        return path
+    steps = committed(path)
+    if not steps:
+        raise CheckpointNotFoundError(f"no committed checkpoint at {path}")
+    return steps[max(steps)]
+
+
+def committed(root: Path) -> dict[int, Path]:
+    """The committed checkpoints below ``root`` by step, ascending; of several of one step the one committed last."""
+    found: dict[int, tuple[int, Path]] = {}
+    for entry in _entries(root):
+        match = _STEP.match(entry.name)
+        if match and (entry / FILE).exists():
+            step, revision = int(match[1]), int(match[2] or 0)
+            found[step] = max(found.get(step, (-1, entry)), (revision, entry))
+    return {step: found[step][1] for step in sorted(found)}
+
+
+def target(root: Path, step: int) -> Path:
+    """Where the next checkpoint of a step will stand: a step saved again gets a revision, nothing is overwritten."""
+    name = f"step-{step:08d}"
+    taken = [m for m in (_STEP.match(e.name) for e in _entries(root)) if m and int(m[1]) == step]
+    if not taken:
+        return root / name
+    return root / f"{name}.r{1 + max(int(m[2] or 0) for m in taken)}"
+
+
+def superseded(root: Path) -> list[Path]:
+    """Committed checkpoints of a step that was saved again later."""
+    newest = committed(root)
+    every = (e for e in _entries(root) if _STEP.match(e.name) and (e / FILE).exists())
+    return [e for e in every if e not in newest.values()]
+
+
+def debris(root: Path) -> list[Path]:
+    """What interrupted snapshots and deletions left; never a committed checkpoint, nor one being written."""
+    return [e for e in _entries(root) if _is_debris(e)]
+
+
+def debris_of(target: Path) -> list[Path]:
+    """What interrupted snapshots to one path left beside it."""
+    partial = (e for e in _entries(target.parent) if (m := _PARTIAL.match(e.name)) and m[1] == target.name)
+    return [e for e in partial if not _is_locked(e)]
+
+
+def _is_debris(entry: Path) -> bool:
+    match = _PARTIAL.match(entry.name)
+    if match:
+        return _STEP.match(match[1]) is not None and not _is_locked(entry)
+    return _STEP.match(entry.name) is not None and not (entry / FILE).exists()
+
+
+def _is_locked(entry: Path) -> bool:
+    with _unlocked(entry) as unlocked:
+        return not unlocked
+
+
+@contextlib.contextmanager
+def _unlocked(entry: Path) -> Iterator[bool]:
+    """Hold a directory's lock if nobody else does; what cannot be locked counts as held."""
+    try:
+        fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield False  # gone, or not ours to judge
+        return
+    try:
+        yield _try_lock(fd) is True
+    finally:
+        os.close(fd)
+
+
+def _entries(root: Path) -> list[Path]:
+    try:
+        return sorted(e for e in root.iterdir() if e.is_dir() and not e.is_symlink())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(error.errno or 0, "list", str(root)) from error
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint or debris: its manifest first, so that an interrupted deletion leaves no half checkpoint."""
+    with _unlocked(path) as unlocked:
+        if not unlocked:
+            return
+        with _step("unlink", path / FILE):
+            (path / FILE).unlink(missing_ok=True)
+        _sync_directory(path)
+        with _step("remove", path):
+            shutil.rmtree(path)
