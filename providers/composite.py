@@ -1,0 +1,97 @@
+"""A provider made of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from datastates.keys import component
+from datastates.pickling import ArrayLeaf, StoredArray
+from datastates.protocol import ArrayRef, Encoder, Saved, Shard, StateProvider, walk_unique
+
+
+class CompositeProvider(StateProvider):
+    """Several providers under one name: a key is the child's name, then the child's key."""
+
+    def __init__(self, name: str, providers: Sequence[StateProvider]) -> None:
+        """Keep the children; TypeError or ValueError when one is no provider or shares another's name."""
+        super().__init__(name)
+        self._children = list(walk_unique(providers))
+
+    def shards(self) -> Sequence[Shard]:
+        """The children's shards, their keys below the children's names."""
+        return [_adopt(child, shard) for child in self._children for shard in child.shards()]
+
+    def serialize(self, shard: Shard) -> bytes | Encoder:
+        """Ask the child."""
+        child, own = _origin(shard)
+        result = child.serialize(own)
+        if isinstance(result, bytes):
+            return result
+
+        def encode(locate: Callable[[ArrayLeaf], StoredArray]) -> bytes:
+            return result(lambda leaf: locate(replace(leaf, key=_key(child, leaf.key))))
+
+        return encode
+
+    def destinations(self, saved: Saved) -> Sequence[Shard]:
+        """The children's destinations, each in sight of its own part."""
+        names = {component(child.name) for child in self._children}
+        strangers = [k for k in (*saved.arrays(), *saved.objects()) if k.split("/")[0] not in names]
+        saved.report(unexpected=sorted(strangers))
+        return [_adopt(child, shard) for child in self._children for shard in child.destinations(_Part(saved, child))]
+
+    def restore(self, shard: Shard, value: object) -> None:
+        """Hand it to the child."""
+        child, own = _origin(shard)
+        child.restore(own, value)
+
+
+def _key(child: StateProvider, key: str) -> str:
+    return f"{component(child.name)}/{key}" if key else component(child.name)
+
+
+def _adopt(child: StateProvider, shard: Shard) -> Shard:
+    # an object shard carries its origin, for serialize() and restore(); an array shard needs none
+    return replace(shard, key=_key(child, shard.key), source=(child, shard) if shard.is_object else shard.source)
+
+
+def _origin(shard: Shard) -> tuple[StateProvider, Shard]:
+    assert isinstance(shard.source, tuple)
+    return shard.source
+
+
+class _Part(Saved):
+    """What a checkpoint holds for one child."""
+
+    def __init__(self, saved: Saved, child: StateProvider) -> None:
+        self.strict = saved.strict
+        self._saved = saved
+        self._child = child
+
+    def _own(self, key: str) -> str | None:
+        name = component(self._child.name)
+        return "" if key == name else key[len(name) + 1 :] if key.startswith(name + "/") else None
+
+    def arrays(self) -> Mapping[str, ArrayRef]:
+        own = {self._own(key): ref for key, ref in self._saved.arrays().items()}
+        return {key: replace(ref, key=key) for key, ref in own.items() if key is not None}
+
+    def objects(self) -> Sequence[str]:
+        return [own for own in map(self._own, self._saved.objects()) if own is not None]
+
+    def report(
+        self,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Mapping[str, str] | None = None,
+    ) -> None:
+        self._saved.report(
+            missing=[_key(self._child, k) for k in missing],
+            unexpected=[_key(self._child, k) for k in unexpected],
+            mismatched={_key(self._child, k): what for k, what in (mismatched or {}).items()},
+        )
+
+    def structure(self, key: str) -> object:
+        return self._saved.structure(_key(self._child, key))

@@ -1,0 +1,42 @@
+"""A provider for one Python value, serialized whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from datastates import arrays
+from datastates.protocol import Saved, Shard
+from datastates.providers.tree import TreeProvider
+
+
+class PickledObjectProvider(TreeProvider):
+    """Any value that pickles, asked for and copied inside ``snapshot()``.
+
+    Numbers, strings, arrays and nested containers load back without trust; objects of other classes need ``trust``.
+    """
+
+    def __init__(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
+        """Keep the two callables: ``get`` gives the value at each snapshot, ``set`` takes it back on restore."""
+        super().__init__(name)
+        self._get = get
+        self._set = set
+
+    def value(self) -> object:
+        """What ``get`` gives now."""
+        return self._get()
+
+    def is_lazy(self, key: str, array: object) -> bool:
+        """Never: anybody may change such a value at any time."""
+        del key, array
+        return False
+
+    def match(self, stored: object, saved: Saved) -> Sequence[Shard]:
+        """Fresh arrays for all: the value is built anew and handed to ``set``."""
+        del stored
+        return [arrays.destination(key, arrays.empty(ref)) for key, ref in saved.arrays().items()]
+
+    def restore(self, shard: Shard, value: object) -> None:
+        """Hand the value to ``set``."""
+        del shard
+        self._set(value)

@@ -1,0 +1,204 @@
+"""Providers for nested containers and for everything that has ``state_dict`` and ``load_state_dict``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from datastates import arrays
+from datastates.errors import ProviderError
+from datastates.protocol import ArrayRef, Saved, Shard
+from datastates.providers.tree import TreeProvider, is_inner, pair
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What :func:`from_stateful` takes: modules, optimizers, schedulers, stateful data loaders."""
+
+    def state_dict(self) -> Any:
+        """The state, as nested containers."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take the state back."""
+
+
+def from_state_dict(
+    name: str,
+    mapping_or_callable: object | Callable[[], object],
+    *,
+    lazy: bool | Callable[[str], bool] | None = None,
+) -> TreeProvider:
+    """A provider for nested dicts, lists and tuples: each array becomes a shard, everything else is serialized.
+
+    Restoring writes arrays in place and other values back into the live containers.
+
+    Args:
+        name: Top-level key in the checkpoint.
+        mapping_or_callable: The live containers, or a callable that returns them anew at each snapshot. Of what a
+            callable builds on the spot only arrays can be restored; other values must then be equal to the stored
+            ones.
+        lazy: Whether arrays stay unchanged until capture, for all of them or by key. By default torch and CuPy arrays
+            do, as the gate guards them, and NumPy arrays do not.
+    """
+    return _ContainerProvider(name, mapping_or_callable, lazy)
+
+
+def from_stateful(name: str, obj: Stateful) -> TreeProvider:
+    """A provider for anything with ``state_dict`` and ``load_state_dict``, asked anew at each snapshot.
+
+    Parameters of modules and states of torch optimizers are captured lazily, as only an optimizer step changes them;
+    buffers and the arrays of all other objects are copied inside ``snapshot()``. Restoring goes in place where the
+    live tensors match, and through ``load_state_dict`` for everything else (a fresh optimizer has no state yet).
+
+    Raises:
+        TypeError: The object lacks one of the two methods.
+    """
+    if not isinstance(obj, Stateful):
+        raise TypeError(f"{name!r}: {type(obj).__name__} has no state_dict() and load_state_dict()")
+    return _StatefulProvider(name, obj)
+
+
+class _ContainerProvider(TreeProvider):
+    def __init__(self, name: str, source: object, lazy: bool | Callable[[str], bool] | None) -> None:
+        super().__init__(name)
+        self._source = source
+        self._lazy = lazy
+
+    def value(self) -> object:
+        return self._source() if callable(self._source) else self._source
+
+    def is_lazy(self, key: str, array: object) -> bool:
+        if self._lazy is None:
+            return arrays.is_lazy_kind(array)
+        return self._lazy(key) if callable(self._lazy) else self._lazy
+
+    def match(self, stored: object, saved: Saved) -> Sequence[Shard]:
+        live = self.value()
+        found = pair(stored, live, saved.arrays())
+        mismatched = dict(found.mismatched)
+        if callable(self._source) and self.value() is not live:
+            # the containers are built anew by each call: a value put into them would be lost
+            for key, stored_leaf, leaf in found.leaves:
+                if not same(stored_leaf, leaf):
+                    mismatched[key] = (
+                        f"{stored_leaf!r:.60} cannot be put back into what a callable builds; "
+                        "use from_stateful, PickledObjectProvider or the live containers"
+                    )
+        saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=mismatched)
+        # arrays inside objects of other classes have no live counterpart: the objects are built anew
+        inner = [arrays.destination(key, arrays.empty(ref)) for key, ref in saved.arrays().items() if is_inner(key)]
+        return [*(arrays.destination(ref.key, array) for ref, array in found.pairs), *inner]
+
+    def restore(self, shard: Shard, value: object) -> None:
+        del shard
+        merge(self.value(), value)
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two leaves are equal; what cannot be compared is not."""
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:  # the object's own comparison decides what it raises
+        return False
+
+
+def merge(live: Any, value: Any) -> object:
+    """Put a restored value into live containers of the same structure; returns what belongs into the parent."""
+    if arrays.kind_of(live) is not None:
+        return live
+    if isinstance(live, dict) and isinstance(value, dict):
+        for k in value:
+            if k in live:
+                live[k] = merge(live[k], value[k])
+        return live
+    if isinstance(live, list) and isinstance(value, (list, tuple)):
+        for i in range(min(len(live), len(value))):
+            live[i] = merge(live[i], value[i])
+        return live
+    if isinstance(live, tuple) and isinstance(value, (list, tuple)) and len(live) == len(value):
+        parts = [merge(a, b) for a, b in zip(live, value, strict=True)]
+        if all(a is b for a, b in zip(live, parts, strict=True)):
+            return live
+        return tuple.__new__(type(live), parts)
+    return live if isinstance(value, ArrayRef) else value
+
+
+class _StatefulProvider(TreeProvider):
+    def __init__(self, name: str, obj: Stateful) -> None:
+        super().__init__(name)
+        self._object = obj
+        self._in_place = False
+
+    def value(self) -> object:
+        state = self._object.state_dict()
+        if not isinstance(state, (dict, list, tuple)):
+            raise ProviderError(f"{self.name!r}: state_dict() gave a {type(state).__name__}, not a container")
+        return state
+
+    def shards(self) -> Sequence[Shard]:
+        self._buffers = _buffer_pointers(self._object)
+        return super().shards()
+
+    def is_lazy(self, key: str, array: Any) -> bool:
+        del key
+        if _is_a(self._object, "nn.Module"):
+            return arrays.kind_of(array) == "torch" and array.data_ptr() not in self._buffers
+        return _is_a(self._object, "optim.Optimizer") and arrays.is_lazy_kind(array)
+
+    def match(self, stored: object, saved: Saved) -> Sequence[Shard]:
+        live = self.value()
+        found = pair(stored, live, saved.arrays())
+        if _is_a(self._object, "nn.Module"):
+            saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=found.mismatched)
+            self._in_place = not found.leaves and _is_live(self.value(), live)
+            return [arrays.destination(ref.key, array) for ref, array in found.pairs]
+        fixed = _is_a(self._object, "optim.Optimizer")
+        if fixed:
+            saved.report(mismatched=_group_differences(stored, live))
+        live_arrays = {ref.key: array for ref, array in found.pairs if fixed or arrays.fits(ref, array)}
+        return [
+            arrays.destination(key, live_arrays[key] if key in live_arrays else arrays.empty(ref))
+            for key, ref in saved.arrays().items()
+        ]
+
+    def restore(self, shard: Shard, value: object) -> None:
+        del shard
+        if not self._in_place:
+            self._object.load_state_dict(value)
+
+
+def _is_a(obj: object, name: str) -> bool:
+    """Whether an object is of that class of torch; without torch nothing is."""
+    found: Any = sys.modules.get("torch")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not None and isinstance(obj, found)
+
+
+def _buffer_pointers(obj: Any) -> frozenset[int]:
+    return frozenset(b.data_ptr() for b in obj.buffers()) if _is_a(obj, "nn.Module") else frozenset()
+
+
+def _is_live(first: object, second: object) -> bool:
+    """Whether two answers of ``state_dict`` share memory: writing into one changes the object itself."""
+    return _pointers(first) == _pointers(second)
+
+
+def _pointers(state: Any) -> list[int]:
+    if isinstance(state, Mapping):
+        return [p for v in state.values() for p in _pointers(v)]
+    if isinstance(state, (list, tuple)):
+        return [p for v in state for p in _pointers(v)]
+    return [state.data_ptr()] if arrays.kind_of(state) == "torch" else [id(state)]
+
+
+def _group_differences(stored: Any, live: Any) -> dict[str, str]:
+    """Parameter groups of another number or size: the states would be given to other parameters."""
+    try:
+        sizes = [[len(g["params"]) for g in s["param_groups"]] for s in (stored, live)]
+    except (KeyError, TypeError):
+        return {}
+    if sizes[0] == sizes[1]:
+        return {}
+    return {"param_groups": f"groups of {sizes[0]} parameters in the checkpoint, of {sizes[1]} in the live state"}

@@ -1,0 +1,49 @@
+"""Providers for arrays by name, on the GPU or on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from datastates import arrays
+from datastates.protocol import HOST, Shard, StateProvider
+
+
+class _ArraysProvider(StateProvider):
+    """Named arrays, captured lazily unless said otherwise, and restored in place."""
+
+    _wants_device: bool
+
+    def __init__(self, name: str, tensors: Mapping[str, Any], *, lazy: bool = True) -> None:
+        """Keep the mapping: it is asked for its arrays at each snapshot.
+
+        Args:
+            name: Top-level key in the checkpoint.
+            tensors: Arrays by key, of torch, NumPy or CuPy.
+            lazy: Whether they stay unchanged until the snapshot is captured; an update that is not a torch optimizer's
+                must then be guarded by ``Checkpointer.gate()``.
+        """
+        super().__init__(name)
+        self._tensors = tensors
+        self._lazy = lazy
+
+    def shards(self) -> Sequence[Shard]:
+        """One shard for each array; raises TypeError for one that is elsewhere."""
+        shards = arrays.shards_of([(key, array, self._lazy) for key, array in self._tensors.items()])
+        for shard in shards:
+            if shard.buffer is not None and (shard.buffer.device != HOST) != self._wants_device:
+                where = "on a GPU" if self._wants_device else "in host memory"
+                raise TypeError(f"{self.name}/{shard.key} is not {where}")
+        return shards
+
+
+class GpuTensorProvider(_ArraysProvider):
+    """Arrays in GPU memory, of torch or CuPy."""
+
+    _wants_device = True
+
+
+class HostTensorProvider(_ArraysProvider):
+    """Arrays in host memory, of torch (pinned or not) or NumPy."""
+
+    _wants_device = False
