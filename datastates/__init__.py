@@ -1,0 +1,28 @@
+"""Lazy, asynchronous checkpoints of large-model training state, through composable state providers."""
+
+from datastates.arrays import array_shard
+from datastates.checkpoint import Checkpointer, load, restore, snapshot
+from datastates.config import Settings
+from datastates.errors import DatastatesError
+from datastates.pickling import dumps
+from datastates.protocol import Buffer, Shard, StateProvider, object_shard
+from datastates.snapshot import Report, Snapshot
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Buffer",
+    "Checkpointer",
+    "DatastatesError",
+    "Report",
+    "Settings",
+    "Shard",
+    "Snapshot",
+    "StateProvider",
+    "array_shard",
+    "dumps",
+    "load",
+    "object_shard",
+    "restore",
+    "snapshot",
+]

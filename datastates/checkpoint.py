@@ -1,0 +1,413 @@
+"""What users call: :class:`Checkpointer`, :func:`snapshot`, :func:`restore` and :func:`load`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from datastates import gate, manifest
+from datastates import load as loading
+from datastates.config import Settings
+from datastates.errors import (
+    CheckpointNotFoundError,
+    ClosedError,
+    DeviceError,
+    SettingsError,
+    SnapshotRefusedError,
+    StorageError,
+)
+from datastates.executor import Executor
+from datastates.load import Restored, Trust
+from datastates.protocol import StateProvider
+from datastates.save import Saver, collect
+from datastates.snapshot import Snapshot
+
+_log = logging.getLogger("datastates")
+
+PathLike = str | os.PathLike[str]
+
+
+def _executor(settings: Settings, nbytes: int | None = None) -> Executor:
+    """An executor as set, or with no larger a cache than ``nbytes`` of state need."""
+    cache = settings.host_cache
+    if nbytes is not None:
+        cache = min(cache, max(2, -(-nbytes // settings.block) + 1) * settings.block)
+    return Executor(
+        host_cache=cache,
+        block=settings.block,
+        queue_depth=settings.queue_depth,
+        io_backend=settings.io_backend,
+        direct_io=settings.direct_io,
+        io_threads=settings.io_threads,
+    )
+
+
+def _refuse_many_ranks() -> None:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            raise SettingsError(
+                f"{ranks} ranks share this training; datastates does not save several ranks together yet"
+            )
+
+
+class _Engine:
+    """The executor, the background threads, and the snapshots in flight: what both ways to save share."""
+
+    def __init__(self, settings: Settings, nbytes: int | None = None) -> None:
+        self.settings = settings
+        self.executor = _executor(settings, nbytes)
+        self._saver = Saver(self.executor)
+        self._start()
+        _engines.add(self)
+
+    def _start(self) -> None:
+        # the pool's own exit hook lets running snapshots commit before the interpreter ends
+        self.pool = ThreadPoolExecutor(self.settings.max_in_flight, thread_name_prefix="datastates")
+        self.in_flight: list[Snapshot] = []
+        self.lock = threading.RLock()
+
+    def _after_fork(self) -> None:
+        for snapshot in self.in_flight:
+            snapshot.abandon()
+        self._saver = Saver(self.executor)
+        self._start()
+
+    def take(
+        self,
+        providers: Sequence[StateProvider],
+        step: int,
+        target: Callable[[], Path],
+        retain: Callable[[], None] = lambda: None,
+    ) -> Snapshot:
+        """Take one snapshot; storage and device failures land on it, errors in the providers are raised."""
+        begin = time.monotonic()
+        collected = collect(providers)
+        snapshot = Snapshot(step, Path(), collected.nbytes)
+        try:
+            snapshot.path = target()
+            pending = manifest.begin(snapshot.path)
+            try:
+                rest = self._saver.begin(collected, snapshot, pending, retain)
+            except BaseException:
+                manifest.abandon(pending)
+                raise
+        except (StorageError, DeviceError) as error:
+            snapshot.fail(error)
+        else:
+            if self.settings.auto_gate:
+                gate.guard(snapshot)
+            with self.lock:
+                self.in_flight.append(snapshot)
+            self.pool.submit(self._finish, snapshot, rest)
+        snapshot._call_seconds = time.monotonic() - begin
+        return snapshot
+
+    def _finish(self, snapshot: Snapshot, rest: Callable[[], None]) -> None:
+        rest()
+        with self.lock:
+            self.in_flight.remove(snapshot)
+
+    def pending(self) -> list[Snapshot]:
+        """The snapshots in flight."""
+        with self.lock:
+            return [s for s in self.in_flight if not s.ended]
+
+
+_engines: weakref.WeakSet[_Engine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in list(_engines):
+        engine._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Checkpointer:
+    """Snapshots of one training run in one directory, and their restore.
+
+    Its methods are called from the training thread; the snapshots it returns may be waited for from any.
+    """
+
+    def __init__(self, directory: PathLike, **options: Any) -> None:
+        """Open a directory of checkpoints, creating it, and remove what interrupted runs left there.
+
+        Args:
+            directory: Where checkpoints go, one folder a step.
+            **options: Fields of :class:`~datastates.config.Settings`.
+
+        Raises:
+            SettingsError: An option is unknown or impossible; the message names it.
+            StorageError: The directory cannot be made or written.
+        """
+        self.settings = Settings.of(options)
+        self.directory = Path(directory).absolute()
+        _refuse_many_ranks()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(error.errno or 0, "mkdir", str(self.directory)) from error
+        for path in manifest.debris(self.directory):
+            _log.warning("removing what an interrupted run left: %s", path)
+            manifest.remove(path)
+        self._engine = _Engine(self.settings)
+        self._failed: list[Snapshot] = []
+        self._taken: list[Snapshot] = []
+        self._closed = False
+        self.failures = 0
+        """How many snapshots have failed so far."""
+        self._previous_handler: Any = None
+        if self.settings.handle_sigterm:
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    # --- saving
+
+    def snapshot(self, providers: Sequence[StateProvider], *, step: int) -> Snapshot:
+        """Take a snapshot of all providers; returns as soon as what may change at any time has been copied.
+
+        Lazy state (parameters, optimizer states) is captured while training goes on: every torch optimizer's ``step()``
+        waits for that by itself, other updates must be guarded by :meth:`gate`.
+
+        Args:
+            providers: What makes the state.
+            step: Its number, 0 or more. A step saved before is superseded once the new one is committed.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, an earlier snapshot failed in the background; nothing is taken.
+            SnapshotRefusedError: Too many are in flight and ``when_busy="refuse"``.
+            ProviderError: Two shards have the same key, or an object does not pickle.
+            ClosedError: The checkpointer is closed.
+        """
+        self._raise_if_closed()
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step: {step!r} is not a number of 0 or more")
+        self._raise_failures()
+        waited = self._wait_for_room()
+        taken = self._engine.take(providers, step, lambda: manifest.target(self.directory, step), self._retain)
+        taken._call_seconds += waited
+        self._taken.append(taken)
+        return taken
+
+    def gate(self) -> contextlib.AbstractContextManager[None]:
+        """Wait until the state may change; a call does it, and so does a ``with`` block around the update.
+
+        Waits for capture only, never for storage. Where all that is left are copies on a GPU, the current streams are
+        made to wait for them instead of the CPU.
+        """
+        for snapshot in self._engine.pending():
+            snapshot.pass_gate()
+        return contextlib.nullcontext()
+
+    def _wait_for_room(self) -> float:
+        begin = time.monotonic()
+        while len(pending := self._engine.pending()) >= self.settings.max_in_flight:
+            if self.settings.when_busy == "refuse":
+                raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
+            pending[0].wait_ended()
+        return time.monotonic() - begin
+
+    def _retain(self) -> None:
+        """Delete what the settings do not keep; called after a commit, so that something newer is always there."""
+        try:
+            with self._engine.lock:
+                for path in manifest.superseded(self.directory):
+                    manifest.remove(path)
+                if self.settings.keep_last is None:
+                    return
+                steps = manifest.committed(self.directory)
+                every = self.settings.keep_every
+                for step in list(steps)[: -self.settings.keep_last]:
+                    if every is None or step % every:
+                        manifest.remove(steps[step])
+        except OSError as error:
+            _log.warning("an old checkpoint could not be deleted: %s", error)
+
+    # --- restoring
+
+    def restore(
+        self,
+        providers: Sequence[StateProvider],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        trust: Trust = (),
+    ) -> Restored | None:
+        """Restore the newest committed checkpoint, or that of ``step``, in place.
+
+        Keys, shapes and dtypes are all compared before anything is changed. A damaged file is found while it is read:
+        the error then names the tensor, and the state is partly overwritten.
+
+        Args:
+            providers: What to restore; providers in the checkpoint that are not named here are left alone.
+            step: Which checkpoint; None for the newest.
+            strict: Refuse missing, unexpected and mismatched keys; False restores what both sides have.
+            trust: Classes that pickled objects may be of, as ``module.qualname``, or ``"all"``.
+
+        Returns:
+            The step, an int that with ``strict=False`` also says what was left; None when there is no checkpoint.
+
+        Raises:
+            RestoreError: The checkpoint and the live state do not fit; nothing has been changed.
+            TrustError: An object needs a class that is not trusted; nothing has been changed.
+            CorruptError, FormatError: A file is damaged.
+            CheckpointNotFoundError: There is no checkpoint of that step.
+        """
+        self._raise_if_closed()
+        steps = manifest.committed(self.directory)
+        if step is None and not steps:
+            return None
+        chosen = max(steps) if step is None else step
+        if chosen not in steps:
+            raise CheckpointNotFoundError(f"no committed checkpoint of step {chosen} in {self.directory}")
+        engine = self._engine
+        return loading.restore(steps[chosen], providers, lambda _: engine.executor, strict=strict, trust=trust)
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, ascending."""
+        return list(manifest.committed(self.directory))
+
+    def latest(self) -> int | None:
+        """The newest committed step, None when there is none."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    # --- ending
+
+    def wait(self) -> None:
+        """Wait until no snapshot is in flight; failures stay for :meth:`snapshot` or :meth:`close` to raise."""
+        for snapshot in self._engine.pending():
+            snapshot.wait_ended()
+
+    def close(self) -> None:
+        """Wait until every snapshot is committed, and give threads and memory back. Idempotent.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, a snapshot failed and nobody has been told.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._engine.pool.shutdown(wait=True)
+        self._engine.executor.close()
+        if self.settings.handle_sigterm:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+        self._raise_failures()
+
+    def __enter__(self) -> Checkpointer:
+        """The checkpointer itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; an error of the block is not replaced by one of closing."""
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception:
+            _log.exception("a snapshot failed while another error was on its way")
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the checkpointer of {self.directory} is closed")
+
+    def _raise_failures(self) -> None:
+        """Deliver what failed in the background since the last time."""
+        ended = [s for s in self._taken if s.ended]
+        self._taken = [s for s in self._taken if not s.ended]
+        undelivered = []
+        for snapshot in ended:
+            if snapshot.committed:
+                continue
+            self.failures += 1
+            error = snapshot.undelivered
+            if error is not None:
+                undelivered.append(error)
+                if self.settings.on_error == "warn":
+                    _log.warning("snapshot %d failed: %s", snapshot.step, error)
+        if undelivered and self.settings.on_error == "raise":
+            raise undelivered[0]
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        self.wait()
+        signal.signal(signal.SIGTERM, self._previous_handler)
+        if callable(self._previous_handler):
+            self._previous_handler(number, frame)
+        else:
+            os.kill(os.getpid(), number)
+
+
+def snapshot(providers: Sequence[StateProvider], path: PathLike, *, step: int = 0, **options: Any) -> Snapshot:
+    """Write one checkpoint directory at ``path``, which must not exist, without a :class:`Checkpointer`.
+
+    Returns at once, as :meth:`Checkpointer.snapshot` does; the interpreter's exit waits for the commit.
+
+    Args:
+        providers: What makes the state.
+        path: The directory that appears once the checkpoint is committed.
+        step: A number to store with it.
+        **options: Fields of :class:`~datastates.config.Settings`.
+
+    Raises:
+        FileExistsError: There is something at ``path``.
+        SettingsError, ProviderError: As for :class:`Checkpointer`.
+    """
+    settings = Settings.of(options)
+    target = Path(path).absolute()
+    _refuse_many_ranks()
+    if target.exists():
+        raise FileExistsError(f"{target} exists; a checkpoint is never written over something else")
+    for left in manifest.debris_of(target):
+        manifest.remove(left)
+    return _Engine(settings, collect(providers).nbytes).take(providers, step, lambda: target)
+
+
+def restore(
+    path: PathLike, providers: Sequence[StateProvider], *, strict: bool = True, trust: Trust = (), **options: Any
+) -> Restored:
+    """Restore one checkpoint in place: the mirror of :func:`snapshot`.
+
+    Args:
+        path: A checkpoint directory, or a directory of them: then the newest.
+        providers: What to restore.
+        strict: As for :meth:`Checkpointer.restore`, as are the errors.
+        trust: As for :meth:`Checkpointer.restore`.
+        **options: Fields of :class:`~datastates.config.Settings`.
+    """
+    settings = Settings.of(options)
+    found = manifest.find(Path(path).absolute())
+    return loading.restore(found, providers, lambda n: _executor(settings, n), strict=strict, trust=trust)
+
+
+def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]:
+    """Read a checkpoint as nested host arrays and objects, with no providers: ``{provider name: value}``.
+
+    Args:
+        path: A checkpoint directory, a directory of them (then the newest), or one container file.
+        trust: As for :meth:`Checkpointer.restore`.
+        **options: Fields of :class:`~datastates.config.Settings`.
+
+    Raises:
+        TrustError: An object needs a class that is not trusted.
+        CorruptError, FormatError: The file is damaged.
+        CheckpointNotFoundError: There is no committed checkpoint.
+        ImportError: An element type needs torch or ml_dtypes and neither is installed.
+    """
+    settings = Settings.of(options)
+    return loading.load(Path(path).absolute(), lambda n: _executor(settings, n), trust=trust)

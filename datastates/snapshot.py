@@ -1,0 +1,213 @@
+"""The future that ``snapshot()`` returns, and its report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datastates.errors import SnapshotAbandonedError, SnapshotTimeoutError
+
+STATES = ("started", "captured", "persisted", "committed")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a snapshot cost so far; times in seconds, sizes in bytes, rates in 10⁹ bytes a second.
+
+    Attributes:
+        step: The snapshot's step.
+        path: The checkpoint directory, once committed.
+        state: How far it is: ``started``, ``captured``, ``persisted``, ``committed`` or ``failed``.
+        nbytes: Bytes of arrays.
+        file_nbytes: Bytes of the container, 0 until it is persisted.
+        snapshot_seconds: How long the ``snapshot()`` call took.
+        gate_seconds: How long gates held training up for this snapshot.
+        capture_seconds: From the call until captured, None before that.
+        persist_seconds: From the call until persisted, None before that.
+        commit_seconds: From the call until committed, None before that.
+        backend: ``io_uring`` or ``pwrite``.
+        direct: Whether the page cache was bypassed.
+        executor: The native core's own figures.
+    """
+
+    step: int
+    path: Path
+    state: str
+    nbytes: int
+    file_nbytes: int
+    snapshot_seconds: float
+    gate_seconds: float
+    capture_seconds: float | None
+    persist_seconds: float | None
+    commit_seconds: float | None
+    backend: str
+    direct: bool
+    executor: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stall_seconds(self) -> float:
+        """What training waited for: the call and the gates."""
+        return self.snapshot_seconds + self.gate_seconds
+
+    @property
+    def persist_gbps(self) -> float | None:
+        """Bytes of arrays over the time until they were on stable storage."""
+        return self.nbytes / self.persist_seconds / 1e9 if self.persist_seconds else None
+
+
+class Snapshot:
+    """One checkpoint on its way: captured, then persisted, then committed. Thread-safe.
+
+    - *captured*: the training state may change again;
+    - *persisted*: this process's bytes are on stable storage;
+    - *committed*: the checkpoint is complete, and what ``restore()`` finds.
+    """
+
+    def __init__(self, step: int, path: Path, nbytes: int) -> None:
+        self.step = step
+        """The step it was taken at."""
+        self.path = path
+        """The checkpoint directory that appears when it is committed."""
+        self._nbytes = nbytes
+        self._file_nbytes = 0
+        self._begin = time.monotonic()
+        self._times: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._delivered = False
+        self._call_seconds = 0.0
+        self._gate_seconds = 0.0
+        self._figures: Callable[[], dict[str, Any]] = dict
+        self._gate: Callable[[], None] = lambda: None
+        self._abandoned = False
+
+    # --- for its users
+
+    @property
+    def captured(self) -> bool:
+        """Whether the training state may change again."""
+        return "captured" in self._times
+
+    @property
+    def persisted(self) -> bool:
+        """Whether this process's bytes are on stable storage."""
+        return "persisted" in self._times
+
+    @property
+    def committed(self) -> bool:
+        """Whether ``restore()`` finds it."""
+        return "committed" in self._times
+
+    def wait_captured(self, timeout: float | None = None) -> None:
+        """Wait until captured.
+
+        Raises:
+            SnapshotTimeoutError: ``timeout`` seconds passed first.
+            DatastatesError: The snapshot failed before.
+        """
+        self._wait("captured", timeout)
+
+    def wait_persisted(self, timeout: float | None = None) -> None:
+        """Wait until persisted; raises as :meth:`wait_captured` does."""
+        self._wait("persisted", timeout)
+
+    def wait_committed(self, timeout: float | None = None) -> None:
+        """Wait until committed; raises as :meth:`wait_captured` does."""
+        self._wait("committed", timeout)
+
+    def exception(self) -> BaseException | None:
+        """What made the snapshot fail, None as long as nothing did. Does not wait."""
+        with self._changed:
+            self._delivered = self._delivered or self._error is not None
+            return self._error
+
+    @property
+    def report(self) -> Report:
+        """What it cost so far."""
+        figures = self._figures()
+        with self._changed:
+            reached = [s for s in STATES if s in self._times]
+            return Report(
+                step=self.step,
+                path=self.path,
+                state="failed" if self._error else reached[-1] if reached else STATES[0],
+                nbytes=self._nbytes,
+                file_nbytes=self._file_nbytes,
+                snapshot_seconds=self._call_seconds,
+                gate_seconds=self._gate_seconds,
+                capture_seconds=self._times.get("captured"),
+                persist_seconds=self._times.get("persisted"),
+                commit_seconds=self._times.get("committed"),
+                backend=str(figures.get("backend", "")),
+                direct=bool(figures.get("direct", False)),
+                executor=figures,
+            )
+
+    def __repr__(self) -> str:
+        """Step, state and path."""
+        return f"<Snapshot step={self.step} {self.report.state} {str(self.path)!r}>"
+
+    # --- for the engine
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was committed or has failed."""
+        return self.committed or self._error is not None or self._abandoned
+
+    @property
+    def undelivered(self) -> BaseException | None:
+        """Its failure, if nobody has been told yet; tells it."""
+        with self._changed:
+            if self._delivered:
+                return None
+            self._delivered = self._error is not None
+            return self._error
+
+    def pass_gate(self) -> None:
+        """Return once the state may change for work enqueued from now on; never raises for a failed snapshot."""
+        if self.captured or self.ended:
+            return
+        begin = time.monotonic()
+        self._gate()
+        self._gate_seconds += time.monotonic() - begin
+
+    def reach(self, state: str, *, at: float | None = None, file_nbytes: int = 0) -> None:
+        """Note that a state has been reached, now or at that time of the monotonic clock."""
+        with self._changed:
+            self._times[state] = (time.monotonic() if at is None else at) - self._begin
+            self._file_nbytes = file_nbytes or self._file_nbytes
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Note what made it fail."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Note, in a forked child, that only the parent can finish it."""
+        self._changed = threading.Condition()
+        self._abandoned = True
+        self._gate = lambda: None
+
+    def wait_ended(self, timeout: float | None = None) -> bool:
+        """Wait until committed or failed, without raising; False when ``timeout`` seconds pass first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.ended, timeout)
+
+    def _wait(self, state: str, timeout: float | None) -> None:
+        with self._changed:
+            done = self._changed.wait_for(lambda: state in self._times or self._error or self._abandoned, timeout)
+            if state in self._times:
+                return
+            if self._error is not None:
+                self._delivered = True
+                raise self._error
+            if self._abandoned:
+                raise SnapshotAbandonedError(f"snapshot {self.step} was begun before a fork, by the parent process")
+            if not done:
+                raise SnapshotTimeoutError(f"snapshot {self.step} was not {state} within {timeout} s")

@@ -1,0 +1,126 @@
+"""The suite that every state provider must pass; subclass it in your own tests, where pytest collects it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import datastates
+from datastates.errors import RestoreError
+from datastates.load import Trust
+from datastates.protocol import StateProvider
+from datastates.testing.equality import equal
+
+
+class ProviderTests:
+    """What a provider promises, as tests: ``class TestMine(ProviderTests)`` with the three methods below.
+
+    Attributes:
+        trust: Classes that its objects may be of, as for ``restore(trust=...)``.
+    """
+
+    trust: Trust = ()
+
+    def provider(self) -> StateProvider:
+        """A provider over new live state; every call makes the same state anew."""
+        raise NotImplementedError
+
+    def perturb(self, provider: Any) -> None:
+        """Change all of the provider's live state, in place where training would."""
+        raise NotImplementedError
+
+    def state(self, provider: Any) -> object:
+        """A copy of the live state: numbers, strings, arrays and nested containers of them."""
+        raise NotImplementedError
+
+    def _save(self, provider: StateProvider, path: Path) -> None:
+        datastates.snapshot([provider], path).wait_committed()
+
+    def test_perturbing_changes_the_state(self) -> None:
+        """The suite's own footing: without it the tests below could not fail."""
+        provider = self.provider()
+        before = self.state(provider)
+        self.perturb(provider)
+        assert not equal(before, self.state(provider))
+
+    def test_describing_changes_nothing(self) -> None:
+        """``shards()`` may be called at any time, and says the same each time."""
+        provider = self.provider()
+        before = self.state(provider)
+        first, second = provider.shards(), provider.shards()
+        assert [(s.key, s.dtype, s.shape, s.lazy) for s in first] == [(s.key, s.dtype, s.shape, s.lazy) for s in second]
+        assert equal(before, self.state(provider))
+
+    def test_keys_are_unique(self) -> None:
+        """No two shards of a kind share a key, and each array says what part of which shape it is."""
+        shards = self.provider().shards()
+        assert len({(s.key, s.is_object) for s in shards}) == len(shards)
+        assert all(s.is_object or (s.offset is None) != (s.flat is None) for s in shards)
+
+    def test_saving_changes_nothing(self, tmp_path: Path) -> None:
+        """A snapshot reads the state and leaves it alone."""
+        provider = self.provider()
+        before = self.state(provider)
+        self._save(provider, tmp_path / "saved")
+        assert equal(before, self.state(provider))
+
+    def test_restores_what_was_saved(self, tmp_path: Path) -> None:
+        """The state comes back after it has changed."""
+        provider = self.provider()
+        before = self.state(provider)
+        self._save(provider, tmp_path / "saved")
+        self.perturb(provider)
+        datastates.restore(tmp_path / "saved", [provider], trust=self.trust)
+        assert equal(before, self.state(provider))
+
+    def test_restores_into_a_new_process_state(self, tmp_path: Path) -> None:
+        """The state comes back in a provider that never saved it."""
+        provider = self.provider()
+        before = self.state(provider)
+        self._save(provider, tmp_path / "saved")
+        other = self.provider()
+        self.perturb(other)
+        datastates.restore(tmp_path / "saved", [other], trust=self.trust)
+        assert equal(before, self.state(other))
+
+    def test_snapshot_keeps_the_state_of_its_call(self, tmp_path: Path) -> None:
+        """What changes right after ``snapshot()``, past the gate for what is lazy, is not in the checkpoint."""
+        provider = self.provider()
+        before = self.state(provider)
+        with datastates.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.snapshot([provider], step=0)
+            if any(shard.lazy for shard in provider.shards()):
+                checkpointer.gate()
+            self.perturb(provider)
+        datastates.restore(tmp_path, [provider], trust=self.trust)
+        assert equal(before, self.state(provider))
+
+    def test_loads_without_the_provider(self, tmp_path: Path) -> None:
+        """The checkpoint opens as plain nested values, under the provider's name."""
+        provider = self.provider()
+        self._save(provider, tmp_path / "saved")
+        assert list(datastates.load(tmp_path / "saved", trust=self.trust)) == [provider.name]
+
+    def test_absence_is_an_error_that_changes_nothing(self, tmp_path: Path) -> None:
+        """A checkpoint without this provider is refused by name."""
+        self._save(_Stranger(), tmp_path / "saved")
+        provider = self.provider()
+        before = self.state(provider)
+        with pytest.raises(RestoreError) as caught:
+            datastates.restore(tmp_path / "saved", [provider], trust=self.trust)
+        assert caught.value.missing
+        assert equal(before, self.state(provider))
+
+
+class _Stranger(StateProvider):
+    def __init__(self) -> None:
+        super().__init__("somebody else's state")
+
+    def shards(self) -> list[datastates.Shard]:
+        return [datastates.object_shard("nothing")]
+
+    def serialize(self, shard: datastates.Shard) -> bytes:
+        del shard
+        return datastates.dumps(None)
