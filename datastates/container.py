@@ -112,7 +112,7 @@ class Index:
         chunk_crc: CRC-32 of each chunk of :data:`~datastates.plan.CHUNK` bytes of each record, records end to end.
         shards: The arrays that lie in them.
         objects: The objects in ``data.pkl``.
-        pickle_offset, pickle_nbytes: Where the data of ``data.pkl`` is in the file.
+        pickle_offset, pickle_nbytes, pickle_crc: Where the data of ``data.pkl`` is in the file, and its CRC-32.
     """
 
     identity: dict[str, int | str]
@@ -125,6 +125,7 @@ class Index:
     objects: tuple[StoredObject, ...]
     pickle_offset: int
     pickle_nbytes: int
+    pickle_crc: int
 
     @property
     def records_end(self) -> int:
@@ -132,6 +133,15 @@ class Index:
         return int(self.data_offset[-1] + self.record_nbytes[-1]) + DESCRIPTOR if len(self.data_offset) else 0
 
 
+_TYPES = {
+    "format": int,
+    "chunk": int,
+    "providers": list,
+    "keys": bytes,
+    "shards": dict,
+    "objects": list,
+    "pickle": list,
+}
 _TABLE_COLUMNS = {
     "provider": "<u4",
     "kind": "|u1",
@@ -187,7 +197,7 @@ def encode_index(index: Index) -> bytes:
             "objects": [
                 [o.provider, o.key.encode("utf-8", "surrogatepass"), o.offset, o.nbytes, o.crc] for o in index.objects
             ],
-            "pickle": [index.pickle_offset, index.pickle_nbytes],
+            "pickle": [index.pickle_offset, index.pickle_nbytes, index.pickle_crc],
         }
     )
 
@@ -200,6 +210,8 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
     """
     try:
         fields = msgpack.unpackb(data, max_str_len=_MAX_INDEX_STRING)
+        if any(type(fields[n]) is not t for n, t in _TYPES.items()) or len(fields["pickle"]) != 3:
+            raise FormatError("index: a field is of another type")
         if fields["format"] != FORMAT_VERSION or fields["chunk"] != CHUNK:
             raise FormatError(f"index: written by format {fields['format']!r:.40}, this reads {FORMAT_VERSION}")
         index = Index(
@@ -220,6 +232,7 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
             ),
             pickle_offset=fields["pickle"][0],
             pickle_nbytes=fields["pickle"][1],
+            pickle_crc=fields["pickle"][2],
         )
     except FormatError:
         raise
@@ -260,11 +273,18 @@ def _check_records(index: Index, file_nbytes: int) -> None:
 
 def _check_objects(index: Index, file_nbytes: int) -> None:
     begin, nbytes = index.pickle_offset, index.pickle_nbytes
-    numbers = (begin, nbytes, *(n for o in index.objects for n in (o.provider, o.offset, o.nbytes, o.crc)))
+    numbers = (
+        begin,
+        nbytes,
+        index.pickle_crc,
+        *(n for o in index.objects for n in (o.provider, o.offset, o.nbytes, o.crc)),
+    )
     if not all(type(n) is int and 0 <= n <= max(file_nbytes, _UNKNOWN) for n in numbers):
         raise FormatError("index: an object's place is not a number within the file")
     if begin != pickle_place(index.records_end) or begin + nbytes > file_nbytes:
         raise FormatError("index: data.pkl is not where the records end")
+    if len({(o.provider, o.key) for o in index.objects}) != len(index.objects):
+        raise FormatError("index: two objects have the same key")
     for o in index.objects:
         if o.provider >= len(index.shards.providers) or not begin <= o.offset <= o.offset + o.nbytes <= begin + nbytes:
             raise FormatError(f"index: object {o.key!r} lies outside of data.pkl")

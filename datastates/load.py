@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays, container, manifest, pickling, planner
+from datastates import arrays, container, manifest, pickling, planner, unpickling
 from datastates.container import Index, StoredObject
 from datastates.errors import CorruptError, DatastatesError, FormatError, RestoreError, StorageError
 from datastates.executor import Executor, read_bytes
@@ -222,7 +222,7 @@ class _Saved(Saved):
 
     def structure(self, key: str) -> object:
         with self._named(key):
-            return pickling.structure(self._stream(key), self._reference, trust=self._trust)
+            return unpickling.structure(self._stream(key), self._reference, trust=self._trust)
 
     def build(self, key: str, targets: Mapping[_Place, object]) -> object:
         """Decode an object over the arrays that have been restored; what was not stays a reference."""
@@ -232,7 +232,7 @@ class _Saved(Saved):
             return self._reference(stored) if found is None else found
 
         with self._named(key):
-            return pickling.loads(self._stream(key), resolve, trust=self._trust)
+            return unpickling.loads(self._stream(key), resolve, trust=self._trust)
 
     def _stream(self, key: str) -> bytes:
         if key not in self._streams:
@@ -335,7 +335,7 @@ def load(path: Path, executor: Callable[[int], Executor], *, trust: Trust) -> di
     source = open_container(path) if path.is_file() else _only(path, open_checkpoint(manifest.find(path))[1])
     data = _read_pickle(source)
     with _naming(str(source.path)):
-        value = pickling.structure(data, lambda stored: stored, trust=trust)
+        value = unpickling.structure(data, lambda stored: stored, trust=trust)
         if not isinstance(value, dict):
             raise FormatError(f"data.pkl holds a {type(value).__name__}, not a mapping of providers")
         made = _read_records(source, executor)
@@ -345,7 +345,7 @@ def load(path: Path, executor: Callable[[int], Executor], *, trust: Trust) -> di
                 raise FormatError(f"an array of record {stored.record!r} that the index does not list")
             return arrays.with_grad(made[_place_in_pickle(stored)], stored.requires_grad)
 
-        result: dict[str, Any] = pickling.loads(data, resolve, trust=trust)
+        result: dict[str, Any] = unpickling.loads(data, resolve, trust=trust)
         return result
 
 
@@ -363,13 +363,15 @@ def _read_records(source: Container, executor: Callable[[int], Executor]) -> dic
 
 
 def _read_pickle(source: Container) -> bytes:
-    """The whole of ``data.pkl``, the opcodes between the objects included: it must be what the index says."""
+    """The whole of ``data.pkl``, verified; raises CorruptError that names the object, if it is one, that is damaged."""
     index = source.index
     data = read_bytes(source.path)(index.pickle_offset, index.pickle_nbytes)
-    for stored in index.objects:
-        begin = stored.offset - index.pickle_offset
-        if container.crc32(data[begin : begin + stored.nbytes]) != stored.crc:
+    if container.crc32(data) != index.pickle_crc:
+        for stored in index.objects:
             source.read_object(stored)
+        raise CorruptError(
+            f"data.pkl in {source.path} does not match its checksum", key="data.pkl", path=str(source.path)
+        )
     return data
 
 

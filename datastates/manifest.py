@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from datastates import faults
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
@@ -60,6 +60,13 @@ class Manifest(BaseModel):
     world_size: Annotated[int, Field(ge=1)]
     containers: tuple[ContainerEntry, ...]
 
+    @model_validator(mode="after")
+    def _one_for_each_rank(self) -> Manifest:
+        ranks, files = [c.rank for c in self.containers], {c.file for c in self.containers}
+        if len(ranks) != self.world_size or ranks != list(range(len(ranks))) or len(files) != len(ranks):
+            raise ValueError("not one container for each rank, each in a file of its own")
+        return self
+
     @property
     def nbytes(self) -> int:
         """Bytes of all containers."""
@@ -85,6 +92,8 @@ def decode(data: bytes, path: str) -> Manifest:
     """The mirror of :func:`encode`; raises FormatError that names ``path`` and what is wrong."""
     try:
         fields = json.loads(data)
+        if type(fields) is not dict or type(fields.get("format")) is not int:
+            raise FormatError(f"{path}: not a manifest")
         checksum = fields.pop("crc32")
         if fields.get("format") != FORMAT_VERSION:
             raise FormatError(f"{path}: a manifest of format {fields.get('format')!r:.40}; this reads {FORMAT_VERSION}")
@@ -94,7 +103,7 @@ def decode(data: bytes, path: str) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         raise FormatError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, FormatError):
             raise
         raise FormatError(f"{path}: not a manifest ({type(error).__name__}: {error})") from None

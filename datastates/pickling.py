@@ -1,28 +1,21 @@
-"""The dialect of ``data.pkl``, pickle protocol 2: a writer that needs no torch, a reader that runs no code.
+"""Writing the dialect of ``data.pkl``, pickle protocol 2, without torch. :mod:`datastates.unpickling` reads it.
 
 Arrays inside an object are written the way ``torch.save`` writes them, as a call of
 ``torch._utils._rebuild_tensor_v2`` over a persistent storage id, so that ``torch.load`` finds tensors there (layout
-read off torch 2.13's own files). The reader takes the same stream to pieces without torch, admits the opcodes of
-protocol 2 only, and finds nothing but the globals listed here and those that the caller trusts.
+read off torch 2.13's own files).
 """
 
 from __future__ import annotations
 
-import _compat_pickle
-import builtins
 import codecs
-import collections
-import importlib
 import io
 import pickle
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from datastates import dtypes
-from datastates.errors import FormatError, TrustError
 
 PROTOCOL = 2
 _HEADER = pickle.PROTO + bytes([PROTOCOL])
@@ -64,9 +57,6 @@ class StoredArray:
     stride: tuple[int, ...]
     elements: int
     requires_grad: bool = False
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def _integer(value: int) -> bytes:
@@ -192,274 +182,3 @@ def mapping_frame(key: str) -> bytes:
 
 MAPPING_BEGIN = pickle.EMPTY_DICT + pickle.MARK
 MAPPING_END = pickle.SETITEMS
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    record: str
-    dtype: str | None
-    numel: int
-
-
-class _Global:
-    """A reference to a torch global that the reader understands without torch."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def _rebuild_numpy(subtype: object, shape: object, kind: object) -> Any:
-    # NumPy itself only ever writes an empty array here and fills it by __setstate__; a file that says more wants memory
-    import numpy as np
-
-    if subtype is not np.ndarray or shape != (0,) or kind not in (b"b", "b"):
-        raise FormatError("a NumPy array is rebuilt with arguments that NumPy does not write")
-    return np.ndarray((0,), "b")
-
-
-def _numpy_dtype(*args: Any) -> Any:
-    import numpy as np
-
-    return np.dtype(*args)
-
-
-def _numpy_scalar(dtype: Any, data: Any) -> Any:
-    import numpy as np
-
-    if dtype.hasobject or not isinstance(data, bytes) or len(data) != dtype.itemsize:
-        raise FormatError("a NumPy scalar does not fit its type")
-    return np.frombuffer(data, dtype)[0]
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise FormatError(f"bytes are encoded as {encoding!r}, not latin1")
-    return text.encode("latin1")
-
-
-def _bytearray(*args: Any) -> bytearray:
-    if args and not isinstance(args[0], (bytes, str)):
-        raise FormatError("a bytearray is built from something else than bytes")
-    return bytearray(*args)
-
-
-def _sparse(layout: Any, parts: Any) -> Any:
-    # torch rebuilds without looking at the indices; from a file they must be looked at
-    import torch
-
-    if layout is torch.sparse_coo:
-        indices, values, size, coalesced = parts
-        return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=coalesced)
-    outer, inner, values, size = parts
-    return torch.sparse_compressed_tensor(outer, inner, values, size, layout=layout, check_invariants=True)
-
-
-def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
-    import torch
-
-    return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
-
-
-def _ndarray() -> Any:
-    import numpy as np
-
-    return np.ndarray
-
-
-_BUILTINS: tuple[type, ...] = (set, frozenset, complex, slice, range)
-_SAFE: dict[str, Callable[[], Any]] = {
-    **{f"builtins.{c.__name__}": partial(getattr, builtins, c.__name__) for c in _BUILTINS},
-    "builtins.bytearray": lambda: _bytearray,
-    "collections.OrderedDict": lambda: collections.OrderedDict,
-    "collections.Counter": lambda: collections.Counter,
-    "_codecs.encode": lambda: _encode,
-    "numpy.ndarray": _ndarray,
-    "numpy.dtype": lambda: _numpy_dtype,
-    **{f"numpy.{m}.multiarray._reconstruct": lambda: _rebuild_numpy for m in ("core", "_core")},
-    **{f"numpy.{m}.multiarray.scalar": lambda: _numpy_scalar for m in ("core", "_core")},
-}
-_BUILT_LATE = {
-    "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    "torch.serialization._get_layout": lambda name: _torch_global(str(name).removeprefix("torch.")),
-}
-"""Needs its arrays' elements, or torch: only built when these have been read."""
-_REBUILDS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
-# fmt: off
-_OPCODES = (
-    "PROTO", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
-    "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST",
-    "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "GLOBAL", "REDUCE", "BUILD", "NEWOBJ", "BINPERSID",
-    "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT",
-)
-# fmt: on
-
-
-class _Reader(pickle._Unpickler):
-    # The C unpickler allocates by numbers that the file gives (memo indexes, lengths); this one only as it reads.
-    dispatch = {  # noqa: RUF012 - the base class's own table, narrowed
-        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
-    }
-
-    def __init__(
-        self, file: io.BytesIO, resolve: Callable[[StoredArray], object], trust: Collection[str] | str
-    ) -> None:
-        super().__init__(file)
-        self._resolve = resolve
-        self._trust = trust
-
-    def find_class(self, module: str, name: str) -> Any:
-        module, name = _compat_pickle.NAME_MAPPING.get(
-            (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
-        )
-        full = f"{module}.{name}"
-        if full in _SAFE:
-            return _SAFE[full]()
-        if module == "torch._utils" and name in _REBUILDS:
-            return getattr(self, name)
-        if module == "torch" and (name in dtypes.BY_STORAGE or name in dtypes.BY_NAME):
-            return _torch_global(name) if name in dtypes.BY_NAME else _Global(name)
-        if full in ("torch.storage.UntypedStorage", "torch.Size", "torch.device"):
-            return _Global("UntypedStorage") if name == "UntypedStorage" else _torch_global(name)
-        if full in _BUILT_LATE or self._trust == "all" or full in self._trust:
-            return self._other_class(module, name)
-        raise TrustError(full)
-
-    def _other_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" in _BUILT_LATE:
-            return _BUILT_LATE[f"{module}.{name}"]
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        match pid:
-            case ("storage", _Global(name=storage), str(record), str(), int(numel)) if numel >= 0:
-                dtype = dtypes.BY_STORAGE.get(storage)
-                return _Storage(record, dtype.name if dtype else None, numel)
-        raise FormatError(f"not a storage id of torch: {pid!r:.200}")
-
-    def _rebuild_tensor_v2(
-        self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, *metadata: Any
-    ) -> object:
-        del hooks, metadata
-        if not isinstance(storage, _Storage) or storage.dtype is None:
-            raise FormatError("a tensor without a typed storage")
-        return self._array(storage, storage.dtype, storage.numel, offset, shape, stride, grad)
-
-    def _rebuild_tensor_v3(
-        self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *metadata: Any
-    ) -> object:
-        del hooks, metadata
-        name = dtype.name if isinstance(dtype, _Global) else str(dtype).removeprefix("torch.")
-        if not isinstance(storage, _Storage) or storage.dtype is not None or name not in dtypes.BY_NAME:
-            raise FormatError("a tensor without an untyped storage and a dtype")
-        elements = storage.numel // dtypes.BY_NAME[name].itemsize
-        return self._array(storage, name, elements, offset, shape, stride, grad)
-
-    def _array(
-        self, storage: _Storage, dtype: str, elements: int, offset: Any, shape: Any, stride: Any, grad: Any
-    ) -> object:
-        shape, stride = tuple(shape), tuple(stride)
-        numbers = (offset, *shape, *stride)
-        if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-            raise FormatError(f"a tensor of record {storage.record!r} has an impossible shape")
-        return self._resolve(StoredArray(storage.record, dtype, offset, shape, stride, elements, grad is True))
-
-    @staticmethod
-    def _rebuild_parameter(data: Any, requires_grad: Any, hooks: Any) -> object:
-        del hooks
-        if type(data).__module__ == "torch" and type(data).__name__ == "Tensor":
-            import torch
-
-            return torch.nn.Parameter(data, requires_grad is True)
-        return data
-
-
-class Unbuilt:
-    """Stands in a structure for an object of another class: what it would be built from, and none of its code run.
-
-    Attributes:
-        arguments: What its class would be called with; the items of a named tuple.
-    """
-
-    arguments: tuple[Any, ...]
-
-    def __new__(cls, *arguments: Any) -> Unbuilt:
-        """Keep the arguments, for a class that is called and for one that is only made."""
-        made = super().__new__(cls)
-        made.arguments = arguments
-        return made
-
-    def __init__(self, *arguments: Any) -> None:
-        del arguments
-
-    def _ignore(self, *state: Any) -> None:
-        del state
-
-    append = extend = __setitem__ = __setstate__ = _ignore
-
-
-class _Surveyor(_Reader):
-    """Reads containers and plain values, and leaves everything else unbuilt."""
-
-    def _other_class(self, module: str, name: str) -> Any:
-        return type(name, (Unbuilt,), {"__module__": module})
-
-
-def _torch_global(name: str) -> Any:
-    try:
-        import torch
-    except ImportError:
-        return _Global(name)
-    return getattr(torch, name)
-
-
-def loads(
-    data: bytes,
-    resolve: Callable[[StoredArray], object] | None = None,
-    *,
-    trust: Collection[str] | str = (),
-) -> Any:
-    """Read a pickle back without running code from it.
-
-    Args:
-        data: A whole pickle stream.
-        resolve: Supplies the object that stands for each stored array.
-        trust: ``"all"``, or the classes and functions, as ``module.qualname``, that may be used beside the safe ones.
-
-    Raises:
-        TrustError: It needs a class that is not trusted.
-        FormatError: It is not a pickle of this dialect.
-    """
-    return _read(_Reader, data, resolve or _no_arrays, trust)
-
-
-def structure(data: bytes, resolve: Callable[[StoredArray], object], *, trust: Collection[str] | str = ()) -> Any:
-    """Read a pickle as :func:`loads` does, but build no object of another class: :class:`Unbuilt` stands for each.
-
-    Nothing in it depends on the arrays' elements, so that it can be read before them. Raises as :func:`loads` does.
-    """
-    return _read(_Surveyor, data, resolve, trust)
-
-
-def _read(
-    reader: type[_Reader], data: bytes, resolve: Callable[[StoredArray], object], trust: Collection[str] | str
-) -> Any:
-    try:
-        return reader(io.BytesIO(data), resolve, trust).load()
-    except FormatError:
-        raise
-    except ImportError as error:
-        raise FormatError(f"a trusted class cannot be imported: {error}") from error
-    except Exception as error:
-        # a damaged pickle can fail anywhere, also inside a trusted class
-        raise FormatError(f"objects cannot be decoded: {type(error).__name__}: {error}") from error
-
-
-def _no_arrays(stored: StoredArray) -> object:
-    raise FormatError(f"an array (record {stored.record!r}) where none can be")

@@ -167,7 +167,7 @@ class Saved(ABC):
     def structure(self, key: str) -> object:
         """A stored object's containers and plain values, with an :class:`ArrayRef` for each array.
 
-        An object of another class is left unbuilt: :class:`datastates.pickling.Unbuilt` stands for it.
+        An object of another class is left unbuilt: :class:`datastates.unpickling.Unbuilt` stands for it.
 
         Raises:
             TrustError: It needs a class that the caller has not trusted.

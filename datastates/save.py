@@ -287,6 +287,7 @@ class _Background:
             objects=objects,
             pickle_offset=begin,
             pickle_nbytes=len(pickle),
+            pickle_crc=container.crc32(pickle),
         )
         return container.encode_tail(index, pickle)
 

@@ -17,6 +17,9 @@ from datastates.protocol import Shard, full_key
 KINDS = ("torch", "numpy", "cupy")
 """Array libraries by their number in the index: append, never renumber."""
 
+MAX_NDIM = 64
+"""Dimensions that NumPy and torch can hold."""
+
 WHOLE, BOX, FLAT = 0, 1, 2
 """What part of its logical tensor a row is."""
 
@@ -160,12 +163,47 @@ class ShardTable:
         space = record_nbytes.astype(np.float64)[self.record] if n else spans
         self._refuse(self.offset.astype(np.float64) + spans * itemsize > space, "reaches beyond its record")
         self._refuse(self.offset % itemsize.astype(np.uint64) != 0, "is not aligned to its element type")
+        self._refuse((self.ndim > MAX_NDIM) | (self.global_ndim > MAX_NDIM), "has too many dimensions")
+        bounded = np.bincount(row, weights=(dims >= 2**62) | (strides * itemsize[row] >= 2**62), minlength=n) > 0
+        large = _products(np.maximum(dims, 1), self.ndim) * itemsize >= 2**62
+        self._refuse(bounded | large, "has an impossible shape")
+        self._check_parts(row, dims)
+        if len(set(self.providers)) != len(self.providers):
+            raise FormatError("index: two providers have the same name")
         if len(self.by_key) != n:
             raise FormatError("index: two rows have the same key")
+
+    def _check_parts(self, row: np.ndarray[Any, Any], dims: np.ndarray[Any, Any]) -> None:
+        """Refuse parts that do not lie within their logical tensors."""
+        n = len(self.keys)
+        whole, box, flat = self.part == WHOLE, self.part == BOX, self.part == FLAT
+        wrong = (whole & (self.global_ndim != 0)) | (box & (self.global_ndim != self.ndim)) | (flat & (self.ndim != 1))
+        self._refuse(wrong, "is a part of another number of dimensions than its tensor")
+        starts, _, places = self._starts
+        globals_ = self.global_dims.astype(np.float64)
+        owner = np.repeat(np.arange(n), self.global_ndim)
+        of_box = box[owner]
+        begin = self.place.astype(np.float64)[np.repeat(box, np.where(flat, 2, np.where(box, self.global_ndim, 0)))]
+        beyond = begin + dims[box[row]] > globals_[of_box]
+        self._refuse(np.bincount(owner[of_box], weights=beyond, minlength=n) > 0, "reaches beyond its logical tensor")
+        i = np.flatnonzero(flat)
+        first, end = self.place[places[i]].astype(np.float64), self.place[places[i] + 1].astype(np.float64)
+        total = _products(globals_, self.global_ndim)[i]
+        wrong = np.zeros(n, bool)
+        self._refuse(_products(globals_, self.global_ndim) >= 2**62, "is a part of an impossible tensor")
+        wrong[i] = (end < first) | (end > total) | (end - first != dims[starts[i]])
+        self._refuse(wrong, "is not a range of its logical tensor")
 
     def _refuse(self, bad: np.ndarray[Any, Any], what: str) -> None:
         if bad.any():
             raise FormatError(f"index: {self.keys[int(np.argmax(bad))]!r} {what}")
+
+
+def _products(numbers: np.ndarray[Any, Any], counts: U8) -> np.ndarray[Any, Any]:
+    """The product of each row's numbers, which lie end to end."""
+    result = np.ones(len(counts))
+    np.multiply.at(result, np.repeat(np.arange(len(counts)), counts), numbers)
+    return result
 
 
 def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], record: Sequence[int]) -> ShardTable:

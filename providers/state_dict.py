@@ -82,7 +82,7 @@ class _ContainerProvider(TreeProvider):
             for key, stored_leaf, leaf in found.leaves:
                 if not same(stored_leaf, leaf):
                     mismatched[key] = (
-                        f"{stored_leaf!r:.60} cannot be put back into what a callable builds; "
+                        f"a {type(stored_leaf).__name__} cannot be put back into what a callable builds; "
                         "use from_stateful, PickledObjectProvider or the live containers"
                     )
         saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=mismatched)

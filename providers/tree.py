@@ -16,8 +16,9 @@ import numpy as np
 from datastates import arrays
 from datastates.errors import ProviderError
 from datastates.keys import join
-from datastates.pickling import PROTOCOL, ArrayLeaf, StoredArray, Unbuilt, dumps
+from datastates.pickling import PROTOCOL, ArrayLeaf, StoredArray, dumps
 from datastates.protocol import ArrayRef, Encoder, Saved, Shard, StateProvider, object_shard
+from datastates.unpickling import Unbuilt
 
 Lazy = Callable[[str, object], bool]
 """Says of an array, by its key, whether it stays unchanged until the snapshot is captured."""

@@ -1,0 +1,242 @@
+"""What a pickle may call without being trusted, and with which arguments: those that the classes' own pickles hold.
+
+A pickle names functions and gives them arguments; a few bytes can ask for terabytes, or make NumPy believe that memory
+holds objects. Everything here checks what it is given first, and raises FormatError.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from datastates.errors import FormatError
+
+
+class TorchName:
+    """A reference to a torch global that the reader understands without torch."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def torch_global(name: str) -> Any:
+    """That attribute of torch, or its name where torch is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return TorchName(name)
+    return getattr(torch, name)
+
+
+def _rebuild_numpy(subtype: object, shape: object, kind: object) -> Any:
+    # NumPy itself only ever writes an empty array here and fills it by __setstate__; a file that says more wants memory
+    import numpy as np
+
+    if subtype is not np.ndarray or shape != (0,) or kind not in (b"b", "b"):
+        raise FormatError("a NumPy array is rebuilt with arguments that NumPy does not write")
+    return np.ndarray((0,), "b")
+
+
+def _numpy_dtype(*args: Any) -> Any:
+    import numpy as np
+
+    # as NumPy writes it: a name, no alignment, and a copy, so that BUILD changes no dtype of the process
+    match args:
+        case (str(), False, True):
+            return np.dtype(*args)
+    raise FormatError("a NumPy type is made from arguments that NumPy does not write")
+
+
+def set_numpy_dtype(dtype: Any, state: Any) -> None:
+    """Set a dtype's state; NumPy itself believes what it is told, also that a type has no objects in it."""
+    import numpy as np
+
+    expected: Any = None
+    match state:
+        case (3, str(), None, None, None, int(), int(), int()):
+            expected = dtype
+        case (3, str(), (np.dtype() as base, tuple(shape)), None, None, int(), int(), int()):
+            expected = np.dtype((base, shape))
+        case (3, str(), None, tuple(names), dict(fields), int(size), int(), int(flags)):
+            expected = _structured(names, fields, size, align=bool(flags & 0x80))
+        case (4, str(), None, None, None, int(), int(), int(), (None | dict(), (_, int(), int(), int()))):
+            expected = dtype if dtype.kind in "mM" else None
+    if expected is None or state[1] not in ("<", ">", "|", "="):
+        raise FormatError("a NumPy type has a state that NumPy does not write")
+    size, flags = state[5], state[7]
+    if size not in (-1, expected.itemsize) or (flags ^ expected.flags) & 0xFF:
+        raise FormatError("a NumPy type says of itself what is not so")
+    dtype.__setstate__(state)
+
+
+def _structured(names: tuple[Any, ...], fields: dict[Any, Any], size: int, *, align: bool) -> Any:
+    import numpy as np
+
+    entries = [fields[n] for n in names]
+    if len(fields) != len(names) or not all(len(e) == 2 and isinstance(e[0], np.dtype) for e in entries):
+        raise FormatError("a NumPy type has fields without a name of their own")
+    formats, offsets = [e[0] for e in entries], [e[1] for e in entries]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size}, align=align)
+
+
+def set_numpy_array(array: Any, state: Any) -> None:
+    """Set an array's state; NumPy itself allocates what it is told, and counts no objects."""
+    import numpy as np
+
+    match state:
+        case (int(), tuple(shape), np.dtype() as dtype, bool(), bytes() | list() as data):
+            pass
+        case _:
+            raise FormatError("a NumPy array has a state that NumPy does not write")
+    if len(shape) > 64 or not all(type(n) is int and 0 <= n < 2**62 for n in shape):
+        raise FormatError("a NumPy array has an impossible shape")
+    itemsize = 1 if dtype.hasobject else dtype.itemsize
+    if isinstance(data, list) != dtype.hasobject or len(data) != math.prod(shape) * itemsize:
+        raise FormatError("a NumPy array has other data than its shape says")
+    array.__setstate__(state)
+
+
+def _numpy_scalar(dtype: Any, data: Any) -> Any:
+    import numpy as np
+
+    fits = isinstance(dtype, np.dtype) and isinstance(data, bytes) and len(data) == dtype.itemsize
+    if not fits or dtype.hasobject:
+        raise FormatError("a NumPy scalar does not fit its type")
+    return np.frombuffer(data, dtype)[0]
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if type(text) is not str or type(encoding) is not str or encoding != "latin1":
+        raise FormatError("bytes are encoded as something else than latin1")
+    return text.encode("latin1")
+
+
+def _bytearray(*args: Any) -> bytearray:
+    if args and not isinstance(args[0], (bytes, str)):
+        raise FormatError("a bytearray is built from something else than bytes")
+    return bytearray(*args)
+
+
+_MAX_KEY = 10_000
+"""Parts of one key of a mapping, nested tuples counted: a tuple that repeats itself takes for ever to hash."""
+
+
+def check_key(key: object) -> None:
+    """Refuse a key that would take for ever to hash."""
+    left, parts = _MAX_KEY, [key]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, slice):
+            part = (part.start, part.stop, part.step)
+        if isinstance(part, tuple):
+            left -= 1 + len(part)
+            if left < 0:
+                raise FormatError("a key of a mapping or a set is too large")
+            parts.extend(part)
+
+
+def _are_keys(args: Any) -> bool:
+    if len(args) == 1 and type(args[0]) is list:
+        for key in args[0]:
+            check_key(key)
+        return True
+    return not args
+
+
+def are_sizes(value: Any) -> bool:
+    """Whether it is a tuple of integers, as torch writes shapes and strides."""
+    return isinstance(value, tuple) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**62 for n in value)
+
+
+_CALLS: dict[Any, Callable[[Any], bool]] = {
+    set: _are_keys,
+    frozenset: _are_keys,
+    collections.OrderedDict: lambda args: not args,
+    collections.Counter: lambda args: not args or (len(args) == 1 and type(args[0]) is dict),
+    complex: lambda args: all(type(a) in (int, float) for a in args),
+    range: lambda args: all(type(a) is int for a in args),
+    slice: lambda args: True,
+}
+"""What the classes may be called with."""
+
+
+_LAYOUTS = [f"torch.{n}" for n in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")]
+
+
+def _layout(name: Any) -> Any:
+    if name not in _LAYOUTS:
+        raise FormatError("not a layout of torch")
+    return torch_global(name.removeprefix("torch."))
+
+
+def _are_tensors(values: Any) -> bool:
+    return all(type(v).__module__ == "torch" and type(v).__name__ == "Tensor" for v in values)
+
+
+def _sparse(layout: Any, parts: Any) -> Any:
+    # torch rebuilds without looking at the indices; from a file they must be looked at
+    import torch
+
+    if not isinstance(parts, tuple) or len(parts) != 4:
+        raise FormatError("a sparse tensor is not made of four parts")
+    if layout is torch.sparse_coo:
+        indices, values, size, coalesced = parts
+        if not (_are_tensors((indices, values)) and are_sizes(size) and type(coalesced) is bool):
+            raise FormatError("a sparse tensor is not made of tensors and sizes")
+        return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=coalesced)
+    outer, inner, values, size = parts
+    if not (_are_tensors((outer, inner, values)) and are_sizes(size)):
+        raise FormatError("a sparse tensor is not made of tensors and sizes")
+    return torch.sparse_compressed_tensor(outer, inner, values, size, layout=layout, check_invariants=True)
+
+
+def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
+    import torch
+
+    if not (are_sizes(size) and are_sizes(stride) and isinstance(dtype, torch.dtype) and type(requires_grad) is bool):
+        raise FormatError("a meta tensor is not made of sizes")
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def _ndarray() -> Any:
+    import numpy as np
+
+    return np.ndarray
+
+
+_BUILTINS: tuple[type, ...] = (set, frozenset, complex, slice, range)
+SAFE: dict[str, Callable[[], Any]] = {
+    **{f"builtins.{c.__name__}": partial(getattr, builtins, c.__name__) for c in _BUILTINS},
+    "builtins.bytearray": lambda: _bytearray,
+    "collections.OrderedDict": lambda: collections.OrderedDict,
+    "collections.Counter": lambda: collections.Counter,
+    "_codecs.encode": lambda: _encode,
+    "numpy.ndarray": _ndarray,
+    "numpy.dtype": lambda: _numpy_dtype,
+    **{f"numpy.{m}.multiarray._reconstruct": lambda: _rebuild_numpy for m in ("core", "_core")},
+    **{f"numpy.{m}.multiarray.scalar": lambda: _numpy_scalar for m in ("core", "_core")},
+}
+BUILT_LATE = {
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch.serialization._get_layout": _layout,
+}
+"""Needs its arrays' elements, or torch: only built when these have been read."""
+_FUNCTIONS = (_encode, _bytearray, _numpy_dtype, _rebuild_numpy, _numpy_scalar, _layout, _sparse, _meta)
+
+
+def may_call(function: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether an untrusted pickle may call a function with these arguments."""
+    if not isinstance(function, type):
+        return any(function is f for f in _FUNCTIONS)
+    if function in _CALLS:
+        return _CALLS[function](arguments)
+    if function.__module__ == "torch" and function.__name__ == "Size":
+        return len(arguments) == 1 and are_sizes(arguments[0])
+    if function.__module__ == "torch" and function.__name__ == "device":
+        return 0 < len(arguments) < 3 and all(type(a) in (str, int) for a in arguments)
+    return False

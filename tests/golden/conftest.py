@@ -1,0 +1,22 @@
+"""The golden files, and what they were made from."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def made() -> SimpleNamespace:
+    """What generate.py defines: the values, and build()."""
+    return SimpleNamespace(**runpy.run_path(str(HERE / "generate.py")))
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, Path]:
+    return {name: HERE / name for name in ("container.pt", "manifest.json")}

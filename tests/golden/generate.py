@@ -1,0 +1,175 @@
+"""Builds the golden files out of fixed values, without torch; ``python tests/golden/generate.py`` rewrites them.
+
+Only a change of the format may change their bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datastates import container, dtypes, manifest, pickling, planner
+from datastates.container import Index, ProviderState
+from datastates.pickling import ArrayLeaf, StoredArray
+from datastates.plan import CHUNK
+from datastates.shard_table import ShardTable
+
+HERE = Path(__file__).parent
+CONTAINER, MANIFEST = "container.pt", "manifest.json"
+IDENTITY: dict[str, int | str] = {"step": 120, "rank": 0, "world_size": 1, "attempt": "9f86d081"}
+
+PATTERN = bytes(range(1, 97))
+DENSE = [d for d in dtypes.ALL if d.name != "bool"]
+
+# The storage records by the caller's number: the bytes of each.
+RECORDS: dict[str, bytes] = {
+    "grid": np.arange(12, dtype="<f4").tobytes(),
+    "flags": b"\x01\x00\x01",
+    "scalar": np.array(-7, "<i8").tobytes(),
+    "empty": b"",
+    "numpy": np.array([1.5, -2.5], "<f8").tobytes(),
+    "cupy": np.array([1, 2, 3], "<u2").tobytes(),
+    "box": np.arange(4, dtype="<f4").tobytes(),
+    "flat": np.arange(5, dtype="<f2").tobytes(),
+    "strings": np.arange(10, 16, dtype="<i4").tobytes(),
+    **{f"dtype {d.name}": PATTERN[: 2 * d.itemsize] for d in DENSE},
+}
+
+# provider, key, kind, dtype, record, offset, shape, stride, (global shape, place)
+Row = tuple[
+    int, str, int, str, str, int, tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]] | None
+]
+ROWS: list[Row] = [
+    (0, "weight", 0, "float32", "grid", 0, (3, 4), (4, 1), None),
+    (0, "transposed", 0, "float32", "grid", 0, (4, 3), (1, 4), None),
+    (0, "tail", 0, "float32", "grid", 32, (2, 2), (2, 1), None),
+    (0, "repeated", 0, "float32", "grid", 4, (2, 3), (0, 1), None),
+    (0, "flags", 0, "bool", "flags", 0, (3,), (1,), None),
+    (0, "nested/0/scalar", 0, "int64", "scalar", 0, (), (), None),
+    (0, "empty", 0, "float32", "empty", 0, (2, 0, 3), (3, 3, 1), None),
+    (1, "", 1, "float64", "numpy", 0, (2,), (1,), None),
+    (1, "~20", 2, "uint16", "cupy", 0, (3,), (1,), None),
+    (1, "a~1b~0c", 1, "int32", "strings", 0, (2,), (1,), None),
+    (1, "ключ", 1, "int32", "strings", 8, (2,), (1,), None),
+    (1, "lone \ud800", 1, "int32", "strings", 16, (2,), (1,), None),
+    (1, "box", 0, "float32", "box", 0, (2, 2), (2, 1), ((4, 6), (2, 4))),
+    (1, "flat", 0, "float16", "flat", 0, (5,), (1,), ((3, 7), (9, 14))),
+    *[(2, d.name, 0, d.name, f"dtype {d.name}", 0, (2,), (1,), None) for d in DENSE],
+]
+PROVIDERS = ("model", "other/provider", "dtypes")
+EAGER = {"flags", "scalar", "numpy"}
+
+OBJECT: dict[Any, Any] = {
+    "none": None,
+    "flags": [True, False],
+    "integers": [0, 255, 256, 65535, 65536, -1, 2**31, -(2**40), 2**200],
+    "float": 0.1,
+    "text": "käse \U0001f9c0",
+    "bytes": b"\x00\xff",
+    "tuple": (1, (2,), ()),
+    "set": {5},
+    "complex": 1 - 2j,
+    7: OrderedDict(a=1),
+    "empty": [{}, []],
+}
+
+
+def build() -> dict[str, bytes]:
+    """The golden files by name."""
+    names = list(RECORDS)
+    sizes = np.array([len(RECORDS[n]) for n in names], np.uint64)
+    eager = np.array([n in EAGER for n in names], np.uint8)
+    plan = planner.plan_write(sizes, eager, container.header_nbytes(len(names)), 4 * CHUNK)
+    order = [names[i] for i in plan.order.tolist()]
+    crc = np.array([container.crc32(RECORDS[n]) for n in order], np.uint32)
+    begin = container.pickle_place(plan.end)
+    pickle, objects = container.encode_pickle(_states(order), begin)
+    index = Index(
+        identity=IDENTITY,
+        header_offset=plan.header_offset,
+        data_offset=plan.data_offset,
+        record_nbytes=sizes[plan.order],
+        record_crc=crc,
+        chunk_crc=crc[sizes[plan.order] > 0],  # each has one chunk, or none
+        shards=_table(order),
+        objects=objects,
+        pickle_offset=begin,
+        pickle_nbytes=len(pickle),
+        pickle_crc=container.crc32(pickle),
+    )
+    tail, index_crc = container.encode_tail(index, pickle)
+    frames = container.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, crc)
+    data = _interleave(frames, index, order) + tail
+    entry = manifest.ContainerEntry(file=CONTAINER, rank=0, nbytes=len(data), index_crc32=index_crc)
+    made = manifest.Manifest(
+        step=120, attempt="9f86d081", created="2026-01-31T12:00:00+00:00", world_size=1, containers=(entry,)
+    )
+    return {CONTAINER: data, MANIFEST: manifest.encode(made)}
+
+
+def _interleave(frames: bytes, index: Index, order: list[str]) -> bytes:
+    parts, at, end = [], 0, 0
+    for name, offset in zip(order, index.data_offset.tolist(), strict=True):
+        parts += [frames[at : at + offset - end], RECORDS[name]]
+        at, end = at + offset - end, offset + len(RECORDS[name])
+    return b"".join([*parts, frames[at:]])
+
+
+def _table(order: list[str]) -> ShardTable:
+    def flat(tuples: list[tuple[int, ...]]) -> np.ndarray[Any, Any]:
+        return np.array([n for t in tuples for n in t], np.uint64)
+
+    parts = [r[8] for r in ROWS]
+    return ShardTable(
+        providers=PROVIDERS,
+        provider=np.array([r[0] for r in ROWS], np.uint32),
+        keys=tuple(r[1] for r in ROWS),
+        kind=np.array([r[2] for r in ROWS], np.uint8),
+        dtype=np.array([dtypes.BY_NAME[r[3]].code for r in ROWS], np.uint8),
+        record=np.array([order.index(r[4]) for r in ROWS], np.uint32),
+        offset=np.array([r[5] for r in ROWS], np.uint64),
+        part=np.array(
+            [0 if p is None else 2 if r[1] == "flat" else 1 for r, p in zip(ROWS, parts, strict=True)], np.uint8
+        ),
+        ndim=np.array([len(r[6]) for r in ROWS], np.uint8),
+        dims=flat([r[6] for r in ROWS]),
+        strides=flat([r[7] for r in ROWS]),
+        global_ndim=np.array([0 if p is None else len(p[0]) for p in parts], np.uint8),
+        global_dims=flat([p[0] for p in parts if p is not None]),
+        place=flat([p[1] for p in parts if p is not None]),
+    )
+
+
+def _states(order: list[str]) -> list[ProviderState]:
+    """The first provider is one object that refers to arrays, the others are mappings of arrays and an object."""
+
+    def stored(row: Row) -> StoredArray:
+        elements = len(RECORDS[row[4]]) // dtypes.BY_NAME[row[3]].itemsize
+        return StoredArray(
+            str(order.index(row[4])), row[3], row[5] // dtypes.BY_NAME[row[3]].itemsize, row[6], row[7], elements
+        )
+
+    def locate(leaf: ArrayLeaf) -> StoredArray:
+        found = next(stored(r) for r in ROWS if r[:2] == (0, leaf.key))
+        return replace(found, requires_grad=leaf.requires_grad)
+
+    leaves = {
+        r[1]: ArrayLeaf(r[1], parameter=r[1] == "weight", requires_grad=r[1] == "weight") for r in ROWS if r[0] == 0
+    }
+    nested = [{"scalar": leaves.pop("nested/0/scalar")}]
+    whole = pickling.dumps({**leaves, "nested": nested, "tied": leaves["weight"], "object": OBJECT}, locate)
+    others = [[(r[1], stored(r)) for r in ROWS if r[0] == p] for p in (1, 2)]
+    return [
+        ProviderState(PROVIDERS[0], whole),
+        ProviderState(PROVIDERS[1], None, (*others[0], ("object", pickling.dumps(("text", 3))))),
+        ProviderState(PROVIDERS[2], None, tuple(others[1])),
+    ]
+
+
+if __name__ == "__main__":
+    for file, content in build().items():
+        (HERE / file).write_bytes(content)

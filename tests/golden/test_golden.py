@@ -1,0 +1,163 @@
+"""The files in this folder are what the format is: encoding gives these bytes, decoding them gives these values."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import zipfile
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import datastates as ds
+from datastates import container, dtypes, manifest
+from datastates.load import open_checkpoint, open_container, verify_container
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+
+
+def content(array: Any) -> bytes:
+    """The elements of an array in row-major order."""
+    if isinstance(array, np.ndarray):
+        return array.tobytes()
+    return bytes(array.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def expected(made: SimpleNamespace, row: Any) -> bytes:
+    """The elements of a row, picked out of its record one by one."""
+    _, _, _, dtype, record, offset, shape, stride, _ = row
+    size = dtypes.BY_NAME[dtype].itemsize
+    places = (offset + size * sum(map(int.__mul__, at, stride)) for at in product(*map(range, shape)))
+    return b"".join(made.RECORDS[record][p : p + size] for p in places)
+
+
+def arrays_of(value: dict[str, Any], made: SimpleNamespace) -> dict[tuple[int, str], Any]:
+    """The arrays of a loaded golden container by provider and key; asserts that nothing else is there."""
+    model, other, plain = (value.pop(name) for name in made.PROVIDERS)
+    assert value == {}
+    assert other.pop("object") == ("text", 3)
+    assert model.pop("tied") is model["weight"]
+    assert same(model.pop("object"), made.OBJECT)
+    model["nested/0/scalar"] = model.pop("nested")[0]["scalar"]
+    return {(p, key): array for p, items in enumerate((model, other, plain)) for key, array in items.items()}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, and of the same types all the way down."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("name", ["container.pt", "manifest.json"])
+def test_encoding_gives_the_golden_bytes(made: SimpleNamespace, golden: dict[str, Path], name: str) -> None:
+    assert made.build()[name] == golden[name].read_bytes()
+
+
+def test_golden_container_holds_every_element_type(golden: dict[str, Path]) -> None:
+    assert set(open_container(golden["container.pt"]).index.shards.dtype.tolist()) == {d.code for d in dtypes.ALL}
+
+
+def test_decoding_gives_the_golden_rows(made: SimpleNamespace, golden: dict[str, Path]) -> None:
+    table = open_container(golden["container.pt"]).index.shards
+    assert table.providers == made.PROVIDERS
+    assert len(table) == len(made.ROWS)
+    for i, (provider, key, kind, dtype, _, offset, shape, stride, part) in enumerate(made.ROWS):
+        row = table.row(i)
+        assert (int(table.provider[i]), table.keys[i], table.kind[i]) == (provider, key, kind)
+        assert (row.dtype.name, row.offset, row.shape, row.stride) == (dtype, offset, shape, stride)
+        assert row.global_shape == (shape if part is None else part[0])
+        assert row.box == (None if key == "flat" else (0,) * len(shape) if part is None else part[1])
+        assert row.flat == (part[1] if key == "flat" else None)
+
+
+def test_decoding_gives_the_golden_identity(made: SimpleNamespace, golden: dict[str, Path]) -> None:
+    assert open_container(golden["container.pt"]).index.identity == made.IDENTITY
+
+
+def test_decoding_the_golden_index_and_encoding_it_gives_the_same_bytes(golden: dict[str, Path]) -> None:
+    opened = open_container(golden["container.pt"])
+    data = golden["container.pt"].read_bytes()[opened.index_offset :]
+    encoded = container.encode_index(opened.index)
+    assert data[: len(encoded)] == encoded
+
+
+def test_golden_container_verifies(golden: dict[str, Path]) -> None:
+    source, seen = open_container(golden["container.pt"]), []
+    assert list(verify_container(source, seen.append)) == []
+    assert sum(seen) == golden["container.pt"].stat().st_size
+
+
+def test_loading_gives_the_golden_values(made: SimpleNamespace, golden: dict[str, Path]) -> None:
+    found = arrays_of(ds.load(golden["container.pt"]), made)
+    assert set(found) == {row[:2] for row in made.ROWS}
+    for row in made.ROWS:
+        array = found[row[:2]]
+        assert tuple(array.shape) == row[6]
+        assert content(array) == expected(made, row)
+        assert isinstance(array, torch.Tensor if row[2] == 0 else np.ndarray)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_load_gives_the_golden_values(made: SimpleNamespace, golden: dict[str, Path], mmap: bool) -> None:
+    found = arrays_of(torch.load(golden["container.pt"], weights_only=True, mmap=mmap), made)
+    assert set(found) == {row[:2] for row in made.ROWS}
+    for row in made.ROWS:
+        tensor = found[row[:2]]
+        assert (str(tensor.dtype), tuple(tensor.shape), tensor.stride()) == (f"torch.{row[3]}", row[6], row[7])
+        assert tensor.device.type == "cpu"
+        assert content(tensor) == expected(made, row)
+
+
+def test_torch_load_finds_parameters_and_shared_storage(golden: dict[str, Path]) -> None:
+    model = torch.load(golden["container.pt"], weights_only=True)["model"]
+    assert type(model["weight"]) is torch.nn.Parameter
+    assert model["weight"].requires_grad
+    storages = {model[k].untyped_storage().data_ptr() for k in ("weight", "transposed", "tail", "repeated")}
+    assert len(storages) == 1
+
+
+def test_zipfile_accepts_the_golden_container(golden: dict[str, Path]) -> None:
+    with zipfile.ZipFile(golden["container.pt"]) as archive:
+        assert archive.testzip() is None
+        assert archive.namelist()[-4:] == [
+            f"archive/{name}" for name in ("data.pkl", "byteorder", "version", ".datastates/index")
+        ]
+
+
+@pytest.mark.skipif(shutil.which("unzip") is None, reason="unzip is not installed")
+def test_unzip_accepts_the_golden_container(golden: dict[str, Path]) -> None:
+    done = subprocess.run(["unzip", "-t", golden["container.pt"]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_decoding_gives_the_golden_manifest(golden: dict[str, Path]) -> None:
+    decoded = manifest.decode(golden["manifest.json"].read_bytes(), "manifest.json")
+    entry = decoded.containers[0]
+    assert (decoded.format, decoded.step, decoded.attempt, decoded.world_size) == (1, 120, "9f86d081", 1)
+    assert decoded.created == "2026-01-31T12:00:00+00:00"
+    assert len(decoded.containers) == 1
+    assert (entry.file, entry.rank, entry.nbytes) == ("container.pt", 0, golden["container.pt"].stat().st_size)
+
+
+def test_golden_files_open_as_a_checkpoint(golden: dict[str, Path]) -> None:
+    opened, containers = open_checkpoint(golden["manifest.json"].parent)
+    assert opened.step == 120
+    assert [c.path for c in containers] == [golden["container.pt"]]
+
+
+def test_example_manifest_of_the_format_page_decodes(golden: dict[str, Path]) -> None:
+    page = golden["manifest.json"].parents[2] / "docs" / "format.md"
+    example = re.search(r"```json\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    assert example is not None
+    assert manifest.decode(example[1].encode(), "example").step == 120

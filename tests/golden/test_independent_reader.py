@@ -1,0 +1,301 @@
+"""A reader written from docs/format.md alone, without datastates: it reads what the library wrote."""
+
+from __future__ import annotations
+
+import json
+import pickletools
+import shutil
+import struct
+import subprocess
+import zipfile
+import zlib
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+
+import datastates as ds
+from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
+
+# --- the reader: zipfile, struct, zlib, json and msgpack only
+
+ITEMSIZE = (8, 4, 2, 2, 8, 4, 2, 1, 1, 1, 8, 16, 2, 4, 8, 4, 1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
+CODES = {0: "<d", 1: "<f", 2: "<e", 4: "<q", 5: "<i", 6: "<h", 7: "<b", 8: "<B", 9: "<?", 12: "<H", 13: "<I", 14: "<Q"}
+CHUNK = 262144
+
+
+def read_manifest(data: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(data)
+    assert data == (json.dumps(fields, indent=2) + "\n").encode("ascii")
+    crc = fields.pop("crc32")
+    assert crc == zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii"))
+    assert list(fields) == ["format", "step", "attempt", "created", "world_size", "containers"]
+    assert fields["format"] == 1
+    assert [c["rank"] for c in fields["containers"]] == list(range(fields["world_size"]))
+    return fields
+
+
+def read_index(data: bytes) -> tuple[dict[str, Any], int, int]:
+    """The index, its offset and its CRC-32, by way of the footer."""
+    footer = data[-66:].decode("ascii")
+    assert footer.startswith("datastates/01 index=")
+    offset, nbytes, crc = int(footer[20:36], 16), int(footer[37:53], 16), int(footer[58:66], 16)
+    assert footer == f"datastates/01 index={offset:016x}+{nbytes:016x} crc={crc:08x}"
+    assert offset + nbytes <= len(data) - 164
+    encoded = data[offset : offset + nbytes]
+    assert zlib.crc32(encoded) == crc
+    return msgpack.unpackb(encoded), offset, crc
+
+
+def numbers(data: bytes, width: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // width}{' BH I   Q'[width]}", data)
+
+
+def cut(data: Any, lengths: Any) -> list[Any]:
+    parts, at = [], 0
+    for n in lengths:
+        parts.append(data[at : at + n])
+        at += n
+    assert at == len(data)
+    return parts
+
+
+def read_records(data: bytes, index: dict[str, Any]) -> list[bytes]:
+    """The data of the storage records; every header, descriptor and checksum is compared."""
+    columns = [
+        numbers(index[n], w)
+        for n, w in (("header_offset", 8), ("data_offset", 8), ("record_nbytes", 8), ("record_crc", 4))
+    ]
+    counts = [-(-n // index["chunk"]) for n in columns[2]]
+    records, position = [], 0
+    for i, (header, begin, nbytes, crc, chunks) in enumerate(
+        zip(*columns, cut(numbers(index["chunk_crc"], 4), counts), strict=True)
+    ):
+        assert header == position
+        name = f"archive/data/{i}".encode()
+        padding = begin - header - 30 - len(name) - 24
+        assert data[header:begin] == (
+            struct.pack("<4s5H3I2H", b"PK\3\4", 45, 8, 0, 0, 0x21, 0, 2**32 - 1, 2**32 - 1, len(name), 24 + padding)
+            + name
+            + struct.pack("<2H2Q2H", 1, 16, nbytes, nbytes, 0x4246, padding)
+            + bytes(padding)
+        )
+        record = data[begin : begin + nbytes]
+        assert zlib.crc32(record) == crc
+        assert [zlib.crc32(record[a : a + CHUNK]) for a in range(0, nbytes, CHUNK)] == list(chunks)
+        position = begin + nbytes + 24
+        assert data[begin + nbytes : position] == struct.pack("<4sI2Q", b"PK\7\x08", crc, nbytes, nbytes)
+        records.append(record)
+    assert index["pickle"][0] == -(-(position + 30 + 16 + 24) // 64) * 64
+    return records
+
+
+def read_arrays(data: bytes) -> dict[tuple[str, str], tuple[int, int, tuple[int, ...], list[bytes]]]:
+    """Kind, element type, shape and elements of every array by provider name and key."""
+    index, _, _ = read_index(data)
+    records = read_records(data, index)
+    shards = index["shards"]
+    text = [s.decode("utf-8", "surrogatepass") for s in cut(index["keys"], numbers(index["key_nbytes"], 4))]
+    names = [p.decode("utf-8", "surrogatepass") for p in index["providers"]]
+    ndim = numbers(shards["ndim"], 1)
+    columns = [
+        numbers(shards[n], w) for n, w in (("provider", 4), ("kind", 1), ("dtype", 1), ("record", 4), ("offset", 8))
+    ]
+    shapes, strides = (cut(numbers(shards[n], 8), ndim) for n in ("dims", "strides"))
+    found = {}
+    for key, provider, kind, dtype, record, offset, shape, stride in zip(text, *columns, shapes, strides, strict=True):
+        size = ITEMSIZE[dtype]
+        places = [offset + size * sum(map(int.__mul__, at, stride)) for at in product(*map(range, shape))]
+        assert all(p + size <= len(records[record]) for p in places)
+        found[names[provider], key] = kind, dtype, shape, [records[record][p : p + size] for p in places]
+    assert len(found) == len(text)
+    return found
+
+
+def values(dtype: int, elements: list[bytes]) -> list[Any]:
+    return [struct.unpack(CODES[dtype], e)[0] for e in elements]
+
+
+# --- what it reads
+
+
+@pytest.fixture(scope="module")
+def state() -> dict[str, Any]:
+    grid = torch.arange(20, dtype=torch.float32).reshape(4, 5)
+    return {
+        "grid": grid,
+        "transposed": grid.t(),
+        "column": grid[:, 1:4],
+        "large": torch.arange(100_000, dtype=torch.int64),
+        "half": torch.tensor([0.5, -2.0], dtype=torch.float16),
+        "brain": torch.tensor([1.0, -1.0], dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False]),
+        "scalar": torch.tensor(7, dtype=torch.uint8),
+        "empty": torch.zeros(0, 3),
+        "host": np.array([[1, -2], [3, -4]], dtype=np.int16),
+        "0": [torch.tensor([1.5], dtype=torch.float64), {"a/b": torch.tensor([2**63], dtype=torch.uint64)}],
+    }
+
+
+@pytest.fixture(scope="module")
+def written(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("independent") / "checkpoint"
+    providers = [
+        from_state_dict("state", state),
+        HostTensorProvider("host", {"weights": torch.tensor([3, 1, 2], dtype=torch.int32)}),
+        PickledObjectProvider("loop", get=lambda: {"epoch": 4}, set=lambda value: None),
+    ]
+    ds.snapshot(providers, path, step=9, host_cache="4MiB", block="1MiB").wait_committed()
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(written: Path) -> bytes:
+    return (written / "rank-00000.pt").read_bytes()
+
+
+def test_manifest_names_the_container(written: Path, data: bytes) -> None:
+    fields = read_manifest((written / "manifest.json").read_bytes())
+    index, _, crc = read_index(data)
+    assert fields["containers"] == [{"file": "rank-00000.pt", "rank": 0, "nbytes": len(data), "index_crc32": crc}]
+    assert index["identity"] == {"step": 9, "rank": 0, "world_size": 1, "attempt": fields["attempt"]}
+
+
+def test_arrays_have_their_values(data: bytes, state: dict[str, Any]) -> None:
+    found = read_arrays(data)
+    flat = {k: v for k, v in state.items() if k != "0"}
+    flat |= {"~20/0": state["0"][0], "~20/1/a~1b": state["0"][1]["a/b"]}
+    assert set(found) == {("state", key) for key in flat} | {("host", "weights")}
+    for key, value in flat.items():
+        kind, dtype, shape, elements = found["state", key]
+        assert shape == tuple(value.shape)
+        assert kind == (1 if key == "host" else 0)
+        if key == "brain":  # the upper half of a float
+            assert [struct.unpack("<f", b"\0\0" + e)[0] for e in elements] == value.tolist()
+        else:
+            assert values(dtype, elements) == value.reshape(-1).tolist()
+
+
+def test_arrays_of_a_mapping_have_their_values(data: bytes) -> None:
+    _, dtype, shape, elements = read_arrays(data)["host", "weights"]
+    assert (dtype, shape, values(dtype, elements)) == (5, (3,), [3, 1, 2])
+
+
+def test_views_share_a_record(data: bytes) -> None:
+    index, _, _ = read_index(data)
+    keys = cut(index["keys"], numbers(index["key_nbytes"], 4))
+    record = dict(zip(keys, numbers(index["shards"]["record"], 4), strict=True))
+    assert record[b"grid"] == record[b"transposed"] == record[b"column"] != record[b"large"]
+
+
+def test_large_records_begin_on_a_page_and_small_ones_on_a_cache_line(data: bytes) -> None:
+    index, _, _ = read_index(data)
+    places = zip(numbers(index["data_offset"], 8), numbers(index["record_nbytes"], 8), strict=True)
+    found = {(nbytes >= 65536, begin % (4096 if nbytes >= 65536 else 64)) for begin, nbytes in places}
+    assert found == {(True, 0), (False, 0)}
+
+
+def test_objects_are_pickles_of_their_own(data: bytes) -> None:
+    index, _, _ = read_index(data)
+    begin, nbytes, _ = index["pickle"]
+    assert [o[:2] for o in index["objects"]] == [[0, b""], [2, b""]]
+    for _, _, offset, length, crc in index["objects"]:
+        assert begin <= offset
+        assert offset + length <= begin + nbytes
+        part = data[offset : offset + length]
+        assert zlib.crc32(part) == crc
+        written: set[int] = set()
+        for opcode, argument, _ in pickletools.genops(b"\x80\x02" + part + b"."):
+            assert opcode.proto <= 2
+            if "PUT" in opcode.name:
+                written.add(argument)
+            assert "GET" not in opcode.name or argument in written
+
+
+def test_frame_of_data_pkl_is_as_specified(data: bytes) -> None:
+    index, _, _ = read_index(data)
+    begin, nbytes, _ = index["pickle"]
+    first, last = index["objects"]
+
+    def text(s: str) -> bytes:
+        return b"X" + struct.pack("<I", len(s)) + s.encode()
+
+    assert data[begin : first[2]] == b"\x80\x02}(" + text("state")
+    between = data[first[2] + first[3] : last[2]]
+    assert between.startswith(text("host") + b"}(" + text("weights") + b"ctorch._utils\n_rebuild_tensor_v2\n((")
+    assert between.endswith(b"ccollections\nOrderedDict\n)RtRu" + text("loop"))
+    assert data[last[2] + last[3] : begin + nbytes] == b"u."
+
+
+def test_entries_are_the_specified_ones_in_order(written: Path, data: bytes) -> None:
+    index, offset, crc = read_index(data)
+    with zipfile.ZipFile(written / "rank-00000.pt") as archive:
+        entries = archive.infolist()
+        comment = archive.comment
+    count = len(index["data_offset"]) // 8
+    assert [e.filename for e in entries] == [f"archive/data/{i}" for i in range(count)] + [
+        f"archive/{name}" for name in ("data.pkl", "byteorder", "version", ".datastates/index")
+    ]
+    assert all(e.compress_type == zipfile.ZIP_STORED and e.extract_version == 45 for e in entries)
+    assert [e.flag_bits for e in entries] == [8] * count + [0] * 4
+    assert [e.header_offset for e in entries[:count]] == list(numbers(index["header_offset"], 8))
+    assert (entries[-1].file_size, entries[-1].CRC) == (len(msgpack_of(data)), crc)
+    assert comment == data[-66:]
+    assert offset % 64 == 0
+
+
+def msgpack_of(data: bytes) -> bytes:
+    _, offset, _ = read_index(data)
+    return data[offset : offset + int(data[-66:][37:53], 16)]
+
+
+def test_index_is_encoded_in_the_one_way(data: bytes) -> None:
+    assert msgpack.packb(msgpack.unpackb(msgpack_of(data))) == msgpack_of(data)
+
+
+def test_end_of_the_file_is_as_specified(data: bytes) -> None:
+    index, offset, _ = read_index(data)
+    entries = len(index["data_offset"]) // 8 + 4
+    directory = offset + len(msgpack_of(data))
+    end64 = len(data) - 164
+    assert data[end64 : end64 + 56] == struct.pack(
+        "<4sQ2H2I4Q", b"PK\6\6", 44, 0x031E, 45, 0, 0, entries, entries, end64 - directory, directory
+    )
+    assert data[end64 + 56 : end64 + 76] == struct.pack("<4sIQI", b"PK\6\7", 0, end64, 1)
+    assert data[end64 + 76 : end64 + 98] == struct.pack(
+        "<4s4H2IH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 2**32 - 1, 2**32 - 1, 66
+    )
+
+
+def test_golden_container_reads_too(golden: dict[str, Path]) -> None:
+    found = read_arrays(golden["container.pt"].read_bytes())
+    assert values(*found["model", "repeated"][1::2]) == [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
+    assert values(*found["other/provider", "ключ"][1::2]) == [12, 13]
+    assert {dtype for _, dtype, _, _ in found.values()} == set(range(27))
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_load_agrees(written: Path, state: dict[str, Any], mmap: bool) -> None:
+    loaded = torch.load(written / "rank-00000.pt", weights_only=True, mmap=mmap)
+    assert loaded["loop"] == {"epoch": 4}
+    assert loaded["host"]["weights"].tolist() == [3, 1, 2]
+    assert list(loaded["state"]) == list(state)
+    assert torch.equal(loaded["state"]["host"], torch.from_numpy(state["host"]))
+    for key in ("grid", "transposed", "column", "large", "half", "brain", "flags", "scalar", "empty"):
+        assert torch.equal(loaded["state"][key], state[key])
+    assert torch.equal(loaded["state"]["0"][1]["a/b"], state["0"][1]["a/b"])
+
+
+def test_zipfile_agrees(written: Path) -> None:
+    with zipfile.ZipFile(written / "rank-00000.pt") as archive:
+        assert archive.testzip() is None
+
+
+@pytest.mark.skipif(shutil.which("unzip") is None, reason="unzip is not installed")
+def test_unzip_agrees(written: Path) -> None:
+    done = subprocess.run(["unzip", "-t", written / "rank-00000.pt"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,118 @@
+"""Runs one attack after another, each in a fork of its own with little memory and little time; started by conftest.py.
+
+A line of JSON in, a line of JSON out. What a fork did is told: the error, the memory it took, the code it ran.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import datastates as ds
+from datastates import manifest, unpickling
+from datastates.errors import DatastatesError, FormatError
+from datastates.load import open_checkpoint, open_container, verify_container
+from datastates.providers import PickledObjectProvider, from_state_dict
+
+SMALL = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_threads": 1}
+MEMORY = 1 << 30
+SECONDS = 3
+RUNS_CODE = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "exec", "compile", "import"}
+RUNS_CODE |= {"ctypes.dlopen", "os.remove", "socket.connect", "code.__new__", "function.__new__"}
+
+
+def attack(action: str, path: str, data: bytes, trust: Any) -> object:
+    match action:
+        case "loads":
+            return unpickling.loads(data, trust=trust)
+        case "manifest":
+            return manifest.decode(data, "manifest.json")
+        case "open":
+            return open_container(Path(path))
+        case "open_checkpoint":
+            return open_checkpoint(Path(path))
+        case "verify":
+            problems = [p for c in open_checkpoint(Path(path))[1] for p in verify_container(c, lambda _: None)]
+            if problems:
+                raise FormatError(f"{problems[0].key} {problems[0].what}")
+            return None
+        case "load":
+            return ds.load(path, trust=trust, **SMALL)
+        case "restore_object":
+            taken: list[object] = []
+            provider = PickledObjectProvider("m", get=dict, set=taken.append)
+            ds.restore(path, [provider], trust=trust, **SMALL)
+            return taken
+        case "restore_state":
+            ds.restore(path, [from_state_dict("m", {"w": torch.zeros(4)})], trust=trust, **SMALL)
+            return None
+        case "restore_built":
+            ds.restore(path, [from_state_dict("m", lambda: {"a": 5})], trust=trust, **SMALL)
+            return None
+    raise AssertionError(action)
+
+
+def perform(request: dict[str, Any]) -> dict[str, Any]:
+    """In the fork: the attack, and what came of it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    code: list[str] = []
+    sys.addaudithook(lambda event, args: code.append(f"{event} {args!r:.200}") if event in RUNS_CODE else None)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    error: BaseException | None = None
+    value: object = None
+    try:
+        value = attack(request["action"], request["path"], bytes.fromhex(request["data"]), request["trust"])
+    except BaseException as raised:
+        error = raised
+    del value
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    chain, link = [], error
+    while link is not None:
+        chain.append(type(link).__name__)
+        link = link.__cause__ or link.__context__
+    return {
+        "error": chain[0] if chain else None,
+        "chain": chain,
+        "message": str(error)[:2000],
+        "is_ours": isinstance(error, DatastatesError),
+        "is_format": isinstance(error, FormatError),
+        "grown": grown * 1024,
+        "code": list(code),
+    }
+
+
+def serve() -> None:
+    for name in ("utf-8-sig", "utf-16", "utf-32"):  # what is imported lazily is here before the audit begins
+        codecs.lookup(name)
+    for line in sys.stdin:
+        request = json.loads(line)
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+            os.close(read_end)
+            with os.fdopen(write_end, "w") as pipe:
+                json.dump(perform(request), pipe)
+            os._exit(0)
+        os.close(write_end)
+        with os.fdopen(read_end) as pipe:
+            answer = pipe.read()
+        _, status = os.waitpid(child, 0)
+        died = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        print(answer if answer and not died else json.dumps({"died": signal.Signals(died or 1).name}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
