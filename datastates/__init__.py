@@ -4,9 +4,9 @@ from datastates.arrays import array_shard
 from datastates.checkpoint import Checkpointer, load, restore, snapshot
 from datastates.config import Settings
 from datastates.errors import DatastatesError
+from datastates.futures import Report, Snapshot
 from datastates.pickling import dumps
 from datastates.protocol import Buffer, Shard, StateProvider, object_shard
-from datastates.snapshot import Report, Snapshot
 
 __version__ = "0.1.0"
 

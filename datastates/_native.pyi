@@ -109,13 +109,21 @@ class ReadPlan:
 class Executor:
     """The host cache, the threads and the rings. Jobs keep it alive."""
 
-    backend: str
-    """ "io_uring" or "pwrite"."""
-    cache_bytes: int
-    """The host cache: as many whole blocks as fit what was asked for."""
-    block_bytes: int
-    pinned: bool
-    """Whether the host cache is page-locked for CUDA; so from the first device buffer on."""
+    @property
+    def backend(self) -> str:
+        """What moves the bytes: "io_uring" or "pwrite"."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """The host cache: as many whole blocks as fit what was asked for."""
+
+    @property
+    def block_bytes(self) -> int:
+        """The unit that the cache is cut into."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the host cache is page-locked for CUDA; so from the first device buffer on."""
 
     def __init__(
         self, *, cache_bytes: int, block_bytes: int, queue_depth: int, backend: str, direct: bool, io_threads: int
@@ -156,8 +164,13 @@ class Executor:
 class WriteJob:
     """One container being captured and written. Destroying it before ``finish`` aborts it."""
 
-    captured: bool
-    written: bool
+    @property
+    def captured(self) -> bool:
+        """Whether all sources are copied off their memory."""
+
+    @property
+    def written(self) -> bool:
+        """Whether all extents are written, though not synced."""
 
     def wait_captured(self, timeout: float | None = None) -> bool:
         """Wait until all sources are copied off their memory; False when the timeout passed. Raises what failed."""

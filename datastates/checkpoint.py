@@ -16,8 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from datastates import gate, manifest
-from datastates import load as loading
+from datastates import gate, manifest, restoring
 from datastates.config import Settings
 from datastates.errors import (
     CheckpointNotFoundError,
@@ -28,10 +27,10 @@ from datastates.errors import (
     StorageError,
 )
 from datastates.executor import Executor
-from datastates.load import Restored, Trust
+from datastates.futures import Snapshot
 from datastates.protocol import StateProvider
-from datastates.save import Saver, collect
-from datastates.snapshot import Snapshot
+from datastates.restoring import Restored, Trust
+from datastates.saving import Saver, collect
 
 _log = logging.getLogger("datastates")
 
@@ -274,7 +273,7 @@ class Checkpointer:
         if chosen not in steps:
             raise CheckpointNotFoundError(f"no committed checkpoint of step {chosen} in {self.directory}")
         engine = self._engine
-        return loading.restore(steps[chosen], providers, lambda _: engine.executor, strict=strict, trust=trust)
+        return restoring.restore(steps[chosen], providers, lambda _: engine.executor, strict=strict, trust=trust)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending."""
@@ -392,7 +391,7 @@ def restore(
     """
     settings = Settings.of(options)
     found = manifest.find(Path(path).absolute())
-    return loading.restore(found, providers, lambda n: _executor(settings, n), strict=strict, trust=trust)
+    return restoring.restore(found, providers, lambda n: _executor(settings, n), strict=strict, trust=trust)
 
 
 def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]:
@@ -410,4 +409,4 @@ def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
     settings = Settings.of(options)
-    return loading.load(Path(path).absolute(), lambda n: _executor(settings, n), trust=trust)
+    return restoring.load(Path(path).absolute(), lambda n: _executor(settings, n), trust=trust)

@@ -13,8 +13,9 @@ from typing import Any
 
 from datastates import manifest
 from datastates.errors import DatastatesError, FormatError
-from datastates.load import Container, open_checkpoint, open_container, verify_container
 from datastates.protocol import full_key
+from datastates.restoring import Container, open_checkpoint, open_container
+from datastates.verifying import verify_container
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import Any
 
-from datastates.snapshot import Snapshot
+from datastates.futures import Snapshot
 
 _pending: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 _lock = threading.Lock()

@@ -119,7 +119,10 @@ def encode_array(stored: StoredArray, *, parameter: bool = False) -> bytes:
     return body
 
 
-class _Writer(pickle._Pickler):
+_PurePython: Any = pickle._Pickler  # typeshed does not describe the pure Python classes, which are there to be extended
+
+
+class _Writer(_PurePython):  # type: ignore[misc]
     """The pure Python pickler, with :class:`ArrayLeaf` written as what ``locate`` says of it.
 
     The C pickler cannot write a reference to a global of a module that is not installed; this one is told the bytes.
@@ -132,19 +135,19 @@ class _Writer(pickle._Pickler):
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if type(obj) is bytes and not obj:
             # torch's weights_only reader knows this form, not the one that Python prefers for no bytes at all
-            self.save_reduce(codecs.encode, ("", "latin1"), obj=obj)  # type: ignore[attr-defined]
+            self.save_reduce(codecs.encode, ("", "latin1"), obj=obj)
             return
         if type(obj) is not ArrayLeaf:
-            super().save(obj, save_persistent_id)  # type: ignore[misc]
+            super().save(obj, save_persistent_id)
             return
-        known = self.memo.get(id(obj))  # type: ignore[attr-defined]
+        known = self.memo.get(id(obj))
         if known is not None:
-            self.write(self.get(known[0]))  # type: ignore[attr-defined]
+            self.write(self.get(known[0]))
             return
         if self._locate is None:
             raise pickle.PicklingError("an array leaf outside of a provider's tree")
-        self.write(encode_array(self._locate(obj), parameter=obj.parameter))  # type: ignore[attr-defined]
-        self.memoize(obj)  # type: ignore[attr-defined]
+        self.write(encode_array(self._locate(obj), parameter=obj.parameter))
+        self.memoize(obj)
 
 
 def dumps(value: object, locate: Callable[[ArrayLeaf], StoredArray] | None = None) -> bytes:

@@ -38,10 +38,15 @@ _OPCODES = (
 # fmt: on
 
 
-class _Reader(pickle._Unpickler):
+_PurePython: Any = (
+    pickle._Unpickler
+)  # typeshed does not describe the pure Python classes, which are there to be extended
+
+
+class _Reader(_PurePython):  # type: ignore[misc]
     # The C unpickler allocates by numbers that the file gives (memo indexes, lengths); this one only as it reads.
     dispatch = {  # noqa: RUF012 - the base class's own table, narrowed
-        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
+        getattr(pickle, name)[0]: _PurePython.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
     }
 
     def __init__(

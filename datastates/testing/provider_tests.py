@@ -9,8 +9,8 @@ import pytest
 
 import datastates
 from datastates.errors import RestoreError
-from datastates.load import Trust
 from datastates.protocol import StateProvider
+from datastates.restoring import Trust
 from datastates.testing.equality import equal
 
 

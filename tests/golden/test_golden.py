@@ -17,7 +17,8 @@ import torch
 
 import datastates as ds
 from datastates import container, dtypes, manifest
-from datastates.load import open_checkpoint, open_container, verify_container
+from datastates.restoring import open_checkpoint, open_container
+from datastates.verifying import verify_container
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from datastates import container, manifest
 from datastates.errors import DatastatesError, FormatError
-from datastates.load import open_checkpoint, verify_container
+from datastates.restoring import open_checkpoint
+from datastates.verifying import verify_container
 
 RELAXED = settings(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None

@@ -15,11 +15,11 @@ from datastates.container import Index, ProviderState
 from datastates.dtypes import BY_NAME
 from datastates.errors import ProviderError, TornSnapshotError
 from datastates.executor import Executor, PreparedWrite, WriteJob, prepare_write
+from datastates.futures import Snapshot
 from datastates.pickling import ArrayLeaf, StoredArray
 from datastates.plan import WritePlan
 from datastates.protocol import HOST, Buffer, Encoder, Shard, StateProvider, full_key, span, walk_unique
 from datastates.shard_table import ShardTable, table_of
-from datastates.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)

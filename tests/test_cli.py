@@ -1,0 +1,127 @@
+"""The command line: ls, inspect, verify, and their JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import datastates as ds
+from datastates import cli
+from datastates.providers import from_state_dict
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    state = {"w": torch.arange(40_000.0).reshape(200, 200), "odd\nkey": torch.ones(3), "n": 1}
+    with ds.Checkpointer(tmp_path / "runs") as checkpointer:
+        for step in (1, 20):
+            checkpointer.snapshot([from_state_dict("s", state)], step=step)
+    return tmp_path / "runs"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    status = cli.main([str(a) for a in arguments])
+    return status, capsys.readouterr().out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    status, output = run(capsys, *arguments, "--json")
+    return status, json.loads(output)
+
+
+def damage(file: Path, offset: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 4
+    file.write_bytes(data)
+
+
+def test_ls_lists_checkpoints_and_debris(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(root / "step-00000001", root / "step-00000030.partial-0123abcd")
+    status, found = run_json(capsys, "ls", root)
+    assert status == 0
+    assert [c["step"] for c in found["checkpoints"]] == [1, 20]
+    assert found["checkpoints"][0]["bytes"] == (root / "step-00000001" / "rank-00000.pt").stat().st_size
+    assert found["debris"] == ["step-00000030.partial-0123abcd"]
+    status, output = run(capsys, "ls", root)
+    assert status == 0
+    assert [line.split()[0] for line in output.splitlines()] == ["STEP", "1", "20", "-"]
+
+
+def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "ls", tmp_path) == (0, f"no checkpoints in {tmp_path}\n")
+    assert run(capsys, "ls", tmp_path / "absent")[0] == 1
+
+
+def test_ls_reports_a_damaged_manifest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(root / "step-00000001" / "manifest.json", 30)
+    status, found = run_json(capsys, "ls", root)
+    assert status == 1
+    assert "manifest.json" in found["checkpoints"][0]["error"]
+
+
+@pytest.mark.parametrize("part", ["", "step-00000020", "step-00000020/rank-00000.pt"])
+def test_inspect_says_what_is_where(root: Path, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = run_json(capsys, "inspect", root / part)
+    assert status == 0
+    container = found["containers"][0]
+    assert container["step"] == 20
+    arrays = {a["key"]: a for a in container["arrays"]}
+    assert (arrays["s/w"]["dtype"], arrays["s/w"]["shape"], arrays["s/w"]["bytes"]) == ("float32", [200, 200], 160_000)
+    data = Path(container["file"]).read_bytes()[arrays["s/w"]["offset"] :][:160_000]
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.arange(40_000.0))
+    assert [o["key"] for o in container["objects"]] == ["s"]
+
+
+def test_inspect_prints_one_line_a_key(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, output = run(capsys, "inspect", root)
+    assert status == 0
+    assert [line.split()[0] for line in output.splitlines()[2:]] == ["s/w", r"s/odd\nkey", "s"]
+
+
+def test_verify_names_the_key_that_is_wrong(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_json(capsys, "verify", root)[1]["ok"] is True
+    file = root / "step-00000020" / "rank-00000.pt"
+    arrays = run_json(capsys, "inspect", root)[1]["containers"][0]["arrays"]
+    damage(file, next(a["offset"] for a in arrays if a["key"] == "s/w") + 100_000)
+    status, found = run_json(capsys, "verify", root)
+    assert status == 1
+    assert [p["key"] for p in found["problems"]] == ["s/w"]
+    status, output = run(capsys, "verify", root)
+    assert status == 1
+    assert output.startswith("s/w in ")
+
+
+def test_errors_go_to_stderr_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"datastates: no committed checkpoint at {tmp_path}\n"
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({}, tmp_path / "foreign.pt")
+    assert cli.main(["verify", str(tmp_path / "foreign.pt")]) == 1
+    assert "not a datastates container" in capsys.readouterr().err
+
+
+def test_the_command_is_installed(root: Path) -> None:
+    command = Path(sys.executable).with_name("datastates")
+    done = subprocess.run([command, "ls", root], capture_output=True, text=True, check=True)
+    assert "step-00000020" in done.stdout
+
+
+def test_a_closed_pipe_is_no_traceback(root: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "datastates.cli", "inspect", str(root), "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,275 @@
+"""Restoring in place: what fits, what does not, and what is left as it was."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import datastates as ds
+from datastates.errors import CheckpointNotFoundError, CorruptError, RestoreError, TrustError
+from datastates.providers import (
+    CompositeProvider,
+    HostTensorProvider,
+    PickledObjectProvider,
+    from_state_dict,
+    from_stateful,
+)
+from datastates.testing import equal
+
+
+def saved(state: Any, path: Path) -> Path:
+    ds.snapshot([from_state_dict("s", state)], path).wait_committed()
+    return path
+
+
+def original() -> dict[str, Any]:
+    return {"w": torch.arange(6.0).reshape(2, 3), "n": {"b": torch.ones(2), "lr": 0.5}, "list": [torch.zeros(1), 7]}
+
+
+@pytest.mark.parametrize(
+    ("change", "attribute", "key"),
+    [
+        (lambda s: s.update(w=torch.zeros(3, 2)), "mismatched", "s/w"),
+        (lambda s: s.update(w=torch.zeros(2, 3, dtype=torch.float64)), "mismatched", "s/w"),
+        (lambda s: s.update(w=1.0), "mismatched", "s/w"),
+        (lambda s: s["n"].update(lr=torch.ones(1)), "mismatched", "s/n/lr"),
+        (lambda s: s.update(n=[1]), "mismatched", "s/n"),
+        (lambda s: s.update(extra=torch.ones(1)), "missing", "s/extra"),
+        (lambda s: s["n"].update(extra=1), "missing", "s/n/extra"),
+        (lambda s: s["list"].append(1), "missing", "s/list/2"),
+        (lambda s: s.pop("w"), "unexpected", "s/w"),
+        (lambda s: s["n"].pop("lr"), "unexpected", "s/n/lr"),
+        (lambda s: s["list"].pop(), "unexpected", "s/list/1"),
+    ],
+)
+def test_a_difference_is_named_and_nothing_changes(change: Any, attribute: str, key: str, tmp_path: Path) -> None:
+    path = saved(original(), tmp_path / "c")
+    live = copy.deepcopy(original())
+    live["n"]["b"].zero_()
+    change(live)
+    before = copy.deepcopy(live)
+    with pytest.raises(RestoreError, match=f"'{key}'") as caught:
+        ds.restore(path, [from_state_dict("s", live)])
+    assert any(k.startswith(key) for k in getattr(caught.value, attribute))
+    assert equal(live, before)
+
+
+def test_not_strict_restores_what_both_have(tmp_path: Path) -> None:
+    path = saved(original(), tmp_path / "c")
+    live = {"w": torch.zeros(3, 2), "n": {"b": torch.zeros(2), "extra": 1}, "list": [torch.ones(1), 0, "more"]}
+    result = ds.restore(path, [from_state_dict("s", live)], strict=False)
+    assert result.missing_keys == ["s/n/extra", "s/list/2"]
+    assert result.unexpected_keys == ["s/n/lr"]
+    assert list(result.mismatched_keys) == ["s/w"]
+    assert equal(
+        live, {"w": torch.zeros(3, 2), "n": {"b": torch.ones(2), "extra": 1}, "list": [torch.zeros(1), 7, "more"]}
+    )
+
+
+def test_a_module_that_differs_is_refused_by_name(tmp_path: Path) -> None:
+    ds.snapshot([from_stateful("m", torch.nn.Linear(3, 2))], tmp_path / "c").wait_committed()
+    other = torch.nn.Linear(3, 2, bias=False)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(RestoreError, match="'m/bias'"):
+        ds.restore(tmp_path / "c", [from_stateful("m", other)])
+    with pytest.raises(RestoreError, match=r"'m/weight': .*\(2, 3\).*\(2, 4\)"):
+        ds.restore(tmp_path / "c", [from_stateful("m", torch.nn.Linear(4, 2))])
+    assert equal(dict(other.state_dict()), dict(before))
+    assert ds.restore(tmp_path / "c", [from_stateful("m", other)], strict=False).unexpected_keys == ["m/bias"]
+
+
+def test_an_optimizer_of_other_groups_is_refused(tmp_path: Path) -> None:
+    a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    ds.snapshot([from_stateful("o", torch.optim.SGD([a, b]))], tmp_path / "c").wait_committed()
+    with pytest.raises(RestoreError, match="o/param_groups"):
+        ds.restore(tmp_path / "c", [from_stateful("o", torch.optim.SGD([a]))])
+
+
+def test_every_layout_of_the_live_tensor_is_restored(tmp_path: Path) -> None:
+    state = torch.arange(12.0).reshape(3, 4)
+    path = saved({"a": state, "b": state.t().contiguous().t(), "c": state[:, ::2], "d": state}, tmp_path / "c")
+    base = torch.full((3, 8), -1.0)
+    live = {"a": torch.zeros(4, 3).t(), "b": torch.zeros(3, 4), "c": torch.zeros(3, 2), "d": base[:, ::2]}
+    ds.restore(path, [from_state_dict("s", live)])
+    assert equal(live, {"a": state, "b": state, "c": state[:, ::2], "d": state})
+    assert (base[:, 1::2] == -1).all()
+
+
+def test_numpy_and_torch_restore_into_each_other(tmp_path: Path) -> None:
+    path = saved({"a": torch.arange(4.0), "b": np.arange(4)}, tmp_path / "c")
+    live = {"a": np.zeros(4, np.float32), "b": torch.zeros(4, dtype=torch.int64)}
+    ds.restore(path, [from_state_dict("s", live)])
+    assert equal(live, {"a": np.arange(4, dtype=np.float32), "b": torch.arange(4)})
+
+
+def test_a_read_only_array_is_refused(tmp_path: Path) -> None:
+    path = saved({"a": np.arange(3)}, tmp_path / "c")
+    live = np.zeros(3, np.int64)
+    live.flags.writeable = False
+    with pytest.raises(RestoreError, match=r"'s/a'.*read-only"):
+        ds.restore(path, [from_state_dict("s", {"a": live})])
+
+
+def test_what_a_callable_builds_takes_arrays_but_not_other_values(tmp_path: Path) -> None:
+    weight, epoch = torch.ones(2), 1
+    provider = from_state_dict("s", lambda: {"w": weight, "epoch": epoch})
+    ds.snapshot([provider], tmp_path / "c").wait_committed()
+    weight.zero_()
+    ds.restore(tmp_path / "c", [provider])
+    assert weight.tolist() == [1, 1]
+    epoch = 2
+    with pytest.raises(RestoreError, match="s/epoch"):
+        ds.restore(tmp_path / "c", [provider])
+
+
+def test_a_live_mapping_behind_a_callable_takes_everything(tmp_path: Path) -> None:
+    state = {"epoch": 1}
+    provider = from_state_dict("s", lambda: state)
+    ds.snapshot([provider], tmp_path / "c").wait_committed()
+    state["epoch"] = 2
+    ds.restore(tmp_path / "c", [provider])
+    assert state == {"epoch": 1}
+
+
+def test_an_object_whose_state_dict_is_a_copy_gets_its_state_through_load_state_dict(tmp_path: Path) -> None:
+    class Ema:
+        def __init__(self) -> None:
+            self.shadow = torch.ones(3)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow.clone()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow = state["shadow"]
+
+    ema = Ema()
+    ds.snapshot([from_stateful("ema", ema)], tmp_path / "c").wait_committed()
+    ema.shadow.zero_()
+    ds.restore(tmp_path / "c", [from_stateful("ema", ema)])
+    assert ema.shadow.tolist() == [1, 1, 1]
+
+
+def test_a_module_with_extra_state_gets_it(tmp_path: Path) -> None:
+    class Counting(torch.nn.Linear):
+        calls = 3
+
+        def get_extra_state(self) -> Any:
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.calls = state["calls"]
+
+    ds.snapshot([from_stateful("m", Counting(2, 2))], tmp_path / "c").wait_committed()
+    other = Counting(2, 2)
+    other.calls = 0
+    ds.restore(tmp_path / "c", [from_stateful("m", other)])
+    assert other.calls == 3
+
+
+def test_only_what_is_asked_for_is_restored(tmp_path: Path) -> None:
+    a, b = torch.ones(2), torch.ones(2)
+    providers = [HostTensorProvider("a", {"t": a}), HostTensorProvider("b", {"t": b})]
+    ds.snapshot(providers, tmp_path / "c").wait_committed()
+    a.zero_(), b.zero_()
+    assert ds.restore(tmp_path / "c", providers[:1]) == 0
+    assert (a.sum(), b.sum()) == (2, 0)
+
+
+def test_a_provider_that_was_not_saved_is_missing(tmp_path: Path) -> None:
+    path = saved(original(), tmp_path / "c")
+    with pytest.raises(RestoreError, match="'other'"):
+        ds.restore(path, [HostTensorProvider("other", {"t": torch.ones(1)})])
+
+
+def test_the_class_to_trust_is_named_before_anything_changes(tmp_path: Path) -> None:
+    path = saved({"w": torch.ones(2), "path": Path("x")}, tmp_path / "c")
+    live = {"w": torch.zeros(2), "path": Path("y")}
+    with pytest.raises(TrustError) as caught:
+        ds.restore(path, [from_state_dict("s", live)])
+    assert live["w"].sum() == 0
+    ds.restore(path, [from_state_dict("s", live)], trust=[caught.value.name])
+    assert live["w"].sum() == 2
+    assert live["path"] == Path("x")
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    path = saved({"good": torch.ones(4), "bad": torch.arange(50_000.0)}, tmp_path / "c")
+    file = path / "rank-00000.pt"
+    data = bytearray(file.read_bytes())
+    data[file.stat().st_size // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match="'s/bad'") as caught:
+        ds.restore(path, [from_state_dict("s", {"good": torch.zeros(4), "bad": torch.zeros(50_000)})])
+    assert caught.value.key == "s/bad"
+    with pytest.raises(CorruptError, match="'s/bad'"):
+        ds.load(path)
+
+
+def test_a_checkpointer_restores_the_newest_or_the_one_named(tmp_path: Path) -> None:
+    state = {"n": 0}
+    provider = from_state_dict("s", state)
+    with ds.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore([provider]) is None
+        assert checkpointer.latest() is None
+        for state["n"] in (1, 2, 3):
+            checkpointer.snapshot([provider], step=10 * state["n"]).wait_committed()
+        assert checkpointer.restore([provider], step=20) == 20
+        assert state["n"] == 2
+        assert checkpointer.restore([provider]) == 30
+        assert state["n"] == 3
+        assert (checkpointer.steps(), checkpointer.latest()) == ([10, 20, 30], 30)
+        with pytest.raises(CheckpointNotFoundError, match="step 15"):
+            checkpointer.restore([provider], step=15)
+    assert ds.restore(tmp_path, [provider]) == 30
+
+
+def test_load_takes_a_directory_a_checkpoint_and_a_file(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path) as checkpointer:
+        snapshot = checkpointer.snapshot([from_state_dict("s", original())], step=1)
+    for path in (tmp_path, snapshot.path, snapshot.path / "rank-00000.pt", os.fspath(tmp_path)):
+        assert equal(ds.load(path), {"s": original()})
+
+
+def test_no_checkpoint_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=str(tmp_path)):
+        ds.load(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        ds.restore(tmp_path / "nothing", [])
+
+
+def test_views_of_one_storage_in_two_providers_are_written_once(tmp_path: Path) -> None:
+    weight = torch.randn(300, 300)
+    snapshot = ds.snapshot(
+        [HostTensorProvider("a", {"w": weight}), HostTensorProvider("b", {"w": weight})], tmp_path / "c"
+    )
+    snapshot.wait_committed()
+    assert snapshot.report.file_nbytes < 1.1 * weight.nbytes
+    other = {"w": torch.zeros(300, 300)}
+    ds.restore(tmp_path / "c", [HostTensorProvider("b", other)])
+    assert torch.equal(other["w"], weight)
+
+
+def test_composites_name_the_child_in_differences(tmp_path: Path) -> None:
+    def composite(**tensors: torch.Tensor) -> CompositeProvider:
+        return CompositeProvider("all", [HostTensorProvider("child", tensors)])
+
+    ds.snapshot([composite(a=torch.ones(1), b=torch.ones(1))], tmp_path / "c").wait_committed()
+    with pytest.raises(RestoreError) as caught:
+        ds.restore(tmp_path / "c", [composite(a=torch.ones(2), c=torch.ones(1))])
+    assert caught.value.missing == ["all/child/c"]
+    assert caught.value.unexpected == ["all/child/b"]
+    assert caught.value.mismatched[0].startswith("all/child/a: ")
+
+
+def test_an_object_with_tensors_inside_restores(tmp_path: Path) -> None:
+    live: dict[str, Any] = {"sparse": torch.eye(3).to_sparse()}
+    ds.snapshot([PickledObjectProvider("o", get=lambda: live, set=live.update)], tmp_path / "c").wait_committed()
+    before, live["sparse"] = live["sparse"], None
+    ds.restore(tmp_path / "c", [PickledObjectProvider("o", get=lambda: live, set=live.update)])
+    assert torch.equal(live["sparse"].to_dense(), before.to_dense())
