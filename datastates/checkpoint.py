@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -156,15 +157,13 @@ class Checkpointer:
         self.settings = Settings.of(options)
         self.directory = Path(directory).absolute()
         _refuse_many_ranks()
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(error.errno or 0, "mkdir", str(self.directory)) from error
+        if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
+            raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
+        manifest.make_directory(self.directory)
         for path in manifest.debris(self.directory):
             _log.warning("removing what an interrupted run left: %s", path)
-            manifest.remove(path)
+            manifest.clear(path)
         self._engine = _Engine(self.settings)
-        self._failed: list[Snapshot] = []
         self._taken: list[Snapshot] = []
         self._closed = False
         self.failures = 0
@@ -196,7 +195,8 @@ class Checkpointer:
             raise ValueError(f"step: {step!r} is not a number of 0 or more")
         self._raise_failures()
         waited = self._wait_for_room()
-        taken = self._engine.take(providers, step, lambda: manifest.target(self.directory, step), self._retain)
+        target = partial(manifest.target, self.directory, step)
+        taken = self._engine.take(providers, step, target, partial(self._retain, step))
         taken._call_seconds += waited
         self._taken.append(taken)
         return taken
@@ -219,8 +219,8 @@ class Checkpointer:
             pending[0].wait_ended()
         return time.monotonic() - begin
 
-    def _retain(self) -> None:
-        """Delete what the settings do not keep; called after a commit, so that something newer is always there."""
+    def _retain(self, committed: int) -> None:
+        """Delete what the settings do not keep, once a step has been committed; never that step."""
         try:
             with self._engine.lock:
                 for path in manifest.superseded(self.directory):
@@ -230,7 +230,7 @@ class Checkpointer:
                 steps = manifest.committed(self.directory)
                 every = self.settings.keep_every
                 for step in list(steps)[: -self.settings.keep_last]:
-                    if every is None or step % every:
+                    if step != committed and (every is None or step % every):
                         manifest.remove(steps[step])
         except OSError as error:
             _log.warning("an old checkpoint could not be deleted: %s", error)
@@ -330,18 +330,14 @@ class Checkpointer:
         """Deliver what failed in the background since the last time."""
         ended = [s for s in self._taken if s.ended]
         self._taken = [s for s in self._taken if not s.ended]
-        undelivered = []
-        for snapshot in ended:
-            if snapshot.committed:
-                continue
-            self.failures += 1
-            error = snapshot.undelivered
-            if error is not None:
-                undelivered.append(error)
-                if self.settings.on_error == "warn":
-                    _log.warning("snapshot %d failed: %s", snapshot.step, error)
-        if undelivered and self.settings.on_error == "raise":
-            raise undelivered[0]
+        self.failures += sum(s.failed for s in ended)
+        undelivered = [(s, error) for s in ended if (error := s.undelivered) is not None]
+        raised = undelivered[0][1] if undelivered and self.settings.on_error == "raise" else None
+        for snapshot, error in undelivered:
+            if error is not raised:
+                _log.warning("snapshot %d failed: %s", snapshot.step, error)
+        if raised is not None:
+            raise raised
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         self.wait()
@@ -372,9 +368,13 @@ def snapshot(providers: Sequence[StateProvider], path: PathLike, *, step: int = 
     _refuse_many_ranks()
     if target.exists():
         raise FileExistsError(f"{target} exists; a checkpoint is never written over something else")
-    for left in manifest.debris_of(target):
-        manifest.remove(left)
-    return _Engine(settings, collect(providers).nbytes).take(providers, step, lambda: target)
+
+    def cleared() -> Path:
+        for left in manifest.debris_of(target):
+            manifest.clear(left)
+        return target
+
+    return _Engine(settings, collect(providers).nbytes).take(providers, step, cleared)
 
 
 def restore(

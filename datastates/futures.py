@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +11,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datastates.errors import SnapshotAbandonedError, SnapshotTimeoutError
+from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
+
+_log = logging.getLogger("datastates")
+
+_silent: set[Snapshot] = set()
+"""Snapshots whose failure nobody has been told."""
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    for snapshot in _silent:
+        _log.error("snapshot %d failed, and nobody asked: %s", snapshot.step, snapshot._error)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop the frames that an error passed through, as they hold the training state; log them if they are of use."""
+    if not isinstance(error, DatastatesError):
+        _log.error("a snapshot failed", exc_info=error)
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+
 
 STATES = ("started", "captured", "persisted", "committed")
 
@@ -122,8 +146,7 @@ class Snapshot:
     def exception(self) -> BaseException | None:
         """What made the snapshot fail, None as long as nothing did. Does not wait."""
         with self._changed:
-            self._delivered = self._delivered or self._error is not None
-            return self._error
+            return self._deliver()
 
     @property
     def report(self) -> Report:
@@ -162,10 +185,18 @@ class Snapshot:
     def undelivered(self) -> BaseException | None:
         """Its failure, if nobody has been told yet; tells it."""
         with self._changed:
-            if self._delivered:
-                return None
-            self._delivered = self._error is not None
-            return self._error
+            return None if self._delivered else self._deliver()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed."""
+        return self._error is not None
+
+    def _deliver(self) -> BaseException | None:
+        if self._error is not None:
+            self._delivered = True
+            _silent.discard(self)
+        return self._error
 
     def pass_gate(self) -> None:
         """Return once the state may change for work enqueued from now on; never raises for a failed snapshot."""
@@ -184,15 +215,25 @@ class Snapshot:
 
     def fail(self, error: BaseException) -> None:
         """Note what made it fail."""
+        _forget_frames(error)
         with self._changed:
             self._error = error
+            _silent.add(self)
             self._changed.notify_all()
 
     def abandon(self) -> None:
         """Note, in a forked child, that only the parent can finish it."""
         self._changed = threading.Condition()
         self._abandoned = True
-        self._gate = lambda: None
+        self.detach({})
+
+    def attach(self, gate: Callable[[], None], figures: Callable[[], dict[str, Any]]) -> None:
+        """Say how its gate is passed, and where the native core's figures come from, while it lasts."""
+        self._gate, self._figures = gate, figures
+
+    def detach(self, figures: dict[str, Any]) -> None:
+        """Keep the last figures, and let go of everything else: a snapshot that has ended holds no memory."""
+        self.attach(lambda: None, lambda: figures)
 
     def wait_ended(self, timeout: float | None = None) -> bool:
         """Wait until committed or failed, without raising; False when ``timeout`` seconds pass first."""
@@ -204,9 +245,9 @@ class Snapshot:
             done = self._changed.wait_for(lambda: state in self._times or self._error or self._abandoned, timeout)
             if state in self._times:
                 return
-            if self._error is not None:
-                self._delivered = True
-                raise self._error
+            error = self._deliver()
+            if error is not None:
+                raise error
             if self._abandoned:
                 raise SnapshotAbandonedError(f"snapshot {self.step} was begun before a fork, by the parent process")
             if not done:

@@ -8,6 +8,7 @@ and its parent synced. A directory without a manifest is no checkpoint. ``docs/f
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -140,15 +141,26 @@ class Pending:
 
     def close(self) -> None:
         """Let the lock go. Idempotent."""
-        if self.lock >= 0:
+        if self.lock in _locks:
+            _locks.remove(self.lock)
             os.close(self.lock)
-            self.lock = -1
+
+
+_locks: set[int] = set()
+
+
+def _drop_locks() -> None:
+    # a child that outlives its parent must not keep what the parent left from being cleared away
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_drop_locks)
 
 
 def begin(target: Path) -> Pending:
     """Make a locked partial directory beside ``target``; raises StorageError."""
-    with _step("mkdir", target.parent):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(target.parent)
     while True:
         directory = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
         with _step("mkdir", directory):
@@ -161,8 +173,21 @@ def begin(target: Path) -> Pending:
             raise
         # a clean-up in another process may have taken the new directory for debris before it was locked
         if _try_lock(lock) is not False and directory.exists():
+            _locks.add(lock)
             return Pending(directory, target, lock)
         os.close(lock)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, each on stable storage, unless they are there; raises StorageError."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    with _step("mkdir", path):
+        if path.exists():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        path.mkdir(exist_ok=True)
+    _sync_directory(path.parent)
 
 
 def _try_lock(fd: int) -> bool | None:
@@ -193,7 +218,12 @@ def commit(pending: Pending, manifest: Manifest) -> None:
     _sync_directory(pending.directory)
     with _step("rename", pending.target):
         os.rename(pending.directory, pending.target)
-    _sync_directory(pending.target.parent)
+    try:
+        _sync_directory(pending.target.parent)
+    except StorageError:
+        with contextlib.suppress(OSError):  # who is told that it failed must not find it
+            os.rename(pending.target, pending.directory)
+        raise
     pending.close()
 
 
@@ -234,30 +264,31 @@ def find(path: Path) -> Path:
 
 
 def committed(root: Path) -> dict[int, Path]:
-    """The committed checkpoints below ``root`` by step, ascending; of several of one step the one committed last."""
-    found: dict[int, tuple[int, Path]] = {}
+    """The committed checkpoints below ``root`` by step, ascending; of several of one step the one saved last."""
+    return {step: revisions[-1] for step, revisions in _revisions(root).items()}
+
+
+def superseded(root: Path) -> list[Path]:
+    """Committed checkpoints of a step that was saved again later."""
+    return [path for revisions in _revisions(root).values() for path in revisions[:-1]]
+
+
+def _revisions(root: Path) -> dict[int, list[Path]]:
+    """The committed checkpoints of each step, the one saved last at the end; one look at the directory."""
+    found: dict[int, list[tuple[int, Path]]] = {}
     for entry in _entries(root):
         match = _STEP.match(entry.name)
         if match and (entry / FILE).exists():
-            step, revision = int(match[1]), int(match[2] or 0)
-            found[step] = max(found.get(step, (-1, entry)), (revision, entry))
-    return {step: found[step][1] for step in sorted(found)}
+            found.setdefault(int(match[1]), []).append((int(match[2] or 0), entry))
+    return {step: [path for _, path in sorted(found[step])] for step in sorted(found)}
 
 
 def target(root: Path, step: int) -> Path:
     """Where the next checkpoint of a step will stand: a step saved again gets a revision, nothing is overwritten."""
     name = f"step-{step:08d}"
-    taken = [m for m in (_STEP.match(e.name) for e in _entries(root)) if m and int(m[1]) == step]
-    if not taken:
-        return root / name
-    return root / f"{name}.r{1 + max(int(m[2] or 0) for m in taken)}"
-
-
-def superseded(root: Path) -> list[Path]:
-    """Committed checkpoints of a step that was saved again later."""
-    newest = committed(root)
-    every = (e for e in _entries(root) if _STEP.match(e.name) and (e / FILE).exists())
-    return [e for e in every if e not in newest.values()]
+    names = (m[1] if (m := _PARTIAL.match(e.name)) else e.name for e in _entries(root))
+    taken = [int(m[2] or 0) for m in map(_STEP.match, names) if m and int(m[1]) == step]
+    return root / (f"{name}.r{1 + max(taken)}" if taken else name)
 
 
 def debris(root: Path) -> list[Path]:
@@ -300,19 +331,23 @@ def _unlocked(entry: Path) -> Iterator[bool]:
 def _entries(root: Path) -> list[Path]:
     try:
         return sorted(e for e in root.iterdir() if e.is_dir() and not e.is_symlink())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise StorageError(error.errno or 0, "list", str(root)) from error
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint or debris: its manifest first, so that an interrupted deletion leaves no half checkpoint."""
-    with _unlocked(path) as unlocked:
-        if not unlocked:
-            return
-        with _step("unlink", path / FILE):
-            (path / FILE).unlink(missing_ok=True)
-        _sync_directory(path)
-        with _step("remove", path):
-            shutil.rmtree(path)
+    """Delete a checkpoint: its manifest first, so that an interrupted deletion leaves no half checkpoint."""
+    with _step("unlink", path / FILE):
+        (path / FILE).unlink(missing_ok=True)
+    _sync_directory(path)
+    with _step("remove", path):
+        shutil.rmtree(path)
+
+
+def clear(left: Path) -> None:
+    """Delete debris, unless a writer holds it by now."""
+    with _unlocked(left) as unlocked:
+        if unlocked:
+            remove(left)

@@ -144,8 +144,7 @@ class Saver:
         path = pending.directory / container_name(0)
         job = self._executor.submit_write(path, planned.prepared, collected.buffers, witness)
         work = _Background(collected, snapshot, pending, planned, job, eager_objects, versions, identity, retain)
-        snapshot._figures = job.stats
-        snapshot._gate = work.gate
+        snapshot.attach(work.gate, job.stats)
         return work.run
 
     def _planned(self, collected: Collected) -> _Plan:
@@ -248,8 +247,8 @@ class _Background:
             manifest.abandon(self.pending)
             self.snapshot.fail(error)
         finally:
-            self.collected = None  # type: ignore[assignment]
-            self.objects = []
+            self._release()
+            self.snapshot.detach(self.job.stats())
 
     def _capture(self) -> None:
         try:
@@ -327,7 +326,7 @@ class _Background:
         )
 
     def _release(self) -> None:
-        """Let go of the arrays: nothing reads them any more."""
-        self.collected.arrays.clear()
-        self.collected.buffers.clear()
+        """Let go of the state: nothing reads it any more."""
+        for part in (self.collected.providers, self.collected.arrays, self.collected.objects, self.collected.buffers):
+            part.clear()
         self.objects = []

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
 """A cache smaller than any state here: the rest is captured only when a first write is through."""
-HELD = 500
+HELD = 200
 """Milliseconds for which the tests hold that write up."""
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {

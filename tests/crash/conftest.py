@@ -1,0 +1,141 @@
+"""What the crash tests share: faults are disarmed after each test, and no process outlives the test that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import datastates as ds
+from datastates import _native, faults, manifest
+from datastates.restoring import open_checkpoint
+from datastates.verifying import verify_container
+
+SCRIPT_SECONDS = 30
+LOOP = Path(__file__).with_name("training_loop.py")
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    faults.clear()
+    _native.clear_faults()
+
+
+@pytest.fixture(params=["io_uring", "pwrite"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each way to reach the storage that this system allows."""
+    if request.param == "io_uring":
+        try:
+            _native.Executor(
+                cache_bytes=2 << 20, block_bytes=1 << 20, queue_depth=2, backend="io_uring", direct=False, io_threads=1
+            )
+        except _native.NativeError as error:
+            pytest.skip(f"io_uring is not allowed here: {error}")
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def training() -> ModuleType:
+    """The training loop's module, for what its state is at a step."""
+    spec = importlib.util.spec_from_file_location("crash_training_loop", LOOP)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start Python with some arguments and variables, in a process group that ends with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture
+def run(start: Callable[..., subprocess.Popen[str]]) -> Run:
+    """Run Python to its end; a process that hangs fails the test."""
+
+    def to_the_end(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        process = start(*arguments, **variables)
+        try:
+            out, err = process.communicate(timeout=SCRIPT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"still running after {SCRIPT_SECONDS} s\n{out}\n{err}")
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    return to_the_end
+
+
+@pytest.fixture(scope="session")
+def audit(training: ModuleType) -> Callable[[Path], list[int]]:
+    """Check all that a crash may leave in a directory of the training loop's checkpoints; gives the committed steps."""
+
+    def check(root: Path) -> list[int]:
+        committed = manifest.committed(root)
+        checkpoints = {*committed.values(), *manifest.superseded(root)}
+        assert set(manifest.debris(root)) == set(root.iterdir()) - checkpoints
+        for step, path in committed.items():
+            opened, containers = open_checkpoint(path)
+            assert opened.step == step
+            problems = [p for c in containers for p in verify_container(c, lambda _: None)]
+            assert problems == []
+            assert training.differences(ds.load(path), step) == []
+        return list(committed)
+
+    return check
+
+
+@pytest.fixture
+def resume(training: ModuleType, audit: Callable[[Path], list[int]]) -> Callable[[Path], Any]:
+    """Be the next run in a directory: it cleans up, loses no checkpoint, restores the newest and saves one more."""
+
+    def next_run(root: Path) -> None:
+        before = manifest.committed(root)
+        state = training.state_of(0)
+        providers = training.providers_of(state)
+        with ds.Checkpointer(root, **training.OPTIONS) as ckpt:
+            assert manifest.debris(root) == []
+            assert manifest.committed(root) == before
+            restored = ckpt.restore(providers)
+            assert restored == (max(before) if before else None)
+            assert training.differences(state, restored or 0) == []
+            step = (restored or 0) + 1
+            with ckpt.gate():
+                training.update(state, step)
+            ckpt.snapshot(providers, step=step)
+        assert audit(root)[-1] == step
+        assert manifest.debris(root) == []
+
+    return next_run

@@ -1,0 +1,578 @@
+"""From construction to the end of the process: flushing, signals, failures told, limits, retention and timeouts."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import datastates as ds
+from datastates import _native, manifest
+from datastates.errors import (
+    ClosedError,
+    SnapshotRefusedError,
+    SnapshotTimeoutError,
+    StorageError,
+)
+from datastates.protocol import StateProvider
+from datastates.providers import HostTensorProvider
+
+OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
+SLOW = 700
+"""Milliseconds by which a test holds a snapshot up."""
+
+
+def array_of(step: int) -> Any:
+    return np.full(100_000, step, np.float64)
+
+
+def providers(step: int) -> list[StateProvider]:
+    return [HostTensorProvider("model", {"a": array_of(step)})]
+
+
+def assert_holds(root: Path, *steps: int) -> None:
+    committed = manifest.committed(root)
+    assert list(committed) == list(steps)
+    for step, path in committed.items():
+        assert np.array_equal(ds.load(path)["model"]["a"], array_of(step))
+
+
+def hold_up_syncs(count: int = 1) -> None:
+    """Make each snapshot slow to persist; its capture is quick."""
+    _native.arm_fault("sync", "delay", SLOW, 1, count)
+
+
+# --- ending
+
+
+def test_close_waits_for_the_commit_and_may_be_called_again(tmp_path: Path) -> None:
+    hold_up_syncs(2)
+    ckpt = ds.Checkpointer(tmp_path, **OPTIONS)
+    taken = [ckpt.snapshot(providers(step), step=step) for step in (1, 2)]
+    assert not any(s.committed for s in taken)
+    ckpt.close()
+    assert all(s.committed for s in taken)
+    ckpt.close()
+    assert_holds(tmp_path, 1, 2)
+
+
+def test_leaving_the_block_waits_for_the_commit(tmp_path: Path) -> None:
+    hold_up_syncs()
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        snapshot = ckpt.snapshot(providers(1), step=1)
+        assert not snapshot.committed
+    assert snapshot.committed
+    assert_holds(tmp_path, 1)
+
+
+def fail_in_the_block(root: Path) -> None:
+    with ds.Checkpointer(root, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1)
+        raise KeyError("mine")
+
+
+def test_an_error_in_the_block_is_the_one_that_leaves_it_and_the_snapshot_is_committed(
+    tmp_path: Path,
+) -> None:
+    hold_up_syncs()
+    with pytest.raises(KeyError, match="mine"):
+        fail_in_the_block(tmp_path)
+    assert_holds(tmp_path, 1)
+
+
+def test_an_error_in_the_block_is_not_replaced_by_that_of_a_snapshot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _native.arm_fault("sync", "fail", errno.EIO, 1, 1)
+    with pytest.raises(KeyError, match="mine"):
+        fail_in_the_block(tmp_path)
+    assert "Input/output error" in caplog.text
+
+
+def test_a_closed_checkpointer_says_so(tmp_path: Path) -> None:
+    ckpt = ds.Checkpointer(tmp_path, **OPTIONS)
+    ckpt.close()
+    with pytest.raises(ClosedError, match=str(tmp_path)):
+        ckpt.snapshot(providers(1), step=1)
+    with pytest.raises(ClosedError, match=str(tmp_path)):
+        ckpt.restore(providers(1))
+
+
+PRELUDE = """
+import os, signal, sys, time
+import numpy as np
+import datastates as ds
+from datastates import _native
+from datastates.providers import HostTensorProvider
+root = sys.argv[1]
+OPTIONS = dict(host_cache="4MiB", block="1MiB")
+def providers(step):
+    return [HostTensorProvider("model", {"a": np.full(100_000, step, np.float64)})]
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "del ckpt, a, b"])
+def test_the_interpreter_exits_only_after_the_commit(ending: str, tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+_native.arm_fault("sync", "delay", {SLOW}, 1, 2)
+ckpt = ds.Checkpointer(root, **OPTIONS)
+a, b = ckpt.snapshot(providers(1), step=1), ckpt.snapshot(providers(2), step=2)
+print(a.committed, b.committed)
+{ending}
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "False False\n"
+    assert_holds(tmp_path, 1, 2)
+
+
+def test_an_uncaught_error_lets_the_snapshot_in_flight_commit(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+_native.arm_fault("sync", "delay", {SLOW}, 1, 1)
+ckpt = ds.Checkpointer(root, **OPTIONS)
+ckpt.snapshot(providers(1), step=1)
+raise RuntimeError("training failed")
+"""
+    ended = run("-c", script, tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("RuntimeError: training failed\n")
+    assert_holds(tmp_path, 1)
+
+
+@pytest.mark.parametrize("kept", ["snap = ", ""])
+def test_the_interpreter_exits_only_after_the_commit_of_a_single_snapshot(
+    kept: str, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    script = f"""
+{PRELUDE}
+_native.arm_fault("sync", "delay", {SLOW}, 1, 1)
+{kept}ds.snapshot(providers(1), root + "/one", **OPTIONS)
+print(os.path.exists(root + "/one"))
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "False\n", "")
+    assert np.array_equal(ds.load(tmp_path / "one")["model"]["a"], array_of(1))
+    assert [e.name for e in tmp_path.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize("take", ["ckpt = ds.Checkpointer(root, **OPTIONS); ckpt.snapshot", "ds.snapshot"])
+def test_a_snapshot_that_fails_as_the_interpreter_exits_is_not_silent(
+    take: str, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    arguments = "step=1" if "ckpt" in take else 'root + "/one", **OPTIONS'
+    script = f"""
+{PRELUDE}
+_native.arm_fault("sync", "fail", {errno.EIO}, 1, 1)
+{take}(providers(1), {arguments})
+"""
+    ended = run("-c", script, tmp_path)
+    assert "Input/output error" in ended.stderr
+
+
+# --- signals
+
+
+def sigterm_script(setting: str, before: str = "") -> str:
+    return f"""
+{PRELUDE}
+{before}
+_native.arm_fault("sync", "delay", {SLOW}, 1, 2)
+ckpt = ds.Checkpointer(root, {setting} **OPTIONS)
+snaps = [ckpt.snapshot(providers(step), step=step) for step in (1, 2)]
+assert not any(s.committed for s in snaps)
+os.kill(os.getpid(), signal.SIGTERM)
+for _ in range(100):
+    time.sleep(0.1)
+print("alive")
+"""
+
+
+def test_sigterm_commits_what_is_in_flight_and_then_ends_the_process(tmp_path: Path, run: Callable[..., Any]) -> None:
+    ended = run("-c", sigterm_script("handle_sigterm=True,"), tmp_path)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr
+    assert_holds(tmp_path, 1, 2)
+    assert manifest.debris(tmp_path) == []
+
+
+def test_sigterm_from_outside_while_waiting_for_a_snapshot(tmp_path: Path, start: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+_native.arm_fault("sync", "delay", {SLOW}, 1, 1)
+ckpt = ds.Checkpointer(root, handle_sigterm=True, **OPTIONS)
+snap = ckpt.snapshot(providers(1), step=1)
+print("waiting", flush=True)
+snap.wait_committed()
+time.sleep(60)
+"""
+    process = start("-c", script, tmp_path)
+    assert process.stdout.readline() == "waiting\n"
+    process.terminate()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM, err
+    assert_holds(tmp_path, 1)
+
+
+def test_sigterm_calls_the_handler_that_was_there(tmp_path: Path, run: Callable[..., Any]) -> None:
+    before = "signal.signal(signal.SIGTERM, lambda *_: (print('mine'), sys.exit(7)))"
+    ended = run("-c", sigterm_script("handle_sigterm=True,", before), tmp_path)
+    assert (ended.returncode, ended.stdout) == (7, "mine\n"), ended.stderr
+    assert_holds(tmp_path, 1, 2)
+
+
+def test_sigterm_is_left_alone_by_default(tmp_path: Path, run: Callable[..., Any]) -> None:
+    ended = run("-c", sigterm_script(""), tmp_path)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert list(manifest.committed(tmp_path)) == []
+
+
+def test_close_gives_the_signal_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with ds.Checkpointer(tmp_path, handle_sigterm=True, **OPTIONS):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# --- failures are told once
+
+
+def fail_one(ckpt: ds.Checkpointer, step: int) -> ds.Snapshot:
+    """A snapshot that has failed in the background, which nobody has asked about."""
+    _native.arm_fault("sync", "fail", errno.EIO, 1, 1)
+    snapshot = ckpt.snapshot(providers(step), step=step)
+    ckpt.wait()
+    _native.clear_faults()
+    return snapshot
+
+
+def test_the_next_snapshot_raises_a_failure_once(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        fail_one(ckpt, 1)
+        with pytest.raises(StorageError, match="Input/output error"):
+            ckpt.snapshot(providers(2), step=2)
+        ckpt.snapshot(providers(2), step=2).wait_committed()
+        assert ckpt.failures == 1
+    assert_holds(tmp_path, 2)
+
+
+def test_close_raises_a_failure_that_nobody_was_told_of(tmp_path: Path) -> None:
+    ckpt = ds.Checkpointer(tmp_path, **OPTIONS)
+    fail_one(ckpt, 1)
+    with pytest.raises(StorageError, match="Input/output error"):
+        ckpt.close()
+    ckpt.close()
+
+
+@pytest.mark.parametrize("ask", ["wait_captured", "wait_persisted", "wait_committed"])
+def test_a_wait_raises_the_failure_and_the_next_snapshot_does_not_repeat_it(ask: str, tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        _native.arm_fault("open", "fail", errno.EMFILE, 1, 1)
+        failed = ckpt.snapshot(providers(1), step=1)
+        for _ in range(2):  # a wait raises as often as it is asked
+            with pytest.raises(StorageError, match="Too many open files"):
+                getattr(failed, ask)()
+        ckpt.snapshot(providers(2), step=2).wait_committed()
+    assert ckpt.failures == 1
+
+
+def test_exception_tells_of_the_failure_too(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        error = fail_one(ckpt, 1).exception()
+        assert isinstance(error, StorageError)
+        ckpt.snapshot(providers(2), step=2).wait_committed()
+
+
+def test_of_two_failures_neither_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        _native.arm_fault("sync", "fail", errno.EIO, 1, 2)
+        paths = [ckpt.snapshot(providers(step), step=step).path for step in (1, 2)]
+        ckpt.wait()
+        _native.clear_faults()
+        for _ in range(2):
+            try:
+                ckpt.snapshot(providers(3), step=3).wait_committed()
+            except StorageError as error:
+                told += [str(error), *getattr(error, "__notes__", [])]
+        assert ckpt.failures == 2
+    told.append(caplog.text)
+    for path in paths:
+        assert path.name in "\n".join(told)
+
+
+def test_with_on_error_warn_failures_are_logged_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ds.Checkpointer(tmp_path, on_error="warn", **OPTIONS) as ckpt:
+        fail_one(ckpt, 1)
+        with caplog.at_level(logging.WARNING, "datastates"):
+            ckpt.snapshot(providers(2), step=2).wait_committed()
+        assert "snapshot 1 failed" in caplog.text
+        assert "Input/output error" in caplog.text
+        assert ckpt.failures == 1
+        fail_one(ckpt, 3)
+    assert "snapshot 3 failed" in caplog.text
+    assert ckpt.failures == 2
+    assert_holds(tmp_path, 2)
+
+
+# --- limits
+
+
+def test_two_are_in_flight_and_a_third_waits(tmp_path: Path) -> None:
+    hold_up_syncs(2)
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        first, second = (ckpt.snapshot(providers(step), step=step) for step in (1, 2))
+        assert (first.committed, second.committed) == (False, False)
+        third = ckpt.snapshot(providers(3), step=3)
+        assert first.committed or second.committed
+        third.wait_committed()
+    assert_holds(tmp_path, 1, 2, 3)
+
+
+def test_the_wait_for_room_counts_as_stall(tmp_path: Path) -> None:
+    hold_up_syncs()
+    with ds.Checkpointer(tmp_path, max_in_flight=1, **OPTIONS) as ckpt:
+        first = ckpt.snapshot(providers(1), step=1)
+        second = ckpt.snapshot(providers(2), step=2)
+        assert first.committed
+        assert second.report.stall_seconds > SLOW / 1000 / 2
+
+
+def test_a_third_is_refused_by_setting_and_the_others_go_on(tmp_path: Path) -> None:
+    hold_up_syncs(2)
+    with ds.Checkpointer(tmp_path, when_busy="refuse", **OPTIONS) as ckpt:
+        for step in (1, 2):
+            ckpt.snapshot(providers(step), step=step)
+        with pytest.raises(SnapshotRefusedError, match="2 snapshots"):
+            ckpt.snapshot(providers(3), step=3)
+        ckpt.wait()
+        ckpt.snapshot(providers(4), step=4)
+    assert_holds(tmp_path, 1, 2, 4)
+
+
+def test_a_wait_that_runs_out_of_time_says_so_and_the_snapshot_goes_on(tmp_path: Path) -> None:
+    hold_up_syncs()
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        snapshot = ckpt.snapshot(providers(1), step=1)
+        for wait in (snapshot.wait_persisted, snapshot.wait_committed):
+            with pytest.raises(SnapshotTimeoutError, match="snapshot 1"):
+                wait(0.01)
+        assert snapshot.exception() is None
+        snapshot.wait_committed(60)
+        snapshot.wait_captured(0)
+    assert ckpt.failures == 0
+    assert_holds(tmp_path, 1)
+
+
+def test_a_wait_for_capture_runs_out_of_time_while_the_cache_is_full(tmp_path: Path) -> None:
+    _native.arm_fault("write", "delay", SLOW, 1, 1)
+    big = np.arange(1_000_000, dtype=np.float64)
+    settings: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
+    with ds.Checkpointer(tmp_path, **settings) as ckpt:
+        snapshot = ckpt.snapshot([HostTensorProvider("model", {"a": big})], step=1)
+        with pytest.raises(SnapshotTimeoutError, match="captured"):
+            snapshot.wait_captured(0.01)
+        snapshot.wait_captured(60)
+    assert np.array_equal(ds.load(tmp_path)["model"]["a"], big)
+
+
+def test_the_three_states_come_in_order(tmp_path: Path) -> None:
+    hold_up_syncs()
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        snapshot = ckpt.snapshot(providers(1), step=1)
+        snapshot.wait_captured()
+        assert (snapshot.captured, snapshot.persisted, snapshot.committed) == (True, False, False)
+        assert ckpt.latest() is None
+        snapshot.wait_committed()
+    report = snapshot.report
+    assert report.capture_seconds is not None
+    assert report.persist_seconds is not None
+    assert report.commit_seconds is not None
+    assert report.capture_seconds <= report.persist_seconds <= report.commit_seconds
+
+
+def test_several_threads_may_wait_for_one_snapshot(tmp_path: Path) -> None:
+    hold_up_syncs()
+    seen: list[bool] = []
+
+    def wait(snapshot: ds.Snapshot) -> None:
+        snapshot.wait_committed(60)
+        seen.append(snapshot.committed)
+
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        snapshot = ckpt.snapshot(providers(1), step=1)
+        threads = [threading.Thread(target=wait, args=(snapshot,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen == [True] * 4
+
+
+# --- retention
+
+
+def test_retention_keeps_the_last_ones(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_last=2, **OPTIONS) as ckpt:
+        for step in range(1, 7):
+            ckpt.snapshot(providers(step), step=step)
+    assert_holds(tmp_path, 5, 6)
+
+
+def test_retention_keeps_the_multiples_beside_the_last_ones(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_last=2, keep_every=4, **OPTIONS) as ckpt:
+        for step in range(11):
+            ckpt.snapshot(providers(step), step=step)
+    assert_holds(tmp_path, 0, 4, 8, 9, 10)
+
+
+def test_retention_deletes_nothing_before_the_newer_one_is_committed(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1).wait_committed()
+        hold_up_syncs()
+        second = ckpt.snapshot(providers(2), step=2)
+        second.wait_captured()
+        assert ckpt.steps() == [1]
+        second.wait_committed()
+    assert_holds(tmp_path, 2)
+
+
+def test_retention_deletes_nothing_for_a_snapshot_that_fails(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_last=1, on_error="warn", **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1).wait_committed()
+        fail_one(ckpt, 2)
+    assert_holds(tmp_path, 1)
+
+
+def test_a_step_saved_twice_is_superseded_by_the_later_one(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=5).wait_committed()
+        ckpt.snapshot(providers(2), step=5).wait_committed()
+        assert ckpt.steps() == [5]
+        assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(2))
+    assert len(list(tmp_path.iterdir())) == 1
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(3), step=5)
+    assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(3))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_step_saved_again_keeps_the_earlier_one_until_it_is_committed(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, on_error="warn", **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1).wait_committed()
+        hold_up_syncs()
+        again = ckpt.snapshot(providers(1), step=1)
+        again.wait_captured()
+        assert_holds(tmp_path, 1)
+        again.wait_committed()
+        fail_one(ckpt, 1)
+    assert_holds(tmp_path, 1)
+
+
+def test_a_step_saved_twice_at_once_is_superseded_by_the_later_one(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        hold_up_syncs()
+        ckpt.snapshot(providers(1), step=5)
+        ckpt.snapshot(providers(2), step=5)
+        ckpt.wait()
+        assert ckpt.failures == 0
+    assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(2))
+    assert manifest.debris(tmp_path) == []
+
+
+# --- two processes, one directory
+
+
+def test_a_second_checkpointer_leaves_what_a_living_one_writes(tmp_path: Path, run: Callable[..., Any]) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        _native.arm_fault("sync", "delay", 3000, 1, 1)
+        snapshot = ckpt.snapshot(providers(1), step=1)
+        snapshot.wait_captured()
+        partial = [e for e in tmp_path.iterdir() if ".partial-" in e.name]
+        assert len(partial) == 1
+        assert manifest.debris(tmp_path) == []
+        ended = run("-c", f"{PRELUDE}\nds.Checkpointer(root, **OPTIONS).close()", tmp_path)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert partial[0].exists() or snapshot.committed
+    assert_holds(tmp_path, 1)
+
+
+def test_two_processes_write_into_one_directory(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+with ds.Checkpointer(root, **OPTIONS) as ckpt:
+    for step in range(100, 110):
+        ckpt.snapshot(providers(step), step=step)
+"""
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        _native.arm_fault("sync", "delay", 50)
+        ended: list[Any] = []
+        other = threading.Thread(target=lambda: ended.append(run("-c", script, tmp_path)))
+        other.start()
+        for step in range(10):
+            ckpt.snapshot(providers(step), step=step)
+        other.join()
+    assert ended[0].returncode == 0, ended[0].stderr
+    assert_holds(tmp_path, *range(10), *range(100, 110))
+    assert manifest.debris(tmp_path) == []
+
+
+def test_files_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    mine = ["notes.txt", "tensorboard", "step-1", "model.partial-0123abcd", "latest"]
+    (tmp_path / mine[0]).write_text("mine")
+    for name in mine[1:4]:
+        (tmp_path / name).mkdir()
+    os.symlink(tmp_path / "tensorboard", tmp_path / mine[4])
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        for step in (1, 2):
+            ckpt.snapshot(providers(step), step=step)
+    assert sorted(e.name for e in tmp_path.iterdir()) == sorted([*mine, "step-00000002"])
+
+
+def test_every_step_committed_stays_committed_without_retention(tmp_path: Path) -> None:
+    steps = list(range(150))
+    with ds.Checkpointer(tmp_path, max_in_flight=4, **OPTIONS) as ckpt:
+        for step in steps:
+            ckpt.snapshot([HostTensorProvider("model", {"a": np.full(10, step)})], step=step)
+    assert list(manifest.committed(tmp_path)) == steps
+
+
+def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    ds.snapshot(providers(1), root / "step-00000001", step=1, **OPTIONS).wait_committed()
+    ds.snapshot(providers(1), root / "step-00000001.r1", step=1, **OPTIONS).wait_committed()
+    shutil.copytree(root / "step-00000001", tmp_path / "spare")
+    real = manifest._entries
+    listings = 0
+
+    def entries(folder: Path) -> list[Path]:
+        nonlocal listings
+        found = real(folder)
+        listings += 1
+        shutil.copytree(tmp_path / "spare", root / f"step-{10 + listings:08d}")
+        return found
+
+    monkeypatch.setattr(manifest, "_entries", entries)
+    assert manifest.superseded(root) == [root / "step-00000001"]
+    assert listings > 0
+
+
+def test_a_step_saved_after_a_roll_back_is_not_deleted_at_once(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        for step in (5, 10):
+            ckpt.snapshot(providers(step), step=step)
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        ckpt.restore(providers(5), step=5)
+        ckpt.snapshot(providers(6), step=6).wait_committed()
+        assert ckpt.steps() == [6, 10]

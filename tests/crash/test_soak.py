@@ -1,0 +1,240 @@
+"""Hundreds of snapshots of random states: every one kept loads, and no descriptor, thread or memory is left over."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import datastates as ds
+from datastates import _native, faults, manifest
+from datastates.errors import StorageError
+from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
+from datastates.restoring import open_checkpoint
+from datastates.verifying import verify_container
+
+OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
+STEPS = 310
+DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "u2", "?", "c8", "c16"]
+
+
+def random_array(rng: random.Random) -> Any:
+    shape = [rng.choice([0, 1, 2, 3, 7, 30]) for _ in range(rng.randint(0, 3))]
+    if rng.random() < 0.05:
+        shape = [rng.randint(100_000, 400_000)]  # larger than the host cache with the wider types
+    data = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 100, shape)
+    array = np.asarray(data, rng.choice(DTYPES))
+    if array.ndim >= 2 and rng.random() < 0.3:
+        array = array.T if rng.random() < 0.5 else array[:, ::2]
+    return array
+
+
+def random_tree(rng: random.Random, depth: int = 3) -> Any:
+    kind = rng.random()
+    if depth == 0 or kind < 0.35:
+        return random_array(rng)
+    if kind < 0.5:
+        return rng.choice([None, True, rng.randint(-(1 << 70), 1 << 70), rng.random(), "text/with|dots.", b"\0bytes"])
+    count = rng.randint(0, 4)
+    if kind < 0.8:
+        keys = rng.sample(["a", "b.c", "d/e", "7", "", "ü", "x|y"], count)
+        return {key: random_tree(rng, depth - 1) for key in keys}
+    parts = [random_tree(rng, depth - 1) for _ in range(count)]
+    return parts if rng.random() < 0.6 else tuple(parts)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    rng = random.Random(step)
+    return {
+        "lazy": {f"{i}": random_array(rng) for i in range(rng.randint(0, 6))},
+        "tree": {"root": random_tree(rng)},
+        "object": random_tree(rng, 2),
+    }
+
+
+def providers_of(state: dict[str, Any]) -> list[ds.StateProvider]:
+    return [
+        HostTensorProvider("lazy", state["lazy"]),
+        from_state_dict("tree", state["tree"]),
+        PickledObjectProvider("object", get=lambda: state["object"], set=lambda _: None),
+    ]
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(b, dict):
+        return isinstance(a, dict) and list(a) == list(b) and all(equal(a[k], b[k]) for k in b)
+    if isinstance(b, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def assert_holds(path: Path, step: int) -> None:
+    opened, containers = open_checkpoint(path)
+    assert opened.step == step
+    assert [p for c in containers for p in verify_container(c, lambda _: None)] == []
+    assert equal(ds.load(path, **OPTIONS), state_of(step))
+
+
+def resident() -> int:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def descriptors() -> list[str]:
+    gc.collect()
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:  # the one that listed them
+            continue
+    return sorted(found)
+
+
+def native_threads() -> int:
+    """How many threads the kernel sees, once those that were told to end have ended."""
+    gc.collect()
+    count = len(os.listdir("/proc/self/task"))
+    for _ in range(50):
+        time.sleep(0.01)
+        if (now := len(os.listdir("/proc/self/task"))) == count:
+            break
+        count = now
+    return count
+
+
+def test_hundreds_of_random_snapshots_leave_nothing_behind(backend: str, tmp_path: Path) -> None:
+    rng = random.Random(7)
+    before = (threading.active_count(), native_threads(), descriptors())
+    warm = 0
+    with ds.Checkpointer(tmp_path, keep_last=5, keep_every=50, io_backend=backend, on_error="warn", **OPTIONS) as ckpt:
+        for step in range(1, STEPS + 1):
+            if step % 25 == 0:
+                _native.arm_fault(rng.choice(["write", "open", "sync"]), "fail", errno.EIO, 1, 1)
+            ckpt.snapshot(providers_of(state_of(step)), step=step)
+            if step % 25 == 0:
+                ckpt.wait()
+                _native.clear_faults()
+            if rng.random() < 0.05:
+                ckpt.wait()
+                newest = ckpt.latest()
+                assert newest is not None
+                assert ckpt.restore(providers_of(state_of(newest))) == newest
+            if step == 60:
+                warm = resident()
+        ckpt.wait()
+        grown = resident() - warm
+        failures = ckpt.failures
+    assert grown < 64 << 20
+    assert 1 <= failures <= 12
+    assert (threading.active_count(), native_threads(), descriptors()) == before
+    committed = manifest.committed(tmp_path)
+    assert list(committed)[-1] == STEPS
+    assert len(committed) >= 5
+    assert sorted(tmp_path.iterdir()) == sorted(committed.values())
+    for step, path in committed.items():
+        assert_holds(path, step)
+
+
+def test_single_snapshots_restores_and_loads_leave_nothing_behind(tmp_path: Path) -> None:
+    def once(step: int) -> None:
+        path = tmp_path / f"{step}"
+        ds.snapshot(providers_of(state_of(step)), path, step=step, **OPTIONS).wait_committed()
+        assert_holds(path, step)
+        assert ds.restore(path, providers_of(state_of(step)), **OPTIONS) == step
+
+    for step in range(20):
+        once(step)
+    before = (threading.active_count(), native_threads(), descriptors())
+    warm = resident()
+    for step in range(20, 100):
+        once(step)
+    assert resident() - warm < 64 << 20
+    assert (threading.active_count(), native_threads(), descriptors()) == before
+
+
+def test_checkpointers_opened_and_closed_leave_nothing_behind(backend: str, tmp_path: Path) -> None:
+    def once(step: int) -> None:
+        with ds.Checkpointer(tmp_path, keep_last=2, io_backend=backend, **OPTIONS) as ckpt:
+            ckpt.snapshot(providers_of(state_of(step)), step=step)
+
+    for step in range(5):
+        once(step)
+    before = (threading.active_count(), native_threads(), descriptors())
+    warm = resident()
+    for step in range(5, 60):
+        once(step)
+    assert resident() - warm < 64 << 20
+    assert (threading.active_count(), native_threads(), descriptors()) == before
+    assert list(manifest.committed(tmp_path)) == [58, 59]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["committed", "failed"])
+def test_a_snapshot_kept_after_close_keeps_neither_threads_nor_cache(fails: bool, tmp_path: Path) -> None:
+    before = native_threads()
+    ckpt = ds.Checkpointer(tmp_path, on_error="warn", host_cache="64MiB", block="1MiB")
+    if fails:
+        _native.arm_fault("write", "fail", errno.EIO, 1, 1)
+    big = np.ones(4_000_000)
+    kept = ckpt.snapshot([HostTensorProvider("m", {"a": big})], step=1)
+    ckpt.wait()
+    held = resident()
+    ckpt.close()
+    del ckpt
+    assert (kept.committed, isinstance(kept.exception(), StorageError)) == (not fails, fails)
+    assert native_threads() == before
+    assert held - resident() > 24 << 20
+    assert kept.report.nbytes == big.nbytes
+
+
+def provider_of_a_copy(torch: Any) -> tuple[ds.StateProvider, list[Any]]:
+    """A provider of a tensor that nobody else holds, and references to those that it has made."""
+    made: list[Any] = []
+
+    def value() -> dict[str, Any]:
+        tensor = torch.zeros(1_000_000)
+        made.append(weakref.ref(tensor))
+        return {"a": tensor}
+
+    return from_state_dict("model", value), made
+
+
+@pytest.mark.parametrize("point", ["open", "write", "sync", "manifest.rename"])
+def test_a_failed_snapshot_lets_go_of_the_state(point: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    provider, gone = provider_of_a_copy(torch)
+    with ds.Checkpointer(tmp_path, on_error="warn", **OPTIONS) as ckpt:
+        if "." in point:
+            faults.arm(faults.Fault(point, "fail", errno.EIO))
+        else:
+            _native.arm_fault(point, "fail", errno.EIO, 1, 1)
+        kept = ckpt.snapshot([provider], step=1)
+        ckpt.wait()
+        assert not kept.committed
+        gc.collect()
+        assert gone[0]() is None
+
+
+def test_a_captured_snapshot_lets_go_of_the_state_while_it_is_being_written(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    provider, gone = provider_of_a_copy(torch)
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        _native.arm_fault("sync", "delay", 1500, 1, 1)
+        snapshot = ckpt.snapshot([provider], step=1)
+        snapshot.wait_captured()
+        while gone[0]() is not None and not snapshot.committed:
+            time.sleep(0.01)
+            gc.collect()
+        assert not snapshot.committed
