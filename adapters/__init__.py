@@ -1,0 +1,1 @@
+"""Integrations with training frameworks: the only package that imports them."""
