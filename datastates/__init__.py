@@ -2,7 +2,7 @@
 
 from datastates.arrays import array_shard
 from datastates.checkpoint import Checkpointer, load, restore, snapshot
-from datastates.config import Settings
+from datastates.config import IoSettings, Settings
 from datastates.errors import DatastatesError
 from datastates.futures import Report, Snapshot
 from datastates.pickling import dumps
@@ -14,6 +14,7 @@ __all__ = [
     "Buffer",
     "Checkpointer",
     "DatastatesError",
+    "IoSettings",
     "Report",
     "Settings",
     "Shard",

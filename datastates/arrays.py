@@ -283,11 +283,13 @@ def view(block: Any, ref: ArrayRef, offset: int) -> Any:
         ImportError: The element type needs torch or ml_dtypes and neither is installed.
     """
     itemsize = dtypes.BY_NAME[ref.dtype].itemsize
-    if kind_of(block) == "torch":
+    if ref.kind == "torch" and kind_of(block) == "torch":
         import torch
 
         made = torch.empty(0, dtype=getattr(torch, ref.dtype))
         return made.set_(block.untyped_storage(), offset // itemsize, ref.shape, ref.stride)
+    if kind_of(block) == "torch":
+        block = block.numpy()
     dtype = _host_dtype(ref)
     elements = block[offset : offset + span(ref.shape, ref.stride) * itemsize].view(dtype)
     strides = tuple(s * itemsize for s in ref.stride)
@@ -333,7 +335,7 @@ def assign(destination: Any, source: Any) -> None:
         destination, source = destination[once], source[once]
     torch: Any = _loaded("torch")
     if torch is not None and isinstance(destination, torch.Tensor):
-        with torch.no_grad():
+        with torch.inference_mode() if destination.is_inference() else torch.no_grad():
             destination.copy_(source if isinstance(source, torch.Tensor) else torch.from_numpy(source))
         return
     if torch is not None and isinstance(source, torch.Tensor):

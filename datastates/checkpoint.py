@@ -9,48 +9,29 @@ import signal
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from datastates import gate, manifest, restoring
-from datastates.config import Settings
+from datastates.config import IoSettings, Settings
+from datastates.engine import Engine, make_executor, take_one
 from datastates.errors import (
     CheckpointNotFoundError,
     ClosedError,
-    DeviceError,
     SettingsError,
     SnapshotRefusedError,
-    StorageError,
 )
-from datastates.executor import Executor
 from datastates.futures import Snapshot
 from datastates.protocol import StateProvider
 from datastates.restoring import Restored, Trust
-from datastates.saving import Saver, collect
+from datastates.saving import collect
 
 _log = logging.getLogger("datastates")
 
 PathLike = str | os.PathLike[str]
-
-
-def _executor(settings: Settings, nbytes: int | None = None) -> Executor:
-    """An executor as set, or with no larger a cache than ``nbytes`` of state need."""
-    cache = settings.host_cache
-    if nbytes is not None:
-        cache = min(cache, max(2, -(-nbytes // settings.block) + 1) * settings.block)
-    return Executor(
-        host_cache=cache,
-        block=settings.block,
-        queue_depth=settings.queue_depth,
-        io_backend=settings.io_backend,
-        direct_io=settings.direct_io,
-        io_threads=settings.io_threads,
-    )
 
 
 def _refuse_many_ranks() -> None:
@@ -61,80 +42,6 @@ def _refuse_many_ranks() -> None:
             raise SettingsError(
                 f"{ranks} ranks share this training; datastates does not save several ranks together yet"
             )
-
-
-class _Engine:
-    """The executor, the background threads, and the snapshots in flight: what both ways to save share."""
-
-    def __init__(self, settings: Settings, nbytes: int | None = None) -> None:
-        self.settings = settings
-        self.executor = _executor(settings, nbytes)
-        self._saver = Saver(self.executor)
-        self._start()
-        _engines.add(self)
-
-    def _start(self) -> None:
-        # the pool's own exit hook lets running snapshots commit before the interpreter ends
-        self.pool = ThreadPoolExecutor(self.settings.max_in_flight, thread_name_prefix="datastates")
-        self.in_flight: list[Snapshot] = []
-        self.lock = threading.RLock()
-
-    def _after_fork(self) -> None:
-        for snapshot in self.in_flight:
-            snapshot.abandon()
-        self._saver = Saver(self.executor)
-        self._start()
-
-    def take(
-        self,
-        providers: Sequence[StateProvider],
-        step: int,
-        target: Callable[[], Path],
-        retain: Callable[[], None] = lambda: None,
-    ) -> Snapshot:
-        """Take one snapshot; storage and device failures land on it, errors in the providers are raised."""
-        begin = time.monotonic()
-        collected = collect(providers)
-        snapshot = Snapshot(step, Path(), collected.nbytes)
-        try:
-            snapshot.path = target()
-            pending = manifest.begin(snapshot.path)
-            try:
-                rest = self._saver.begin(collected, snapshot, pending, retain)
-            except BaseException:
-                manifest.abandon(pending)
-                raise
-        except (StorageError, DeviceError) as error:
-            snapshot.fail(error)
-        else:
-            if self.settings.auto_gate:
-                gate.guard(snapshot)
-            with self.lock:
-                self.in_flight.append(snapshot)
-            self.pool.submit(self._finish, snapshot, rest)
-        snapshot._call_seconds = time.monotonic() - begin
-        return snapshot
-
-    def _finish(self, snapshot: Snapshot, rest: Callable[[], None]) -> None:
-        rest()
-        with self.lock:
-            self.in_flight.remove(snapshot)
-
-    def pending(self) -> list[Snapshot]:
-        """The snapshots in flight."""
-        with self.lock:
-            return [s for s in self.in_flight if not s.ended]
-
-
-_engines: weakref.WeakSet[_Engine] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for engine in list(_engines):
-        engine._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class Checkpointer:
@@ -163,7 +70,10 @@ class Checkpointer:
         for path in manifest.debris(self.directory):
             _log.warning("removing what an interrupted run left: %s", path)
             manifest.clear(path)
-        self._engine = _Engine(self.settings)
+        self._engine = Engine(
+            make_executor(self.settings), threads=self.settings.max_in_flight, auto_gate=self.settings.auto_gate
+        )
+        self._retention = threading.Lock()
         self._taken: list[Snapshot] = []
         self._closed = False
         self.failures = 0
@@ -182,7 +92,8 @@ class Checkpointer:
 
         Args:
             providers: What makes the state.
-            step: Its number, 0 or more. A step saved before is superseded once the new one is committed.
+            step: Its number, 0 or more. A step saved before is superseded once the new one is committed. The highest
+                step is the newest: after a roll-back, delete the later ones or go on in another directory.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, an earlier snapshot failed in the background; nothing is taken.
@@ -194,10 +105,10 @@ class Checkpointer:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step: {step!r} is not a number of 0 or more")
         self._raise_failures()
-        waited = self._wait_for_room()
-        target = partial(manifest.target, self.directory, step)
-        taken = self._engine.take(providers, step, target, partial(self._retain, step))
-        taken._call_seconds += waited
+        begin = time.monotonic()
+        self._wait_for_room()
+        target, retain = partial(manifest.target, self.directory, step), partial(self._retain, step)
+        taken = self._engine.take(collect(providers), step, target, retain, begin=begin)
         self._taken.append(taken)
         return taken
 
@@ -211,18 +122,16 @@ class Checkpointer:
             snapshot.pass_gate()
         return contextlib.nullcontext()
 
-    def _wait_for_room(self) -> float:
-        begin = time.monotonic()
+    def _wait_for_room(self) -> None:
         while len(pending := self._engine.pending()) >= self.settings.max_in_flight:
             if self.settings.when_busy == "refuse":
                 raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
             pending[0].wait_ended()
-        return time.monotonic() - begin
 
     def _retain(self, committed: int) -> None:
         """Delete what the settings do not keep, once a step has been committed; never that step."""
         try:
-            with self._engine.lock:
+            with self._retention:
                 for path in manifest.superseded(self.directory):
                     manifest.remove(path)
                 if self.settings.keep_last is None:
@@ -272,8 +181,9 @@ class Checkpointer:
         chosen = max(steps) if step is None else step
         if chosen not in steps:
             raise CheckpointNotFoundError(f"no committed checkpoint of step {chosen} in {self.directory}")
-        engine = self._engine
-        return restoring.restore(steps[chosen], providers, lambda _: engine.executor, strict=strict, trust=trust)
+        gate.pass_all()  # restoring changes the state, too
+        executor = self._engine.executor
+        return restoring.restore(steps[chosen], providers, lambda _: executor, strict=strict, trust=trust)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending."""
@@ -288,8 +198,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until no snapshot is in flight; failures stay for :meth:`snapshot` or :meth:`close` to raise."""
-        for snapshot in self._engine.pending():
-            snapshot.wait_ended()
+        self._engine.wait()
 
     def close(self) -> None:
         """Wait until every snapshot is committed, and give threads and memory back. Idempotent.
@@ -299,11 +208,10 @@ class Checkpointer:
         """
         if self._closed:
             return
+        self._engine.close()
         self._closed = True
-        self._engine.pool.shutdown(wait=True)
-        self._engine.executor.close()
-        if self.settings.handle_sigterm:
-            signal.signal(signal.SIGTERM, self._previous_handler)
+        if self.settings.handle_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
         self._raise_failures()
 
     def __enter__(self) -> Checkpointer:
@@ -341,14 +249,16 @@ class Checkpointer:
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         self.wait()
-        signal.signal(signal.SIGTERM, self._previous_handler)
+        signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
         if callable(self._previous_handler):
             self._previous_handler(number, frame)
         else:
             os.kill(os.getpid(), number)
 
 
-def snapshot(providers: Sequence[StateProvider], path: PathLike, *, step: int = 0, **options: Any) -> Snapshot:
+def snapshot(
+    providers: Sequence[StateProvider], path: PathLike, *, step: int = 0, auto_gate: bool = True, **options: Any
+) -> Snapshot:
     """Write one checkpoint directory at ``path``, which must not exist, without a :class:`Checkpointer`.
 
     Returns at once, as :meth:`Checkpointer.snapshot` does; the interpreter's exit waits for the commit.
@@ -357,13 +267,14 @@ def snapshot(providers: Sequence[StateProvider], path: PathLike, *, step: int = 
         providers: What makes the state.
         path: The directory that appears once the checkpoint is committed.
         step: A number to store with it.
-        **options: Fields of :class:`~datastates.config.Settings`.
+        auto_gate: Let every torch optimizer's ``step()`` wait for capture.
+        **options: Fields of :class:`~datastates.config.IoSettings`.
 
     Raises:
         FileExistsError: There is something at ``path``.
         SettingsError, ProviderError: As for :class:`Checkpointer`.
     """
-    settings = Settings.of(options)
+    settings = IoSettings.of(options)
     target = Path(path).absolute()
     _refuse_many_ranks()
     if target.exists():
@@ -374,7 +285,7 @@ def snapshot(providers: Sequence[StateProvider], path: PathLike, *, step: int = 
             manifest.clear(left)
         return target
 
-    return _Engine(settings, collect(providers).nbytes).take(providers, step, cleared)
+    return take_one(settings, providers, step, cleared, auto_gate=auto_gate)
 
 
 def restore(
@@ -387,11 +298,12 @@ def restore(
         providers: What to restore.
         strict: As for :meth:`Checkpointer.restore`, as are the errors.
         trust: As for :meth:`Checkpointer.restore`.
-        **options: Fields of :class:`~datastates.config.Settings`.
+        **options: Fields of :class:`~datastates.config.IoSettings`.
     """
-    settings = Settings.of(options)
+    settings = IoSettings.of(options)
     found = manifest.find(Path(path).absolute())
-    return restoring.restore(found, providers, lambda n: _executor(settings, n), strict=strict, trust=trust)
+    gate.pass_all()
+    return restoring.restore(found, providers, lambda n: make_executor(settings, n), strict=strict, trust=trust)
 
 
 def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]:
@@ -400,7 +312,7 @@ def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]
     Args:
         path: A checkpoint directory, a directory of them (then the newest), or one container file.
         trust: As for :meth:`Checkpointer.restore`.
-        **options: Fields of :class:`~datastates.config.Settings`.
+        **options: Fields of :class:`~datastates.config.IoSettings`.
 
     Raises:
         TrustError: An object needs a class that is not trusted.
@@ -408,5 +320,5 @@ def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]
         CheckpointNotFoundError: There is no committed checkpoint.
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
-    settings = Settings.of(options)
-    return restoring.load(Path(path).absolute(), lambda n: _executor(settings, n), trust=trust)
+    settings = IoSettings.of(options)
+    return restoring.load(Path(path).absolute(), lambda n: make_executor(settings, n), trust=trust)

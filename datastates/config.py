@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -32,8 +32,11 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 ENVIRONMENT_PREFIX = "DATASTATES_"
 
 
-class Settings(BaseModel):
-    """What a :class:`~datastates.Checkpointer` can be told.
+_S = TypeVar("_S", bound="IoSettings")
+
+
+class IoSettings(BaseModel):
+    """How bytes move: what :func:`~datastates.snapshot`, :func:`~datastates.restore` and :func:`~datastates.load` take.
 
     Every field can also be given as an environment variable, ``DATASTATES_`` and the field's name in capitals; an
     argument wins over the variable, the variable over the default. Sizes are bytes or text such as ``"8GiB"``.
@@ -45,12 +48,47 @@ class Settings(BaseModel):
         1 << 30, description="Bytes of (pinned) host memory that snapshots stream through, allocated once."
     )
     block: Size = Field(8 << 20, description="Bytes of one extent, the unit of capture and of I/O; a multiple of 4096.")
-    queue_depth: int = Field(8, ge=1, le=1024, description="Extents in flight to the storage.")
+    queue_depth: int = Field(8, ge=1, le=1024, description="Extents in flight to the storage, with io_uring.")
     io_backend: Literal["auto", "io_uring", "pwrite"] = Field(
         "auto", description="How to reach the storage; auto takes io_uring where the kernel allows it."
     )
-    io_threads: int = Field(4, ge=1, le=256, description="Threads of the pwrite backend.")
+    io_threads: int = Field(4, ge=1, le=256, description="Threads of the pwrite backend, for each direction.")
     direct_io: bool = Field(True, description="Bypass the page cache (O_DIRECT) where the file system can.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environment(cls, given: Any) -> Any:
+        found = {f: os.environ.get(ENVIRONMENT_PREFIX + f.upper()) for f in cls.model_fields}
+        return {**{f: v for f, v in found.items() if v is not None}, **given}
+
+    @model_validator(mode="after")
+    def _blocks_fit(self: _S) -> _S:
+        if self.block % PAGE or self.block < 4 * CHUNK:
+            raise ValueError(f"block: {self.block} is not a multiple of {PAGE} of at least {4 * CHUNK} bytes")
+        if self.host_cache < 2 * self.block:
+            raise ValueError(f"host_cache: {self.host_cache} bytes hold less than two blocks of {self.block}")
+        return self
+
+    @classmethod
+    def of(cls: type[_S], options: dict[str, Any]) -> _S:
+        """Validate options; raises SettingsError that names each bad field, and the variable it came from."""
+        try:
+            return cls(**options)
+        except ValidationError as error:
+            problems = []
+            for e in error.errors():
+                field = ".".join(map(str, e["loc"]))
+                variable = ENVIRONMENT_PREFIX + field.upper()
+                source = f" (from {variable})" if field not in options and variable in os.environ else ""
+                known = f"; settings are {', '.join(cls.model_fields)}" if e["type"] == "extra_forbidden" else ""
+                text = "unknown setting" if known else e["msg"].removeprefix("Value error, ")
+                problems.append((f"{field}{source}: " if field else "") + text + known)
+            raise SettingsError("; ".join(problems)) from None
+
+
+class Settings(IoSettings):
+    """What a :class:`~datastates.Checkpointer` can be told: the fields of :class:`IoSettings`, and these."""
+
     keep_last: int | None = Field(None, ge=1, description="Checkpoints to keep; None keeps all.")
     keep_every: int | None = Field(
         None, ge=1, description="Steps: checkpoints at multiples of this are kept beside the last ones."
@@ -67,34 +105,8 @@ class Settings(BaseModel):
         False, description="On SIGTERM, commit the snapshots in flight before the process ends."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _environment(cls, given: Any) -> Any:
-        found = {f: os.environ.get(ENVIRONMENT_PREFIX + f.upper()) for f in cls.model_fields}
-        return {**{f: v for f, v in found.items() if v is not None}, **given}
-
     @model_validator(mode="after")
-    def _possible(self) -> Settings:
-        if self.block % PAGE or self.block < 4 * CHUNK:
-            raise ValueError(f"block: {self.block} is not a multiple of {PAGE} of at least {4 * CHUNK} bytes")
-        if self.host_cache < 2 * self.block:
-            raise ValueError(f"host_cache: {self.host_cache} bytes hold less than two blocks of {self.block}")
+    def _retention_is_possible(self) -> Settings:
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("keep_every: nothing is deleted without keep_last")
         return self
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> Settings:
-        """Validate options; raises SettingsError that names each bad field, and the variable it came from."""
-        try:
-            return cls(**options)
-        except ValidationError as error:
-            problems = []
-            for e in error.errors():
-                field = ".".join(map(str, e["loc"]))
-                variable = ENVIRONMENT_PREFIX + field.upper()
-                source = f" (from {variable})" if field not in options and variable in os.environ else ""
-                known = f"; settings are {', '.join(cls.model_fields)}" if e["type"] == "extra_forbidden" else ""
-                text = "unknown setting" if known else e["msg"].removeprefix("Value error, ")
-                problems.append((f"{field}{source}: " if field else "") + text + known)
-            raise SettingsError("; ".join(problems)) from None

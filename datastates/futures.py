@@ -6,6 +6,7 @@ import atexit
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,10 @@ def _forget_frames(error: BaseException) -> None:
         _log.error("a snapshot failed", exc_info=error)
     link: BaseException | None = error
     while link is not None:
-        link.__traceback__ = None
+        if isinstance(error, DatastatesError):
+            link.__traceback__ = None
+        else:
+            traceback.clear_frames(link.__traceback__)
         link = link.__cause__ or link.__context__
 
 
@@ -49,7 +53,7 @@ class Report:
         nbytes: Bytes of arrays.
         file_nbytes: Bytes of the container, 0 until it is persisted.
         snapshot_seconds: How long the ``snapshot()`` call took.
-        gate_seconds: How long gates held training up for this snapshot.
+        gate_seconds: How long gates held the CPU up for this snapshot; a GPU stream's own wait is not in it.
         capture_seconds: From the call until captured, None before that.
         persist_seconds: From the call until persisted, None before that.
         commit_seconds: From the call until committed, None before that.
@@ -91,14 +95,14 @@ class Snapshot:
     - *committed*: the checkpoint is complete, and what ``restore()`` finds.
     """
 
-    def __init__(self, step: int, path: Path, nbytes: int) -> None:
+    def __init__(self, step: int, nbytes: int, begin: float) -> None:
         self.step = step
         """The step it was taken at."""
-        self.path = path
+        self.path = Path()
         """The checkpoint directory that appears when it is committed."""
         self._nbytes = nbytes
         self._file_nbytes = 0
-        self._begin = time.monotonic()
+        self._begin = begin
         self._times: dict[str, float] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -197,6 +201,10 @@ class Snapshot:
             self._delivered = True
             _silent.discard(self)
         return self._error
+
+    def called(self, seconds: float) -> None:
+        """Note how long the user's call took."""
+        self._call_seconds = seconds
 
     def pass_gate(self) -> None:
         """Return once the state may change for work enqueued from now on; never raises for a failed snapshot."""

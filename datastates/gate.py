@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -9,29 +10,41 @@ from typing import Any
 
 from datastates.futures import Snapshot
 
-_pending: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+_pending: weakref.WeakKeyDictionary[Snapshot, bool] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _hook: Any = None
 
 
-def guard(snapshot: Snapshot) -> None:
-    """Let every optimizer step wait for this snapshot's capture, from now on until it is captured."""
+def guard(snapshot: Snapshot, *, automatic: bool) -> None:
+    """Know of a snapshot until it is captured; if automatic, let every optimizer step wait for that."""
     global _hook
     with _lock:
-        _pending.add(snapshot)
-        if _hook is None and "torch" in sys.modules:
+        _pending[snapshot] = automatic
+        if automatic and _hook is None and "torch" in sys.modules:
             from torch.optim.optimizer import register_optimizer_step_pre_hook
 
             _hook = register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(*_: Any) -> None:
-    if not _pending:
-        return
+def pass_all(*, automatic_only: bool = False) -> None:
+    """Return once the state of every snapshot may change for work enqueued from now on."""
     with _lock:
-        snapshots = list(_pending)
+        snapshots = [s for s, automatic in _pending.items() if automatic or not automatic_only]
     for snapshot in snapshots:
         snapshot.pass_gate()
         if snapshot.captured or snapshot.ended:
             with _lock:
-                _pending.discard(snapshot)
+                _pending.pop(snapshot, None)
+
+
+def _before_step(*_: Any) -> None:
+    if _pending:
+        pass_all(automatic_only=True)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -28,6 +28,7 @@ from datastates import faults
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 
 FILE = "manifest.json"
+_LOCK = ".lock"
 FORMAT_VERSION = 1
 _STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]{1,9}))?\Z")
 _PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
@@ -167,11 +168,12 @@ def begin(target: Path) -> Pending:
             directory.mkdir()
         try:
             with _step("lock", directory):
-                lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except StorageError:
+                lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except StorageError as error:
+            if error.errno == errno.ENOENT and target.parent.is_dir():
+                continue  # a clean-up in another process took the new directory for debris before it was locked
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        # a clean-up in another process may have taken the new directory for debris before it was locked
         if _try_lock(lock) is not False and directory.exists():
             _locks.add(lock)
             return Pending(directory, target, lock)
@@ -191,7 +193,7 @@ def make_directory(path: Path) -> None:
 
 
 def _try_lock(fd: int) -> bool | None:
-    """Lock a directory for its writer: False when somebody holds it, None where the file system has no locks."""
+    """Lock a file for a writer: False when somebody holds it, None where the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -219,6 +221,9 @@ def commit(pending: Pending, manifest: Manifest) -> None:
     with _step("rename", pending.target):
         os.rename(pending.directory, pending.target)
     try:
+        # not before: a partial directory without it passes for abandoned
+        with _step("unlock", pending.target):
+            (pending.target / _LOCK).unlink()
         _sync_directory(pending.target.parent)
     except StorageError:
         with contextlib.suppress(OSError):  # who is told that it failed must not find it
@@ -255,7 +260,7 @@ def open(path: Path) -> Manifest:
 
 def find(path: Path) -> Path:
     """The checkpoint directory that ``path`` means: itself, or the newest one in it."""
-    if (path / FILE).exists():
+    if _is_committed(path):
         return path
     steps = committed(path)
     if not steps:
@@ -278,7 +283,7 @@ def _revisions(root: Path) -> dict[int, list[Path]]:
     found: dict[int, list[tuple[int, Path]]] = {}
     for entry in _entries(root):
         match = _STEP.match(entry.name)
-        if match and (entry / FILE).exists():
+        if match and _is_committed(entry):
             found.setdefault(int(match[1]), []).append((int(match[2] or 0), entry))
     return {step: [path for _, path in sorted(found[step])] for step in sorted(found)}
 
@@ -293,7 +298,8 @@ def target(root: Path, step: int) -> Path:
 
 def debris(root: Path) -> list[Path]:
     """What interrupted snapshots and deletions left; never a committed checkpoint, nor one being written."""
-    return [e for e in _entries(root) if _is_debris(e)]
+    left = (e for e in _entries(root) if (m := _PARTIAL.match(e.name)) and _STEP.match(m[1]))
+    return [e for e in left if not _is_locked(e)]
 
 
 def debris_of(target: Path) -> list[Path]:
@@ -302,11 +308,14 @@ def debris_of(target: Path) -> list[Path]:
     return [e for e in partial if not _is_locked(e)]
 
 
-def _is_debris(entry: Path) -> bool:
-    match = _PARTIAL.match(entry.name)
-    if match:
-        return _STEP.match(match[1]) is not None and not _is_locked(entry)
-    return _STEP.match(entry.name) is not None and not (entry / FILE).exists()
+def _is_committed(path: Path) -> bool:
+    try:
+        os.stat(path / FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:  # not knowing must not pass for absence
+        raise StorageError(error.errno or 0, "stat", str(path / FILE)) from error
+    return True
 
 
 def _is_locked(entry: Path) -> bool:
@@ -316,11 +325,14 @@ def _is_locked(entry: Path) -> bool:
 
 @contextlib.contextmanager
 def _unlocked(entry: Path) -> Iterator[bool]:
-    """Hold a directory's lock if nobody else does; what cannot be locked counts as held."""
+    """Hold a partial directory's lock if nobody else does; what cannot be locked counts as held."""
     try:
-        fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(entry / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True  # its writer has died before it locked it, or while committing or deleting it
+        return
     except OSError:
-        yield False  # gone, or not ours to judge
+        yield False  # not ours to judge
         return
     try:
         yield _try_lock(fd) is True
@@ -338,16 +350,22 @@ def _entries(root: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint: its manifest first, so that an interrupted deletion leaves no half checkpoint."""
-    with _step("unlink", path / FILE):
-        (path / FILE).unlink(missing_ok=True)
-    _sync_directory(path)
-    with _step("remove", path):
-        shutil.rmtree(path)
+    """Delete a checkpoint: a rename takes the commit back at once, so that no half checkpoint is ever seen."""
+    left = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
+    with _step("rename", path):
+        os.rename(path, left)
+    _sync_directory(path.parent)
+    clear(left)
 
 
 def clear(left: Path) -> None:
     """Delete debris, unless a writer holds it by now."""
-    with _unlocked(left) as unlocked:
+
+    def tolerate(_: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+        # another process clears it away, too, or has just taken it for its own
+        if not isinstance(error[1], OSError) or error[1].errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise error[1]
+
+    with _unlocked(left) as unlocked, _step("remove", left):
         if unlocked:
-            remove(left)
+            shutil.rmtree(left, onerror=tolerate)

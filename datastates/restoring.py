@@ -13,7 +13,7 @@ import numpy as np
 
 from datastates import arrays, container, manifest, pickling, planner, unpickling
 from datastates.container import Index, StoredObject
-from datastates.errors import CorruptError, DatastatesError, FormatError, RestoreError, StorageError
+from datastates.errors import CorruptError, DatastatesError, FormatError, ProviderError, RestoreError, StorageError
 from datastates.executor import Executor, read_bytes
 from datastates.pickling import StoredArray
 from datastates.plan import Chunks
@@ -122,6 +122,7 @@ class _Reads:
     lengths: list[int] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     copies: list[tuple[Any, Any]] = field(default_factory=list)
+    _seen: set[tuple[int, int, int, int]] = field(default_factory=set)
 
     def add(self, row: Row, array: Any) -> None:
         """Read a row into an array of the same shape and dtype."""
@@ -134,9 +135,29 @@ class _Reads:
 
     def add_memory(self, offset: int, place: Buffer) -> None:
         """Read as many bytes as the memory has from an offset of the file."""
+        same = (offset, place.nbytes, place.device, place.pointer)
+        if same in self._seen:
+            return  # tied tensors: the same bytes to the same memory
+        self._seen.add(same)
         self.offsets.append(offset)
         self.lengths.append(place.nbytes)
         self.buffers.append(place)
+
+    def conflict(self) -> int | None:
+        """An offset whose bytes others would overwrite: live memory is shared that was not shared when saved."""
+        order = sorted(range(len(self.buffers)), key=lambda i: (self.buffers[i].device, self.buffers[i].pointer))
+        furthest: int | None = None
+        for i in order:
+            place = self.buffers[i]
+            if furthest is not None and self.buffers[furthest].device == place.device:
+                other = self.buffers[furthest]
+                shared = place.pointer < other.pointer + other.nbytes and place.nbytes
+                if shared and self.offsets[i] - place.pointer != self.offsets[furthest] - other.pointer:
+                    return self.offsets[i]
+                if place.pointer + place.nbytes <= other.pointer + other.nbytes:
+                    continue
+            furthest = i
+        return None
 
     def run(self, executor: Executor) -> None:
         """Read and verify everything; then make the copies."""
@@ -252,6 +273,8 @@ class _Saved(Saved):
         """The array shards that can be restored, with their rows; the others are reported."""
         fitting = []
         for shard in shards:
+            if shard.key not in (self._objects if shard.is_object else self.rows):
+                raise ProviderError(f"destinations() gave {shard.key!r}, which the checkpoint does not hold")
             if shard.is_object:
                 continue
             row = self.rows[shard.key]
@@ -298,6 +321,12 @@ def restore(
             missing=result.missing_keys,
             unexpected=result.unexpected_keys,
             mismatched=[f"{key}: {what}" for key, what in result.mismatched_keys.items()],
+        )
+    if (offset := reads.conflict()) is not None:
+        keys = source.name_record(int(np.searchsorted(source.index.data_offset, offset, side="right")) - 1)
+        raise RestoreError(
+            f"{path} does not fit the live state: {keys} shares live memory with a tensor that was saved apart from it",
+            mismatched=[keys],
         )
     reads.run(executor(sum(reads.lengths)))
     for provider, shard, build in objects:
@@ -353,7 +382,8 @@ def _read_records(source: Container, executor: Callable[[int], Executor]) -> dic
     """Read every storage record into fresh host memory, and make the arrays that lie in it, sharing it."""
     index = source.index
     rows = list(map(index.shards.row, range(len(index.shards))))
-    kinds = {row.record: row.kind for row in rows}
+    kinds = {row.record: row.kind for row in rows if row.kind != "torch"}
+    kinds |= {row.record: row.kind for row in rows if row.kind == "torch"}  # a torch block has views of both kinds
     reads = _Reads(source)
     blocks = [arrays.allocate(kinds.get(r, "numpy"), n) for r, n in enumerate(index.record_nbytes.tolist())]
     for block, offset in zip(blocks, index.data_offset.tolist(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from datastates import arrays, container, manifest, planner
 from datastates.container import Index, ProviderState
 from datastates.dtypes import BY_NAME
-from datastates.errors import ProviderError, TornSnapshotError
+from datastates.errors import DatastatesError, DeviceError, FormatError, ProviderError, TornSnapshotError
 from datastates.executor import Executor, PreparedWrite, WriteJob, prepare_write
 from datastates.futures import Snapshot
 from datastates.pickling import ArrayLeaf, StoredArray
@@ -65,7 +66,7 @@ def collect(providers: Sequence[StateProvider]) -> Collected:
         ProviderError: Two shards have the same key, or one does not lie in its buffer.
     """
     result = Collected(list(walk_unique(providers)), [], [], [], [], [])
-    numbers: dict[tuple[int, int, int, str], int] = {}
+    numbers: dict[tuple[object, ...], int] = {}
     seen: set[tuple[str, bool]] = set()
     for p, provider in enumerate(result.providers):
         for shard in provider.shards():
@@ -77,7 +78,7 @@ def collect(providers: Sequence[StateProvider]) -> Collected:
                 result.objects.append((p, shard))
                 continue
             buffer = _checked_buffer(key, shard)
-            place = (buffer.device, buffer.pointer, buffer.nbytes, shard.dtype)
+            place = (buffer.device, buffer.stream, buffer.pointer, buffer.nbytes, shard.dtype, shard.kind)
             if place not in numbers:
                 numbers[place] = len(result.buffers)
                 result.buffers.append(buffer)
@@ -95,10 +96,12 @@ def _checked_buffer(key: str, shard: Shard) -> Buffer:
     buffer = shard.buffer
     if buffer is None:
         raise ProviderError(f"{key!r} is an array without a buffer")
-    if len(shard.shape) != len(shard.stride) or shard.buffer_offset % itemsize:
+    if len(shard.shape) != len(shard.stride) or shard.buffer_offset < 0 or shard.buffer_offset % itemsize:
         raise ProviderError(f"{key!r} has strides that do not fit its shape, or an offset that does not fit its type")
     if shard.buffer_offset + span(shard.shape, shard.stride) * itemsize > buffer.nbytes:
         raise ProviderError(f"{key!r} reaches beyond its buffer of {buffer.nbytes} bytes")
+    if min((*shard.shape, *shard.stride), default=0) < 0:
+        raise ProviderError(f"{key!r} has a negative shape or stride")
     if (shard.offset is None) == (shard.flat is None):
         raise ProviderError(f"{key!r} must have either an offset (a box) or a flat range")
     return buffer
@@ -124,7 +127,7 @@ class Saver:
 
     def begin(
         self, collected: Collected, snapshot: Snapshot, pending: manifest.Pending, retain: Callable[[], None]
-    ) -> Callable[[], None]:
+    ) -> Running:
         """Start capturing; what returns is the rest, to be run in the background. Raises what fails at once.
 
         ``retain`` is called once the checkpoint is committed, before anybody is told: what it deletes is then gone.
@@ -143,9 +146,9 @@ class Saver:
         versions = _Versions(collected)
         path = pending.directory / container_name(0)
         job = self._executor.submit_write(path, planned.prepared, collected.buffers, witness)
-        work = _Background(collected, snapshot, pending, planned, job, eager_objects, versions, identity, retain)
+        work = Running(collected, snapshot, pending, planned, job, eager_objects, versions, identity, retain)
         snapshot.attach(work.gate, job.stats)
-        return work.run
+        return work
 
     def _planned(self, collected: Collected) -> _Plan:
         structure = collected.structure()
@@ -157,7 +160,11 @@ class Saver:
             literal = container.encode_frames(plan.header_offset, plan.data_offset, plan.source_nbytes[plan.order])
             record_of_source = np.argsort(plan.order)
             record = [int(record_of_source[s]) for s in collected.source]
-            table = table_of([p.name for p in collected.providers], collected.arrays, record)
+            try:
+                table = table_of([p.name for p in collected.providers], collected.arrays, record)
+                table.check(plan.source_nbytes[plan.order])  # what a reader would refuse is not written
+            except (FormatError, ValueError, OverflowError) as error:
+                raise ProviderError(f"a shard is described wrongly: {error}") from error
             self._last = _Plan(structure, plan, prepare_write(plan, literal), table, record)
         return self._last
 
@@ -195,7 +202,7 @@ class _Versions:
 
 
 @dataclass(slots=True, eq=False)
-class _Background:
+class Running:
     """One snapshot after ``snapshot()`` has returned: serialize, wait, append the tail, commit."""
 
     collected: Collected
@@ -217,7 +224,12 @@ class _Background:
         """Wait for what reads live state on the CPU; let the consumers' streams wait for the rest."""
         self.lazy_serialized.wait()
         self.versions.compare()
-        self.job.gate(arrays.consumer_streams(self.devices))
+        try:
+            self.job.gate(arrays.consumer_streams(self.devices))
+        except DeviceError:
+            # the device has failed: that is told by the snapshot, not by the optimizer that passes here
+            with contextlib.suppress(DatastatesError):
+                self.job.wait_captured()
 
     def run(self) -> None:
         """Do all the rest; a failure lands on the snapshot."""
@@ -242,13 +254,17 @@ class _Background:
             self.retain()
             self.snapshot.reach("committed", at=committed)
         except BaseException as error:  # on its way to whoever waits for the snapshot
-            self.lazy_serialized.set()
-            self.job.abort()
-            manifest.abandon(self.pending)
-            self.snapshot.fail(error)
+            self.cancel(error)
         finally:
             self._release()
             self.snapshot.detach(self.job.stats())
+
+    def cancel(self, error: BaseException) -> None:
+        """Stop at once, leave nothing behind, and let the snapshot fail."""
+        self.lazy_serialized.set()
+        self.job.abort()
+        manifest.abandon(self.pending)
+        self.snapshot.fail(error)
 
     def _capture(self) -> None:
         try:

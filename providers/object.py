@@ -14,6 +14,7 @@ class PickledObjectProvider(TreeProvider):
     """Any value that pickles, asked for and copied inside ``snapshot()``.
 
     Numbers, strings, arrays and nested containers load back without trust; objects of other classes need ``trust``.
+    Arrays come back in host memory, those of CuPy as NumPy's.
     """
 
     def __init__(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:

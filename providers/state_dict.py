@@ -47,9 +47,10 @@ def from_state_dict(
 def from_stateful(name: str, obj: Stateful) -> TreeProvider:
     """A provider for anything with ``state_dict`` and ``load_state_dict``, asked anew at each snapshot.
 
-    Parameters of modules and states of torch optimizers are captured lazily, as only an optimizer step changes them;
-    buffers and the arrays of all other objects are copied inside ``snapshot()``. Restoring goes in place where the
-    live tensors match, and through ``load_state_dict`` for everything else (a fresh optimizer has no state yet).
+    Parameters of modules and the states of torch optimizers are captured lazily, as only an optimizer step changes
+    them; all other arrays (buffers, a learning rate in a tensor) are copied inside ``snapshot()``. Restoring goes in
+    place where the live tensors match, and through ``load_state_dict`` for everything else (a fresh optimizer has no
+    state yet).
 
     Raises:
         TypeError: The object lacks one of the two methods.
@@ -137,25 +138,31 @@ class _StatefulProvider(TreeProvider):
         return state
 
     def shards(self) -> Sequence[Shard]:
-        self._buffers = _buffer_pointers(self._object)
+        self._parameters = _parameter_pointers(self._object)
         return super().shards()
 
     def is_lazy(self, key: str, array: Any) -> bool:
-        del key
         if _is_a(self._object, "nn.Module"):
-            return arrays.kind_of(array) == "torch" and array.data_ptr() not in self._buffers
-        return _is_a(self._object, "optim.Optimizer") and arrays.is_lazy_kind(array)
+            return arrays.kind_of(array) == "torch" and array.data_ptr() in self._parameters
+        in_state = key.split("/")[0] == "state"  # a scheduler changes what is in the groups
+        return in_state and _is_a(self._object, "optim.Optimizer") and arrays.is_lazy_kind(array)
 
     def match(self, stored: object, saved: Saved) -> Sequence[Shard]:
         live = self.value()
         found = pair(stored, live, saved.arrays())
         if _is_a(self._object, "nn.Module"):
             saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=found.mismatched)
-            self._in_place = not found.leaves and _is_live(self.value(), live)
+            plain = not found.leaves and not _has_load_hooks(self._object)
+            self._in_place = plain and _is_live(self.value(), live)
             return [arrays.destination(ref.key, array) for ref, array in found.pairs]
         fixed = _is_a(self._object, "optim.Optimizer")
         if fixed:
-            saved.report(mismatched=_group_differences(stored, live))
+            differences = _group_differences(stored, live)
+            saved.report(mismatched=differences)
+            if differences:
+                self._in_place = True  # there is nothing to give to load_state_dict
+                return []
+            self._in_place = False
         live_arrays = {ref.key: array for ref, array in found.pairs if fixed or arrays.fits(ref, array)}
         return [
             arrays.destination(key, live_arrays[key] if key in live_arrays else arrays.empty(ref))
@@ -164,8 +171,11 @@ class _StatefulProvider(TreeProvider):
 
     def restore(self, shard: Shard, value: object) -> None:
         del shard
-        if not self._in_place:
-            self._object.load_state_dict(value)
+        if self._in_place:
+            return
+        if _is_a(self._object, "nn.Module"):
+            value = merge(self.value(), value)  # what was not restored keeps its live tensor
+        self._object.load_state_dict(value)
 
 
 def _is_a(obj: object, name: str) -> bool:
@@ -176,8 +186,13 @@ def _is_a(obj: object, name: str) -> bool:
     return found is not None and isinstance(obj, found)
 
 
-def _buffer_pointers(obj: Any) -> frozenset[int]:
-    return frozenset(b.data_ptr() for b in obj.buffers()) if _is_a(obj, "nn.Module") else frozenset()
+def _parameter_pointers(obj: Any) -> frozenset[int]:
+    return frozenset(p.data_ptr() for p in obj.parameters()) if _is_a(obj, "nn.Module") else frozenset()
+
+
+def _has_load_hooks(module: Any) -> bool:
+    names = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return any(getattr(m, name, None) for m in module.modules() for name in names)
 
 
 def _is_live(first: object, second: object) -> bool:

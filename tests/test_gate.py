@@ -343,3 +343,31 @@ def test_a_gradient_change_is_no_tear(options: dict[str, Any], tmp_path: Path) -
         training.backward()
         snapshot.wait_committed()
     assert differences(ds.load(tmp_path), before) == []
+
+
+def test_what_a_scheduler_changes_is_not_lazy(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.5))
+    with ds.Checkpointer(tmp_path) as checkpointer:
+        snapshot = checkpointer.snapshot([from_stateful("o", optimizer)], step=0)
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        snapshot.wait_committed()
+    assert ds.load(tmp_path)["o"]["param_groups"][0]["lr"] == 0.5
+
+
+def test_extra_state_is_not_lazy(tmp_path: Path) -> None:
+    class Counting(torch.nn.Linear):
+        total = torch.zeros(3)
+
+        def get_extra_state(self) -> dict[str, torch.Tensor]:
+            return {"total": self.total}
+
+        def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+            self.total = state["total"]
+
+    module = Counting(2, 2)
+    with ds.Checkpointer(tmp_path) as checkpointer:
+        snapshot = checkpointer.snapshot([from_stateful("m", module)], step=0)
+        module.total.add_(1)
+        snapshot.wait_committed()
+    assert ds.load(tmp_path)["m"]["_extra_state"]["total"].sum() == 0

@@ -17,7 +17,7 @@ LINES = [
     {"arrays", "shard_table"},
     {"planner", "executor", "container", "manifest", "providers", "futures"},
     {"gate", "saving", "restoring"},
-    {"verifying"},
+    {"verifying", "engine"},
     {"checkpoint", "cli"},
     {"__init__"},
     {"testing", "adapters"},

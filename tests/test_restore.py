@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates.errors import CheckpointNotFoundError, CorruptError, RestoreError, TrustError
+from datastates import _native
+from datastates.errors import CheckpointNotFoundError, CorruptError, ProviderError, RestoreError, TrustError
 from datastates.providers import (
     CompositeProvider,
     HostTensorProvider,
@@ -273,3 +275,92 @@ def test_an_object_with_tensors_inside_restores(tmp_path: Path) -> None:
     before, live["sparse"] = live["sparse"], None
     ds.restore(tmp_path / "c", [PickledObjectProvider("o", get=lambda: live, set=live.update)])
     assert torch.equal(live["sparse"].to_dense(), before.to_dense())
+
+
+def test_live_memory_that_is_shared_but_was_not_is_refused(tmp_path: Path) -> None:
+    path = saved({str(i): torch.full((1000,), float(i)) for i in range(4)}, tmp_path / "c")
+    one = torch.zeros(1000)
+    with pytest.raises(RestoreError, match="shares live memory"):
+        ds.restore(path, [from_state_dict("s", {str(i): one for i in range(4)})])
+    assert one.sum() == 0
+
+
+def test_live_memory_that_is_shared_as_it_was_is_restored(tmp_path: Path) -> None:
+    base = torch.arange(10.0)
+    path = saved({"base": base, "tail": base[4:], "again": base}, tmp_path / "c")
+    live = torch.zeros(10)
+    ds.restore(path, [from_state_dict("s", {"base": live, "tail": live[4:], "again": live})])
+    assert torch.equal(live, base)
+
+
+def test_restoring_waits_for_what_is_still_to_be_captured(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3 << 20)}
+    provider = from_state_dict("s", state)
+    with ds.Checkpointer(tmp_path, host_cache="2MiB", block="1MiB") as checkpointer:
+        checkpointer.snapshot([provider], step=1).wait_committed()
+        state["w"].fill_(1)
+        _native.arm_fault("write", "delay", 100, 1, 2)
+        later = checkpointer.snapshot([provider], step=2)
+        checkpointer.restore([provider], step=1)
+        later.wait_committed()
+    assert (state["w"] == 0).all()
+    assert (ds.load(tmp_path)["s"]["w"] == 1).all()
+
+
+def test_not_strict_leaves_an_optimizer_of_other_groups_alone(tmp_path: Path) -> None:
+    def optimizer(count: int) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2)) for _ in range(count)])
+        made.param_groups[0]["params"][0].grad = torch.ones(2)
+        made.step()
+        return made
+
+    ds.snapshot([from_stateful("o", optimizer(2))], tmp_path / "c").wait_committed()
+    live = optimizer(1)
+    before = copy.deepcopy(live.state_dict())
+    result = ds.restore(tmp_path / "c", [from_stateful("o", live)], strict=False)
+    assert list(result.mismatched_keys) == ["o/param_groups"]
+    assert equal(live.state_dict(), before)
+
+
+def test_a_module_with_load_hooks_gets_them(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    ds.snapshot([from_stateful("m", module)], tmp_path / "c").wait_committed()
+    seen: list[object] = []
+    module.register_load_state_dict_post_hook(lambda *arguments: seen.append(arguments))
+    ds.restore(tmp_path / "c", [from_stateful("m", module)])
+    assert seen
+
+
+def test_inference_tensors_are_restored(tmp_path: Path) -> None:
+    path = saved({"t": torch.arange(6.0).reshape(2, 3)}, tmp_path / "c")
+    with torch.inference_mode():
+        live = torch.zeros(3, 2).t()
+    ds.restore(path, [from_state_dict("s", {"t": live})])
+    assert torch.equal(live, torch.arange(6.0).reshape(2, 3))
+
+
+def test_numpy_and_torch_over_one_memory_come_back_as_they_were(tmp_path: Path) -> None:
+    tensor = torch.arange(5.0)
+    state = {"t": tensor, "n": tensor.numpy()}
+    assert equal(ds.load(saved(state, tmp_path / "c"))["s"], state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"global_shape": (4,), "offset": (3,)},
+        {"buffer_offset": -4},
+        {"shape": (-1,)},
+        {"kind": "jax"},
+        {"offset": None, "flat": (0, 5)},
+        {"buffer_offset": 4},
+    ],
+)
+def test_a_shard_that_no_reader_would_take_is_not_written(change: dict[str, Any], tmp_path: Path) -> None:
+    class Wrong(HostTensorProvider):
+        def shards(self) -> list[ds.Shard]:
+            return [dataclasses.replace(shard, **change) for shard in super().shards()]
+
+    with pytest.raises(ProviderError):
+        ds.snapshot([Wrong("w", {"a": torch.ones(2)})], tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []

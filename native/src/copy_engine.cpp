@@ -20,6 +20,15 @@ using cuda::driver;
 /// when the device has failed, which its user has been told already.
 void ignore(cuda::Result /*result*/) {}
 
+/// A call of that kind with its context current; the context itself may have gone, too.
+template <typename Call>
+void quietly(cuda::ContextHandle context, Call call) {
+    if (driver().context_push(context) != cuda::kSuccess) return;
+    ignore(call());
+    cuda::ContextHandle popped = nullptr;
+    ignore(driver().context_pop(&popped));
+}
+
 }  // namespace
 
 Event::Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle stream)
@@ -31,7 +40,9 @@ Event::Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle s
     check(result, "cuEventRecord");
 }
 
-Event::~Event() { ignore(driver().event_destroy(event_)); }
+Event::~Event() {
+    quietly(context_->handle(), [&] { return driver().event_destroy(event_); });
+}
 
 bool Event::passed() const {
     const CurrentContext current(context_->handle());
@@ -41,7 +52,9 @@ bool Event::passed() const {
     return true;
 }
 
-void Event::synchronize() const { ignore(driver().event_synchronize(event_)); }
+void Event::synchronize() const {
+    quietly(context_->handle(), [&] { return driver().event_synchronize(event_); });
+}
 
 void Event::order_before(cuda::StreamHandle stream) const {
     check(driver().stream_wait_event(stream, event_, 0), "cuStreamWaitEvent");
@@ -55,12 +68,13 @@ DeviceFingerprints::DeviceFingerprints(DeviceFingerprints&& other) noexcept
     : engine_(std::move(other.engine_)),
       memory_(std::exchange(other.memory_, nullptr)),
       bytes_(other.bytes_),
-      count_(other.count_) {}
+      count_(other.count_),
+      used_(std::move(other.used_)) {}
 
 DeviceFingerprints::~DeviceFingerprints() {
     if (memory_ == nullptr) return;
     const std::scoped_lock lock(engine_->mutex_);
-    engine_->spares_.push_back({.memory = memory_, .bytes = bytes_});
+    engine_->spares_.push_back({.memory = memory_, .bytes = bytes_, .used = std::move(used_)});
 }
 
 std::uint64_t DeviceFingerprints::at(std::size_t index) const {
@@ -80,7 +94,10 @@ CopyEngine::CopyEngine(int ordinal) : context_(std::make_shared<cuda::PrimaryCon
 
 CopyEngine::~CopyEngine() {
     ignore(driver().context_push(context()));
-    for (const auto& spare : spares_) ignore(driver().host_free(spare.memory));
+    for (const auto& spare : spares_) {
+        if (spare.used) spare.used->synchronize();
+        ignore(driver().host_free(spare.memory));
+    }
     if (module_ != nullptr) ignore(driver().module_unload(module_));
     ignore(driver().stream_destroy(capture_stream_));
     ignore(driver().stream_destroy(restore_stream_));
@@ -115,10 +132,13 @@ void CopyEngine::drain(cuda::StreamHandle stream) const {
 }
 
 CopyEngine::Spare CopyEngine::take_page_locked(std::size_t bytes) {
-    const auto large_enough = [&](const Spare& spare) { return spare.bytes >= bytes; };
-    const auto found = std::ranges::find_if(spares_, large_enough);
+    // A kernel of a job that failed early may still be about to read its buffer.
+    const auto usable = [&](const Spare& spare) {
+        return spare.bytes >= bytes && (!spare.used || spare.used->passed());
+    };
+    const auto found = std::ranges::find_if(spares_, usable);
     if (found != spares_.end()) {
-        const Spare spare = *found;
+        Spare spare = std::move(*found);
         spares_.erase(found);
         return spare;
     }
@@ -129,7 +149,7 @@ CopyEngine::Spare CopyEngine::take_page_locked(std::size_t bytes) {
     void* memory = nullptr;
     check(driver().host_allocate(&memory, bytes, cuda::kHostPortable | cuda::kHostDeviceMap),
           "cuMemHostAlloc");
-    return {.memory = static_cast<std::byte*>(memory), .bytes = bytes};
+    return {.memory = static_cast<std::byte*>(memory), .bytes = bytes, .used = nullptr};
 }
 
 DeviceFingerprints CopyEngine::fingerprint(std::span<const fingerprint::DeviceRange> ranges,
@@ -159,6 +179,7 @@ DeviceFingerprints CopyEngine::fingerprint(std::span<const fingerprint::DeviceRa
     check(driver().launch_kernel(kernel_, blocks, 1, 1, fingerprint::kKernelThreads, 1, 1, 0,
                                  stream, parameters.data(), nullptr),
           "cuLaunchKernel");
+    launched.used_ = record(stream);
     return launched;
 }
 

@@ -44,14 +44,14 @@ def prepared(training: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
             with ckpt.gate():
                 training.update(state, step)
             ckpt.snapshot(training.providers_of(state), step=step)
-    for name in ("step-00000009.partial-0123abcd", "step-00000000"):
+    for name in ("step-00000009.partial-0123abcd", "step-00000000.r1.partial-89abcdef"):
         (root / name).mkdir()
         (root / name / "rank-00000.pt").write_bytes(b"left over")
     return root
 
 
 def test_the_matrix_covers_the_manifest_and_the_native_core() -> None:
-    assert {"mkdir", "lock", "open", "write", "sync", "sync_directory", "rename", "unlink", "remove"} <= set(OPERATIONS)
+    assert {"mkdir", "lock", "open", "write", "sync", "sync_directory", "rename", "unlock", "remove"} <= set(OPERATIONS)
     for point in NATIVE_POINTS:
         _native.arm_fault(point.partition("=")[0], "delay", 0, 1, 1)
 

@@ -576,3 +576,70 @@ def test_a_step_saved_after_a_roll_back_is_not_deleted_at_once(tmp_path: Path) -
         ckpt.restore(providers(5), step=5)
         ckpt.snapshot(providers(6), step=6).wait_committed()
         assert ckpt.steps() == [6, 10]
+
+
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / "step-00000100"
+    foreign.mkdir()
+    (foreign / "model.safetensors").write_bytes(b"theirs")
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(100), step=100)
+    assert (foreign / "model.safetensors").read_bytes() == b"theirs"
+    assert manifest.committed(tmp_path)[100].name == "step-00000100.r1"
+
+
+def test_the_gate_does_not_wait_for_a_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleting, go_on = threading.Event(), threading.Event()
+    real = manifest.remove
+
+    def slow(path: Path) -> None:
+        deleting.set()
+        assert go_on.wait(30)
+        real(path)
+
+    monkeypatch.setattr(manifest, "remove", slow)
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        for step in (1, 2):
+            ckpt.snapshot(providers(step), step=step)
+        assert deleting.wait(30)
+        ckpt.gate()
+        go_on.set()
+    assert list(manifest.committed(tmp_path)) == [2]
+
+
+def test_a_snapshot_that_finds_no_thread_fails_and_blocks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        with monkeypatch.context() as patched:
+            patched.setattr(ckpt._engine._pool, "submit", raise_runtime_error)
+            with pytest.raises(RuntimeError, match="no thread"):
+                ckpt.snapshot(providers(1), step=1)
+        ckpt.gate()
+        assert list(tmp_path.iterdir()) == []
+        ckpt.snapshot(providers(2), step=2).wait_committed()
+
+
+def raise_runtime_error(*_: object) -> None:
+    raise RuntimeError("no thread")
+
+
+def test_an_interrupted_close_loses_nothing(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = """
+import os, signal, sys, threading, time
+import numpy as np
+import datastates as ds
+from datastates import _native
+from datastates.providers import HostTensorProvider
+ckpt = ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB")
+_native.arm_fault("sync", "delay", 1500, 1, 1)
+ckpt.snapshot([HostTensorProvider("model", {"a": np.arange(10)})], step=1)
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    ckpt.close()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "interrupted\n")
+    assert list(manifest.committed(tmp_path)) == [1]

@@ -59,6 +59,7 @@ class DeviceFingerprints {
     std::byte* memory_;
     std::size_t bytes_;
     std::size_t count_;
+    std::shared_ptr<Event> used_;  // behind the kernel
 };
 
 /// What moves bytes between one device and the host: two streams of our own, one for each
@@ -96,6 +97,7 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
     struct Spare {
         std::byte* memory;
         std::size_t bytes;
+        std::shared_ptr<Event> used;  // behind the last kernel that was given it
     };
     Spare take_page_locked(std::size_t bytes);
 
