@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -137,22 +137,23 @@ def shards_of(items: Sequence[tuple[str, object, bool]]) -> list[Shard]:
             for i in cluster:
                 buffers[i] = buffer
     return [
-        Shard(
-            key=key,
-            dtype=view.dtype.name,
-            kind=view.kind,
-            shape=view.shape,
-            stride=view.stride,
-            global_shape=view.shape,
-            offset=(0,) * len(view.shape),
-            lazy=lazy,
-            buffer=buffer,
-            buffer_offset=view.pointer - buffer.pointer,
-            source=array,
-        )
+        replace(_describe(key, view, array), lazy=lazy, buffer=buffer, buffer_offset=view.pointer - buffer.pointer)
         for (key, array, lazy), view, buffer in zip(items, views, buffers, strict=True)
         if buffer is not None
     ]
+
+
+def _describe(key: str, view: _View, array: object) -> Shard:
+    return Shard(
+        key=key,
+        dtype=view.dtype.name,
+        kind=view.kind,
+        shape=view.shape,
+        stride=view.stride,
+        global_shape=view.shape,
+        offset=(0,) * len(view.shape),
+        source=array,
+    )
 
 
 def _clusters(views: list[_View], members: list[int]) -> list[list[int]]:
@@ -200,17 +201,7 @@ def array_shard(key: str, array: object, *, lazy: bool | None = None) -> Shard:
 
 def destination(key: str, array: object) -> Shard:
     """Describe a live array to restore into: nothing is copied, whatever its strides."""
-    view = _view(array)
-    return Shard(
-        key=key,
-        dtype=view.dtype.name,
-        kind=view.kind,
-        shape=view.shape,
-        stride=view.stride,
-        global_shape=view.shape,
-        offset=(0,) * len(view.shape),
-        source=array,
-    )
+    return _describe(key, _view(array), array)
 
 
 def fits(ref: ArrayRef, array: object) -> bool:

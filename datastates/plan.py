@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -70,11 +70,6 @@ class WritePlan:
     literal_offset: U64
     literal_length: U64
 
-    @property
-    def literal_nbytes(self) -> int:
-        """Bytes of headers, padding and descriptors."""
-        return int(self.literal_length.sum())
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
@@ -124,4 +119,3 @@ class ReadPlan:
     check_crc: U32
     check_record: I32
     dest_nbytes: U64
-    bytes_needed: int = field(default=0)

@@ -207,7 +207,6 @@ def plan_read(
         check_crc=np.ascontiguousarray(chunks.crc[wanted]),
         check_record=np.ascontiguousarray(w_record, dtype=np.int32),
         dest_nbytes=_u64(dest_nbytes),
-        bytes_needed=int(nbytes.sum()),
     )
 
 

@@ -15,15 +15,6 @@ HOST = -1
 """The device number of host memory; GPUs count from 0."""
 
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The row-major strides of a shape, in elements."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
-
-
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements from a strided array's first to one past its last; 0 when it has none."""
     if 0 in shape:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from datastates import arrays, container, manifest, pickling, planner, unpickling
-from datastates.container import Index, StoredObject
 from datastates.errors import CorruptError, DatastatesError, FormatError, ProviderError, RestoreError, StorageError
 from datastates.executor import Executor, read_bytes
+from datastates.index import Index, StoredObject
 from datastates.pickling import StoredArray
 from datastates.plan import Chunks
 from datastates.protocol import ArrayRef, Buffer, Saved, Shard, StateProvider, full_key, span, walk_unique

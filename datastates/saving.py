@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays, container, manifest, planner
-from datastates.container import Index, ProviderState
+from datastates import arrays, container, frames, manifest, planner
+from datastates.container import ProviderState
 from datastates.dtypes import BY_NAME
 from datastates.errors import DatastatesError, DeviceError, FormatError, ProviderError, TornSnapshotError
 from datastates.executor import Executor, PreparedWrite, WriteJob, prepare_write
 from datastates.futures import Snapshot
+from datastates.index import Index
 from datastates.pickling import ArrayLeaf, StoredArray
 from datastates.plan import WritePlan
 from datastates.protocol import HOST, Buffer, Encoder, Shard, StateProvider, full_key, span, walk_unique
@@ -156,8 +157,8 @@ class Saver:
             self._last = None
             sizes = np.array([b.nbytes for b in collected.buffers], np.uint64)
             eager = np.array(collected.eager, np.uint8)
-            plan = planner.plan_write(sizes, eager, container.header_nbytes(len(sizes)), self._executor.block)
-            literal = container.encode_frames(plan.header_offset, plan.data_offset, plan.source_nbytes[plan.order])
+            plan = planner.plan_write(sizes, eager, frames.header_nbytes(len(sizes)), self._executor.block)
+            literal = frames.encode_frames(plan.header_offset, plan.data_offset, plan.source_nbytes[plan.order])
             record_of_source = np.argsort(plan.order)
             record = [int(record_of_source[s]) for s in collected.source]
             try:
@@ -285,7 +286,7 @@ class Running:
 
     def _write(self) -> tuple[bytes, int]:
         """Encode the metadata while the data is being written; returns the tail and the index's checksum."""
-        begin = container.pickle_place(self.planned.plan.end)
+        begin = frames.pickle_place(self.planned.plan.end)
         pickle, objects = container.encode_pickle(self._states(), begin)
         self._release()
         self.job.wait_written()

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from datastates import container, dtypes, manifest, pickling, planner
-from datastates.container import Index, ProviderState
+from datastates import container, dtypes, frames, manifest, pickling, planner
+from datastates.container import ProviderState
+from datastates.index import Index
 from datastates.pickling import ArrayLeaf, StoredArray
 from datastates.plan import CHUNK
 from datastates.shard_table import ShardTable
@@ -83,10 +84,10 @@ def build() -> dict[str, bytes]:
     names = list(RECORDS)
     sizes = np.array([len(RECORDS[n]) for n in names], np.uint64)
     eager = np.array([n in EAGER for n in names], np.uint8)
-    plan = planner.plan_write(sizes, eager, container.header_nbytes(len(names)), 4 * CHUNK)
+    plan = planner.plan_write(sizes, eager, frames.header_nbytes(len(names)), 4 * CHUNK)
     order = [names[i] for i in plan.order.tolist()]
     crc = np.array([container.crc32(RECORDS[n]) for n in order], np.uint32)
-    begin = container.pickle_place(plan.end)
+    begin = frames.pickle_place(plan.end)
     pickle, objects = container.encode_pickle(_states(order), begin)
     index = Index(
         identity=IDENTITY,
@@ -102,8 +103,8 @@ def build() -> dict[str, bytes]:
         pickle_crc=container.crc32(pickle),
     )
     tail, index_crc = container.encode_tail(index, pickle)
-    frames = container.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, crc)
-    data = _interleave(frames, index, order) + tail
+    framing = frames.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, crc)
+    data = _interleave(framing, index, order) + tail
     entry = manifest.ContainerEntry(file=CONTAINER, rank=0, nbytes=len(data), index_crc32=index_crc)
     made = manifest.Manifest(
         step=120, attempt="9f86d081", created="2026-01-31T12:00:00+00:00", world_size=1, containers=(entry,)
@@ -111,12 +112,12 @@ def build() -> dict[str, bytes]:
     return {CONTAINER: data, MANIFEST: manifest.encode(made)}
 
 
-def _interleave(frames: bytes, index: Index, order: list[str]) -> bytes:
+def _interleave(framing: bytes, index: Index, order: list[str]) -> bytes:
     parts, at, end = [], 0, 0
     for name, offset in zip(order, index.data_offset.tolist(), strict=True):
-        parts += [frames[at : at + offset - end], RECORDS[name]]
+        parts += [framing[at : at + offset - end], RECORDS[name]]
         at, end = at + offset - end, offset + len(RECORDS[name])
-    return b"".join([*parts, frames[at:]])
+    return b"".join([*parts, framing[at:]])
 
 
 def _table(order: list[str]) -> ShardTable:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates import container, dtypes, manifest
+from datastates import dtypes, manifest
+from datastates.index import encode_index
 from datastates.restoring import open_checkpoint, open_container
 from datastates.verifying import verify_container
 
@@ -89,7 +90,7 @@ def test_decoding_gives_the_golden_identity(made: SimpleNamespace, golden: dict[
 def test_decoding_the_golden_index_and_encoding_it_gives_the_same_bytes(golden: dict[str, Path]) -> None:
     opened = open_container(golden["container.pt"])
     data = golden["container.pt"].read_bytes()[opened.index_offset :]
-    encoded = container.encode_index(opened.index)
+    encoded = encode_index(opened.index)
     assert data[: len(encoded)] == encoded
 
 

@@ -14,8 +14,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from datastates import container, manifest, planner
-from datastates.container import Index, ProviderState
+from datastates import container, frames, manifest, planner
+from datastates.container import ProviderState
+from datastates.index import Index
 from datastates.plan import CHUNK
 from datastates.protocol import Shard
 from datastates.shard_table import table_of
@@ -139,12 +140,12 @@ def forge(tmp_path: Path) -> Forge:
         pickle: bytes, records: Sequence[bytes] = (), shards: Sequence[Shard] = (), record: Sequence[int] = ()
     ) -> Path:
         sizes = np.array([len(r) for r in records], np.uint64)
-        headers = container.header_nbytes(len(records))
+        headers = frames.header_nbytes(len(records))
         plan = planner.plan_write(sizes, np.zeros(len(records), np.uint8), headers, 4 * CHUNK)
         place = np.argsort(plan.order).tolist()
         ordered = [records[i] for i in plan.order.tolist()]
         crc = np.array([container.crc32(r) for r in ordered], np.uint32)
-        begin = container.pickle_place(plan.end)
+        begin = frames.pickle_place(plan.end)
         encoded, objects = container.encode_pickle([ProviderState("m", pickle)], begin)
         index = Index(
             identity={"step": 120, "rank": 0, "world_size": 1, "attempt": "9f86d081"},
@@ -161,12 +162,12 @@ def forge(tmp_path: Path) -> Forge:
             pickle_nbytes=len(encoded),
             pickle_crc=container.crc32(encoded),
         )
-        frames = container.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, crc)
+        framing = frames.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, crc)
         parts, at, end = [], 0, 0
         for data, offset in zip(ordered, index.data_offset.tolist(), strict=True):
-            parts += [frames[at : at + offset - end], data]
+            parts += [framing[at : at + offset - end], data]
             at, end = at + offset - end, offset + len(data)
         tail, _ = container.encode_tail(index, encoded)
-        return commit(tmp_path / "checkpoint", b"".join([*parts, frames[at:], tail]))
+        return commit(tmp_path / "checkpoint", b"".join([*parts, framing[at:], tail]))
 
     return make
