@@ -24,6 +24,8 @@ def equal(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, np.ndarray):  # of strings, objects, dates: what is pickled
+        return a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, float):
         return a == b or (a != a and b != b)
     return bool(a == b)
