@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import signal
 import sys
@@ -44,6 +45,22 @@ def _refuse_many_ranks() -> None:
             )
 
 
+def _checked_step(step: Any) -> int:
+    """A step from any integer, NumPy's too; TypeError or ValueError otherwise."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise TypeError(f"step: must be an integer, got {step!r:.40} ({type(step).__name__})")
+    number = operator.index(step)
+    if not 0 <= number < 10**18:
+        raise ValueError(f"step: {number} is not from 0 to 10**18 - 1")
+    return number
+
+
+def _checked_path(path: PathLike) -> Path:
+    if not os.fspath(path):
+        raise ValueError("the path of a checkpoint is empty")
+    return Path(path).expanduser().absolute()
+
+
 class Checkpointer:
     """Snapshots of one training run in one directory, and their restore.
 
@@ -62,7 +79,7 @@ class Checkpointer:
             StorageError: The directory cannot be made or written.
         """
         self.settings = Settings.of(options)
-        self.directory = Path(directory).absolute()
+        self.directory = _checked_path(directory)
         _refuse_many_ranks()
         if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
             raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
@@ -102,8 +119,7 @@ class Checkpointer:
             ClosedError: The checkpointer is closed.
         """
         self._raise_if_closed()
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"step: {step!r} is not a number of 0 or more")
+        step = _checked_step(step)
         self._raise_failures()
         begin = time.monotonic()
         self._wait_for_room()
@@ -178,7 +194,7 @@ class Checkpointer:
         steps = manifest.committed(self.directory)
         if step is None and not steps:
             return None
-        chosen = max(steps) if step is None else step
+        chosen = max(steps) if step is None else _checked_step(step)
         if chosen not in steps:
             raise CheckpointNotFoundError(f"no committed checkpoint of step {chosen} in {self.directory}")
         gate.pass_all()  # restoring changes the state, too
@@ -275,10 +291,10 @@ def snapshot(
         SettingsError, ProviderError: As for :class:`Checkpointer`.
     """
     settings = IoSettings.of(options)
-    target = Path(path).absolute()
+    target, step = _checked_path(path), _checked_step(step)
     _refuse_many_ranks()
     if target.exists():
-        raise FileExistsError(f"{target} exists; a checkpoint is never written over something else")
+        raise FileExistsError(f"{target} exists, and is not written over: delete it or choose another path")
 
     def cleared() -> Path:
         for left in manifest.debris_of(target):
@@ -301,7 +317,7 @@ def restore(
         **options: Fields of :class:`~datastates.config.IoSettings`.
     """
     settings = IoSettings.of(options)
-    found = manifest.find(Path(path).absolute())
+    found = manifest.find(_checked_path(path))
     gate.pass_all()
     return restoring.restore(found, providers, lambda n: make_executor(settings, n), strict=strict, trust=trust)
 
@@ -321,4 +337,4 @@ def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
     settings = IoSettings.of(options)
-    return restoring.load(Path(path).absolute(), lambda n: make_executor(settings, n), trust=trust)
+    return restoring.load(_checked_path(path), lambda n: make_executor(settings, n), trust=trust)

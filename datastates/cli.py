@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="datastates", description="Look at checkpoints.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('datastates')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for run, name, argument, what in (
         (_ls, "ls", "DIR", "list the checkpoints in a directory, and what interrupted runs left there"),
@@ -88,6 +90,9 @@ def _ls(arguments: argparse.Namespace) -> int:
     if not root.is_dir():
         print(f"datastates: {root} is not a directory", file=sys.stderr)
         return 1
+    if (root / manifest.FILE).exists():
+        print(f"datastates: {root} is one checkpoint: use inspect", file=sys.stderr)
+        return 1
     found: list[dict[str, Any]] = []
     for step, path in manifest.committed(root).items():
         entry: dict[str, Any] = {"step": step, "name": path.name}
@@ -139,7 +144,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _shape(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape)) if shape else "scalar"
+    return "x".join(map(str, shape)) if shape else "scalar"
 
 
 def _describe(one: Container) -> dict[str, Any]:

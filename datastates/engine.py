@@ -102,6 +102,7 @@ class Engine:
         except BaseException as error:  # no thread, or the interpreter is ending: nobody may wait for it
             running.cancel(error)
             self._forget(snapshot)
+            snapshot.exception()  # told by being raised
             raise
 
     def _finish(self, snapshot: Snapshot, running: Running) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import io
 import pickle
+import pickletools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -163,6 +164,17 @@ def dumps(value: object, locate: Callable[[ArrayLeaf], StoredArray] | None = Non
     file = io.BytesIO()
     _Writer(file, locate).dump(value)
     return file.getvalue()
+
+
+def is_dialect(data: bytes) -> bool:
+    """Whether bytes are one pickle of protocol 2, as :func:`dumps` writes it: other protocols cannot be spliced."""
+    if not data.startswith(_HEADER):
+        return False
+    try:
+        opcodes = [(code, position) for code, _, position in pickletools.genops(data)]
+    except ValueError:
+        return False
+    return opcodes[-1][1] == len(data) - 1 and all(code.proto <= PROTOCOL for code, _ in opcodes)
 
 
 def body(stream: bytes) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -229,9 +229,14 @@ def full_key(provider: str, key: str) -> str:
 def walk_unique(providers: Sequence[StateProvider]) -> Iterator[StateProvider]:
     """The providers, each checked to be one and to have a name of its own; raises TypeError or ValueError."""
     seen: set[str] = set()
+    if isinstance(providers, (Mapping, str, StateProvider)) or not isinstance(providers, Iterable):
+        raise TypeError(f"providers: a list of StateProviders is wanted, not a {type(providers).__name__}")
     for provider in providers:
-        if not isinstance(provider, StateProvider):
-            raise TypeError(f"not a StateProvider: {provider!r}")
+        if not isinstance(provider, StateProvider) or not hasattr(provider, "name"):
+            raise TypeError(
+                f"providers: a {type(provider).__name__} is no StateProvider with a name; "
+                "wrap state by from_stateful(name, obj) or from_state_dict(name, mapping)"
+            )
         if provider.name in seen:
             raise ValueError(f"two providers are named {provider.name!r}")
         seen.add(provider.name)

@@ -18,7 +18,7 @@ from datastates.errors import DatastatesError, DeviceError, FormatError, Provide
 from datastates.executor import Executor, PreparedWrite, WriteJob, prepare_write
 from datastates.futures import Snapshot
 from datastates.index import Index
-from datastates.pickling import ArrayLeaf, StoredArray
+from datastates.pickling import ArrayLeaf, StoredArray, is_dialect
 from datastates.plan import WritePlan
 from datastates.protocol import HOST, Buffer, Encoder, Shard, StateProvider, full_key, span, walk_unique
 from datastates.shard_table import ShardTable, table_of
@@ -70,7 +70,7 @@ def collect(providers: Sequence[StateProvider]) -> Collected:
     numbers: dict[tuple[object, ...], int] = {}
     seen: set[tuple[str, bool]] = set()
     for p, provider in enumerate(result.providers):
-        for shard in provider.shards():
+        for shard in _shards_of(provider):
             key = full_key(provider.name, shard.key)
             if (key, shard.is_object) in seen:
                 raise ProviderError(f"two shards have the key {key!r}")
@@ -88,6 +88,16 @@ def collect(providers: Sequence[StateProvider]) -> Collected:
             result.source.append(numbers[place])
             result.eager[numbers[place]] |= not shard.lazy
     return result
+
+
+def _shards_of(provider: StateProvider) -> Sequence[Shard]:
+    try:
+        shards = provider.shards()
+    except ProviderError as error:
+        raise ProviderError(f"{provider.name!r}: {error}") from error
+    if not isinstance(shards, Sequence) or not all(isinstance(s, Shard) and isinstance(s.key, str) for s in shards):
+        raise ProviderError(f"{provider.name!r}: shards() must return a list of Shards with text for keys")
+    return shards
 
 
 def _checked_buffer(key: str, shard: Shard) -> Buffer:
@@ -178,9 +188,11 @@ def container_name(rank: int) -> str:
 def _serialize(collected: Collected, provider: int, shard: Shard) -> bytes | Encoder:
     owner = collected.providers[provider]
     result = owner.serialize(shard)
-    if not isinstance(result, bytes) and not callable(result):
+    if not (callable(result) or (isinstance(result, bytes) and is_dialect(result))):
         key = full_key(owner.name, shard.key)
-        raise ProviderError(f"{key!r}: serialize() gave a {type(result).__name__}, not the bytes of datastates.dumps()")
+        raise ProviderError(
+            f"{key!r}: serialize() must return what datastates.dumps(value) gives, not other bytes or objects"
+        )
     return result
 
 

@@ -67,6 +67,8 @@ class _Reader(_PurePython):  # type: ignore[misc]
         function, args = self.stack[-2:]
         if type(args) is not tuple:
             raise FormatError("a call without a tuple of arguments")
+        if args and isinstance(args[0], type) and issubclass(args[0], Unbuilt):
+            function = self.stack[-2] = args[0]  # a subclass of arrays, say, that is to stay unbuilt
         foreign = id(function) in self._foreign
         rebuilds = isinstance(function, MethodType) and function in self._rebuilds
         if not (foreign or rebuilds or vetted.may_call(function, args)):
@@ -86,7 +88,7 @@ class _Reader(_PurePython):  # type: ignore[misc]
         kind = type(target)
         if kind is collections.OrderedDict and type(state) is dict:
             super().load_build()
-        elif kind.__module__ == "numpy" and kind.__name__ == "ndarray" and id(target) not in self._foreign:
+        elif any(c.__module__ == "numpy" and c.__name__ == "ndarray" for c in kind.__mro__):
             vetted.set_numpy_array(target, self.stack.pop())
         elif any(c.__module__ == "numpy" and c.__name__ == "dtype" for c in kind.__mro__):
             vetted.set_numpy_dtype(target, self.stack.pop())
@@ -169,10 +171,20 @@ class _Reader(_PurePython):  # type: ignore[misc]
     def _rebuild_tensor_v2(
         self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, *metadata: Any
     ) -> object:
-        del hooks, metadata
+        if id(storage) in self._foreign:
+            return self._tensor_over_trusted(storage, offset, shape, stride, grad, hooks, *metadata)
         if not isinstance(storage, _Storage) or storage.dtype is None:
             raise FormatError("a tensor without a typed storage")
         return self._array(storage, storage.dtype, storage.numel, offset, shape, stride, grad)
+
+    def _tensor_over_trusted(self, storage: Any, *arguments: Any) -> object:
+        # a tensor that was pickled whole, inside an object of another class: its storage came through trust
+        if isinstance(storage, Unbuilt):
+            return self._own(Unbuilt(storage, *arguments))
+        import torch
+
+        rebuild: Any = torch._utils._rebuild_tensor_v2
+        return self._own(rebuild(storage, *arguments))
 
     def _rebuild_tensor_v3(
         self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *metadata: Any
@@ -270,8 +282,8 @@ def structure(data: bytes, resolve: Callable[[StoredArray], object], *, trust: C
 def _read(
     reader: type[_Reader], data: bytes, resolve: Callable[[StoredArray], object], trust: Collection[str] | str
 ) -> Any:
-    if isinstance(trust, str) and trust != "all":
-        raise TypeError(f'trust: "all" or a list of names, not the text {trust!r}')
+    if trust != "all" and (isinstance(trust, str) or not all(isinstance(name, str) for name in trust)):
+        raise TypeError(f'trust: "all" or a list of names such as "module.Class", not {trust!r}')
     try:
         return reader(io.BytesIO(data), resolve, trust).load()
     except (FormatError, ImportError):

@@ -36,9 +36,10 @@ def _rebuild_numpy(subtype: object, shape: object, kind: object) -> Any:
     # NumPy itself only ever writes an empty array here and fills it by __setstate__; a file that says more wants memory
     import numpy as np
 
-    if subtype is not np.ndarray or shape != (0,) or kind not in (b"b", "b"):
+    # a subclass has come through trust
+    if not (isinstance(subtype, type) and issubclass(subtype, np.ndarray)) or shape != (0,) or kind not in (b"b", "b"):
         raise FormatError("a NumPy array is rebuilt with arguments that NumPy does not write")
-    return np.ndarray((0,), "b")
+    return np.ndarray.__new__(subtype, (0,), "b")
 
 
 def _numpy_dtype(*args: Any) -> Any:

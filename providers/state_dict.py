@@ -83,17 +83,20 @@ class _ContainerProvider(TreeProvider):
             for key, stored_leaf, leaf in found.leaves:
                 if not same(stored_leaf, leaf):
                     mismatched[key] = (
-                        f"a {type(stored_leaf).__name__} cannot be put back into what a callable builds; "
+                        f"a value ({type(stored_leaf).__name__}) cannot be put back into what a callable builds; "
                         "use from_stateful, PickledObjectProvider or the live containers"
                     )
         saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=mismatched)
-        # arrays inside objects of other classes have no live counterpart: the objects are built anew
-        inner = [arrays.destination(key, arrays.empty(ref)) for key, ref in saved.arrays().items() if is_inner(key)]
-        return [*(arrays.destination(ref.key, array) for ref, array in found.pairs), *inner]
+        return [*(arrays.destination(ref.key, array) for ref, array in found.pairs), *_inner(saved)]
 
     def restore(self, shard: Shard, value: object) -> None:
         del shard
         merge(self.value(), value)
+
+
+def _inner(saved: Saved) -> list[Shard]:
+    """Fresh arrays for those inside objects of other classes, which are built anew."""
+    return [arrays.destination(key, arrays.empty(ref)) for key, ref in saved.arrays().items() if is_inner(key)]
 
 
 def same(a: object, b: object) -> bool:
@@ -154,7 +157,7 @@ class _StatefulProvider(TreeProvider):
             saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=found.mismatched)
             plain = not found.leaves and not _has_load_hooks(self._object)
             self._in_place = plain and _is_live(self.value(), live)
-            return [arrays.destination(ref.key, array) for ref, array in found.pairs]
+            return [*(arrays.destination(ref.key, array) for ref, array in found.pairs), *_inner(saved)]
         fixed = _is_a(self._object, "optim.Optimizer")
         if fixed:
             differences = _group_differences(stored, live)

@@ -60,10 +60,20 @@ class Tree:
     root: object = None
     _opaque: bytes = b""
 
+    def thaws(self) -> bool:
+        """Whether the copied objects can be built over stand-ins for the tensors in them."""
+        try:
+            self._thaw()
+        except Exception:  # whatever the objects' own code makes of a stand-in
+            return False
+        return True
+
+    def _thaw(self) -> list[object]:
+        return _Thaw(io.BytesIO(self._opaque)).load() if self._opaque else []
+
     def encode(self, locate: Callable[[ArrayLeaf], StoredArray]) -> bytes:
         """Serialize the frozen copy; depends on live state no more."""
-        objects: list[object] = _Thaw(io.BytesIO(self._opaque)).load() if self._opaque else []
-        return dumps(_fill(self.root, objects, {}), locate)
+        return dumps(_fill(self.root, self._thaw(), {}), locate)
 
 
 class _Freeze(pickle.Pickler):
@@ -130,7 +140,8 @@ def take_apart(value: object, lazy: Lazy) -> Tree:
         if _is_constant(item):
             return item
         if _is_tensor(item):  # sparse, meta and the like: torch says which plain tensors they are made of
-            return Call(*(walk(part, join(key, i)) for i, part in enumerate(item.__reduce_ex__(PROTOCOL)[:2])))
+            inner_key = f"{_INNER}{len(found)}"
+            return Call(*(walk(part, join(inner_key, i)) for i, part in enumerate(item.__reduce_ex__(PROTOCOL)[:2])))
         opaque.append(item)
         opaque_keys.append(key)
         return _Opaque(len(opaque) - 1)
@@ -142,7 +153,12 @@ def take_apart(value: object, lazy: Lazy) -> Tree:
 
     tree.root = walk(value, "")
     if opaque:
+        outer = len(found)
         tree._opaque = _freeze(opaque, opaque_keys, inner)
+        if len(found) > outer and not tree.thaws():
+            # their own code wants real tensors to build them: then the tensors are pickled with them
+            del found[outer:]
+            tree._opaque = _freeze(opaque, opaque_keys, lambda _: None)
     tree.shards = arrays.shards_of(found)
     return tree
 

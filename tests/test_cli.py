@@ -125,3 +125,15 @@ def test_a_closed_pipe_is_no_traceback(root: Path) -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"datastates {ds.__version__}\n"
+
+
+def test_ls_of_one_checkpoint_points_to_inspect(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls", str(root / "step-00000001")]) == 1
+    assert "use inspect" in capsys.readouterr().err

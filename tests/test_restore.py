@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +365,66 @@ def test_a_shard_that_no_reader_would_take_is_not_written(change: dict[str, Any]
     with pytest.raises(ProviderError):
         ds.snapshot([Wrong("w", {"a": torch.ones(2)})], tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sparse_buffers_restore_through_live_containers(tmp_path: Path) -> None:
+    live = {"coo": torch.eye(3).to_sparse(), "w": torch.ones(2)}
+    path = saved(live, tmp_path / "c")
+    other = {"coo": torch.zeros(3, 3).to_sparse(), "w": torch.zeros(2)}
+    ds.restore(path, [from_state_dict("s", other)])
+    assert torch.equal(other["coo"].to_dense(), torch.eye(3))
+
+
+def test_objects_that_want_real_tensors_when_built_are_pickled_with_them(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    expected = torch.Generator().manual_seed(5)
+    path = saved({"g": generator}, tmp_path / "c")
+    loaded = ds.load(path, trust="all")["s"]["g"]
+    assert torch.equal(torch.rand(3, generator=loaded), torch.rand(3, generator=expected))
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_array_subclasses_load_with_trust(tmp_path: Path) -> None:
+    path = saved({"m": np.matrix([[1.0, 2.0]])}, tmp_path / "c")
+    with pytest.raises(TrustError, match="matrix"):
+        ds.load(path)
+    loaded = ds.load(path, trust="all")["s"]["m"]
+    assert type(loaded) is np.matrix
+    assert loaded.tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", pickle.dumps([1]), pickle.dumps([1], 2) + b".", "text", None])
+def test_serialize_must_return_the_dialect(data: Any, tmp_path: Path) -> None:
+    class Wrong(ds.StateProvider):
+        def shards(self) -> list[ds.Shard]:
+            return [ds.object_shard("a")]
+
+        def serialize(self, shard: ds.Shard) -> bytes:
+            return data  # type: ignore[no-any-return]
+
+    with pytest.raises(ProviderError, match=r"'q/a'.*datastates\.dumps"):
+        ds.snapshot([Wrong("q")], tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [-1, "3", 2.5, True, None, 10**18])
+def test_steps_that_are_none(step: Any, tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ValueError), match="step: "):
+        ds.snapshot([], tmp_path / "c", step=step)
+    with ds.Checkpointer(tmp_path / "run") as checkpointer, pytest.raises((TypeError, ValueError), match="step: "):
+        checkpointer.snapshot([], step=step)
+
+
+def test_a_step_may_be_any_integer(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.snapshot([], step=np.int64(4))  # type: ignore[arg-type]
+    assert checkpointer.steps() == [4]
+
+
+@pytest.mark.parametrize(
+    "providers", [torch.nn.Linear(1, 1), {"a": 1}, [torch.ones(1000)], HostTensorProvider("a", {}), "ab"]
+)
+def test_what_is_no_list_of_providers_is_said_so(providers: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="providers: ") as caught:
+        ds.snapshot(providers, tmp_path / "c")
+    assert len(str(caught.value)) < 200
