@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import subprocess
 import warnings
 import zipfile
 from pathlib import Path
@@ -313,10 +312,9 @@ def test_an_object_that_does_not_pickle_is_named(tmp_path: Path) -> None:
         save({"inner": [lambda: 0]}, tmp_path / "c")
 
 
-def test_other_readers_find_nothing_wrong(tmp_path: Path) -> None:
+def test_zipfile_finds_nothing_wrong(tmp_path: Path) -> None:
     file = save({"t": torch.randn(100_000), "n": [1, 2]}, tmp_path / "c")
     assert zipfile.ZipFile(file).testzip() is None
-    subprocess.run(["unzip", "-tqq", file], check=True)
 
 
 LEAVES = st.one_of(
