@@ -1,8 +1,8 @@
 """The manifest is the commit: which files make a checkpoint, and how a directory of checkpoints stays consistent.
 
-A snapshot is written into ``NAME.partial-XXXXXXXX``, a directory that no reader looks at and whose writer holds a
-lock on it. To commit, ``manifest.json`` is written there and synced, the directory is synced, renamed to ``NAME``,
-and its parent synced. A directory without a manifest is no checkpoint. ``docs/format.md`` is the contract.
+A snapshot is written into ``NAME.partial-XXXXXXXX``, a directory that no reader looks at, and in which its writer
+holds a file locked. To commit, ``manifest.json`` is written there and synced, the directory is synced, renamed to
+``NAME``, and its parent synced. A directory without a manifest is no checkpoint. ``docs/format.md`` is the contract.
 """
 
 from __future__ import annotations
