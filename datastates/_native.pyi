@@ -41,6 +41,14 @@ def crc32(data: Buffer, value: int = 0) -> int:
 def crc32_combine(first: int, second: int, second_length: int) -> int:
     """CRC-32 of A followed by B, from theirs and B's length."""
 
+def layouts(arrays: list[object]) -> bytes | None:
+    """Where each array lies and how it is laid out, to be compared with what this said before.
+
+    Equal for two lists exactly when their arrays have, in order, the same types, addresses, devices, element types,
+    shapes and strides. None when one of them does not offer DLPack's C exchange API (torch does from 2.10 on), or not
+    for what it holds (a conjugated view).
+    """
+
 def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int = 0) -> None:
     """Break a syscall, for tests, in the whole process.
 

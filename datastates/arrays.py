@@ -7,6 +7,7 @@ has not been imported cannot exist.
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates import dtypes
+from datastates import _native, dtypes
 from datastates.errors import ProviderError
 from datastates.protocol import HOST, ArrayRef, Buffer, Shard, is_dense, span
 
@@ -111,17 +112,22 @@ def _compact(view: _View) -> _View:
     return _view(view.array.detach().contiguous() if view.kind == "torch" else view.array.copy(order="C"))
 
 
-def shards_of(items: Sequence[tuple[str, object, bool]]) -> list[Shard]:
-    """Describe whole arrays, given as (key, array, lazy), as shards; arrays that share memory share a buffer.
+def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> list[Shard]:
+    """Describe whole arrays as shards; arrays that share memory share a buffer.
 
     Views of one storage keep sharing it when together they use at least half of the bytes between the first and the
     last; a view that is mostly gaps is stored as a contiguous copy of its own, so that no bytes but the state's are
     saved.
 
+    Args:
+        keys: Their names within the provider.
+        values: The arrays.
+        lazy: For each, whether it stays unchanged until the snapshot is captured.
+
     Raises:
         TypeError: A value is not a plain array; the message says which.
     """
-    views = [_view(array) for _, array, _ in items]
+    views = [_view(array) for array in values]
     groups: dict[tuple[int, int, int], list[int]] = {}
     for i, view in enumerate(views):
         groups.setdefault((view.device, view.storage, view.dtype.code), []).append(i)
@@ -137,8 +143,8 @@ def shards_of(items: Sequence[tuple[str, object, bool]]) -> list[Shard]:
             for i in cluster:
                 buffers[i] = buffer
     return [
-        replace(_describe(key, view, array), lazy=lazy, buffer=buffer, buffer_offset=view.pointer - buffer.pointer)
-        for (key, array, lazy), view, buffer in zip(items, views, buffers, strict=True)
+        replace(_describe(key, view, array), lazy=is_lazy, buffer=buffer, buffer_offset=view.pointer - buffer.pointer)
+        for key, array, is_lazy, view, buffer in zip(keys, values, lazy, views, buffers, strict=True)
         if buffer is not None
     ]
 
@@ -196,7 +202,7 @@ def array_shard(key: str, array: object, *, lazy: bool | None = None) -> Shard:
         lazy: Whether it stays unchanged until the snapshot is captured. By default torch and CuPy arrays are lazy and
             NumPy arrays, which nothing guards, are not.
     """
-    return shards_of([(key, array, is_lazy_kind(array) if lazy is None else lazy)])[0]
+    return shards_of([key], [array], [is_lazy_kind(array) if lazy is None else lazy])[0]
 
 
 def destination(key: str, array: object) -> Shard:
@@ -249,12 +255,49 @@ def consumer_streams(devices: Sequence[int]) -> list[tuple[int, int]]:
     return sorted({(d, current_stream(kind, d)) for kind in kinds for d in devices})
 
 
-def version(array: object) -> tuple[int, int] | None:
-    """The version counter of torch and the data pointer, the free witness of D7; None where there is no counter."""
+def places(values: Sequence[object]) -> bytes | None:
+    """Where torch tensors lie and how they are laid out, to be compared with what this said before.
+
+    None where that cannot be said in some tens of nanoseconds a tensor: for other arrays, for torch before 2.10, and
+    for negated views. It does not see whether a complex tensor is conjugated.
+    """
+    if not values:
+        return b""
     torch: Any = _loaded("torch")
-    if torch is None or not isinstance(array, torch.Tensor) or array.is_inference():
+    if torch is None or not all(issubclass(t, torch.Tensor) for t in set(map(type, values))):
         return None
-    return array._version, array.data_ptr()
+    return None if any(map(torch.Tensor.is_neg, values)) else _native.layouts(list(values))
+
+
+def is_at(array: Any, pointer: int) -> bool:
+    """Whether an array's first element is at that address: it is not when a copy of it was described instead."""
+    return bool((array.data_ptr() if kind_of(array) == "torch" else _view(array).pointer) == pointer)
+
+
+def is_parameter(array: object) -> bool:
+    """Whether an array is a ``torch.nn.Parameter``."""
+    torch: Any = _loaded("torch")
+    return torch is not None and type(array) is torch.nn.Parameter
+
+
+def has_version(array: object) -> bool:
+    """Whether torch counts an array's changes in place: it does for all tensors but those of its inference mode."""
+    torch: Any = _loaded("torch")
+    return torch is not None and isinstance(array, torch.Tensor) and not array.is_inference()
+
+
+def versions(tensors: Sequence[Any]) -> list[int]:
+    """The version counters of torch, the free witness of D7; 0 for a tensor that has none."""
+    try:
+        return list(map(operator.attrgetter("_version"), tensors))
+    except RuntimeError:  # a tensor of the inference mode
+        return [t._version if has_version(t) else 0 for t in tensors]
+
+
+def addresses(tensors: Sequence[Any]) -> list[int]:
+    """Where tensors' first elements are."""
+    torch: Any = _loaded("torch")
+    return list(map(torch.Tensor.data_ptr, tensors)) if tensors else []
 
 
 def allocate(kind: str, nbytes: int) -> Any:

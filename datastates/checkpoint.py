@@ -28,7 +28,6 @@ from datastates.errors import (
 from datastates.futures import Snapshot
 from datastates.protocol import StateProvider
 from datastates.restoring import Restored, Trust
-from datastates.saving import collect
 
 _log = logging.getLogger("datastates")
 
@@ -124,7 +123,7 @@ class Checkpointer:
         begin = time.monotonic()
         self._wait_for_room()
         target, retain = partial(manifest.target, self.directory, step), partial(self._retain, step)
-        taken = self._engine.take(collect(providers), step, target, retain, begin=begin)
+        taken = self._engine.take(self._engine.collect(providers), step, target, retain, begin=begin)
         self._taken.append(taken)
         return taken
 

@@ -56,6 +56,10 @@ class Engine:
             snapshot.abandon()
         self._start()
 
+    def collect(self, providers: Sequence[StateProvider]) -> Collected:
+        """What the providers describe; cheap where it is what they described for the last snapshot."""
+        return self._saver.collect(providers)
+
     def take(
         self,
         collected: Collected,
@@ -74,7 +78,7 @@ class Engine:
             retain: Called once it is committed.
             begin: When the user's call began, on the monotonic clock.
         """
-        snapshot = Snapshot(step, collected.nbytes, begin)
+        snapshot = Snapshot(step, collected.structure.nbytes, begin)
         try:
             snapshot.path = target()
             running = self._begin(collected, snapshot, retain)
@@ -148,5 +152,5 @@ def take_one(
     """Take one snapshot with an engine of its own, which lasts until it has ended."""
     begin = time.monotonic()
     collected = collect(providers)
-    engine = Engine(make_executor(settings, collected.nbytes), threads=1, auto_gate=auto_gate)
+    engine = Engine(make_executor(settings, collected.structure.nbytes), threads=1, auto_gate=auto_gate)
     return engine.take(collected, step, target, begin=begin)

@@ -9,17 +9,19 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from datastates import _native, faults
 from datastates.errors import ClosedError, CorruptError, DatastatesError, DeviceError, FormatError, StorageError
-from datastates.plan import CHUNK, ReadPlan, WritePlan
+from datastates.plan import CHUNK, I32, U8, U64, ReadPlan, WritePlan
 from datastates.protocol import Buffer
 
 _T = TypeVar("_T")
 PreparedWrite = _native.WritePlan
+Columns: TypeAlias = "tuple[U64, I32, U64]"
+"""Addresses, device numbers and stream handles of buffers."""
 
 
 def prepare_write(plan: WritePlan, literal: bytes) -> PreparedWrite:
@@ -167,21 +169,17 @@ class Executor:
             self._native.abandon()
             self._native = None
 
-    def submit_write(
-        self, path: Path, prepared: PreparedWrite, buffers: Sequence[Buffer], witness: Sequence[bool]
-    ) -> WriteJob:
+    def submit_write(self, path: Path, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
         """Create the file and start capturing; eager sources are captured when this returns.
 
         Args:
             path: The container to create; it must not exist.
             prepared: The plan.
-            buffers: The plan's sources.
-            witness: For each source, whether to take fingerprints.
+            sources: The memory of the plan's sources.
+            witness: For each source, 1 to take fingerprints.
         """
         core = self._core()
-        columns = _columns(buffers)
-        flags = np.array(witness, np.uint8)
-        return WriteJob(_native_call(lambda: core.submit_write(os.fsencode(path), prepared, *columns, flags)))
+        return WriteJob(_native_call(lambda: core.submit_write(os.fsencode(path), prepared, *sources, witness)))
 
     def submit_read(
         self, path: Path, plan: ReadPlan, buffers: Sequence[Buffer], name_record: Callable[[int], str]
@@ -206,8 +204,8 @@ class Executor:
             check_crc=plan.check_crc,
             check_record=plan.check_record,
         )
-        columns = _columns(buffers)
-        return ReadJob(_native_call(lambda: core.submit_read(os.fsencode(path), prepared, *columns)), name_record)
+        dests = columns(buffers)
+        return ReadJob(_native_call(lambda: core.submit_read(os.fsencode(path), prepared, *dests)), name_record)
 
     def close(self) -> None:
         """Wait for running jobs and give the host cache back. Idempotent."""
@@ -217,7 +215,8 @@ class Executor:
             self._native = None
 
 
-def _columns(buffers: Sequence[Buffer]) -> tuple[Any, Any, Any]:
+def columns(buffers: Sequence[Buffer]) -> Columns:
+    """Where buffers are, as the native core wants it: addresses, device numbers, stream handles."""
     return (
         np.array([b.pointer for b in buffers], np.uint64),
         np.array([b.device for b in buffers], np.int32),

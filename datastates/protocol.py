@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, overload
 
 from datastates import dtypes, keys
 from datastates.pickling import ArrayLeaf, StoredArray
@@ -98,6 +98,42 @@ class Shard:
     def nbytes(self) -> int | None:
         """Bytes of the elements; None for an object: known only after serializing."""
         return None if self.dtype is None else math.prod(self.shape) * dtypes.BY_NAME[self.dtype].itemsize
+
+
+class Shards(Sequence[Shard]):
+    """Array shards, what they look like kept apart from the arrays themselves, and object shards after them.
+
+    A provider that gives the very same ``layout`` again says that nothing but the contents of its arrays has changed:
+    not a key, a type, a shape, an address or a stream. A snapshot then asks no array for anything.
+
+    Attributes:
+        layout: The array shards without ``source``, their buffers without ``owner``: it keeps no memory alive.
+        sources: For each of them, the live array.
+        objects: The object shards.
+    """
+
+    def __init__(self, layout: tuple[Shard, ...], sources: Sequence[object], objects: Sequence[Shard] = ()) -> None:
+        """Join them; ``layout`` and ``sources`` are of the same length."""
+        self.layout = layout
+        self.sources = sources
+        self.objects = objects
+
+    def __len__(self) -> int:
+        return len(self.layout) + len(self.objects)
+
+    @overload
+    def __getitem__(self, i: int) -> Shard: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Shard]: ...
+    def __getitem__(self, i: int | slice) -> Shard | Sequence[Shard]:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        if i >= len(self.layout):
+            return self.objects[i - len(self.layout)]
+        shard, source = self.layout[i], self.sources[i]
+        buffer = shard.buffer and replace(shard.buffer, owner=source)
+        return replace(shard, source=source, buffer=buffer)
 
 
 def object_shard(key: str = "", *, lazy: bool = False, source: object = None) -> Shard:

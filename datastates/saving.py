@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,79 +16,152 @@ from datastates import arrays, container, frames, manifest, planner
 from datastates.container import ProviderState
 from datastates.dtypes import BY_NAME
 from datastates.errors import DatastatesError, DeviceError, FormatError, ProviderError, TornSnapshotError
-from datastates.executor import Executor, PreparedWrite, WriteJob, prepare_write
+from datastates.executor import Columns, Executor, PreparedWrite, WriteJob, columns, prepare_write
 from datastates.futures import Snapshot
 from datastates.index import Index
 from datastates.pickling import ArrayLeaf, StoredArray, is_dialect
-from datastates.plan import WritePlan
-from datastates.protocol import HOST, Buffer, Encoder, Shard, StateProvider, full_key, span, walk_unique
+from datastates.plan import U8, WritePlan
+from datastates.protocol import HOST, Buffer, Encoder, Shard, Shards, StateProvider, full_key, span, walk_unique
 from datastates.shard_table import ShardTable, table_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Collected:
-    """What the providers described.
+class Structure:
+    """What the providers described, apart from what changes between two snapshots of the same state.
 
     Attributes:
-        providers: The providers, in the caller's order.
+        names: The providers' names.
+        layouts: What each provider gave as its layout; None from one that gives plain lists.
         arrays: Array shards, each with its provider's number.
-        objects: Object shards, likewise.
         buffers: The distinct buffers that the arrays lie in.
         source: For each array shard, the number of its buffer.
         eager: For each buffer, whether it must be captured at once.
+        witness: For each buffer, 1 where a lazy array lies in it.
+        columns: The buffers as the executor wants them.
+        nbytes: Bytes of all buffers.
+        counted: Numbers of the lazy array shards whose changes torch counts.
+        addresses: Where their first elements are.
     """
 
-    providers: list[StateProvider]
+    names: tuple[str, ...]
+    layouts: tuple[tuple[Shard, ...] | None, ...]
     arrays: list[tuple[int, Shard]]
-    objects: list[tuple[int, Shard]]
     buffers: list[Buffer]
     source: list[int]
     eager: list[bool]
+    witness: U8
+    columns: Columns
+    nbytes: int
+    counted: list[int]
+    addresses: list[int]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(b.nbytes for b in self.buffers)
+    def key(self, i: int) -> str:
+        """The full key of an array shard."""
+        provider, shard = self.arrays[i]
+        return full_key(self.names[provider], shard.key)
 
-    def structure(self) -> tuple[Any, ...]:
-        """Equal for two snapshots that the same plan serves."""
+    def plan_key(self) -> tuple[Any, ...]:
+        """Equal for two structures that the same plan serves: all but where things are in memory."""
         rows = tuple(
             (p, s.key, s.kind, s.dtype, s.shape, s.stride, s.global_shape, s.offset, s.flat, s.buffer_offset)
             for p, s in self.arrays
         )
-        names = tuple(p.name for p in self.providers)
-        return names, rows, tuple(self.source), tuple(self.eager), tuple(b.nbytes for b in self.buffers)
+        return self.names, rows, tuple(self.source), tuple(self.eager), tuple(b.nbytes for b in self.buffers)
 
 
-def collect(providers: Sequence[StateProvider]) -> Collected:
-    """Ask the providers for their shards, and check them.
+@dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """What the providers described for one snapshot.
+
+    Attributes:
+        providers: The providers, in the caller's order.
+        structure: The arrays; it may be that of an earlier snapshot.
+        described: What each provider gave, which keeps the memory alive.
+        sources: For each array shard, the live array.
+        objects: Object shards, each with its provider's number.
+    """
+
+    providers: list[StateProvider]
+    structure: Structure
+    described: list[Sequence[Shard]]
+    sources: list[object]
+    objects: list[tuple[int, Shard]]
+
+
+def collect(providers: Sequence[StateProvider], last: Structure | None = None) -> Collected:
+    """Ask the providers for their shards, and check them; ``last`` is taken again where it still holds.
 
     Raises:
         TypeError, ValueError: Not providers, or two of one name.
         ProviderError: Two shards have the same key, or one does not lie in its buffer.
     """
-    result = Collected(list(walk_unique(providers)), [], [], [], [], [])
+    chosen = list(walk_unique(providers))
+    described = [_shards_of(provider) for provider in chosen]
+    sources: list[object] = []
+    objects: list[tuple[int, Shard]] = []
+    for p, shards in enumerate(described):
+        if isinstance(shards, Shards):
+            sources += shards.sources
+            objects += [(p, shard) for shard in shards.objects]
+        elif not all(isinstance(shard, Shard) for shard in shards):
+            raise _no_list(chosen[p].name)
+        else:
+            sources += [shard.source for shard in shards if not shard.is_object]
+            objects += [(p, shard) for shard in shards if shard.is_object]
+    keys = {(p, shard.key) for p, shard in objects}
+    if not all(isinstance(key, str) for _, key in keys):
+        raise _no_list(chosen[next(p for p, key in keys if not isinstance(key, str))].name)
+    if len(keys) < len(objects):
+        p, key = next(k for k in keys if sum((p, s.key) == k for p, s in objects) > 1)
+        raise ProviderError(f"two shards have the key {full_key(chosen[p].name, key)!r}")
+    names = tuple(p.name for p in chosen)
+    layouts = tuple(shards.layout if isinstance(shards, Shards) else None for shards in described)
+    structure = last
+    if last is None or names != last.names or None in layouts or not all(map(operator.is_, layouts, last.layouts)):
+        structure = _structure(names, layouts, described, sources)
+    assert structure is not None
+    return Collected(chosen, structure, described, sources, objects)
+
+
+def _structure(
+    names: tuple[str, ...],
+    layouts: tuple[tuple[Shard, ...] | None, ...],
+    described: Sequence[Sequence[Shard]],
+    sources: Sequence[object],
+) -> Structure:
+    """Check array shards and number their buffers."""
+    rows: list[tuple[int, Shard]] = []
+    buffers: list[Buffer] = []
+    source: list[int] = []
+    eager: list[bool] = []
     numbers: dict[tuple[object, ...], int] = {}
-    seen: set[tuple[str, bool]] = set()
-    for p, provider in enumerate(result.providers):
-        for shard in _shards_of(provider):
-            key = full_key(provider.name, shard.key)
-            if (key, shard.is_object) in seen:
-                raise ProviderError(f"two shards have the key {key!r}")
-            seen.add((key, shard.is_object))
-            if shard.dtype is None:
-                result.objects.append((p, shard))
+    seen: set[str] = set()
+    for p, (shards, layout) in enumerate(zip(described, layouts, strict=True)):
+        for shard in shards if layout is None else layout:
+            if shard.is_object:
                 continue
+            if not isinstance(shard.key, str):
+                raise _no_list(names[p])
+            key = full_key(names[p], shard.key)
+            if key in seen:
+                raise ProviderError(f"two shards have the key {key!r}")
+            seen.add(key)
             buffer = _checked_buffer(key, shard)
             place = (buffer.device, buffer.stream, buffer.pointer, buffer.nbytes, shard.dtype, shard.kind)
             if place not in numbers:
-                numbers[place] = len(result.buffers)
-                result.buffers.append(buffer)
-                result.eager.append(False)
-            result.arrays.append((p, shard))
-            result.source.append(numbers[place])
-            result.eager[numbers[place]] |= not shard.lazy
-    return result
+                numbers[place] = len(buffers)
+                buffers.append(buffer)
+                eager.append(False)
+            rows.append((p, shard))
+            source.append(numbers[place])
+            eager[numbers[place]] |= not shard.lazy
+    witness = np.zeros(len(buffers), np.uint8)
+    witness[[number for (_, shard), number in zip(rows, source, strict=True) if shard.lazy]] = 1
+    counted = [i for i, (_, shard) in enumerate(rows) if shard.lazy and arrays.has_version(sources[i])]
+    addresses = arrays.addresses([sources[i] for i in counted])
+    nbytes = sum(b.nbytes for b in buffers)
+    memory = columns(buffers)
+    return Structure(names, layouts, rows, buffers, source, eager, witness, memory, nbytes, counted, addresses)
 
 
 def _shards_of(provider: StateProvider) -> Sequence[Shard]:
@@ -95,9 +169,13 @@ def _shards_of(provider: StateProvider) -> Sequence[Shard]:
         shards = provider.shards()
     except ProviderError as error:
         raise ProviderError(f"{provider.name!r}: {error}") from error
-    if not isinstance(shards, Sequence) or not all(isinstance(s, Shard) and isinstance(s.key, str) for s in shards):
-        raise ProviderError(f"{provider.name!r}: shards() must return a list of Shards with text for keys")
+    if not isinstance(shards, Sequence):
+        raise _no_list(provider.name)
     return shards
+
+
+def _no_list(name: str) -> ProviderError:
+    return ProviderError(f"{name!r}: shards() must return a list of Shards with text for keys")
 
 
 def _checked_buffer(key: str, shard: Shard) -> Buffer:
@@ -122,11 +200,12 @@ def _checked_buffer(key: str, shard: Shard) -> Buffer:
 class _Plan:
     """All that depends on the structure alone: kept from one snapshot to the next."""
 
-    structure: tuple[Any, ...]
+    structure: Structure
+    key: tuple[Any, ...]
     plan: WritePlan
     prepared: PreparedWrite
     table: ShardTable
-    record: list[int]
+    stored: dict[tuple[int, str], StoredArray]
 
 
 class Saver:
@@ -136,6 +215,10 @@ class Saver:
         self._executor = executor
         self._last: _Plan | None = None
 
+    def collect(self, providers: Sequence[StateProvider]) -> Collected:
+        """What :func:`collect` gives, the structure of the last snapshot taken again where it still holds."""
+        return collect(providers, self._last.structure if self._last else None)
+
     def begin(
         self, collected: Collected, snapshot: Snapshot, pending: manifest.Pending, retain: Callable[[], None]
     ) -> Running:
@@ -144,10 +227,8 @@ class Saver:
         ``retain`` is called once the checkpoint is committed, before anybody is told: what it deletes is then gone.
         """
         eager_objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
-        planned = self._planned(collected)
-        witness = [False] * len(collected.buffers)
-        for (_, shard), source in zip(collected.arrays, collected.source, strict=True):
-            witness[source] = witness[source] or shard.lazy
+        structure = collected.structure
+        planned = self._planned(structure)
         identity: dict[str, int | str] = {
             "step": snapshot.step,
             "rank": 0,
@@ -156,28 +237,52 @@ class Saver:
         }
         versions = _Versions(collected)
         path = pending.directory / container_name(0)
-        job = self._executor.submit_write(path, planned.prepared, collected.buffers, witness)
+        job = self._executor.submit_write(path, planned.prepared, structure.columns, structure.witness)
         work = Running(collected, snapshot, pending, planned, job, eager_objects, versions, identity, retain)
         snapshot.attach(work.gate, job.stats)
         return work
 
-    def _planned(self, collected: Collected) -> _Plan:
-        structure = collected.structure()
-        if self._last is None or self._last.structure != structure:
-            self._last = None
-            sizes = np.array([b.nbytes for b in collected.buffers], np.uint64)
-            eager = np.array(collected.eager, np.uint8)
-            plan = planner.plan_write(sizes, eager, frames.header_nbytes(len(sizes)), self._executor.block)
-            literal = frames.encode_frames(plan.header_offset, plan.data_offset, plan.source_nbytes[plan.order])
-            record_of_source = np.argsort(plan.order)
-            record = [int(record_of_source[s]) for s in collected.source]
-            try:
-                table = table_of([p.name for p in collected.providers], collected.arrays, record)
-                table.check(plan.source_nbytes[plan.order])  # what a reader would refuse is not written
-            except (FormatError, ValueError, OverflowError) as error:
-                raise ProviderError(f"a shard is described wrongly: {error}") from error
-            self._last = _Plan(structure, plan, prepare_write(plan, literal), table, record)
-        return self._last
+    def _planned(self, structure: Structure) -> _Plan:
+        last, self._last = self._last, None
+        if last is None or last.structure is not structure:
+            key = structure.plan_key()
+            if last is None or last.key != key:
+                last = self._plan(structure, key)
+            # the shards of plain lists hold the state: they are not kept
+            kept = replace(structure, names=(), arrays=[], buffers=[]) if None in structure.layouts else structure
+            last = replace(last, structure=kept)
+        self._last = last
+        return last
+
+    def _plan(self, structure: Structure, key: tuple[Any, ...]) -> _Plan:
+        sizes = np.array([b.nbytes for b in structure.buffers], np.uint64)
+        eager = np.array(structure.eager, np.uint8)
+        plan = planner.plan_write(sizes, eager, frames.header_nbytes(len(sizes)), self._executor.block)
+        literal = frames.encode_frames(plan.header_offset, plan.data_offset, plan.source_nbytes[plan.order])
+        record = np.argsort(plan.order)[structure.source].tolist() if structure.source else []
+        try:
+            table = table_of(structure.names, structure.arrays, record)
+            table.check(plan.source_nbytes[plan.order])  # what a reader would refuse is not written
+        except (FormatError, ValueError, OverflowError) as error:
+            raise ProviderError(f"a shard is described wrongly: {error}") from error
+        stored = {
+            (p, shard.key): _stored(shard, number) for (p, shard), number in zip(structure.arrays, record, strict=True)
+        }
+        return _Plan(structure, key, plan, prepare_write(plan, literal), table, stored)
+
+
+def _stored(shard: Shard, record: int) -> StoredArray:
+    assert shard.dtype is not None
+    assert shard.buffer is not None
+    itemsize = BY_NAME[shard.dtype].itemsize
+    return StoredArray(
+        record=str(record),
+        dtype=shard.dtype,
+        offset=shard.buffer_offset // itemsize,
+        shape=shard.shape,
+        stride=shard.stride,
+        elements=shard.buffer.nbytes // itemsize,
+    )
 
 
 def container_name(rank: int) -> str:
@@ -200,8 +305,9 @@ class _Versions:
     """The free witness of D7: torch's version counters, compared once, before the gate lets anything change them."""
 
     def __init__(self, collected: Collected) -> None:
-        lazy = [(full_key(collected.providers[p].name, s.key), s.source) for p, s in collected.arrays if s.lazy]
-        self._watched = [(key, a, v) for key, a in lazy if (v := arrays.version(a)) is not None]
+        self._structure = collected.structure
+        self._tensors = [collected.sources[i] for i in self._structure.counted]
+        self._before = arrays.versions(self._tensors)
         self._lock = threading.Lock()
         self._changed: list[str] | None = None
 
@@ -209,8 +315,13 @@ class _Versions:
         """Keys of the tensors that were changed in place until the first call of this."""
         with self._lock:
             if self._changed is None:
-                self._changed = [key for key, array, before in self._watched if arrays.version(array) != before]
-                self._watched = []
+                before = (self._before, self._structure.addresses)
+                now = (arrays.versions(self._tensors), arrays.addresses(self._tensors))
+                rows = zip(self._structure.counted, *before, *now, strict=True) if before != now else ()
+                self._changed = [
+                    self._structure.key(i) for i, *was, version, address in rows if was != [version, address]
+                ]
+                self._tensors = []
             return self._changed
 
 
@@ -231,7 +342,7 @@ class Running:
     devices: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.devices = sorted({b.device for b in self.collected.buffers if b.device != HOST})
+        self.devices = sorted(set(self.collected.structure.columns[1].tolist()) - {HOST})
 
     def gate(self) -> None:
         """Wait for what reads live state on the CPU; let the consumers' streams wait for the rest."""
@@ -288,10 +399,11 @@ class Running:
             self.lazy_serialized.set()
         self.job.wait_captured()
         changed = set(self.versions.compare())
-        torn = set(self.job.torn())
-        for (p, shard), source in zip(self.collected.arrays, self.collected.source, strict=True):
-            if source in torn and shard.lazy:
-                changed.add(full_key(self.collected.providers[p].name, shard.key))
+        if torn := set(self.job.torn()):
+            structure = self.collected.structure
+            for i, source in enumerate(structure.source):
+                if source in torn and structure.arrays[i][1].lazy:
+                    changed.add(structure.key(i))
         if changed:
             raise TornSnapshotError(sorted(changed))
         self.snapshot.reach("captured")
@@ -320,42 +432,33 @@ class Running:
         return container.encode_tail(index, pickle)
 
     def _states(self) -> list[ProviderState]:
-        stored = {
-            (p, shard.key): self._stored(shard, record)
-            for (p, shard), record in zip(self.collected.arrays, self.planned.record, strict=True)
-        }
+        stored = self.planned.stored
+        own: list[dict[str, bytes | StoredArray]] = [{} for _ in self.collected.providers]
+        for (p, key), array in stored.items():
+            own[p][key] = array
         states = []
         for number, provider in enumerate(self.collected.providers):
 
             def locate(leaf: ArrayLeaf, number: int = number) -> StoredArray:
-                return replace(stored[number, leaf.key], requires_grad=leaf.requires_grad)
+                found = stored[number, leaf.key]
+                return replace(found, requires_grad=True) if leaf.requires_grad else found
 
             encoded = {
                 s.key: data if isinstance(data, bytes) else data(locate)  # type: ignore[misc]
                 for p, s, data in self.objects
                 if p == number
             }
-            own: dict[str, bytes | StoredArray] = {k: a for (p, k), a in stored.items() if p == number}
             whole = encoded.get("")
-            items = () if whole is not None else tuple({**own, **encoded}.items())
+            items = () if whole is not None else tuple({**own[number], **encoded}.items())
             states.append(ProviderState(provider.name, whole, items))
         return states
 
-    def _stored(self, shard: Shard, record: int) -> StoredArray:
-        assert shard.dtype is not None
-        assert shard.buffer is not None
-        itemsize = BY_NAME[shard.dtype].itemsize
-        return StoredArray(
-            record=str(record),
-            dtype=shard.dtype,
-            offset=shard.buffer_offset // itemsize,
-            shape=shard.shape,
-            stride=shard.stride,
-            elements=shard.buffer.nbytes // itemsize,
-        )
-
     def _release(self) -> None:
         """Let go of the state: nothing reads it any more."""
-        for part in (self.collected.providers, self.collected.arrays, self.collected.objects, self.collected.buffers):
+        collected, structure = self.collected, self.collected.structure
+        for part in (collected.providers, collected.described, collected.sources, collected.objects):
             part.clear()
+        if None in structure.layouts:  # then its shards hold the state, and it serves this snapshot only
+            structure.arrays.clear()
+            structure.buffers.clear()
         self.objects = []

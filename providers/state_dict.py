@@ -133,6 +133,7 @@ class _StatefulProvider(TreeProvider):
         super().__init__(name)
         self._object = obj
         self._in_place = False
+        self._parameters: frozenset[int] | None = None
 
     def value(self) -> object:
         state = self._object.state_dict()
@@ -140,13 +141,25 @@ class _StatefulProvider(TreeProvider):
             raise ProviderError(f"{self.name!r}: state_dict() gave a {type(state).__name__}, not a container")
         return state
 
-    def shards(self) -> Sequence[Shard]:
-        self._parameters = _parameter_pointers(self._object)
-        return super().shards()
+    def _current(self) -> tuple[object, bool]:
+        state = _variables(self._object)
+        self._parameters = None
+        if state is not None:
+            return state, True
+        if _is_a(self._object, "nn.Module"):
+            self._parameters = frozenset(p.data_ptr() for p in self._object.parameters())  # type: ignore[attr-defined]
+        return self.value(), False
+
+    def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
+        if self._parameters is None:
+            return super()._lazy_again(keys, values)
+        return [self.is_lazy(key, array) for key, array in zip(keys, values, strict=True)]
 
     def is_lazy(self, key: str, array: Any) -> bool:
-        if _is_a(self._object, "nn.Module"):
+        if self._parameters is not None:
             return arrays.kind_of(array) == "torch" and array.data_ptr() in self._parameters
+        if _is_a(self._object, "nn.Module"):
+            return arrays.is_parameter(array)
         in_state = key.split("/")[0] == "state"  # a scheduler changes what is in the groups
         return in_state and _is_a(self._object, "optim.Optimizer") and arrays.is_lazy_kind(array)
 
@@ -189,8 +202,18 @@ def _is_a(obj: object, name: str) -> bool:
     return found is not None and isinstance(obj, found)
 
 
-def _parameter_pointers(obj: Any) -> frozenset[int]:
-    return frozenset(p.data_ptr() for p in obj.parameters()) if _is_a(obj, "nn.Module") else frozenset()
+def _variables(obj: Any) -> dict[str, Any] | None:
+    """A module's state with its parameters as such, which tells them from buffers; None for what is not plain torch.
+
+    A ``state_dict`` of the user's own, further state, and parameters of other classes are left to ``state_dict()``.
+    """
+    if not _is_a(obj, "nn.Module") or "state_dict" in vars(obj):
+        return None
+    torch: Any = sys.modules["torch"]
+    if type(obj).state_dict is not torch.nn.Module.state_dict:
+        return None
+    state: dict[str, Any] = obj.state_dict(keep_vars=True)
+    return state if set(map(type, state.values())) <= {torch.Tensor, torch.nn.Parameter} else None
 
 
 def _has_load_hooks(module: Any) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datastates import arrays
-from datastates.protocol import HOST, Shard, StateProvider
+from datastates.describing import Describer
+from datastates.protocol import HOST, Shard, Shards, StateProvider
 
 
 class _ArraysProvider(StateProvider):
@@ -26,14 +26,20 @@ class _ArraysProvider(StateProvider):
         super().__init__(name)
         self._tensors = tensors
         self._lazy = lazy
+        self._describer = Describer()
+        self._checked: object = None
 
     def shards(self) -> Sequence[Shard]:
         """One shard for each array; raises TypeError for one that is elsewhere."""
-        shards = arrays.shards_of([(key, array, self._lazy) for key, array in self._tensors.items()])
-        for shard in shards:
-            if shard.buffer is not None and (shard.buffer.device != HOST) != self._wants_device:
-                where = "on a GPU" if self._wants_device else "in host memory"
-                raise TypeError(f"{self.name}/{shard.key} is not {where}")
+        keys, values = list(self._tensors.keys()), list(self._tensors.values())
+        shards = self._describer.describe(keys, values, [self._lazy] * len(keys))
+        layout = shards.layout if isinstance(shards, Shards) else shards
+        if layout is not self._checked:
+            for shard in layout:
+                if shard.buffer is not None and (shard.buffer.device != HOST) != self._wants_device:
+                    where = "on a GPU" if self._wants_device else "in host memory"
+                    raise TypeError(f"{self.name}/{shard.key} is not {where}")
+            self._checked = shards.layout if isinstance(shards, Shards) else None
         return shards
 
 

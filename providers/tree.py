@@ -9,15 +9,18 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from datastates import arrays
+from datastates.describing import Describer
 from datastates.errors import ProviderError
 from datastates.keys import join
 from datastates.pickling import PROTOCOL, ArrayLeaf, StoredArray, dumps
-from datastates.protocol import ArrayRef, Encoder, Saved, Shard, StateProvider, object_shard
+from datastates.protocol import ArrayRef, Encoder, Saved, Shard, Shards, StateProvider, object_shard
+from datastates.providers.skeleton import Skeleton
 from datastates.unpickling import Unbuilt
 
 Lazy = Callable[[str, object], bool]
@@ -56,7 +59,7 @@ class Tree:
         root: The containers, copied, with an :class:`~datastates.pickling.ArrayLeaf` for each array.
     """
 
-    shards: list[Shard] = field(default_factory=list)
+    shards: Sequence[Shard] = ()
     root: object = None
     _opaque: bytes = b""
 
@@ -94,11 +97,38 @@ class _Thaw(pickle.Unpickler):
         return ArrayLeaf(pid.key, pid.requires_grad, pid.parameter)
 
 
-def take_apart(value: object, lazy: Lazy) -> Tree:
+@dataclass
+class PlainTree:
+    """A value of a known structure taken apart, with nothing in it but arrays and plain values.
+
+    Attributes:
+        skeleton: Its containers.
+        requires_grad, parameter: What :class:`~datastates.pickling.ArrayLeaf` is to say of each array.
+        plain: The plain values.
+    """
+
+    skeleton: Skeleton
+    requires_grad: Sequence[bool]
+    parameter: Sequence[bool]
+    plain: Sequence[object]
+
+    def encode(self, locate: Callable[[ArrayLeaf], StoredArray]) -> bytes:
+        """Serialize all but the arrays; depends on live state no more."""
+        leaves = list(map(ArrayLeaf, self.skeleton.keys, self.requires_grad, self.parameter))
+        return dumps(self.skeleton.clothe(leaves, self.plain), locate)
+
+
+def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: bool = False) -> Tree:
     """Walk nested dicts, lists and tuples; arrays become shards, everything else is copied now.
 
     Containers that occur twice, or in themselves, do so in the copy. Objects of other classes are copied by pickling
     them; torch tensors inside them become shards too, which are never lazy.
+
+    Args:
+        value: The value.
+        lazy: Whether an array stays unchanged until the snapshot is captured.
+        describer: Describes the arrays.
+        detached: Store parameters as plain tensors, as ``state_dict()`` gives them.
 
     Raises:
         ProviderError: An object does not pickle; the message names its key.
@@ -112,8 +142,7 @@ def take_apart(value: object, lazy: Lazy) -> Tree:
 
     def leaf(key: str, array: Any, is_lazy: bool) -> ArrayLeaf:
         found.append((key, array, is_lazy))
-        parameter = arrays.kind_of(array) == "torch" and type(array).__name__ == "Parameter"
-        return ArrayLeaf(key, bool(getattr(array, "requires_grad", False)), parameter)
+        return _leaf(key, array, detached)
 
     def walk(item: Any, key: str) -> object:
         if type(item) in _IMMUTABLE:
@@ -137,7 +166,7 @@ def take_apart(value: object, lazy: Lazy) -> Tree:
             parts = [walk(v, join(key, i)) for i, v in enumerate(item)]
             open_tuples.remove(id(item))
             return tuple.__new__(type(item), parts)
-        if _is_constant(item):
+        if is_plain(item):
             return item
         if _is_tensor(item):  # sparse, meta and the like: torch says which plain tensors they are made of
             inner_key = f"{_INNER}{len(found)}"
@@ -159,8 +188,14 @@ def take_apart(value: object, lazy: Lazy) -> Tree:
             # their own code wants real tensors to build them: then the tensors are pickled with them
             del found[outer:]
             tree._opaque = _freeze(opaque, opaque_keys, lambda _: None)
-    tree.shards = arrays.shards_of(found)
+    tree.shards = describer.describe([k for k, _, _ in found], [a for _, a, _ in found], [z for _, _, z in found])
     return tree
+
+
+def _leaf(key: str, array: object, detached: bool) -> ArrayLeaf:
+    if detached:
+        return ArrayLeaf(key)
+    return ArrayLeaf(key, bool(getattr(array, "requires_grad", False)), arrays.is_parameter(array))
 
 
 def _freeze(objects: list[object], keys: list[str], leaf: Callable[[object], ArrayLeaf | None]) -> bytes:
@@ -186,8 +221,10 @@ def _is_tensor(item: object) -> bool:
     return torch is not None and isinstance(item, torch.Tensor)
 
 
-def _is_constant(item: object) -> bool:
-    """Immutable values of other libraries: they need no copy."""
+def is_plain(item: object) -> bool:
+    """Whether a value is immutable and no container: it needs no copy."""
+    if type(item) in _IMMUTABLE:
+        return True
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(item, (torch.Size, torch.dtype, torch.device, torch.layout)):
         return True
@@ -222,6 +259,14 @@ def is_inner(key: str) -> bool:
 class TreeProvider(StateProvider):
     """A provider whose state is one nested value; subclasses say where it comes from and goes to."""
 
+    def __init__(self, name: str) -> None:
+        """Nothing is known of the value yet."""
+        super().__init__(name)
+        self._describer = Describer()
+        self._skeleton: Skeleton | None = None
+        self._lazy_flags: list[bool] = []
+        self._parameter_flags: list[bool] = []
+
     @abstractmethod
     def value(self) -> object:
         """The live state."""
@@ -230,18 +275,51 @@ class TreeProvider(StateProvider):
     def is_lazy(self, key: str, array: object) -> bool:
         """Whether an array of the live state stays unchanged until the snapshot is captured."""
 
+    def _current(self) -> tuple[object, bool]:
+        """The value to save, and whether its parameters are to be stored as plain tensors."""
+        return self.value(), False
+
     @abstractmethod
     def match(self, stored: object, saved: Saved) -> Sequence[Shard]:
         """The arrays to restore into, given the stored value with an ArrayRef for each array; reports what differs."""
 
     def shards(self) -> Sequence[Shard]:
         """Take the live value apart: its arrays, then the object that holds all the rest."""
-        tree = take_apart(self.value(), self.is_lazy)
-        return [*tree.shards, object_shard(source=tree)]
+        value, detached = self._current()
+        again = self._again(value, detached)
+        if again is not None:
+            return again
+        tree = take_apart(value, self.is_lazy, self._describer, detached=detached)
+        rest = object_shard(source=tree)
+        self._skeleton = None
+        if not isinstance(tree.shards, Shards):
+            return [*tree.shards, rest]
+        self._skeleton = Skeleton.of(value, is_plain)
+        self._lazy_flags = [shard.lazy for shard in tree.shards.layout]
+        self._parameter_flags = [not detached and arrays.is_parameter(array) for array in tree.shards.sources]
+        return Shards(tree.shards.layout, tree.shards.sources, [rest])
+
+    def _again(self, value: object, detached: bool) -> Shards | None:
+        """The shards of a value whose structure and memory are those of the last time; None for others."""
+        stripped = None if self._skeleton is None else self._skeleton.strip(value)
+        if self._skeleton is None or stripped is None:
+            return None
+        keys, (values, plain) = self._skeleton.keys, stripped
+        shards = self._describer.again(keys, values, self._lazy_again(keys, values))
+        if shards is None:
+            return None
+        requires_grad = [False] * len(keys) if detached else list(map(attrgetter("requires_grad"), values))
+        rest = PlainTree(self._skeleton, requires_grad, self._parameter_flags, plain)
+        return Shards(shards.layout, shards.sources, [object_shard(source=rest)])
+
+    def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
+        """What :meth:`is_lazy` says of arrays whose keys and types are those of the last time."""
+        del keys, values
+        return self._lazy_flags
 
     def serialize(self, shard: Shard) -> Encoder:
         """The rest was copied by :meth:`shards`; encoding it is left to the background."""
-        assert isinstance(shard.source, Tree)
+        assert isinstance(shard.source, (Tree, PlainTree))
         return shard.source.encode
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:

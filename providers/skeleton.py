@@ -1,0 +1,130 @@
+"""The containers of a nested value without what is in them, to take a value of the same structure apart quickly."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datastates import arrays
+from datastates.keys import join
+
+_ARRAY, _PLAIN = object(), object()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Container:
+    """One dict, list or tuple: its type, its keys (their number for a list), and what is in it.
+
+    ``all`` is :data:`_ARRAY` or :data:`_PLAIN` when everything in it is that.
+    """
+
+    kind: type
+    keys: list[Any] | int
+    children: list[Any]
+    all: object
+
+
+class _OtherStructureError(Exception):
+    """The value at hand is not of the skeleton's structure."""
+
+
+class Skeleton:
+    """Dicts, lists and tuples around arrays and plain values; immutable.
+
+    Attributes:
+        keys: The arrays' keys, in the order of the walk.
+    """
+
+    def __init__(self, root: _Container, keys: list[str], plain: Callable[[object], bool]) -> None:
+        """Made by :meth:`of`."""
+        self._root = root
+        self.keys = keys
+        self._plain = plain
+
+    @classmethod
+    def of(cls, value: object, plain: Callable[[object], bool]) -> Skeleton | None:
+        """The skeleton of a value; None when there is more to it, or when a dict or list is in it twice.
+
+        Args:
+            value: The value.
+            plain: Says of anything that is neither a container nor an array whether it needs no copy.
+        """
+        keys: list[str] = []
+        seen: set[int] = set()
+
+        def build(item: Any, key: str) -> _Container | None:
+            if id(item) in seen or type(item) not in (dict, OrderedDict, list, tuple):
+                return None
+            if type(item) is not tuple:  # which of two equal tuples it is makes no difference
+                seen.add(id(item))
+            is_mapping = isinstance(item, dict)
+            children: list[Any] = []
+            for k, child in item.items() if is_mapping else enumerate(item):
+                child_key = join(key, k)
+                if arrays.kind_of(child) is not None:
+                    keys.append(child_key)
+                    children.append(_ARRAY)
+                elif plain(child):
+                    children.append(_PLAIN)
+                else:
+                    children.append(build(child, child_key))
+                    if children[-1] is None:
+                        return None
+            uniform = children[0] if children and all(c is children[0] for c in children) else None
+            return _Container(type(item), list(item) if is_mapping else len(item), children, uniform)
+
+        root = build(value, "")
+        return None if root is None else cls(root, keys, plain)
+
+    def strip(self, value: object) -> tuple[list[Any], list[Any]] | None:
+        """The arrays and the plain values of a value of this structure, each in the order of the walk; None for others.
+
+        What stands where an array stood is taken for one, and is for the caller to check.
+        """
+        found: tuple[list[Any], list[Any]] = ([], [])
+        seen: list[int] = []
+        try:
+            self._strip(self._root, value, found, seen)
+        except _OtherStructureError:
+            return None
+        if len(set(seen)) != len(seen) or not all(map(self._plain, found[1])):
+            return None
+        return found
+
+    def _strip(self, bones: _Container, value: Any, found: tuple[list[Any], list[Any]], seen: list[int]) -> None:
+        if type(value) is not bones.kind:
+            raise _OtherStructureError
+        inside: Any = value.values() if isinstance(value, dict) else value
+        keys = list(value) if isinstance(value, dict) else len(inside)
+        if keys != bones.keys:
+            raise _OtherStructureError
+        if bones.kind is not tuple:
+            seen.append(id(value))
+        if bones.all is _ARRAY:
+            found[0].extend(inside)
+        elif bones.all is _PLAIN:
+            found[1].extend(inside)
+        else:
+            for child, item in zip(bones.children, inside, strict=True):
+                if child is _ARRAY:
+                    found[0].append(item)
+                elif child is _PLAIN:
+                    found[1].append(item)
+                else:
+                    self._strip(child, item, found, seen)
+
+    def clothe(self, leaves: Sequence[object], plain: Sequence[object]) -> object:
+        """The mirror of :meth:`strip`: the containers anew, around what stands for the arrays, and the plain values."""
+        return _clothe(self._root, iter(leaves), iter(plain))
+
+
+def _clothe(bones: _Container, leaves: Iterator[object], plain: Iterator[object]) -> object:
+    inside = [
+        next(leaves) if child is _ARRAY else next(plain) if child is _PLAIN else _clothe(child, leaves, plain)
+        for child in bones.children
+    ]
+    if isinstance(bones.keys, list):
+        return bones.kind(zip(bones.keys, inside, strict=True))
+    return bones.kind(inside)
