@@ -1,4 +1,4 @@
-"""What users call: :class:`Checkpointer`, :func:`snapshot`, :func:`restore` and :func:`load`."""
+"""What users call: :class:`Checkpointer`, :func:`snapshot`, :func:`restore`, :func:`load` and :func:`open`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from datastates.errors import (
     SnapshotRefusedError,
 )
 from datastates.futures import Snapshot
+from datastates.opened import only, open_all
 from datastates.protocol import StateProvider
+from datastates.reader import Checkpoint
 from datastates.restoring import Restored, Trust
 
 _log = logging.getLogger("datastates")
@@ -337,3 +339,21 @@ def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]
     """
     settings = IoSettings.of(options)
     return restoring.load(_checked_path(path), lambda n: make_executor(settings, n), trust=trust)
+
+
+def open(path: PathLike, **options: Any) -> Checkpoint:
+    """Open a checkpoint to read single arrays: a mapping of full keys to host arrays, each read when it is asked for.
+
+    Args:
+        path: As for :func:`load`.
+        **options: Fields of :class:`~datastates.config.IoSettings`.
+
+    Raises:
+        FormatError: The file is damaged.
+        CheckpointNotFoundError: There is no committed checkpoint.
+        DatastatesError: It was written by several ranks.
+    """
+    settings = IoSettings.of(options)
+    found = _checked_path(path)
+    most = (settings.queue_depth + 1) * settings.block  # what one array after another keeps in flight
+    return Checkpoint(only(found, open_all(found)), lambda nbytes: make_executor(settings, min(nbytes, most)))

@@ -14,8 +14,8 @@ from typing import Any
 
 from datastates import manifest
 from datastates.errors import DatastatesError, FormatError
+from datastates.opened import Container, open_all
 from datastates.protocol import full_key
-from datastates.restoring import Container, open_checkpoint, open_container
 from datastates.verifying import verify_container
 
 
@@ -121,12 +121,8 @@ def _ls(arguments: argparse.Namespace) -> int:
 # -----------------------------------------------------------------------------------------------------------
 
 
-def _open(path: Path) -> list[Container]:
-    return [open_container(path)] if path.is_file() else open_checkpoint(manifest.find(path))[1]
-
-
 def _inspect(arguments: argparse.Namespace) -> int:
-    described = [_describe(one) for one in _open(arguments.path)]
+    described = [_describe(one) for one in open_all(arguments.path)]
     if arguments.json:
         _print({"containers": described})
         return 0
@@ -188,7 +184,7 @@ def _describe(one: Container) -> dict[str, Any]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    containers = _open(arguments.path)
+    containers = open_all(arguments.path)
     problems = []
     with _progress(sum(c.nbytes for c in containers), quiet=arguments.json) as progress:
         for one in containers:

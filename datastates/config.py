@@ -36,7 +36,7 @@ _S = TypeVar("_S", bound="IoSettings")
 
 
 class IoSettings(BaseModel):
-    """How bytes move: what :func:`~datastates.snapshot`, :func:`~datastates.restore` and :func:`~datastates.load` take.
+    """How bytes move: what ``snapshot``, ``restore``, ``load`` and ``open`` of this package take.
 
     Every field can also be given as an environment variable, ``DATASTATES_`` and the field's name in capitals; an
     argument wins over the variable, the variable over the default. Sizes are bytes or text such as ``"8GiB"``.

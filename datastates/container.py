@@ -82,16 +82,7 @@ def encode_tail(index: Index, pickle: bytes) -> tuple[bytes, int]:
     begin = index.records_end
     parts: list[bytes] = []
     position = begin
-    entries: list[tuple[bytes, int, int, int, int]] = [
-        (name, frames.STREAMED, crc, nbytes, header)
-        for name, crc, nbytes, header in zip(
-            frames.record_names(len(index.data_offset)),
-            index.record_crc.tolist(),
-            index.record_nbytes.tolist(),
-            index.header_offset.tolist(),
-            strict=True,
-        )
-    ]
+    directory = [frames.encode_directory(index.header_offset, index.record_nbytes, index.record_crc)]
     encoded = encode_index(index)
     index_offset = 0
     for name, data in (
@@ -102,14 +93,14 @@ def encode_tail(index: Index, pickle: bytes) -> tuple[bytes, int]:
     ):
         length = frames.aligned(position + frames.shortest_header(name)) - position
         crc = crc32(data)
-        entries.append((name, 0, crc, len(data), position))
+        directory.append(frames.central_header(name, 0, crc, len(data), position))
         parts += [frames.local_header(name, len(data), length, crc=crc, flags=0), data]
         index_offset = position + length
         position += length + len(data)
-    directory = b"".join(frames.central_header(*entry) for entry in entries)
-    parts.append(directory)
     footer = _FOOTER.format(FORMAT_VERSION, index_offset, len(encoded), crc32(encoded)).encode()
-    parts.append(frames.encode_ending(len(entries), position, len(directory), footer))
+    entries = len(index.data_offset) + len(directory) - 1
+    ending = frames.encode_ending(entries, position, sum(map(len, directory)), footer)
+    parts += [*directory, ending]
     return b"".join(parts), crc32(encoded)
 
 
@@ -167,7 +158,7 @@ def open_index(read: Read, file_nbytes: int, *, guess: int = 1 << 16) -> tuple[I
     return decode_index(data, file_nbytes), footer
 
 
-def frame_ranges(index: Index) -> list[tuple[int, bytes]]:
+def frame_ranges(index: Index) -> list[tuple[int, memoryview]]:
     """Every stretch between the storage records' data as it must be: (offset in the file, bytes)."""
     encoded = frames.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, index.record_crc)
     result = []

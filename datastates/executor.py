@@ -24,7 +24,7 @@ Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
 
 
-def prepare_write(plan: WritePlan, literal: bytes) -> PreparedWrite:
+def prepare_write(plan: WritePlan, literal: bytes | memoryview) -> PreparedWrite:
     """Hand a plan to the native core, to be used for any number of snapshots."""
     return _native.WritePlan(
         source_nbytes=plan.source_nbytes,

@@ -6,10 +6,11 @@ Read off APPNOTE 6.3.10 and off what torch 2.13 writes and accepts; ``docs/forma
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 
-from datastates.plan import SMALL, U32, U64
+from datastates.plan import DESCRIPTOR, DESCRIPTOR_CRC, I64, SMALL, U8, U32, U64
 
 ROOT = b"archive/"
 """The folder of all records, by torch's convention."""
@@ -18,6 +19,7 @@ INDEX_NAME = ROOT + b".datastates/index"
 STREAMED = 0x0008
 """The flag of a record whose CRC-32 follows its data, in a descriptor."""
 _LOCAL = struct.Struct("<4s5H3I2H")
+_DESCRIPTOR = struct.Struct("<4sIQQ")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
@@ -27,14 +29,17 @@ _NEEDS, _MADE_BY, _EPOCH = 45, 0x031E, 0x0021
 _UNKNOWN = 0xFFFFFFFF
 
 
-def record_names(count: int) -> list[bytes]:
-    """Names of the storage records, in file order, as torch gives them."""
-    return [ROOT + b"data/%d" % i for i in range(count)]
+def record_name(record: int) -> bytes:
+    """Name of a storage record, by its number in the file, as torch gives it."""
+    return ROOT + b"data/%d" % record
 
 
 def header_nbytes(count: int) -> U64:
     """Length of each storage record's shortest local header."""
-    return np.array([shortest_header(name) for name in record_names(count)], np.uint64)
+    result = np.empty(count, np.uint64)
+    for first, last in _alike(count):
+        result[first:last] = shortest_header(record_name(first))
+    return result
 
 
 def shortest_header(name: bytes) -> int:
@@ -50,19 +55,30 @@ def local_header(name: bytes, nbytes: int, length: int, *, crc: int, flags: int)
     return head + name + zip64 + struct.pack("<HH", _PADDING, extra - 24) + bytes(extra - 24)
 
 
-def encode_frames(header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None) -> bytes:
-    """All bytes between the storage records' data, end to end: descriptors, local headers, padding.
+def encode_frames(header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None) -> memoryview:
+    """All bytes between the storage records' data, end to end: local headers, padding, descriptors.
 
     Without ``crc`` the descriptors' CRC fields are zero, for the executor to fill in as the data goes by.
     """
-    frames = []
-    descriptor = b""
-    names = record_names(len(nbytes))
-    columns = zip(names, header_offset.tolist(), data_offset.tolist(), nbytes.tolist(), strict=True)
-    for i, (name, header, data, size) in enumerate(columns):
-        frames.append(descriptor + local_header(name, size, data - header, crc=0, flags=STREAMED))
-        descriptor = struct.pack("<4sIQQ", b"PK\7\x08", 0 if crc is None else int(crc[i]), size, size)
-    return b"".join([*frames, descriptor])
+    length = data_offset.astype(np.int64) - header_offset.astype(np.int64)
+    descriptor = np.cumsum(length + DESCRIPTOR) - DESCRIPTOR  # where it begins in the result
+    result = np.zeros(int(descriptor[-1]) + DESCRIPTOR if len(length) else 0, np.uint8)
+    for first, last in _alike(len(length)):
+        run, shortest = slice(first, last), shortest_header(record_name(first))
+        headers = _copies(local_header(record_name(first), 0, shortest, crc=0, flags=STREAMED), last - first)
+        _put_digits(headers, shortest - 24, first)
+        _put(headers, _LOCAL.size - 2, "<u2", length[run] - (shortest - 24))
+        _put(headers, shortest - 20, "<u8", nbytes[run])
+        _put(headers, shortest - 12, "<u8", nbytes[run])
+        _put(headers, shortest - 2, "<u2", length[run] - shortest)
+        _scatter(result, descriptor[run] - length[run], headers)
+        descriptors = _copies(_DESCRIPTOR.pack(b"PK\7\x08", 0, 0, 0), last - first)
+        if crc is not None:
+            _put(descriptors, DESCRIPTOR_CRC, "<u4", crc[run])
+        _put(descriptors, 8, "<u8", nbytes[run])
+        _put(descriptors, 16, "<u8", nbytes[run])
+        _scatter(result, descriptor[run], descriptors)
+    return result.data
 
 
 def pickle_place(records_end: int) -> int:
@@ -83,6 +99,22 @@ def central_header(name: bytes, flags: int, crc: int, nbytes: int, offset: int) 
     return head + name + struct.pack("<HHQQQ", _ZIP64_CENTRAL, 24, nbytes, nbytes, offset)
 
 
+def encode_directory(header_offset: U64, nbytes: U64, crc: U32) -> bytes:
+    """The entries of all storage records in the central directory."""
+    parts = []
+    for first, last in _alike(len(nbytes)):
+        run = slice(first, last)
+        entries = _copies(central_header(record_name(first), STREAMED, 0, 0, 0), last - first)
+        end = entries.shape[1]
+        _put(entries, 16, "<u4", crc[run])
+        _put_digits(entries, end - 28, first)
+        _put(entries, end - 24, "<u8", nbytes[run])
+        _put(entries, end - 16, "<u8", nbytes[run])
+        _put(entries, end - 8, "<u8", header_offset[run])
+        parts.append(entries.tobytes())
+    return b"".join(parts)
+
+
 def encode_ending(entries: int, offset: int, nbytes: int, comment: bytes) -> bytes:
     """What follows a central directory of so many entries, of so many bytes, at that offset; the comment comes last."""
     end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _MADE_BY, _NEEDS, 0, 0, entries, entries, nbytes, offset)
@@ -93,3 +125,44 @@ def encode_ending(entries: int, offset: int, nbytes: int, comment: bytes) -> byt
 
 ENDING_NBYTES = _END64.size + _LOCATOR.size + _END.size
 """Bytes between the central directory and the comment."""
+
+
+# --- many frames at once: rows of bytes, made as copies of one and then told their own numbers
+
+_RUN = 16384
+"""Records whose frames are made at once."""
+
+
+def _alike(count: int) -> Iterator[tuple[int, int]]:
+    """The record numbers below ``count`` in runs of as many digits, whose frames are laid out alike.
+
+    A run is no longer than what stays in a core's cache while its rows are filled in.
+    """
+    first = 0
+    while first < count:
+        last = min(count, 10 ** len(str(first)), first + _RUN)
+        yield first, last
+        first = last
+
+
+def _copies(frame: bytes, count: int) -> U8:
+    return np.tile(np.frombuffer(frame, np.uint8), (count, 1))
+
+
+def _put(rows: U8, at: int, dtype: str, numbers: U64 | U32 | I64) -> None:
+    """Write one number into each row."""
+    rows[:, at : at + np.dtype(dtype).itemsize].view(dtype)[:, 0] = numbers
+
+
+def _put_digits(rows: U8, end: int, first: int) -> None:
+    """Write the record numbers from ``first`` on so that they end at ``end``."""
+    rest = np.arange(first, first + len(rows))
+    for at in range(end - 1, end - 1 - len(str(first)), -1):
+        rest, digit = np.divmod(rest, 10)
+        rows[:, at] = digit + ord("0")
+
+
+def _scatter(target: U8, at: I64, rows: U8) -> None:
+    """Write each row to its place; ``target`` is seen as all the overlapping stretches of a row's length."""
+    row = np.dtype((np.void, rows.shape[1]))
+    np.ndarray(len(target) - row.itemsize + 1, row, target, 0, (1,))[at] = rows.view(row)[:, 0]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgpack
@@ -11,7 +11,8 @@ import numpy as np
 
 from datastates.errors import FormatError
 from datastates.frames import header_nbytes, pickle_place
-from datastates.plan import CHUNK, DESCRIPTOR, U32, U64
+from datastates.packed_keys import PackedKeys
+from datastates.plan import CHUNK, DESCRIPTOR, I64, U32, U64
 from datastates.shard_table import ShardTable
 
 FORMAT_VERSION = 1
@@ -70,6 +71,12 @@ class Index:
         """One past the last record's descriptor."""
         return int(self.data_offset[-1] + self.record_nbytes[-1]) + DESCRIPTOR if len(self.data_offset) else 0
 
+    @cached_property
+    def first_chunk(self) -> I64:
+        """For each record, and for the end, how many chunks come before: where its checksums are in ``chunk_crc``."""
+        counts = -(-self.record_nbytes.astype(np.int64) // CHUNK)
+        return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+
 
 _TYPES = {
     "format": int,
@@ -96,18 +103,6 @@ _TABLE_COLUMNS = {
 }
 
 
-def _pack_strings(strings: Sequence[str]) -> tuple[bytes, bytes]:
-    encoded = [s.encode("utf-8", "surrogatepass") for s in strings]
-    return np.array([len(e) for e in encoded], "<u4").tobytes(), b"".join(encoded)
-
-
-def _unpack_strings(lengths: bytes, data: bytes) -> tuple[str, ...]:
-    ends = np.cumsum(_column(lengths, "<u4").astype(np.int64)).tolist()
-    if (ends[-1] if ends else 0) != len(data):
-        raise FormatError("index: the lengths of the keys do not add up")
-    return tuple(data[a:b].decode("utf-8", "surrogatepass") for a, b in zip([0, *ends], ends, strict=False))
-
-
 def _column(data: object, dtype: str) -> np.ndarray[Any, Any]:
     if not isinstance(data, bytes) or len(data) % np.dtype(dtype).itemsize:
         raise FormatError("index: a column is not an array of numbers")
@@ -117,7 +112,7 @@ def _column(data: object, dtype: str) -> np.ndarray[Any, Any]:
 def encode_index(index: Index) -> bytes:
     """Encode the index as columns: one msgpack map whose large values are little-endian arrays."""
     table = index.shards
-    lengths, keys = _pack_strings(table.keys)
+    keys = table.packed_keys
     return msgpack.packb(
         {
             "format": FORMAT_VERSION,
@@ -129,8 +124,8 @@ def encode_index(index: Index) -> bytes:
             "record_crc": index.record_crc.astype("<u4").tobytes(),
             "chunk_crc": index.chunk_crc.astype("<u4").tobytes(),
             "providers": [p.encode("utf-8", "surrogatepass") for p in table.providers],
-            "key_nbytes": lengths,
-            "keys": keys,
+            "key_nbytes": keys.nbytes.astype("<u4").tobytes(),
+            "keys": keys.data,
             "shards": {c: getattr(table, c).astype(width).tobytes() for c, width in _TABLE_COLUMNS.items()},
             "objects": [
                 [o.provider, o.key.encode("utf-8", "surrogatepass"), o.offset, o.nbytes, o.crc] for o in index.objects
@@ -161,7 +156,7 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
             chunk_crc=_column(fields["chunk_crc"], "<u4"),
             shards=ShardTable(
                 providers=tuple(p.decode("utf-8", "surrogatepass") for p in fields["providers"]),
-                keys=_unpack_strings(fields["key_nbytes"], fields["keys"]),
+                keys=PackedKeys(fields["keys"], _column(fields["key_nbytes"], "<u4")),
                 **{c: _column(fields["shards"][c], width) for c, width in _TABLE_COLUMNS.items()},
             ),
             objects=tuple(
@@ -204,7 +199,7 @@ def _check_records(index: Index, file_nbytes: int) -> None:
     room = data - header
     if count and ((room < header_nbytes(count).astype(np.int64)) | (room > 0xFFFF)).any():
         raise FormatError("index: a record's data lies where its header must be")
-    chunks = int((-(-index.record_nbytes.astype(np.int64) // CHUNK)).sum())
+    chunks = int(index.first_chunk[-1])
     if len(index.chunk_crc) != chunks:
         raise FormatError(f"index: {len(index.chunk_crc)} checksums for {chunks} chunks")
 

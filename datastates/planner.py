@@ -67,12 +67,15 @@ def plan_write(source_nbytes: U64, eager: U8, header_nbytes: U64, block_nbytes: 
     starts, segment_source, base = starts[filled], segment_source[filled], base[filled]
 
     cuts = _cuts(end, descriptor + DESCRIPTOR_CRC, block_nbytes)
-    piece_start = np.union1d(starts, cuts[:-1])
-    piece_length = np.diff(np.append(piece_start, end)) if end else piece_start
-    segment = np.searchsorted(starts, piece_start, side="right") - 1
-    extent = np.searchsorted(cuts, piece_start, side="right") - 1
+    # a piece is a segment, or what is left of it between two cuts: most cuts fall inside of one
+    before = np.searchsorted(starts, cuts[:-1])
+    inside = np.flatnonzero(np.append(starts, end)[before] != cuts[:-1])
+    piece_start = np.insert(starts, before[inside], cuts[:-1][inside])
+    segment = np.insert(np.arange(len(starts)), before[inside], before[inside] - 1)
+    extent_piece = np.searchsorted(piece_start, cuts)
+    extent_begin = np.repeat(cuts[:-1], np.diff(extent_piece))
     patch = descriptor + DESCRIPTOR_CRC
-    patch_extent = np.searchsorted(cuts, patch, side="right") - 1
+    patch_extent = np.repeat(np.arange(len(cuts) - 1), np.diff(np.searchsorted(patch, cuts)))
     return WritePlan(
         order=order,
         source_nbytes=_u64(source_nbytes),
@@ -82,11 +85,11 @@ def plan_write(source_nbytes: U64, eager: U8, header_nbytes: U64, block_nbytes: 
         end=end,
         extent_offset=_u64(cuts[:-1]),
         extent_length=_u64(np.diff(cuts)),
-        extent_piece=_u64(np.searchsorted(extent, np.arange(len(cuts)))),
+        extent_piece=_u64(extent_piece),
         piece_source=segment_source[segment].astype(np.int32),
         piece_source_offset=_u64(base[segment] + piece_start - starts[segment]),
-        piece_extent_offset=_u64(piece_start - cuts[extent]),
-        piece_length=_u64(piece_length),
+        piece_extent_offset=_u64(piece_start - extent_begin),
+        piece_length=_u64(np.diff(piece_start, append=end)),
         patch_extent=_u64(patch_extent),
         patch_offset=_u64(patch - cuts[patch_extent]),
         patch_source=order.astype(np.int32),

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from datastates import arrays, container, manifest, pickling, planner, unpickling
-from datastates.errors import CorruptError, DatastatesError, FormatError, ProviderError, RestoreError, StorageError
+from datastates import arrays, container, pickling, unpickling
+from datastates.errors import FormatError, ProviderError, RestoreError
 from datastates.executor import Executor, read_bytes
-from datastates.index import Index, StoredObject
+from datastates.opened import Container, only, open_all, open_checkpoint
 from datastates.pickling import StoredArray
-from datastates.plan import Chunks
-from datastates.protocol import ArrayRef, Buffer, Saved, Shard, StateProvider, full_key, span, walk_unique
-from datastates.shard_table import Row
+from datastates.protocol import ArrayRef, Saved, Shard, StateProvider, full_key, walk_unique
+from datastates.reads import Reads, reference
+from datastates.shard_table import Row, ShardTable
 
 Trust = Collection[str] | str
 """``"all"``, or the classes, as ``module.qualname``, that objects in a checkpoint may be of."""
@@ -36,150 +35,6 @@ class Restored(int):
     missing_keys: list[str]
     unexpected_keys: list[str]
     mismatched_keys: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Container:
-    """One container file, opened: its index has been checked."""
-
-    path: Path
-    nbytes: int
-    index: Index
-    index_crc: int
-    index_offset: int
-
-    def name_record(self, record: int) -> str:
-        """The keys that lie in a storage record, for an error about it."""
-        table = self.index.shards
-        keys = [table.row(i).key for i in np.flatnonzero(table.record == record)[:3].tolist()]
-        return ", ".join(keys) or f"record {record}"
-
-    def chunks(self) -> Chunks:
-        """The checksummed chunks of its records."""
-        return planner.plan_chunks(self.index.data_offset, self.index.record_nbytes, self.index.chunk_crc)
-
-    def read_object(self, stored: StoredObject) -> bytes:
-        """The opcodes of an object, verified; raises CorruptError."""
-        data = read_bytes(self.path)(stored.offset, stored.nbytes)
-        if container.crc32(data) != stored.crc:
-            key = full_key(self.index.shards.providers[stored.provider], stored.key)
-            raise CorruptError(f"{key!r} in {self.path} does not match its checksum", key=key, path=str(self.path))
-        return data
-
-
-def open_container(path: Path) -> Container:
-    """Open one container file.
-
-    Raises:
-        FormatError: It is none, or damaged; the message names the path.
-        StorageError: It cannot be read.
-    """
-    try:
-        nbytes = path.stat().st_size
-    except OSError as error:
-        raise StorageError(error.errno or 0, "stat", str(path)) from error
-    try:
-        index, footer = container.open_index(read_bytes(path), nbytes)
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from error
-    return Container(path, nbytes, index, footer.crc, footer.offset)
-
-
-def open_checkpoint(path: Path) -> tuple[manifest.Manifest, list[Container]]:
-    """Open a checkpoint directory: its manifest, and every container that it names.
-
-    Raises:
-        CheckpointNotFoundError: There is no manifest.
-        FormatError: A file is not the one that the manifest names, or damaged.
-    """
-    opened = manifest.open(path)
-    containers = []
-    for entry in opened.containers:
-        one = open_container(path / entry.file)
-        identity = {"step": opened.step, "rank": entry.rank, "world_size": opened.world_size, "attempt": opened.attempt}
-        if (one.nbytes, one.index_crc, one.index.identity) != (entry.nbytes, entry.index_crc32, identity):
-            raise FormatError(f"{one.path} is not the container that the manifest names")
-        containers.append(one)
-    return opened, containers
-
-
-def _only(path: Path, containers: list[Container]) -> Container:
-    if len(containers) != 1:
-        raise DatastatesError(f"{path} was written by {len(containers)} ranks, which this version cannot restore")
-    return containers[0]
-
-
-# --- reading arrays
-# ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _Reads:
-    """Arrays of one container to be read: straight into memory where the layout allows, else by way of a copy."""
-
-    source: Container
-    offsets: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    buffers: list[Buffer] = field(default_factory=list)
-    copies: list[tuple[Any, Any]] = field(default_factory=list)
-    _seen: set[tuple[int, int, int, int]] = field(default_factory=set)
-
-    def add(self, row: Row, array: Any) -> None:
-        """Read a row into an array of the same shape and dtype."""
-        place = arrays.place(array, row.stride)
-        if place is None:
-            landing = arrays.empty(reference(row))
-            self.copies.append((array, landing))
-            place = replace(arrays.memory(landing), nbytes=span(row.shape, row.stride) * row.dtype.itemsize)
-        self.add_memory(int(self.source.index.data_offset[row.record]) + row.offset, place)
-
-    def add_memory(self, offset: int, place: Buffer) -> None:
-        """Read as many bytes as the memory has from an offset of the file."""
-        same = (offset, place.nbytes, place.device, place.pointer)
-        if same in self._seen:
-            return  # tied tensors: the same bytes to the same memory
-        self._seen.add(same)
-        self.offsets.append(offset)
-        self.lengths.append(place.nbytes)
-        self.buffers.append(place)
-
-    def conflict(self) -> int | None:
-        """An offset whose bytes others would overwrite: live memory is shared that was not shared when saved."""
-        order = sorted(range(len(self.buffers)), key=lambda i: (self.buffers[i].device, self.buffers[i].pointer))
-        furthest: int | None = None
-        for i in order:
-            place = self.buffers[i]
-            if furthest is not None and self.buffers[furthest].device == place.device:
-                other = self.buffers[furthest]
-                shared = place.pointer < other.pointer + other.nbytes and place.nbytes
-                if shared and self.offsets[i] - place.pointer != self.offsets[furthest] - other.pointer:
-                    return self.offsets[i]
-                if place.pointer + place.nbytes <= other.pointer + other.nbytes:
-                    continue
-            furthest = i
-        return None
-
-    def run(self, executor: Executor) -> None:
-        """Read and verify everything; then make the copies."""
-        nbytes = np.array(self.lengths, np.uint64)
-        plan = planner.plan_read(
-            file_offset=np.array(self.offsets, np.uint64),
-            nbytes=nbytes,
-            dest=np.arange(len(nbytes), dtype=np.int32),
-            dest_offset=np.zeros(len(nbytes), np.uint64),
-            dest_nbytes=nbytes,
-            chunks=self.source.chunks(),
-            extent_nbytes=executor.block - 2 * 4096,
-        )
-        job = executor.submit_read(self.source.path, plan, self.buffers, self.source.name_record)
-        job.wait()
-        for array, landing in self.copies:
-            arrays.assign(array, landing)
-
-
-def reference(row: Row, *, key: str | None = None, requires_grad: bool = False) -> ArrayRef:
-    """A row as providers see it."""
-    return ArrayRef(row.key if key is None else key, row.kind, row.dtype.name, row.shape, row.stride, requires_grad)
 
 
 # --- restoring into providers
@@ -207,6 +62,49 @@ def _naming(what: str) -> Iterator[None]:
         raise FormatError(f"{what}: {error}") from error
 
 
+class _Rows(Mapping[str, Row]):
+    """One provider's rows by key, each made when it is asked for."""
+
+    def __init__(self, table: ShardTable, provider: str) -> None:
+        self._table = table
+        self._numbers = {table.keys[i]: i for i in table.of_provider(provider)}
+        self._made: dict[str, Row] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers
+
+    def __getitem__(self, key: str) -> Row:
+        row = self._made.get(key)
+        if row is None:
+            row = self._made[key] = self._table.row(self._numbers[key])
+        return row
+
+
+class _References(Mapping[str, ArrayRef]):
+    """One provider's rows as providers see them."""
+
+    def __init__(self, rows: _Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._rows
+
+    def __getitem__(self, key: str) -> ArrayRef:
+        return reference(self._rows[key], key=key)
+
+
 class _Saved(Saved):
     """One provider's part of a container; collects what is reported about it."""
 
@@ -219,13 +117,17 @@ class _Saved(Saved):
         self._trust = trust
         self._name = provider.name
         table = source.index.shards
-        self.rows = {table.keys[i]: table.row(i) for i in table.of_provider(provider.name)}
+        self.rows = _Rows(table, provider.name)
         self._objects = {o.key: o for o in source.index.objects if table.providers[o.provider] == provider.name}
-        self._keys = {_place_of(row): key for key, row in self.rows.items()}
         self._streams: dict[str, bytes] = {}
+        self._vetted: set[str] = set()
+
+    @cached_property
+    def _keys(self) -> dict[_Place, str]:
+        return {_place_of(row): key for key, row in self.rows.items()}
 
     def arrays(self) -> Mapping[str, ArrayRef]:
-        return {key: reference(row, key=key) for key, row in self.rows.items()}
+        return _References(self.rows)
 
     def objects(self) -> Sequence[str]:
         return list(self._objects)
@@ -243,7 +145,14 @@ class _Saved(Saved):
 
     def structure(self, key: str) -> object:
         with self._named(key):
-            return unpickling.structure(self._stream(key), self._reference, trust=self._trust)
+            value = unpickling.structure(self._stream(key), self._reference, trust=self._trust)
+        self._vetted.add(key)
+        return value
+
+    def vet(self, key: str) -> None:
+        """Refuse an object that is not trusted, or damaged, unless the provider has already asked for it."""
+        if key not in self._vetted:
+            self.structure(key)
 
     def build(self, key: str, targets: Mapping[_Place, object]) -> object:
         """Decode an object over the arrays that have been restored; what was not stays a reference."""
@@ -297,9 +206,9 @@ def restore(
     ``executor`` gives the executor to use, told how many bytes will be read.
     """
     opened, containers = open_checkpoint(path)
-    source = _only(path, containers)
+    source = only(path, containers)
     known = {provider: _Saved(source, provider, strict=strict, trust=trust) for provider in walk_unique(providers)}
-    reads = _Reads(source)
+    reads = Reads(source)
     objects: list[tuple[StateProvider, Shard, Callable[[], object]]] = []
     for provider, saved in known.items():
         if provider.name not in source.index.shards.providers:
@@ -312,7 +221,7 @@ def restore(
             targets[_place_of(row)] = shard.source
         for shard in shards:
             if shard.is_object:
-                saved.structure(shard.key)  # what is not trusted or damaged is refused before anything is changed
+                saved.vet(shard.key)  # what is not trusted or damaged is refused before anything is changed
                 objects.append((provider, shard, partial(saved.build, shard.key, targets)))
     result = _left_over(opened.step, known.values())
     if strict and (result.missing_keys or result.unexpected_keys or result.mismatched_keys):
@@ -361,35 +270,49 @@ def _sentence(result: Restored) -> str:
 
 def load(path: Path, executor: Callable[[int], Executor], *, trust: Trust) -> dict[str, Any]:
     """Read a checkpoint directory, or one container file, as nested host arrays and objects."""
-    source = open_container(path) if path.is_file() else _only(path, open_checkpoint(manifest.find(path))[1])
+    source = only(path, open_all(path))
     data = _read_pickle(source)
+    records = _Records(source)
     with _naming(str(source.path)):
-        value = unpickling.structure(data, lambda stored: stored, trust=trust)
+        # over arrays that are still to be read: what is not trusted or damaged is refused before
+        value, complete = unpickling.survey(data, records.array, trust=trust)
         if not isinstance(value, dict):
             raise FormatError(f"data.pkl holds a {type(value).__name__}, not a mapping of providers")
-        made = _read_records(source, executor)
-
-        def resolve(stored: StoredArray) -> object:
-            if _place_in_pickle(stored) not in made:
-                raise FormatError(f"an array of record {stored.record!r} that the index does not list")
-            return arrays.with_grad(made[_place_in_pickle(stored)], stored.requires_grad)
-
-        result: dict[str, Any] = unpickling.loads(data, resolve, trust=trust)
+        records.read(executor)
+        result: dict[str, Any] = value if complete else unpickling.loads(data, records.array, trust=trust)
         return result
 
 
-def _read_records(source: Container, executor: Callable[[int], Executor]) -> dict[_Place, Any]:
-    """Read every storage record into fresh host memory, and make the arrays that lie in it, sharing it."""
-    index = source.index
-    rows = list(map(index.shards.row, range(len(index.shards))))
-    kinds = {row.record: row.kind for row in rows if row.kind != "torch"}
-    kinds |= {row.record: row.kind for row in rows if row.kind == "torch"}  # a torch block has views of both kinds
-    reads = _Reads(source)
-    blocks = [arrays.allocate(kinds.get(r, "numpy"), n) for r, n in enumerate(index.record_nbytes.tolist())]
-    for block, offset in zip(blocks, index.data_offset.tolist(), strict=True):
-        reads.add_memory(offset, arrays.memory(block))
-    reads.run(executor(sum(reads.lengths)))
-    return {_place_of(row): arrays.view(blocks[row.record], reference(row), row.offset) for row in rows}
+class _Records:
+    """Every storage record in fresh host memory, and the arrays that lie in it, sharing it."""
+
+    def __init__(self, source: Container) -> None:
+        self._source = source
+        table = source.index.shards
+        self._rows = {_place_of(row): row for row in map(table.row, range(len(table)))}
+        kinds = {row.record: row.kind for row in self._rows.values() if row.kind != "torch"}
+        # a torch block has views of both kinds
+        kinds |= {row.record: row.kind for row in self._rows.values() if row.kind == "torch"}
+        sizes = source.index.record_nbytes.tolist()
+        self._blocks = [arrays.allocate(kinds.get(r, "numpy"), n) for r, n in enumerate(sizes)]
+        self._made: dict[_Place, Any] = {}
+
+    def array(self, stored: StoredArray) -> object:
+        """The array that an object refers to; tied ones are one."""
+        place = _place_in_pickle(stored)
+        if place not in self._made:
+            if place not in self._rows:
+                raise FormatError(f"an array of record {stored.record!r} that the index does not list")
+            row = self._rows[place]
+            self._made[place] = arrays.view(self._blocks[row.record], reference(row), row.offset)
+        return arrays.with_grad(self._made[place], stored.requires_grad)
+
+    def read(self, executor: Callable[[int], Executor]) -> None:
+        """Fill all records, verified."""
+        reads = Reads(self._source)
+        for block, offset in zip(self._blocks, self._source.index.data_offset.tolist(), strict=True):
+            reads.add_memory(offset, arrays.memory(block))
+        reads.run(executor(sum(reads.lengths)))
 
 
 def _read_pickle(source: Container) -> bytes:
@@ -399,7 +322,5 @@ def _read_pickle(source: Container) -> bytes:
     if container.crc32(data) != index.pickle_crc:
         for stored in index.objects:
             source.read_object(stored)
-        raise CorruptError(
-            f"data.pkl in {source.path} does not match its checksum", key="data.pkl", path=str(source.path)
-        )
+        raise source.corrupt("data.pkl")
     return data

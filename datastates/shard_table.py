@@ -11,6 +11,8 @@ import numpy as np
 
 from datastates import dtypes
 from datastates.errors import FormatError
+from datastates.key_lookup import KeyLookup
+from datastates.packed_keys import PackedKeys
 from datastates.plan import U8, U32, U64
 from datastates.protocol import Shard, full_key
 
@@ -74,7 +76,7 @@ class ShardTable:
 
     providers: tuple[str, ...]
     provider: U32
-    keys: tuple[str, ...]
+    keys: Sequence[str]
     kind: U8
     dtype: U8
     record: U32
@@ -98,13 +100,14 @@ class ShardTable:
         return tuple(np.cumsum(n) - n for n in (ndim, global_ndim, places))
 
     @cached_property
-    def by_key(self) -> dict[str, int]:
+    def packed_keys(self) -> PackedKeys:
+        """The keys as the index stores them."""
+        return PackedKeys.of(self.keys)
+
+    @cached_property
+    def by_key(self) -> KeyLookup:
         """Row number by full key."""
-        prefixes = [full_key(name, "") for name in self.providers]
-        return {
-            f"{prefixes[p]}/{key}" if key else prefixes[p]: i
-            for i, (p, key) in enumerate(zip(self.provider.tolist(), self.keys, strict=True))
-        }
+        return KeyLookup(self.providers, self.provider, self.packed_keys)
 
     def of_provider(self, name: str) -> list[int]:
         """Row numbers of one provider."""
@@ -114,16 +117,16 @@ class ShardTable:
 
     def row(self, i: int) -> Row:
         """One row as an object."""
-        at, global_at, place_at = (int(starts[i]) for starts in self._starts)
-        ndim, part, global_ndim = int(self.ndim[i]), int(self.part[i]), int(self.global_ndim[i])
+        at, global_at, place_at = (starts.item(i) for starts in self._starts)
+        ndim, part, global_ndim = self.ndim.item(i), self.part.item(i), self.global_ndim.item(i)
         shape = tuple(self.dims[at : at + ndim].tolist())
         place = tuple(self.place[place_at : place_at + (2 if part == FLAT else global_ndim)].tolist())
         return Row(
-            key=full_key(self.providers[int(self.provider[i])], self.keys[i]),
-            kind=KINDS[int(self.kind[i])],
-            dtype=dtypes.ALL[int(self.dtype[i])],
-            record=int(self.record[i]),
-            offset=int(self.offset[i]),
+            key=full_key(self.providers[self.provider.item(i)], self.keys[i]),
+            kind=KINDS[self.kind.item(i)],
+            dtype=dtypes.ALL[self.dtype.item(i)],
+            record=self.record.item(i),
+            offset=self.offset.item(i),
             shape=shape,
             stride=tuple(self.strides[at : at + ndim].tolist()),
             global_shape=shape
@@ -170,7 +173,7 @@ class ShardTable:
         self._check_parts(row, dims)
         if len(set(self.providers)) != len(self.providers):
             raise FormatError("index: two providers have the same name")
-        if len(self.by_key) != n:
+        if self.by_key.repeats:
             raise FormatError("index: two rows have the same key")
 
     def _check_parts(self, row: np.ndarray[Any, Any], dims: np.ndarray[Any, Any]) -> None:

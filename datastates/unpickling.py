@@ -10,6 +10,7 @@ import collections
 import importlib
 import io
 import pickle
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import MethodType
@@ -25,6 +26,27 @@ class _Storage:
     record: str
     dtype: str | None
     numel: int
+
+
+# an array as this package writes it, behind the opcode of its first global; anything else is read opcode by opcode
+_INTEGER = rb"(?:K.|J.{4})"
+_ARRAY = re.compile(
+    rb"torch\._utils\n_rebuild_tensor_v2\n\(\(X\x07\0\0\0storagectorch\n(\w+)\nX(.)\0\0\0([0-9]{1,20})X\x03\0\0\0cpu"
+    rb"(%b)tQ(%b)\((%b{0,64})t\((%b{0,64})t([\x88\x89])ccollections\nOrderedDict\n\)RtR" % ((_INTEGER,) * 4),
+    re.DOTALL,
+)
+
+
+def _integers(opcodes: bytes) -> tuple[int, ...]:
+    found, at = [], 0
+    while at < len(opcodes):
+        if opcodes[at : at + 1] == pickle.BININT1:
+            found.append(opcodes[at + 1])
+            at += 2
+        else:
+            found.append(int.from_bytes(opcodes[at + 1 : at + 5], "little", signed=True))
+            at += 5
+    return tuple(found)
 
 
 _REBUILDS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
@@ -49,12 +71,12 @@ class _Reader(_PurePython):  # type: ignore[misc]
         getattr(pickle, name)[0]: _PurePython.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
     }
 
-    def __init__(
-        self, file: io.BytesIO, resolve: Callable[[StoredArray], object], trust: Collection[str] | str
-    ) -> None:
-        super().__init__(file)
+    def __init__(self, data: bytes, resolve: Callable[[StoredArray], object], trust: Collection[str] | str) -> None:
+        self._data = data
+        self._file = io.BytesIO(data)
+        super().__init__(self._file)
         self._resolve = resolve
-        self._trust = trust
+        self.trust = trust
         self._rebuilds = [getattr(self, name) for name in _REBUILDS]
         self._foreign: dict[int, Any] = {}
         """By id: what a trusted name stands for, and what calls of those have made. Only these may do as they like."""
@@ -62,6 +84,24 @@ class _Reader(_PurePython):  # type: ignore[misc]
     def _own(self, value: Any) -> Any:
         self._foreign[id(value)] = value
         return value
+
+    def load_global(self) -> None:
+        match = _ARRAY.match(self._data, self._file.tell())
+        if match is None or not self._load_array(match):
+            super().load_global()
+
+    def _load_array(self, match: re.Match[bytes]) -> bool:
+        """Read a whole array at once; False when that is no array that torch has a storage class for."""
+        storage, length, record, numel, offset, shape, stride, grad = match.groups()
+        dtype = dtypes.BY_STORAGE.get(storage.decode())
+        (elements,) = _integers(numel)
+        if dtype is None or length[0] != len(record) or elements < 0:
+            return False
+        (begin,) = _integers(offset)
+        sizes, steps = _integers(shape), _integers(stride)
+        self._file.seek(match.end())
+        self.append(self._array(record.decode(), dtype.name, elements, begin, sizes, steps, grad == pickle.NEWTRUE))
+        return True
 
     def load_reduce(self) -> None:
         function, args = self.stack[-2:]
@@ -122,6 +162,7 @@ class _Reader(_PurePython):  # type: ignore[misc]
 
     dispatch.update(  # a dispatch table holds functions, not names
         {
+            pickle.GLOBAL[0]: load_global,
             pickle.REDUCE[0]: load_reduce,
             pickle.NEWOBJ[0]: load_newobj,
             pickle.BUILD[0]: load_build,
@@ -145,7 +186,7 @@ class _Reader(_PurePython):  # type: ignore[misc]
             return vetted.torch_global(name) if name in dtypes.BY_NAME else vetted.TorchName(name)
         if full in ("torch.storage.UntypedStorage", "torch.Size", "torch.device"):
             return vetted.TorchName("UntypedStorage") if name == "UntypedStorage" else vetted.torch_global(name)
-        if full in vetted.BUILT_LATE or self._trust == "all" or full in self._trust:
+        if full in vetted.BUILT_LATE or self.trust == "all" or full in self.trust:
             return self._other_class(module, name)
         raise TrustError(full)
 
@@ -175,7 +216,7 @@ class _Reader(_PurePython):  # type: ignore[misc]
             return self._tensor_over_trusted(storage, offset, shape, stride, grad, hooks, *metadata)
         if not isinstance(storage, _Storage) or storage.dtype is None:
             raise FormatError("a tensor without a typed storage")
-        return self._array(storage, storage.dtype, storage.numel, offset, shape, stride, grad)
+        return self._array(storage.record, storage.dtype, storage.numel, offset, shape, stride, grad)
 
     def _tensor_over_trusted(self, storage: Any, *arguments: Any) -> object:
         # a tensor that was pickled whole, inside an object of another class: its storage came through trust
@@ -196,14 +237,12 @@ class _Reader(_PurePython):  # type: ignore[misc]
         if not isinstance(storage, _Storage) or storage.dtype is not None or name not in dtypes.BY_NAME:
             raise FormatError("a tensor without an untyped storage and a dtype")
         elements = storage.numel // dtypes.BY_NAME[name].itemsize
-        return self._array(storage, name, elements, offset, shape, stride, grad)
+        return self._array(storage.record, name, elements, offset, shape, stride, grad)
 
-    def _array(
-        self, storage: _Storage, dtype: str, elements: int, offset: Any, shape: Any, stride: Any, grad: Any
-    ) -> object:
+    def _array(self, record: str, dtype: str, elements: int, offset: Any, shape: Any, stride: Any, grad: Any) -> object:
         if not all(map(vetted.are_sizes, ((offset,), shape, stride))) or len(shape) != len(stride):
-            raise FormatError(f"a tensor of record {storage.record!r} has an impossible shape")
-        return self._resolve(StoredArray(storage.record, dtype, offset, shape, stride, elements, grad is True))
+            raise FormatError(f"a tensor of record {record!r} has an impossible shape")
+        return self._resolve(StoredArray(record, dtype, offset, shape, stride, elements, grad is True))
 
     def _rebuild_parameter(self, data: Any, requires_grad: Any, hooks: Any) -> object:
         del hooks
@@ -241,7 +280,10 @@ class Unbuilt:
 class _Surveyor(_Reader):
     """Reads containers and plain values, and leaves everything else unbuilt."""
 
+    complete = True
+
     def _other_class(self, module: str, name: str) -> Any:
+        self.complete = False
         return self._own(type(name, (Unbuilt,), {"__module__": module}))
 
 
@@ -268,7 +310,7 @@ def loads(
         ImportError: ``resolve`` raised it.
         TypeError: ``trust`` is neither.
     """
-    return _read(_Reader, data, resolve, trust)
+    return _read(_Reader(data, resolve, trust))
 
 
 def structure(data: bytes, resolve: Callable[[StoredArray], object], *, trust: Collection[str] | str = ()) -> Any:
@@ -276,16 +318,23 @@ def structure(data: bytes, resolve: Callable[[StoredArray], object], *, trust: C
 
     Nothing in it depends on the arrays' elements, so that it can be read before them. Raises as :func:`loads` does.
     """
-    return _read(_Surveyor, data, resolve, trust)
+    return survey(data, resolve, trust=trust)[0]
 
 
-def _read(
-    reader: type[_Reader], data: bytes, resolve: Callable[[StoredArray], object], trust: Collection[str] | str
-) -> Any:
+def survey(
+    data: bytes, resolve: Callable[[StoredArray], object], *, trust: Collection[str] | str = ()
+) -> tuple[Any, bool]:
+    """What :func:`structure` gives, and whether it is complete: nothing had to be left unbuilt."""
+    reader = _Surveyor(data, resolve, trust)
+    return _read(reader), reader.complete
+
+
+def _read(reader: _Reader) -> Any:
+    trust = reader.trust
     if trust != "all" and (isinstance(trust, str) or not all(isinstance(name, str) for name in trust)):
         raise TypeError(f'trust: "all" or a list of names such as "module.Class", not {trust!r}')
     try:
-        return reader(io.BytesIO(data), resolve, trust).load()
+        return reader.load()
     except (FormatError, ImportError):
         raise
     except Exception as error:

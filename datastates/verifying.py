@@ -10,8 +10,8 @@ import numpy as np
 
 from datastates import container
 from datastates.executor import read_bytes
+from datastates.opened import Container
 from datastates.protocol import full_key
-from datastates.restoring import Container
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
     """
     read = read_bytes(source.path)
     index = source.index
-    chunks = source.chunks()
+    chunks = source.chunks(0, len(index.data_offset))
     wrong: set[int] = set()
     columns = zip(
         chunks.record.tolist(), chunks.offset.tolist(), chunks.length.tolist(), chunks.crc.tolist(), strict=True

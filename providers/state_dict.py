@@ -96,7 +96,8 @@ class _ContainerProvider(TreeProvider):
 
 def _inner(saved: Saved) -> list[Shard]:
     """Fresh arrays for those inside objects of other classes, which are built anew."""
-    return [arrays.destination(key, arrays.empty(ref)) for key, ref in saved.arrays().items() if is_inner(key)]
+    stored = saved.arrays()  # a reference is made when it is asked for
+    return [arrays.destination(key, arrays.empty(stored[key])) for key in stored if is_inner(key)]
 
 
 def same(a: object, b: object) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from datastates import arrays
 from datastates.describing import Describer
-from datastates.protocol import HOST, Shard, Shards, StateProvider
+from datastates.protocol import HOST, Saved, Shard, Shards, StateProvider
 
 
 class _ArraysProvider(StateProvider):
@@ -41,6 +42,15 @@ class _ArraysProvider(StateProvider):
                     raise TypeError(f"{self.name}/{shard.key} is not {where}")
             self._checked = shards.layout if isinstance(shards, Shards) else None
         return shards
+
+    def destinations(self, saved: Saved) -> Sequence[Shard]:
+        """The live arrays that the checkpoint holds; what lies where is of no matter to them."""
+        stored = saved.arrays()
+        saved.report(
+            missing=[key for key in self._tensors if key not in stored],
+            unexpected=sorted([*(key for key in stored if key not in self._tensors), *saved.objects()]),
+        )
+        return [arrays.destination(key, array) for key, array in self._tensors.items() if key in stored]
 
 
 class GpuTensorProvider(_ArraysProvider):

@@ -18,7 +18,7 @@ import torch
 import datastates as ds
 from datastates import dtypes, manifest
 from datastates.index import encode_index
-from datastates.restoring import open_checkpoint, open_container
+from datastates.opened import open_checkpoint, open_container
 from datastates.verifying import verify_container
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")

@@ -19,8 +19,8 @@ import torch
 import datastates as ds
 from datastates import manifest, unpickling
 from datastates.errors import DatastatesError, FormatError
+from datastates.opened import open_checkpoint, open_container
 from datastates.providers import PickledObjectProvider, from_state_dict
-from datastates.restoring import open_checkpoint, open_container
 from datastates.verifying import verify_container
 
 SMALL = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_threads": 1}

@@ -15,9 +15,9 @@ import torch
 import datastates as ds
 from datastates.checkpoint import Checkpointer
 from datastates.errors import DatastatesError
+from datastates.opened import open_checkpoint
 from datastates.protocol import StateProvider
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
-from datastates.restoring import open_checkpoint
 from datastates.verifying import verify_container
 
 SMALL = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_threads": 1}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from datastates import container, manifest
 from datastates.errors import DatastatesError, FormatError
-from datastates.restoring import open_checkpoint
+from datastates.opened import open_checkpoint
 from datastates.verifying import verify_container
 
 RELAXED = settings(

@@ -1,0 +1,201 @@
+"""One tensor out of a checkpoint, read and verified by itself."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import datastates as ds
+from datastates import opened
+from datastates.errors import CheckpointNotFoundError, ClosedError, CorruptError, DatastatesError, SettingsError
+from datastates.plan import CHUNK
+from datastates.protocol import Buffer, Saved, Shard, StateProvider
+from datastates.providers import HostTensorProvider, from_state_dict
+
+SMALL: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
+BIG = np.arange(3 * CHUNK + 77, dtype=np.float64)  # six chunks and a part of one: through the executor
+MIDDLE = np.arange(CHUNK // 2, dtype=np.float32)  # two chunks: read at once
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    table = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
+    return {
+        "big": torch.from_numpy(BIG),
+        "middle": MIDDLE,
+        "half": torch.randn(33, 5).to(torch.bfloat16),
+        "table": table,
+        "row": table[300],
+        "columns": table[:, 7:9],
+        "transposed": table.t(),
+        "scalar": torch.tensor(5.0),
+        "empty": np.zeros((0, 4), np.int64),
+        "nested": {"a/b": [np.float64([1.5, 2.5])]},
+        "object": {1, 2},
+        "seven": 7,
+    }
+
+
+KEYS = ["big", "middle", "half", "table", "row", "columns", "transposed", "scalar", "empty", "nested/a~1b/0"]
+
+
+@pytest.fixture
+def path(state: dict[str, Any], tmp_path: Path) -> Path:
+    providers = [from_state_dict("model", state), HostTensorProvider("whole", {"": torch.ones(3)})]
+    with ds.Checkpointer(tmp_path / "run", **SMALL) as checkpointer:
+        checkpointer.snapshot(providers, step=30).wait_committed()
+        state["scalar"] += 1
+        checkpointer.snapshot(providers, step=40).wait_committed()
+    return tmp_path / "run"
+
+
+def value(state: dict[str, Any], key: str) -> Any:
+    return state["nested"]["a/b"][0] if key.startswith("nested") else state[key]
+
+
+@pytest.mark.parametrize("where", ["", "step-00000040", "step-00000040/rank-00000.pt"])
+def test_every_array_is_read_by_its_full_key(path: Path, state: dict[str, Any], where: str) -> None:
+    with ds.open(path / where, **SMALL) as checkpoint:
+        assert isinstance(checkpoint, Mapping)
+        assert checkpoint.step == 40
+        assert len(checkpoint) == len(KEYS) + 1
+        assert set(checkpoint) == set(checkpoint.keys()) == {*(f"model/{k}" for k in KEYS), "whole"}
+        assert torch.equal(checkpoint["whole"], torch.ones(3))
+        for key in KEYS:
+            wanted, found = value(state, key), checkpoint[f"model/{key}"]
+            assert type(found) is type(wanted), key
+            assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), key
+            assert (found == wanted).all(), key
+
+
+def test_an_older_step_is_opened_by_its_directory(path: Path) -> None:
+    with ds.open(path / "step-00000030") as checkpoint:
+        assert checkpoint.step == 30
+        assert checkpoint["model/scalar"] == 5
+
+
+def test_each_read_is_memory_of_its_own(path: Path) -> None:
+    with ds.open(path, **SMALL) as checkpoint:
+        checkpoint["model/row"].zero_()
+        checkpoint["model/big"].zero_()
+        assert checkpoint["model/table"][300, 1] == 300_001
+        assert checkpoint["model/big"][5] == 5
+
+
+@pytest.mark.parametrize("key", ["model", "model/object", "model/seven", "model/", "whole/", "row", "", "model/row/"])
+def test_what_is_no_array_is_a_key_error_that_names_it(path: Path, key: str) -> None:
+    with ds.open(path) as checkpoint:
+        assert key not in checkpoint
+        assert checkpoint.get(key) is None
+        with pytest.raises(KeyError) as caught:
+            checkpoint[key]
+        assert caught.value.args == (key,)
+
+
+def test_looking_at_keys_reads_no_data(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr("datastates.checkpoint.make_executor", lambda settings, nbytes: made.append(nbytes))
+    with ds.open(path) as checkpoint:
+        monkeypatch.setattr("datastates.reader.read_bytes", lambda path: pytest.fail("read"))
+        assert "model/big" in checkpoint
+        assert len(list(checkpoint)) == len(checkpoint)
+    assert made == []
+
+
+def test_a_closed_checkpoint_reads_no_more(path: Path) -> None:
+    checkpoint = ds.open(path, **SMALL)
+    checkpoint["model/big"]
+    checkpoint.close()
+    checkpoint.close()
+    for key in ("model/big", "model/middle"):
+        with pytest.raises(ClosedError, match=key):
+            checkpoint[key]
+    assert "model/big" in checkpoint
+    assert checkpoint.step == 40
+
+
+def test_an_executor_is_no_larger_than_what_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    from datastates import checkpoint as module
+
+    make = module.make_executor
+    monkeypatch.setattr(module, "make_executor", lambda s, n: (made.append(n), make(s, n))[1])
+    with ds.open(path, queue_depth=2, **SMALL) as checkpoint:
+        checkpoint["model/middle"]
+        assert made == []
+        checkpoint["model/big"]
+        checkpoint["model/big"]
+    with ds.open(path, queue_depth=8, **SMALL) as checkpoint:
+        checkpoint["model/big"]
+    assert made == [3 << 20, BIG.nbytes]
+
+
+def test_many_threads_may_read(path: Path, state: dict[str, Any]) -> None:
+    with ds.open(path, **SMALL) as checkpoint, ThreadPoolExecutor(8) as pool:
+        keys = [k for k in KEYS if k != "empty"] * 4
+        for key, found in zip(keys, pool.map(lambda k: checkpoint[f"model/{k}"], keys), strict=True):
+            assert (found == value(state, key)).all(), key
+
+
+def test_damage_is_found_where_it_is_read_and_named(path: Path) -> None:
+    file = path / "step-00000040" / "rank-00000.pt"
+    index = opened.open_container(file).index
+    for key, at in (("model/big", BIG.nbytes - 1), ("model/big", CHUNK), ("model/middle", CHUNK + 5)):
+        good = file.read_bytes()
+        begin = int(index.data_offset[index.shards.record[index.shards.by_key[key]]])
+        with builtins.open(file, "r+b") as raw:
+            raw.seek(begin + at)
+            raw.write(bytes([good[begin + at] ^ 1]))
+        with ds.open(file, **SMALL) as checkpoint:
+            with pytest.raises(CorruptError, match=key) as caught:
+                checkpoint[key]
+            assert (caught.value.key, caught.value.path) == (key, str(file))
+            assert checkpoint["model/scalar"] == 6
+        file.write_bytes(good)
+
+
+class Part(StateProvider):
+    """A quarter of a matrix as a box, a range of it, and all of a vector as a range."""
+
+    def __init__(self) -> None:
+        super().__init__("part")
+        self.data = np.arange(6, dtype=np.float32)
+
+    def shards(self) -> list[Shard]:
+        buffer = Buffer(self.data.ctypes.data, self.data.nbytes, owner=self.data)
+        common: dict[str, Any] = {"dtype": "float32", "kind": "numpy", "buffer": buffer}
+        return [
+            Shard("box", shape=(2, 3), stride=(3, 1), global_shape=(4, 6), offset=(2, 0), **common),
+            Shard("flat", shape=(6,), stride=(1,), global_shape=(4, 6), offset=None, flat=(6, 12), **common),
+            Shard("all", shape=(6,), stride=(1,), global_shape=(6,), offset=None, flat=(0, 6), **common),
+        ]
+
+    def destinations(self, saved: Saved) -> list[Shard]:
+        return []
+
+
+def test_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    ds.snapshot([Part()], tmp_path / "c").wait_committed()
+    with ds.open(tmp_path / "c") as checkpoint:
+        for key in ("part/box", "part/flat"):
+            assert key in checkpoint
+            with pytest.raises(DatastatesError, match=rf"{key}.*part.*\(4, 6\)"):
+                checkpoint[key]
+        assert (checkpoint["part/all"] == np.arange(6)).all()
+
+
+def test_what_cannot_be_opened_says_why(tmp_path: Path, path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        ds.open(tmp_path / "none")
+    with pytest.raises(SettingsError, match="cache"):
+        ds.open(path, cache=5)
+    (tmp_path / "foreign.pt").write_bytes(bytes(1000))
+    with pytest.raises(DatastatesError, match=r"foreign\.pt.*not a datastates container"):
+        ds.open(tmp_path / "foreign.pt")

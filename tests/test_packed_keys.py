@@ -1,0 +1,93 @@
+"""Keys are text, each found by itself, and two that are equal are noticed, whatever their hashes are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datastates.errors import FormatError
+from datastates.key_lookup import KeyLookup
+from datastates.packed_keys import PackedKeys
+from datastates.protocol import full_key
+
+TEXT = st.text(st.characters(codec=None), max_size=12) | st.sampled_from(
+    ["", "a" * 255, "a" * 256, "b" * 257, "é" * 400]
+)
+# letters that make prefixes, escapes and provider names meet
+LETTERS = st.text("ab/~é\ud800", max_size=4)
+
+
+@given(st.lists(TEXT, max_size=20))
+def test_packed_keys_are_the_strings(strings: list[str]) -> None:
+    packed = PackedKeys.of(strings)
+    assert list(packed) == [packed[i] for i in range(len(packed))] == packed[:] == strings
+    assert packed.data == b"".join(s.encode("utf-8", "surrogatepass") for s in strings)
+    again = PackedKeys(packed.data, packed.nbytes)
+    assert list(again) == strings
+    assert (again.hashes() == packed.hashes()).all()
+
+
+@given(st.lists(TEXT, min_size=2, max_size=20))
+def test_equal_keys_have_one_hash_and_others_their_own(strings: list[str]) -> None:
+    hashes = PackedKeys.of(strings).hashes().tolist()
+    assert len(set(hashes)) == len(set(strings))
+    assert hashes[0] == PackedKeys.of(strings[:1]).hashes()[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "nbytes"),
+    [
+        (b"\xff", [1]),
+        (b"\xc0\xaf", [2]),
+        ("é".encode(), [1, 1]),
+        ("aé".encode(), [2, 0, 1]),
+        ("é".encode() + b"\xed\xa0\x80", [2, 1, 2]),
+        (b"abc", [1, 1]),
+        (b"", [1]),
+        (b"a", []),
+    ],
+)
+def test_keys_that_are_not_text_or_do_not_add_up_are_refused(data: bytes, nbytes: list[int]) -> None:
+    with pytest.raises(FormatError, match="keys"):
+        PackedKeys(data, np.array(nbytes, np.uint32))
+
+
+def lookup_of(rows: list[tuple[int, str]], providers: list[str]) -> KeyLookup:
+    return KeyLookup(providers, np.array([p for p, _ in rows], np.uint32), PackedKeys.of([k for _, k in rows]))
+
+
+@pytest.mark.parametrize("collide", [False, True])
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 3), LETTERS), unique=True, max_size=30),
+    others=st.lists(LETTERS, max_size=10),
+)
+def test_a_row_is_found_by_its_full_key_only(collide: bool, rows: list[tuple[int, str]], others: list[str]) -> None:
+    providers = ["a", "a/b", "", "é"]
+    expected = {full_key(providers[p], key): i for i, (p, key) in enumerate(rows)}
+    with pytest.MonkeyPatch.context() as patch:
+        if collide:
+            patch.setattr("datastates.key_lookup._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64))
+        found = lookup_of(rows, providers)
+        assert dict(found) == expected
+        assert list(found) == list(expected)
+        assert found.repeats == 0
+        for other in [*others, *(key + "/" for key in expected), *(key + "x" for key in expected)]:
+            assert found.get(other) == expected.get(other)
+
+
+@pytest.mark.parametrize("collide", [False, True])
+@pytest.mark.parametrize("key", ["", "weight", "é" * 200])
+def test_the_same_key_twice_is_noticed(collide: bool, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if collide:
+        monkeypatch.setattr("datastates.key_lookup._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64))
+    assert lookup_of([(0, key), (1, key), (0, "other")], ["a", "b"]).repeats == 0
+    assert lookup_of([(0, key), (1, key), (0, "other"), (1, key)], ["a", "b"]).repeats == 1
+
+
+def test_what_is_no_text_is_no_key() -> None:
+    found = lookup_of([(0, "")], [""])
+    assert 5 not in found
+    assert None not in found
+    assert list(found) == ["~4"]
