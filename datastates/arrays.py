@@ -7,10 +7,11 @@ has not been imported cannot exist.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -52,8 +53,13 @@ def _is_plain_tensor(torch: Any, value: Any) -> bool:
         and value.device.type in ("cpu", "cuda")
         and not value.is_quantized
         and not value.is_nested
-        and str(value.dtype)[6:] in dtypes.BY_NAME
+        and _torch_dtype(value.dtype) is not None
     )
+
+
+@functools.cache
+def _torch_dtype(dtype: Any) -> dtypes.DType | None:
+    return dtypes.BY_NAME.get(str(dtype)[6:])
 
 
 def _numpy_dtype(dtype: Any) -> dtypes.DType | None:
@@ -87,9 +93,11 @@ def _view(array: Any) -> _View:
     if kind == "torch":
         if array.is_conj() or array.is_neg():
             array = array.detach().resolve_conj().resolve_neg()
+        known = _torch_dtype(array.dtype)
+        assert known is not None
         return _View(
             kind,
-            dtypes.BY_NAME[str(array.dtype)[6:]],
+            known,
             tuple(array.shape),
             tuple(array.stride()),
             array.data_ptr(),
@@ -143,13 +151,13 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
             for i in cluster:
                 buffers[i] = buffer
     return [
-        replace(_describe(key, view, array), lazy=is_lazy, buffer=buffer, buffer_offset=view.pointer - buffer.pointer)
+        _describe(key, view, array, buffer, lazy=is_lazy)
         for key, array, is_lazy, view, buffer in zip(keys, values, lazy, views, buffers, strict=True)
         if buffer is not None
     ]
 
 
-def _describe(key: str, view: _View, array: object) -> Shard:
+def _describe(key: str, view: _View, array: object, buffer: Buffer | None, *, lazy: bool = False) -> Shard:
     return Shard(
         key=key,
         dtype=view.dtype.name,
@@ -158,6 +166,9 @@ def _describe(key: str, view: _View, array: object) -> Shard:
         stride=view.stride,
         global_shape=view.shape,
         offset=(0,) * len(view.shape),
+        lazy=lazy,
+        buffer=buffer,
+        buffer_offset=0 if buffer is None else view.pointer - buffer.pointer,
         source=array,
     )
 
@@ -207,7 +218,15 @@ def array_shard(key: str, array: object, *, lazy: bool | None = None) -> Shard:
 
 def destination(key: str, array: object) -> Shard:
     """Describe a live array to restore into: nothing is copied, whatever its strides."""
-    return _describe(key, _view(array), array)
+    view = _view(array)
+    return _describe(key, view, array, _own_place(view, array))
+
+
+def _own_place(view: _View, array: object) -> Buffer | None:
+    """An array's memory, where its elements and nothing else lie in it; else None."""
+    if view.array is not array or not is_dense(view.shape, view.stride):
+        return None
+    return Buffer(view.pointer, view.end - view.pointer, view.device, current_stream(view.kind, view.device), array)
 
 
 def fits(ref: ArrayRef, array: object) -> bool:
@@ -216,13 +235,12 @@ def fits(ref: ArrayRef, array: object) -> bool:
     return (view.dtype.name, view.shape) == (ref.dtype, ref.shape)
 
 
-def place(array: object, stride: Sequence[int]) -> Buffer | None:
-    """Where bytes stored with those strides can be read to; None when they must be copied into the array."""
-    view = _view(array)
-    if view.array is not array or view.stride != tuple(stride) or not is_dense(view.shape, view.stride):
-        return None
-    stream = current_stream(view.kind, view.device)
-    return Buffer(view.pointer, view.end - view.pointer, view.device, stream, array)
+def place(shard: Shard, stride: Sequence[int]) -> Buffer | None:
+    """Where bytes stored with those strides can be read to; None when they must be copied into the shard's array."""
+    if shard.buffer is not None and shard.buffer.owner is shard.source:  # it is what `destination` described
+        return shard.buffer if shard.stride == stride else None
+    view = _view(shard.source)
+    return _own_place(view, shard.source) if view.stride == stride else None
 
 
 def memory(array: Any) -> Buffer:

@@ -10,7 +10,7 @@ import numpy as np
 from datastates import arrays, planner
 from datastates.executor import Executor
 from datastates.opened import Container
-from datastates.protocol import ArrayRef, Buffer, span
+from datastates.protocol import ArrayRef, Buffer, Shard, span
 from datastates.shard_table import Row
 
 
@@ -30,12 +30,12 @@ class Reads:
     copies: list[tuple[Any, Any]] = field(default_factory=list)
     _seen: set[tuple[int, int, int, int]] = field(default_factory=set)
 
-    def add(self, row: Row, array: Any) -> None:
-        """Read a row into an array of the same shape and dtype."""
-        place = arrays.place(array, row.stride)
+    def add(self, row: Row, shard: Shard) -> None:
+        """Read a row into a live array of the same shape and dtype."""
+        place = arrays.place(shard, row.stride)
         if place is None:
             landing = arrays.empty(reference(row))
-            self.copies.append((array, landing))
+            self.copies.append((shard.source, landing))
             place = replace(arrays.memory(landing), nbytes=span(row.shape, row.stride) * row.dtype.itemsize)
         self.add_memory(int(self.source.index.data_offset[row.record]) + row.offset, place)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -117,24 +117,58 @@ class ShardTable:
 
     def row(self, i: int) -> Row:
         """One row as an object."""
-        at, global_at, place_at = (starts.item(i) for starts in self._starts)
-        ndim, part, global_ndim = self.ndim.item(i), self.part.item(i), self.global_ndim.item(i)
-        shape = tuple(self.dims[at : at + ndim].tolist())
-        place = tuple(self.place[place_at : place_at + (2 if part == FLAT else global_ndim)].tolist())
-        return Row(
-            key=full_key(self.providers[self.provider.item(i)], self.keys[i]),
-            kind=KINDS[self.kind.item(i)],
-            dtype=dtypes.ALL[self.dtype.item(i)],
-            record=self.record.item(i),
-            offset=self.offset.item(i),
-            shape=shape,
-            stride=tuple(self.strides[at : at + ndim].tolist()),
-            global_shape=shape
-            if part == WHOLE
-            else tuple(self.global_dims[global_at : global_at + global_ndim].tolist()),
-            box=None if part == FLAT else place if part == BOX else (0,) * ndim,
-            flat=(place[0], place[1]) if part == FLAT else None,
+        return next(self.rows([i]))
+
+    def rows(self, numbers: Sequence[int]) -> Iterator[Row]:
+        """Rows as objects; for many of them, a few microseconds each."""
+        chosen = np.asarray(numbers, np.int64)
+        at, global_at, place_at = (starts[chosen].tolist() for starts in self._starts)
+        columns = (
+            self.provider,
+            self.kind,
+            self.dtype,
+            self.record,
+            self.offset,
+            self.part,
+            self.ndim,
+            self.global_ndim,
         )
+        described = zip(numbers, at, global_at, place_at, *(c[chosen].tolist() for c in columns), strict=True)
+        prefixes = [full_key(name, "") + "/" for name in self.providers]
+        for (
+            i,
+            begin,
+            global_begin,
+            place_begin,
+            provider,
+            kind,
+            dtype,
+            record,
+            offset,
+            part,
+            ndim,
+            global_ndim,
+        ) in described:
+            shape = tuple(self.dims[begin : begin + ndim].tolist())
+            stride = tuple(self.strides[begin : begin + ndim].tolist())
+            key = self.keys[i]
+            global_shape, box, flat = shape, (0,) * ndim, None
+            if part != WHOLE:
+                global_shape = tuple(self.global_dims[global_begin : global_begin + global_ndim].tolist())
+                place = tuple(self.place[place_begin : place_begin + (2 if part == FLAT else global_ndim)].tolist())
+                box, flat = (None, place) if part == FLAT else (place, None)
+            yield Row(
+                key=prefixes[provider] + key if key else prefixes[provider][:-1],
+                kind=KINDS[kind],
+                dtype=dtypes.ALL[dtype],
+                record=record,
+                offset=offset,
+                shape=shape,
+                stride=stride,
+                global_shape=global_shape,
+                box=box,
+                flat=flat,
+            )
 
     def check(self, record_nbytes: U64) -> None:
         """Refuse rows that do not lie within their records; raises FormatError naming the first bad row's key."""
