@@ -11,7 +11,7 @@ BIN := .venv/bin
 PACKAGE := $(shell find datastates providers adapters native/include native/src native/bindings \
              \( -name __pycache__ -o -name '*.so' \) -prune -o -print)
 HEADERS := $(shell find native -name '*.hpp')
-SOURCES := $(shell find native -name '*.cpp')
+SOURCES := $(shell find native benchmarks -name '*.cpp')
 TIDY := $(patsubst native/src/%.cpp,build/tidy/%.ok,$(filter native/src/%,$(SOURCES)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -56,6 +56,8 @@ lint: .venv/installed ## ruff, clang-format, clang-tidy, mypy, stubtest; changes
 	cd build/mypy && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p datastates
 	cd build/mypy && ../../$(BIN)/stubtest --mypy-config-file ../../pyproject.toml \
 	    --allowlist ../../.ci/stubtest-allowlist datastates._native
+	cd benchmarks && MYPYPATH=. ../$(BIN)/mypy --cache-dir ../build/mypy/benchmarks --config-file ../pyproject.toml \
+	    run.py report.py suite.py peers/*.py
 
 build/tidy/%.ok: native/src/%.cpp $(HEADERS) .clang-tidy build/plain/compile_commands.json
 	$(BIN)/clang-tidy --quiet -p build/plain $<
@@ -91,6 +93,28 @@ build/%/compile_commands.json: native/CMakeLists.txt | .venv/installed
 	$(BIN)/cmake -S native -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	    -DDATASTATES_SANITIZE='$(SANITIZE_$*)'
 	touch $@
+
+# --- benchmarks --------------------------------------------------------------------------------------------
+
+# The archive where there is one, so that the program runs on a machine without liburing.
+URING = $(or $(filter /%,$(shell $(CXX) -print-file-name=liburing.a)),-luring)
+
+build/raw_io: benchmarks/raw_io.cpp
+	.ci/setup-system $(PYTHON)
+	mkdir -p $(@D)
+	$(CXX) -std=c++20 -O2 -Wall -Wextra -Wpedantic -Werror -D_GNU_SOURCE -o $@ $< $(URING) -pthread
+
+.PHONY: bench
+bench: .venv/installed build/raw_io ## Measure saving and restoring beside every peer; makes docs/benchmarks.md
+	mkdir -p docs/benchmarks
+	$(BIN)/python benchmarks/run.py cpu --json docs/benchmarks/cpu.json
+	$(BIN)/python benchmarks/report.py docs/benchmarks
+
+.PHONY: bench-gpu
+bench-gpu: .venv/installed build/raw_io ## The same with a GPU
+	mkdir -p docs/benchmarks
+	$(BIN)/python benchmarks/run.py gpu --json docs/benchmarks/gpu.json
+	$(BIN)/python benchmarks/report.py docs/benchmarks
 
 # --- packaging ---------------------------------------------------------------------------------------------
 

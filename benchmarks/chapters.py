@@ -1,0 +1,159 @@
+"""What the page says of each benchmark: how it is measured, the columns of its table, and its picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tables import Benchmark
+from targets import MIB, Values, cpu_per_gb, draining, lost, scaled, times_as_fast
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of every system.
+
+    Attributes:
+        title: With its unit.
+        values: The figure of a system, round by round.
+        digits: How to write it.
+        skip: Systems it means nothing for.
+    """
+
+    title: str
+    values: Callable[[str], Values]
+    digits: str = ".2f"
+    skip: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One benchmark on the page.
+
+    Attributes:
+        title: Its heading.
+        how: How it is measured; parameters of the benchmark in braces.
+        columns: Of the table; the first is the picture's.
+    """
+
+    title: str
+    how: str
+    columns: tuple[Column, ...]
+
+
+def _rate(figure: str) -> Callable[[str], Values]:
+    def of(system: str) -> Values:
+        def values(b: Benchmark) -> list[float]:
+            return [b["parameters"]["bytes"] / seconds / 1e9 for seconds in scaled(system, figure)(b)]
+
+        return values
+
+    return of
+
+
+def _seconds(figure: str = "seconds", factor: float = 1.0) -> Callable[[str], Values]:
+    return lambda system: scaled(system, figure, factor)
+
+
+def _of_raw(figure: str = "seconds") -> Callable[[str], Values]:
+    return lambda system: times_as_fast("raw", system, figure)
+
+
+def _ours(figure: str = "seconds") -> Callable[[str], Values]:
+    return lambda system: times_as_fast(system, "datastates", figure)
+
+
+_MOVED = (
+    Column("GB/s", _rate("seconds")),
+    Column("of raw", _of_raw()),
+    Column("datastates is faster by ×", _ours()),
+    Column("CPU s/GB", cpu_per_gb, skip=("raw",)),
+)
+_RESTORED = (
+    "Every system saved once; each restore puts {bytes} bytes of tensors in place, after a few of them were set to "
+    "zero, and these are compared afterwards. "
+)
+_TRAINED = (
+    "{bytes} bytes of state, a checkpoint every {period} iterations. A period begins with the save; the loop goes on "
+    "until the checkpoint is durable. Lost is what the period took beyond the median period without a checkpoint; "
+    "throughput is that of the iterations between the first update and the moment of durability, over the plain "
+    "loop's. A system's own gate surrounds each update; the host cache of datastates holds the whole state."
+)
+_TRAINING = (
+    Column("loop time lost, s", lost, ".3f", skip=("plain",)),
+    Column("save call, s", _seconds("call"), ".4f", skip=("plain",)),
+    Column("until durable, GB/s", _rate("durable"), skip=("plain",)),
+    Column("throughput while draining, ×", draining, ".3f", skip=("plain",)),
+)
+_STORED = (
+    Column("write GB/s", _rate("write")),
+    Column("restore GB/s", _rate("read")),
+    Column("write, of raw", _of_raw("write")),
+    Column("restore, of raw", _of_raw("read")),
+)
+
+CHAPTERS = {
+    "write": Chapter(
+        "Durable write",
+        "A host state like an LLM's in training (bf16 weights, fp32 master weights and moments, thousands of small "
+        "tensors, Python objects; {bytes} bytes of tensors) is saved until every file and directory is synced; the "
+        "file is deleted before the next. Systems that do not sync get an fsync, inside the time. Raw is a C++ "
+        "program that writes as many bytes to one file, fallocate and fsync included. CPU seconds are those of the "
+        "process with io_uring's workers, but without the kernel threads that write dirty pages back.",
+        _MOVED,
+    ),
+    "restore-cold": Chapter(
+        "Cold restore in place",
+        _RESTORED
+        + "Before each, the files are put out of the page cache, which is checked with mincore. Raw reads as many "
+        "bytes with O_DIRECT.",
+        _MOVED,
+    ),
+    "restore-warm": Chapter(
+        "Warm restore in place",
+        _RESTORED
+        + "Before each, the files are read into the page cache. Raw reads as many bytes out of it, with threads.",
+        _MOVED,
+    ),
+    "call": Chapter(
+        "The snapshot() call",
+        "How long `snapshot()` takes to return, for a state of the same structure as the one before: {few} and {many} "
+        "fp32 tensors of {elements} elements, and a module with its Adam of about {few} tensors together. Between two "
+        "calls the snapshot is committed.",
+        (Column("ms", _seconds(factor=1e3), ".3f"),),
+    ),
+    "throughput": Chapter("Training throughput on the CPU while a checkpoint drains", _TRAINED, _TRAINING[::-1]),
+    "memory": Chapter(
+        "Host memory",
+        "In a process of its own for each sample: the state of {bytes} bytes is made and the system imported, the "
+        "kernel's record of the largest resident set is reset, the system saves three times, and the record less the "
+        "resident set before is what it took. The host cache is {host_cache} bytes.",
+        (Column("MiB above the process's own", _seconds("above", 1 / MIB), ".0f"),),
+    ),
+    "index": Chapter(
+        "A million shards",
+        "{shards} tensors in one file: planning its layout, encoding its index, opening and checking the index, and "
+        "reading one tensor by its key after that.",
+        (Column("ms", _seconds(factor=1e3), ".2f"),),
+    ),
+    "capture": Chapter(
+        "Capture from the GPU",
+        "From `snapshot()` until the state may change: one tensor of {bytes} bytes, one of {large} bytes, and {many} "
+        "tensors of 4 KiB, beside torch's copy into page-locked memory in the same round, timed by CUDA events.",
+        (Column("ms", _seconds(factor=1e3), ".2f"), Column("call, ms", _seconds("call", 1e3), ".2f")),
+    ),
+    "training": Chapter("Training a GPT on the GPU", _TRAINED, _TRAINING),
+    "durable": Chapter(
+        "The GPU's state to the disk and back",
+        "{bytes} bytes of model and optimizer on the GPU are saved until durable, put out of the page cache (checked "
+        "with mincore), and restored onto the GPU in place, with a few tensors compared. Raw writes and reads as many "
+        "bytes with O_DIRECT, from and to host memory.",
+        _STORED,
+    ),
+    "durable-tmpfs": Chapter(
+        "The GPU's state to tmpfs and back",
+        "The same on tmpfs, a stand-in for storage faster than one thread. Raw is the best of several numbers of "
+        "threads that copy as many bytes from and to host memory.",
+        _STORED,
+    ),
+}

@@ -1,0 +1,69 @@
+"""The GPU state to storage and back: until durable, and from a cold file onto the GPU, beside the raw ceiling."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import page_cache
+import raw
+from loops import GpuLoop
+from measure import Plan, Result, Sample, interleave, stopwatch
+from peers import Roster
+from states import Probe, State, nbytes
+from write import remove
+
+SYSTEMS = ("datastates", "torch.save/load", "DCP")
+_PEER_ROUNDS = 2
+"""The peers are slow and no target is close to theirs: fewer rounds, so that the suite ends in time."""
+TMPFS = Path("/dev/shm")
+
+
+def run(directory: Path, plan: Plan, *, tmpfs: bool, tiny: bool) -> Result:
+    """All systems, and the raw program: with O_DIRECT, or on tmpfs, which has no cache to be cold, with threads."""
+    loop = GpuLoop(tiny=tiny)
+    file = raw.RawFile(directory / "raw", nbytes(loop.state), direct=not tmpfs)
+    room = shutil.disk_usage(directory).free
+    if room < 1.5 * file.nbytes:
+        raise RuntimeError(f"{directory} has room for {room} bytes, which is too little for {file.nbytes}")
+    modes = raw.best_modes(file)
+    prepare: Callable[[Path], None] = (lambda path: None) if tmpfs else page_cache.drop
+    probe = Probe(loop.state)
+    cache = (file.nbytes // (64 << 20) + 2) * (64 << 20)
+    words = {operation: raw.in_words(mode) for operation, mode in modes.items()}
+    result = Result(
+        parameters={"bytes": file.nbytes}, settings={"raw": f"write: {words['write']}; read: {words['read']}"}
+    )
+
+    def raw_once() -> Sample:
+        written = file.write(modes["write"])
+        prepare(file.path)
+        sample = {"write": written["seconds"], "read": file.read(modes["read"])["seconds"]}
+        file.path.unlink()
+        return sample
+
+    with Roster(directory, result, host_cache=cache) as roster:
+        actions = {name: partial(_once, roster, name, loop.state, probe, prepare) for name in SYSTEMS}
+        interleave(result, {"raw": raw_once, **actions}, plan, rounds=dict.fromkeys(SYSTEMS[1:], _PEER_ROUNDS))
+    return result
+
+
+def _once(roster: Roster, name: str, state: State, probe: Probe, prepare: Callable[[Path], None]) -> Sample:
+    """Save, make cold, restore and check, delete."""
+    system = roster[name]
+    torch.cuda.synchronize()
+    with stopwatch() as write:
+        path = system.save(state)
+    probe.wipe()
+    prepare(path)
+    torch.cuda.synchronize()
+    with stopwatch() as read:
+        system.restore(path, state)
+        torch.cuda.synchronize()
+    probe.check()
+    remove(path)
+    return {"write": write["seconds"], "read": read["seconds"], "cpu_seconds": write["cpu_seconds"]}

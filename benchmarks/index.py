@@ -1,0 +1,106 @@
+"""A million shards: planning a file of them, encoding and opening its index, and reading one tensor out of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+import datastates as ds
+from datastates import container, planner
+from datastates.frames import encode_frames, header_nbytes, pickle_place
+from datastates.index import Index
+from datastates.opened import open_container
+from datastates.packed_keys import PackedKeys
+from datastates.plan import WritePlan
+from datastates.shard_table import ShardTable
+from measure import Plan, Result, Sample, interleave
+
+NBYTES = 256
+"""Bytes of each tensor: it is their number that counts here."""
+BLOCK = 8 << 20
+
+
+def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
+    """Plan, encode, open, and read one."""
+    count = 10_000 if tiny else 1_000_000
+    index = index_of(make_plan(count))
+    tail, _ = container.encode_tail(index, b"")
+    path = directory / "index.pt"
+    with path.open("wb") as file:  # the records' bytes are a hole: zeros, as the checksums say
+        file.seek(index.records_end)
+        file.write(tail)
+    key = f"model/{index.shards.keys[count // 2]}"
+    actions: dict[str, Callable[[], Sample]] = {
+        "plan": lambda: _timed(partial(make_plan, count)),
+        "encode": lambda: _timed(partial(container.encode_tail, index, b"")),
+        "open": lambda: _timed(partial(open_container, path)),
+        # of a file just opened: what the first look-up builds counts
+        "read one": lambda: _timed(partial(ds.open(path).__getitem__, key)),
+    }
+    result = Result(
+        parameters={"shards": count},
+        settings={
+            "plan": "the layout, and the frames between the records",
+            "encode": "encode_tail: index, central directory and footer",
+            "open": "open_container: read, checked number by number",
+            "read one": "datastates.open(file)[key], the first of a file just opened: found by its key, read, verified",
+        },
+    )
+    interleave(result, actions, plan)
+    path.unlink()
+    return result
+
+
+def make_plan(count: int) -> WritePlan:
+    """The layout of a file of so many tensors; the frames are made, too."""
+    sizes = np.full(count, NBYTES, np.uint64)
+    plan = planner.plan_write(sizes, np.zeros(count, np.uint8), header_nbytes(count), BLOCK)
+    encode_frames(plan.header_offset, plan.data_offset, plan.source_nbytes[plan.order])
+    return plan
+
+
+def index_of(plan: WritePlan) -> Index:
+    """The index of such a file, all of its bytes zero."""
+    count = len(plan.order)
+    zero = np.full(count, container.crc32(bytes(NBYTES)), np.uint32)
+    none = np.zeros(0, np.uint64)
+    byte = np.zeros(count, np.uint8)
+    table = ShardTable(
+        providers=("model",),
+        provider=np.zeros(count, np.uint32),
+        keys=PackedKeys.of([f"layers.{i // 10}.attention.heads.{i % 10}.weight" for i in range(count)]),
+        kind=byte,
+        dtype=byte,
+        record=np.arange(count, dtype=np.uint32),
+        offset=np.zeros(count, np.uint64),
+        part=byte,
+        ndim=byte + np.uint8(1),
+        dims=np.full(count, 1, np.uint64),
+        strides=np.full(count, 1, np.uint64),
+        global_ndim=byte,
+        global_dims=none,
+        place=none,
+    )
+    return Index(
+        identity={"step": 0, "rank": 0, "world_size": 1, "attempt": "benchmark"},
+        header_offset=plan.header_offset,
+        data_offset=plan.data_offset,
+        record_nbytes=plan.source_nbytes[plan.order],
+        record_crc=zero,
+        chunk_crc=zero,
+        shards=table,
+        objects=(),
+        pickle_offset=pickle_place(plan.end),
+        pickle_nbytes=0,
+        pickle_crc=0,
+    )
+
+
+def _timed(action: Callable[[], object]) -> Sample:
+    begin = time.perf_counter()
+    action()
+    return {"seconds": time.perf_counter() - begin}

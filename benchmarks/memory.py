@@ -1,0 +1,70 @@
+"""Host memory that a checkpoint takes above the training process's own, the state being three times the host cache.
+
+Each sample is a process of its own: it makes the state, imports the system, resets the kernel's record of its largest
+resident set (``/proc/self/clear_refs``), opens the system, saves three times, and reads the record (``VmHWM``).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from measure import Plan, Result, Sample, interleave
+from peers import class_of
+
+SYSTEMS = ("datastates", "DCP async")
+
+
+def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
+    """Every system in a fresh process."""
+    cache = 16 << 20 if tiny else 256 << 20
+    result = Result(
+        parameters={"host_cache": cache, "bytes": 3 * cache},
+        settings={"datastates": f"host_cache={cache >> 20} MiB", "DCP async": "stages a copy of the state"},
+    )
+    actions = {name: partial(_sample, name, directory, cache) for name in SYSTEMS}
+    interleave(result, actions, plan, warm_up=False)
+    return result
+
+
+def _sample(name: str, directory: Path, cache: int) -> Sample:
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        command = [sys.executable, __file__, name, folder, str(cache)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    sample: Sample = json.loads(done.stdout)
+    return sample
+
+
+def _status(field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f"/proc/self/status has no {field}")
+    return int(match[1]) << 10
+
+
+def _child(name: str, directory: Path, cache: int) -> None:
+    parts = 12
+    state = {"model": {f"weight.{i}": torch.ones(3 * cache // parts // 4) for i in range(parts)}}
+    system_class = class_of(name)
+    options = {"host_cache": cache, "keep_last": 1} if name == "datastates" else {}
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    system = system_class(directory, **options)
+    for _ in range(3):
+        system.save_async(state).wait()
+    system.close()
+    os.write(1, json.dumps({"above": _status("VmHWM") - before}).encode())
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

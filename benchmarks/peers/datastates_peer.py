@@ -1,0 +1,57 @@
+"""datastates with its defaults; what differs is in the settings' line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datastates as ds
+from datastates.protocol import StateProvider
+from datastates.providers import from_state_dict, from_stateful
+from peers.base import Pending, System
+from states import State
+
+
+class Datastates(System):
+    """One Checkpointer, as in a training loop; its gate is in torch's optimizers by itself."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__(directory)
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "defaults"
+        self.settings = f"Checkpointer, {given}; checksums on; restored through the same Checkpointer"
+        self._checkpointer = ds.Checkpointer(directory, **options)
+        self._state: State | None = None
+        self._providers: list[StateProvider] = []
+
+    def save(self, state: State) -> Path:
+        pending = self.save_async(state)
+        pending.wait()
+        return pending.path
+
+    def save_async(self, state: State) -> Pending:
+        step = next(self._numbers)
+        snapshot = self._checkpointer.snapshot(self._providers_of(state), step=step)
+        return Pending(self.directory / f"step-{step:08d}", snapshot.wait_committed)
+
+    def restore(self, path: Path, state: State) -> None:
+        self._checkpointer.restore(self._providers_of(state), step=int(path.name.partition("-")[2]))
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+    def _providers_of(self, state: State) -> list[StateProvider]:
+        """The same providers for the same state: a training loop makes them once."""
+        if state is not self._state:
+            self._state = state
+            self._providers = [
+                from_stateful(name, value) if hasattr(value, "state_dict") else from_state_dict(name, value)
+                for name, value in state.items()
+            ]
+        return self._providers
+
+
+class DatastatesWithDeviceCache(Datastates):
+    """The same, with spare GPU memory as a first stop."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__(directory, device_cache="8GiB", **options)

@@ -1,0 +1,137 @@
+"""Make the page of benchmarks from the JSON files: ``python benchmarks/report.py [DIRECTORY]``.
+
+Reads ``DIRECTORY/cpu.json`` and ``gpu.json``, whichever there are, draws the pictures beside them and writes
+``DIRECTORY.md``. Every figure and verdict comes out of the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+from chapters import CHAPTERS, Chapter
+from tables import Benchmark, markdown, spread
+from targets import TARGETS
+
+mpl.use("svg")
+mpl.rcParams.update({"svg.hashsalt": "datastates", "svg.fonttype": "none", "font.size": 9})
+from matplotlib import pyplot  # noqa: E402 - the backend is chosen first
+
+SUITES = {"cpu": "CPU machine", "gpu": "GPU machine"}
+_INTRODUCTION = """# Benchmarks
+
+Made by `make bench` and `make bench-gpu` from the JSON files in `{folder}/`, which hold every sample. All systems run
+interleaved: each once a round, after one round that does not count. Figures are medians with the range over the rounds;
+ratios are taken within each round. A verdict is the median's.
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, nargs="?", default=Path("docs/benchmarks"))
+    directory: Path = parser.parse_args().directory
+    files = [path for suite in SUITES if (path := directory / f"{suite}.json").exists()]
+    if not files:
+        sys.exit(f"{directory} holds neither cpu.json nor gpu.json")
+    sections = [_INTRODUCTION.format(folder=directory.name)]
+    for path in files:
+        sections += section(json.loads(path.read_text()), directory)
+    directory.with_suffix(".md").write_text("\n".join(sections))
+
+
+def section(report: dict[str, Any], directory: Path) -> list[str]:
+    """One machine: what it is, the targets, and every benchmark."""
+    suite = report["suite"]
+    lines = [f"## {SUITES[suite]}\n", _machine(report) + "\n"]
+    if report["tiny"]:
+        lines.append("**A trial with tiny states: its figures and verdicts mean nothing.**\n")
+    lines += ["### Targets\n", targets(report) + "\n"]
+    for name, benchmark in report["benchmarks"].items():
+        chapter = CHAPTERS[name]
+        numbers = {k: f"{v:,}" for k, v in benchmark["parameters"].items()}
+        lines += [f"### {chapter.title}\n", table(chapter, benchmark) + "\n"]
+        if benchmark["samples"]:
+            picture = directory / f"{suite}-{name}.svg"
+            draw(chapter, benchmark, picture)
+            lines += [f"![{chapter.title}]({directory.name}/{picture.name})\n", chapter.how.format(**numbers) + "\n"]
+        lines += [f"- {system}: {setting}" for system, setting in benchmark["settings"].items()]
+        lines += [f"- {system} failed: `{' '.join(error.split())}`" for system, error in benchmark["errors"].items()]
+        lines.append("")
+    return lines
+
+
+def _machine(report: dict[str, Any]) -> str:
+    m = report["machine"]
+    gpu = f"{m['gpu']} (driver {m['driver']}, CUDA {m['cuda']}), " if "gpu" in m else ""
+    packages = ", ".join(f"{name} {version}" for name, version in m["packages"].items())
+    return (
+        f"{report['date']}, {report['repeat']} rounds. {gpu}{m['cpu']}, {m['cores']} cores, "
+        f"{m['memory'] / 2**30:.0f} GiB, Linux {m['kernel']}, {m['storage']}. "
+        f"Python {m['python']}, datastates {m['datastates']}, {packages}."
+    )
+
+
+def targets(report: dict[str, Any]) -> str:
+    """The targets of a suite, and whether each is reached."""
+    rows = []
+    for target in TARGETS:
+        if target.suite != report["suite"]:
+            continue
+        benchmark = report["benchmarks"].get(target.benchmark)
+        values = target.values(benchmark) if benchmark else []
+        reached = target.reached(benchmark) if benchmark else None
+        sign = "≥" if target.at_least else "≤"
+        rows.append(
+            (
+                f"{target.what} ({CHAPTERS[target.benchmark].title})",
+                f"{sign} {target.goal:g} {target.unit}",
+                f"{statistics.median(values):.3g} {target.unit}" if values else "–",
+                f"{min(values):.3g}–{max(values):.3g}" if values else "–",
+                {True: "reached", False: "**missed**", None: "not measured"}[reached],
+            )
+        )
+    return markdown(("target", "goal", "reached", "range", "verdict"), rows)
+
+
+def table(chapter: Chapter, benchmark: Benchmark) -> str:
+    """Every system's figures."""
+    systems = [*benchmark["samples"], *(name for name in benchmark["errors"] if name not in benchmark["samples"])]
+    rows = []
+    for system in systems:
+        cells = [system]
+        for column in chapter.columns:
+            values = [] if system in column.skip else column.values(system)(benchmark)
+            cells.append(spread(values, column.digits))
+        rows.append(cells)
+    return markdown(("", *(column.title for column in chapter.columns)), rows)
+
+
+def draw(chapter: Chapter, benchmark: Benchmark, path: Path) -> None:
+    """A bar for each system's median of the first column, with its range."""
+    column = chapter.columns[0]
+    found = {name: column.values(name)(benchmark) for name in benchmark["samples"] if name not in column.skip}
+    shown = {name: values for name, values in found.items() if values}
+    medians = [statistics.median(values) for values in shown.values()]
+    errors = [
+        [median - min(values) for median, values in zip(medians, shown.values(), strict=True)],
+        [max(values) - median for median, values in zip(medians, shown.values(), strict=True)],
+    ]
+    colors = ["#1f77b4" if name.startswith("datastates") else "#b0b0b0" for name in shown]
+    figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.32 * max(1, len(shown))), layout="constrained")
+    axes.barh(list(shown), medians, xerr=errors, color=colors, error_kw={"ecolor": "#404040", "capsize": 2})
+    axes.invert_yaxis()
+    axes.set_xlabel(column.title)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Restore of a host state in place, with the file out of the page cache and in it, beside the raw read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import page_cache
+import raw
+from measure import Plan, Result, Sample, interleave, stopwatch
+from peers import Roster
+from states import Probe, State, llm_like, nbytes
+from write import remove
+
+SYSTEMS = (
+    "datastates",
+    "torch.save/load",
+    "torch.save/load mmap",
+    "safetensors",
+    "DCP",
+    "TorchSnapshot",
+    "torch_checkpointing",
+)
+
+
+class _Saved:
+    """What each system saved, made at first use."""
+
+    def __init__(self, roster: Roster, state: State) -> None:
+        self._roster = roster
+        self._state = state
+        self._probe = Probe(state)
+        self._paths: dict[str, Path] = {}
+
+    def restore(self, name: str, prepare: Callable[[Path], None]) -> Sample:
+        """One restore, checked."""
+        system = self._roster[name]
+        if name not in self._paths:
+            self._paths[name] = system.save(self._state)
+        path = self._paths[name]
+        self._probe.wipe()
+        prepare(path)
+        with stopwatch() as sample:
+            system.restore(path, self._state)
+        self._probe.check()
+        return sample
+
+    def remove(self) -> None:
+        """Delete all."""
+        for path in self._paths.values():
+            remove(path)
+
+
+def run(directory: Path, plan: Plan, *, cold: bool, tiny: bool) -> Result:
+    """All systems, and the raw read: direct where the page cache is empty, by threads where it is full."""
+    state = llm_like(tiny=tiny)
+    prepare = page_cache.drop if cold else page_cache.fill
+    file = raw.RawFile(directory / "raw", nbytes(state), direct=cold)
+    modes = raw.best_modes(file)
+    file.write(modes["write"])
+
+    def read_raw() -> Sample:
+        prepare(file.path)
+        return file.read(modes["read"])
+
+    result = Result(parameters={"bytes": file.nbytes}, settings={"raw": raw.in_words(modes["read"])})
+    with Roster(directory, result) as roster:
+        saved = _Saved(roster, state)
+        actions = {name: partial(saved.restore, name, prepare) for name in SYSTEMS}
+        interleave(result, {"raw": read_raw, **actions}, plan)
+        saved.remove()
+    file.path.unlink()
+    return result

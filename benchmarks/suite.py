@@ -1,0 +1,92 @@
+"""Which benchmarks make a suite, and the order they run in."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import call
+import capture
+import durable
+import index
+import machine
+import memory
+import restore
+import training
+import write
+from measure import Plan, Result
+from tables import medians
+
+Benchmark = Callable[..., Result]
+
+SUITES: dict[str, dict[str, Benchmark]] = {
+    "cpu": {
+        "write": write.run,
+        "restore-cold": partial(restore.run, cold=True),
+        "restore-warm": partial(restore.run, cold=False),
+        "call": call.run,
+        "throughput": training.run_cpu,
+        "memory": memory.run,
+        "index": index.run,
+    },
+    "gpu": {
+        "capture": capture.run,
+        "training": training.run_gpu,
+        "durable": partial(durable.run, tmpfs=False),
+        "durable-tmpfs": partial(durable.run, tmpfs=True),
+    },
+}
+
+
+def run_suite(
+    suite: str, directory: Path, *, tiny: bool, only: Sequence[str] | None, repeat: int, until: float
+) -> Iterator[dict[str, Any]]:
+    """Run the benchmarks of a suite and yield the report after each; prints medians as they come.
+
+    Args:
+        suite: Its name.
+        directory: An empty one for the files.
+        tiny: A few MB instead of GB.
+        only: Names of benchmarks, None for all.
+        repeat: Rounds.
+        until: Moment of the monotonic clock after which no further round is begun.
+    """
+    benchmarks = {name: run for name, run in SUITES[suite].items() if only is None or name in only}
+    unknown = set(only or ()) - set(SUITES[suite])
+    if unknown:
+        raise SystemExit(f"no benchmark of the {suite} suite: {', '.join(sorted(unknown))}")
+    if suite == "gpu" and not torch.cuda.is_available():
+        raise SystemExit("the gpu suite needs a CUDA device")
+    report: dict[str, Any] = {
+        "suite": suite,
+        "tiny": tiny,
+        "repeat": repeat,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": machine.describe(directory),
+        "benchmarks": {},
+    }
+    for name, run in benchmarks.items():
+        print(f"{name} …", flush=True)
+        begin = time.monotonic()
+        parent = durable.TMPFS if name == "durable-tmpfs" else directory
+        try:
+            with tempfile.TemporaryDirectory(dir=parent, prefix=f"{name}-") as folder:
+                result = run(Path(folder), Plan(repeat, until), tiny=tiny)
+        except Exception as error:  # the others are to run all the same
+            result = Result()
+            result.fail(name, error)
+        report["benchmarks"][name] = asdict(result) | {"seconds": time.monotonic() - begin}
+        print(medians(report["benchmarks"][name]), flush=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        yield report

@@ -1,0 +1,45 @@
+"""Medians, spreads and tables out of a benchmark's samples."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Benchmark = dict[str, Any]
+"""One benchmark as it stands in the JSON: parameters, settings, samples, errors."""
+
+
+def column(benchmark: Benchmark, system: str, figure: str) -> list[float]:
+    """One figure of one system, round by round; empty where it was not measured."""
+    return [sample[figure] for sample in benchmark["samples"].get(system, []) if figure in sample]
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Ratios within each round."""
+    return [a / b for a, b in zip(above, below, strict=False)]
+
+
+def spread(values: Sequence[float], digits: str, unit: str = "") -> str:
+    """Median and range, as ``1.23 (1.20–1.30)``."""
+    if not values:
+        return "–"
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):{digits}}{unit} ({low:{digits}}–{high:{digits}})"
+
+
+def medians(benchmark: Benchmark) -> str:
+    """A line a system: the median of each of its figures, and what failed."""
+    lines = []
+    for system, samples in benchmark["samples"].items():
+        figures = {figure: column(benchmark, system, figure) for sample in samples for figure in sample}
+        shown = ", ".join(f"{figure} {statistics.median(values):.6g}" for figure, values in figures.items())
+        lines.append(f"  {system:30} {shown}")
+    lines += [f"  {system:30} FAILED: {error}" for system, error in benchmark["errors"].items()]
+    return "\n".join(lines)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,171 @@
+"""What is to be reached, and how each figure comes out of the samples."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tables import Benchmark, column, ratios
+
+MIB = 1 << 20
+Values = Callable[[Benchmark], list[float]]
+"""Makes a figure, round by round, of a benchmark's samples; empty where it was not measured."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One line of the table of targets.
+
+    Attributes:
+        suite, benchmark: Where its samples are.
+        what: What is measured.
+        goal: What the median must reach.
+        at_least: Whether more is better.
+        unit: Behind the figure.
+        values: The figure, round by round.
+    """
+
+    suite: str
+    benchmark: str
+    what: str
+    goal: float
+    at_least: bool
+    unit: str
+    values: Values
+
+    def reached(self, benchmark: Benchmark) -> bool | None:
+        """Whether the median reaches the goal; None where nothing was measured."""
+        values = self.values(benchmark)
+        if not values:
+            return None
+        median = statistics.median(values)
+        return median >= self.goal if self.at_least else median <= self.goal
+
+
+def times_as_fast(slower: str, faster: str = "datastates", figure: str = "seconds") -> Values:
+    """How many times as fast one system is as another, within each round."""
+    return lambda b: ratios(column(b, slower, figure), column(b, faster, figure))
+
+
+def scaled(system: str, figure: str, factor: float = 1.0) -> Values:
+    """One figure of one system, in another unit."""
+    return lambda b: [value * factor for value in column(b, system, figure)]
+
+
+def cpu_per_gb(system: str) -> Values:
+    """CPU seconds for 10⁹ bytes."""
+    return lambda b: [value / b["parameters"]["bytes"] * 1e9 for value in column(b, system, "cpu_seconds")]
+
+
+def lost(system: str) -> Values:
+    """Seconds by which the period with a checkpoint is longer than the median plain one."""
+
+    def values(b: Benchmark) -> list[float]:
+        plain = column(b, "plain", "seconds")
+        return [value - statistics.median(plain) for value in column(b, system, "seconds")] if plain else []
+
+    return values
+
+
+def draining(system: str) -> Values:
+    """Iterations a second while a checkpoint drains, over those of the plain loop."""
+
+    def values(b: Benchmark) -> list[float]:
+        plain = column(b, "plain", "seconds")
+        iteration = statistics.median(plain) / b["parameters"]["period"] if plain else 0.0
+        return [iteration / value for value in column(b, system, "draining")] if plain else []
+
+    return values
+
+
+def _over_the_faster(b: Benchmark) -> list[float]:
+    pairs = zip(column(b, "safetensors", "seconds"), column(b, "torch.save/load mmap", "seconds"), strict=False)
+    return ratios([min(pair) for pair in pairs], column(b, "datastates", "seconds"))
+
+
+def _above_the_cache(b: Benchmark) -> list[float]:
+    return [(value - b["parameters"]["host_cache"]) / MIB for value in column(b, "datastates", "above")]
+
+
+def _against(suite: str, benchmark: str, verb: str, goals: dict[str, float], figure: str = "seconds") -> list[Target]:
+    return [
+        Target(suite, benchmark, f"{verb}, over {peer}", goal, True, "×", times_as_fast(peer, figure=figure))
+        for peer, goal in goals.items()
+    ]
+
+
+TARGETS = [
+    *_against(
+        "cpu",
+        "write",
+        "durable write",
+        {"raw": 0.95, "torch.save/load": 4, "DCP": 4, "TorchSnapshot": 4, "safetensors": 1.5},
+    ),
+    Target("cpu", "write", "CPU seconds per GB written", 0.25, False, "s/GB", cpu_per_gb("datastates")),
+    *_against(
+        "cpu", "restore-cold", "cold restore", {"raw": 0.95, "torch.save/load": 3.8, "DCP": 3.8, "TorchSnapshot": 3.8}
+    ),
+    Target(
+        "cpu",
+        "restore-warm",
+        "warm restore, over the faster of safetensors and torch.load(mmap=True)",
+        1,
+        True,
+        "×",
+        _over_the_faster,
+    ),
+    Target("cpu", "call", "snapshot() call, few tensors", 1, False, "ms", scaled("few", "seconds", 1e3)),
+    Target("cpu", "call", "snapshot() call, many tensors", 50, False, "ms", scaled("many", "seconds", 1e3)),
+    Target(
+        "cpu", "memory", "host memory above the process's own and the host cache", 64, False, "MiB", _above_the_cache
+    ),
+    Target("cpu", "index", "planning", 1, False, "s", scaled("plan", "seconds")),
+    Target("cpu", "index", "encoding the index", 1, False, "s", scaled("encode", "seconds")),
+    Target("cpu", "index", "opening the index", 1, False, "s", scaled("open", "seconds")),
+    Target("cpu", "index", "reading one tensor", 10, False, "ms", scaled("read one", "seconds", 1e3)),
+    Target(
+        "gpu",
+        "capture",
+        "capture of one tensor, over a pinned copy",
+        0.95,
+        True,
+        "×",
+        times_as_fast("pinned copy", "one tensor"),
+    ),
+    Target(
+        "gpu",
+        "capture",
+        "capture of one large tensor, over a pinned copy",
+        0.95,
+        True,
+        "×",
+        times_as_fast("pinned copy, large", "one large tensor"),
+    ),
+    Target(
+        "gpu",
+        "capture",
+        "time of many small tensors, over one tensor of as many bytes",
+        3,
+        False,
+        "×",
+        times_as_fast("many small tensors", "one tensor"),
+    ),
+    Target("gpu", "training", "loop time lost per checkpoint", 0.1, False, "s", lost("datastates")),
+    Target(
+        "gpu",
+        "training",
+        "loop time lost per checkpoint, with the device cache",
+        0.02,
+        False,
+        "s",
+        lost("datastates with device_cache"),
+    ),
+    Target(
+        "gpu", "training", "throughput while draining, over the plain loop", 0.98, True, "×", draining("datastates")
+    ),
+    *_against("gpu", "durable", "durable write", {"raw": 0.95}, "write"),
+    *_against("gpu", "durable", "cold restore onto the GPU", {"raw": 0.95}, "read"),
+    *_against("gpu", "durable-tmpfs", "write to tmpfs", {"raw": 0.9}, "write"),
+    *_against("gpu", "durable-tmpfs", "restore from tmpfs onto the GPU", {"raw": 0.9}, "read"),
+]

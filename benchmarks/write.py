@@ -1,0 +1,44 @@
+"""Durable write of a host state: until every byte is on stable storage, system after system, beside the raw ceiling."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import raw
+from measure import Plan, Result, Sample, interleave, stopwatch
+from peers import Roster
+from states import State, llm_like, nbytes
+
+SYSTEMS = ("datastates", "torch.save/load", "safetensors", "DCP", "TorchSnapshot", "torch_checkpointing")
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a directory."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def once(roster: Roster, name: str, state: State) -> Sample:
+    """One save, deleted afterwards."""
+    system = roster[name]
+    with stopwatch() as sample:
+        path = system.save(state)
+    remove(path)
+    return sample
+
+
+def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
+    """All systems, and the raw write."""
+    state = llm_like(tiny=tiny)
+    file = raw.RawFile(directory / "raw", nbytes(state))
+    mode = raw.best_modes(file)["write"]
+    result = Result(parameters={"bytes": file.nbytes}, settings={"raw": raw.in_words(mode)})
+    with Roster(directory, result) as roster:
+        actions = {name: partial(once, roster, name, state) for name in SYSTEMS}
+        interleave(result, {"raw": lambda: file.write(mode), **actions}, plan)
+    file.path.unlink()
+    return result
