@@ -215,9 +215,16 @@ class WriteJob:
     def stats(self) -> dict[str, Any]:
         """What was done so far.
 
-        Keys: bytes, extents, submit_seconds (inside submit_write), capture_seconds (submit to captured),
-        checksum_seconds (for device sources), write_seconds (first write's start to last one's end), sync_seconds,
-        cache_wait_seconds (waiting for blocks), direct, backend.
+        Keys: bytes, extents, capture_seconds (submit to captured), direct, backend ("memory" for a file that lives
+        in memory), dropped_spans (that ``timeline`` had no room for).
+        """
+
+    def timeline(self) -> list[tuple[str, int, float, float, int]]:
+        """What ran when, as (stage, track, begin, end, bytes) on the clock of ``time.monotonic``.
+
+        Stages: submit (submit_write), capture, cache_wait (for a free block), checksum (of device sources), write (one
+        extent), tail, sync. Spans of one stage and track do not overlap, unless it is cache_wait. Bounded: a job of
+        more than 200,000 spans keeps the first ones.
         """
 
 class ReadJob:
@@ -233,6 +240,9 @@ class ReadJob:
     def stats(self) -> dict[str, Any]:
         """What was done, once done.
 
-        Keys: bytes_needed, bytes_read (with alignment), in_place_bytes (read straight into destinations), seconds,
-        verify_seconds, direct, backend.
+        Keys: bytes_needed, bytes_read (with alignment), in_place_bytes (read straight into destinations),
+        cached_bytes (needed ones that were in the page cache or in memory), seconds, direct, backend, dropped_spans.
         """
+
+    def timeline(self) -> list[tuple[str, int, float, float, int]]:
+        """Like ``WriteJob.timeline``. Stages: read (one extent), verify, copy (from a block to its destinations)."""

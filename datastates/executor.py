@@ -115,6 +115,10 @@ class WriteJob:
         """Bytes and seconds of each stage, the backend and whether I/O was direct."""
         return self._job.stats()
 
+    def timeline(self) -> list[tuple[str, int, float, float, int]]:
+        """What ran when: (stage, track, begin, end, bytes), times as ``time.monotonic`` gives them."""
+        return self._job.timeline()
+
 
 class ReadJob:
     """One container being read into place. Thread-safe."""
@@ -133,8 +137,12 @@ class ReadJob:
         return _native_call(lambda: self._job.wait(timeout), self._name_record)
 
     def stats(self) -> dict[str, Any]:
-        """Bytes needed and read, seconds, the backend and whether I/O was direct."""
+        """Bytes needed and read, bytes and seconds of each stage, the backend and whether I/O was direct."""
         return self._job.stats()
+
+    def timeline(self) -> list[tuple[str, int, float, float, int]]:
+        """What ran when: (stage, track, begin, end, bytes), times as ``time.monotonic`` gives them."""
+        return self._job.timeline()
 
 
 class Executor:

@@ -169,22 +169,34 @@ void bind_plans(py::module_& module) {
              "extent_check"_a, "check_offset"_a, "check_length"_a, "check_crc"_a, "check_record"_a);
 }
 
-py::dict write_stats(const WriteJob& job, const std::string& backend) {
+py::dict write_stats(const WriteJob& job) {
     const WriteStats stats = job.stats();
-    return py::dict(
-        "bytes"_a = stats.bytes, "extents"_a = stats.extents,
-        "submit_seconds"_a = stats.submit_seconds, "capture_seconds"_a = stats.capture_seconds,
-        "checksum_seconds"_a = stats.checksum_seconds, "write_seconds"_a = stats.write_seconds,
-        "sync_seconds"_a = stats.sync_seconds, "cache_wait_seconds"_a = stats.cache_wait_seconds,
-        "direct"_a = stats.direct, "backend"_a = backend);
+    return py::dict("bytes"_a = stats.bytes, "extents"_a = stats.extents,
+                    "capture_seconds"_a = stats.capture_seconds, "direct"_a = stats.direct,
+                    "backend"_a = job.backend_name(), "dropped_spans"_a = job.timeline().dropped());
 }
 
-py::dict read_stats(const ReadJob& job, const std::string& backend) {
+py::dict read_stats(const ReadJob& job) {
     const ReadStats stats = job.stats();
     return py::dict("bytes_needed"_a = stats.bytes_needed, "bytes_read"_a = stats.bytes_read,
-                    "in_place_bytes"_a = stats.in_place_bytes, "seconds"_a = stats.seconds,
-                    "verify_seconds"_a = stats.verify_seconds, "direct"_a = stats.direct,
-                    "backend"_a = backend);
+                    "in_place_bytes"_a = stats.in_place_bytes,
+                    "cached_bytes"_a = stats.cached_bytes, "seconds"_a = stats.seconds,
+                    "direct"_a = stats.direct, "backend"_a = job.backend_name(),
+                    "dropped_spans"_a = job.timeline().dropped());
+}
+
+/// Spans as Python has them: (stage, track, begin, end, bytes), by time.monotonic(), which is
+/// CLOCK_MONOTONIC as our clock is.
+py::list spans(const Timeline& timeline) {
+    const auto seconds = [](Clock::time_point time) {
+        return std::chrono::duration<double>(time.time_since_epoch()).count();
+    };
+    py::list result;
+    for (const Span& span : timeline.spans()) {
+        result.append(py::make_tuple(std::string(to_string(span.stage)), span.track,
+                                     seconds(span.begin), seconds(span.end), span.bytes));
+    }
+    return result;
 }
 
 void bind_jobs(py::module_& module) {
@@ -228,7 +240,8 @@ void bind_jobs(py::module_& module) {
         .def("abort", &WriteJob::abort, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("captured", &WriteJob::captured)
         .def_property_readonly("written", &WriteJob::written)
-        .def("stats", [](const WriteJob& job) { return write_stats(job, job.backend_name()); });
+        .def("stats", &write_stats)
+        .def("timeline", [](const WriteJob& job) { return spans(job.timeline()); });
     py::class_<ReadJob>(module, "ReadJob", py::release_gil_before_calling_cpp_dtor())
         .def(
             "wait",
@@ -236,7 +249,8 @@ void bind_jobs(py::module_& module) {
                 return wait_interruptibly(timeout, [&](auto end) { return job.wait(end); });
             },
             "timeout"_a = py::none())
-        .def("stats", [](const ReadJob& job) { return read_stats(job, job.backend_name()); });
+        .def("stats", &read_stats)
+        .def("timeline", [](const ReadJob& job) { return spans(job.timeline()); });
 }
 
 void bind_executor(py::module_& module) {

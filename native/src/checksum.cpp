@@ -56,20 +56,44 @@ std::uint32_t crc32_combine(std::uint32_t first, std::uint32_t second,
     return Crc32Shift(second_length).combine(first, second);
 }
 
+std::vector<CrcFragment> fragments(std::span<const std::byte> data, std::uint64_t position,
+                                   std::uint64_t chunk_bytes) {
+    std::vector<CrcFragment> cut;
+    cut.reserve((data.size() / chunk_bytes) + 2);
+    while (!data.empty()) {
+        const auto length = static_cast<std::size_t>(
+            std::min<std::uint64_t>(data.size(), chunk_bytes - (position % chunk_bytes)));
+        cut.push_back({.crc = crc32(0, data.first(length)), .length = length});
+        position += length;
+        data = data.subspan(length);
+    }
+    return cut;
+}
+
 void ChunkedCrc32::update(std::span<const std::byte> data, const Crc32Shift& full_chunk) {
     while (!data.empty()) {
         const auto take =
             static_cast<std::size_t>(std::min<std::uint64_t>(data.size(), chunk_bytes_ - filled_));
         std::uint32_t& chunk = chunks_[done_];
         chunk = crc32(filled_ == 0 ? 0 : chunk, data.first(take));
-        filled_ += take;
+        filled(take, full_chunk);
         data = data.subspan(take);
-        if (filled_ == chunk_bytes_) {
-            combined_ = full_chunk.combine(combined_, chunk);
-            ++done_;
-            filled_ = 0;
-        }
     }
+}
+
+void ChunkedCrc32::append(const CrcFragment& fragment, const Crc32Shift& full_chunk) {
+    if (fragment.length == 0) return;
+    std::uint32_t& chunk = chunks_[done_];
+    chunk = filled_ == 0 ? fragment.crc : crc32_combine(chunk, fragment.crc, fragment.length);
+    filled(fragment.length, full_chunk);
+}
+
+void ChunkedCrc32::filled(std::uint64_t bytes, const Crc32Shift& full_chunk) {
+    filled_ += bytes;
+    if (filled_ < chunk_bytes_) return;
+    combined_ = full_chunk.combine(combined_, chunks_[done_]);
+    ++done_;
+    filled_ = 0;
 }
 
 std::uint32_t ChunkedCrc32::value() const {

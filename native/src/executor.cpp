@@ -12,6 +12,7 @@ namespace {
 
 // Room in a block for a read that is widened to whole pages on both sides.
 constexpr std::uint64_t kReadMargin = 8192;
+constexpr const char* kMemory = "memory";
 
 template <typename Plan>
 std::vector<std::uint64_t> sizes(const Plan& plan, std::size_t count,
@@ -51,7 +52,9 @@ void WriteJob::abort() {
     state_->abandon();
 }
 
-const std::string& WriteJob::backend_name() const { return executor_->backend_name(); }
+std::string WriteJob::backend_name() const {
+    return state_->memory_backed() ? kMemory : executor_->backend_name();
+}
 
 ReadJob::ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state)
     : executor_(std::move(executor)), state_(std::move(state)) {}
@@ -63,7 +66,9 @@ ReadJob::~ReadJob() {
     state_->wait_done();
 }
 
-const std::string& ReadJob::backend_name() const { return executor_->backend_name(); }
+std::string ReadJob::backend_name() const {
+    return state_->memory_backed() ? kMemory : executor_->backend_name();
+}
 
 std::shared_ptr<Executor> Executor::make(const Options& options) {
     // Not make_shared: the constructor is private, so that every executor is shared.
@@ -74,9 +79,12 @@ Executor::Executor(const Options& options)
     : direct_(options.direct),
       cache_(options.cache_bytes, options.block_bytes),
       engines_(cache_),
-      writer_(cache_, make_backend(options.backend, options.queue_depth, options.io_threads)),
+      workers_(options.workers),
+      writer_(cache_, workers_,
+              make_backend(options.backend, options.queue_depth, options.io_threads)),
       capturer_(cache_, engines_, writer_),
-      reader_(cache_, make_backend(options.backend, options.queue_depth, options.io_threads),
+      reader_(cache_, workers_,
+              make_backend(options.backend, options.queue_depth, options.io_threads),
               options.queue_depth) {
     backend_name_ = writer_.backend_name();
 }
@@ -84,6 +92,8 @@ Executor::Executor(const Options& options)
 Executor::~Executor() {
     // Jobs keep us alive, so none is left but failed ones that were never given to a caller.
     wait_for_jobs();
+    // A worker's last act is to wake one of the threads that go next.
+    workers_.close();
 }
 
 template <typename State>
@@ -106,7 +116,8 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
     require_fits(plan->max_extent_length(), cache_.block_bytes());
     admit();
     File file = File::create(path, direct_);
-    file.allocate(plan->file_length());
+    // Where space is memory, it is reserved bit by bit by those who fill it.
+    if (!file.memory_backed()) file.allocate(0, plan->file_length());
     auto state = std::make_shared<WriteState>(std::move(file), std::move(plan), std::move(sources));
     {
         const std::scoped_lock lock(mutex_);
@@ -115,7 +126,7 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
     }
     auto job = std::make_unique<WriteJob>(shared_from_this(), state);
     capturer_.start(state);  // when it throws, the job's destructor waits for what was begun
-    state->add_submit_seconds(seconds_since(start));
+    state->timeline().add(Stage::submit, 0, start, 0);
     return job;
 }
 

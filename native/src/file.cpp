@@ -1,7 +1,10 @@
 #include "datastates/file.hpp"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +19,22 @@ namespace datastates {
 namespace {
 
 constexpr mode_t kMode = 0644;
+constexpr std::uint64_t kPage = 4096;
+
+// cachestat(2), of Linux 6.5, newer than many C libraries: one number on all architectures but one.
+#ifdef SYS_cachestat
+constexpr long kCachestat = SYS_cachestat;
+#else
+constexpr long kCachestat = 451;
+#endif
+struct CacheRange {
+    std::uint64_t offset;
+    std::uint64_t length;
+};
+struct CacheStatus {
+    std::uint64_t cached;  // pages
+    std::uint64_t dirty, writeback, evicted, recently_evicted;
+};
 
 /// Calls `syscall` until it is not interrupted, with a fault point before each try.
 /// Returns the errno, 0 for success.
@@ -52,7 +71,11 @@ File::File(std::string path, int flags, bool want_direct) : path_(std::move(path
     });
     if (error != 0) throw Error::io(error, "open", path_);
     buffered_ = FileDescriptor(fd);
-    if (!want_direct) return;
+    struct statfs status{};
+    if (::fstatfs(fd, &status) != 0) throw Error::io(errno, "fstatfs", path_);
+    memory_backed_ =
+        std::cmp_equal(status.f_type, TMPFS_MAGIC) || std::cmp_equal(status.f_type, RAMFS_MAGIC);
+    if (!want_direct || memory_backed_) return;
 
     // A file system without direct I/O refuses here (EINVAL), or later at the first transfer.
     const int direct = ::open(path_.c_str(), (flags & O_ACCMODE) | O_DIRECT | O_CLOEXEC);
@@ -68,10 +91,12 @@ File::File(File&& other) noexcept
       direct_fd_(std::move(other.direct_fd_)),
       memory_alignment_(other.memory_alignment_),
       offset_alignment_(other.offset_alignment_),
+      memory_backed_(other.memory_backed_),
       direct_(other.direct()) {}
 
 File File::create(const std::string& path, bool want_direct) {
-    return {path, O_CREAT | O_EXCL | O_WRONLY, want_direct};
+    // Read, too: a mapping asks for it.
+    return {path, O_CREAT | O_EXCL | O_RDWR, want_direct};
 }
 
 File File::open(const std::string& path, bool want_direct) { return {path, O_RDONLY, want_direct}; }
@@ -101,12 +126,24 @@ std::uint64_t File::size() const {
     return static_cast<std::uint64_t>(status.st_size);
 }
 
-void File::allocate(std::uint64_t length) const {
-    if (length == 0) return;
+bool File::cached(std::uint64_t offset, std::uint64_t length) const {
+    if (memory_backed_ || length == 0) return true;
+    CacheRange range{.offset = offset, .length = length};
+    CacheStatus status{};
+    // Refused by old kernels, by seccomp, or for somebody else's file: then it is read as if it was
+    // not there.
+    if (::syscall(kCachestat, buffered_.get(), &range, &status, 0) != 0) return false;
+    return status.cached >= ((offset + length - 1) / kPage) - (offset / kPage) + 1;
+}
+
+bool File::allocate(std::uint64_t offset, std::uint64_t length) const {
+    if (length == 0) return true;
     const int error = retry(fault::Point::allocate, [&] {
-        return ::fallocate(buffered_.get(), 0, 0, static_cast<off_t>(length));
+        return ::fallocate(buffered_.get(), 0, static_cast<off_t>(offset),
+                           static_cast<off_t>(length));
     });
-    if (error == 0 || error == EOPNOTSUPP || error == ENOSYS || error == EINVAL) return;
+    if (error == 0) return true;
+    if (error == EOPNOTSUPP || error == ENOSYS || error == EINVAL) return false;
     throw Error::io(error, "allocate", path_);
 }
 

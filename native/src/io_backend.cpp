@@ -1,9 +1,11 @@
 #include "datastates/io_backend.hpp"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <string>
 #include <thread>
 
@@ -16,6 +18,59 @@ namespace {
 
 // The kernel moves at most 2 GiB - 4 KiB at a time; half of it keeps the remainder aligned.
 constexpr std::size_t kMaxStep = std::size_t{1} << 30;
+constexpr std::uint64_t kPage = 4096;
+
+/// Runs a request's steps, each through `syscall`, which answers like pread and pwrite.
+template <typename Syscall>
+IoCompletion carry_out(const IoRequest& request, Syscall&& syscall) {
+    Transfer state(request);
+    if (request.length == 0) return state.completion();
+    for (;;) {
+        int injected = 0;
+        const Transfer::Step step = state.next(&injected);
+        ssize_t result = -injected;
+        if (injected == 0) {
+            result = syscall(step);
+            if (result < 0) result = -errno;
+        }
+        if (state.advance(result, step) == Transfer::Next::finished) return state.completion();
+    }
+}
+
+/// A part of a file in memory, for storing into. One for each step: unmapping what was written
+/// keeps it out of the process's resident memory.
+class Mapping {
+  public:
+    explicit Mapping(const Transfer::Step& step)
+        : lead_(step.offset % kPage),
+          length_(lead_ + step.length),
+          memory_(::mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, step.fd,
+                         static_cast<off_t>(step.offset - lead_))) {}
+    ~Mapping() {
+        if (memory_ != MAP_FAILED) ::munmap(memory_, length_);
+    }
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+    Mapping(Mapping&&) = delete;
+    Mapping& operator=(Mapping&&) = delete;
+
+    /// Maps all pages in one go, which is quicker than at the first store to each, and tells of
+    /// pages that cannot be had. False when there is no storing here, or (before Linux 5.14) no
+    /// telling.
+    bool populate() const {
+#ifdef MADV_POPULATE_WRITE
+        return memory_ != MAP_FAILED && ::madvise(memory_, length_, MADV_POPULATE_WRITE) == 0;
+#else
+        return false;
+#endif
+    }
+    std::byte* data() const { return static_cast<std::byte*>(memory_) + lead_; }
+
+  private:
+    std::size_t lead_;
+    std::size_t length_;
+    void* memory_;
+};
 
 }  // namespace
 
@@ -45,7 +100,8 @@ Transfer::Step Transfer::next(int* injected) {
         *injected = outcome->error_number;
         if (outcome->shortened) step.length = std::max<std::size_t>(step.length / 2, 1);
     }
-    step.direct = request_.file->fits_direct(step.buffer, step.length, step.offset);
+    step.direct = !request_.through_cache &&
+                  request_.file->fits_direct(step.buffer, step.length, step.offset);
     step.fd = step.direct ? request_.file->direct_fd() : request_.file->buffered_fd();
     return step;
 }
@@ -77,21 +133,22 @@ Transfer::Next Transfer::advance(ssize_t result, const Step& step) {
 }
 
 IoCompletion transfer(const IoRequest& request) {
-    Transfer state(request);
-    if (request.length == 0) return state.completion();
-    for (;;) {
-        int injected = 0;
-        const Transfer::Step step = state.next(&injected);
-        ssize_t result = -injected;
-        if (injected == 0) {
-            const auto offset = static_cast<off_t>(step.offset);
-            result = request.kind == IoKind::read
-                         ? ::pread(step.fd, step.buffer, step.length, offset)
-                         : ::pwrite(step.fd, step.buffer, step.length, offset);
-            if (result < 0) result = -errno;
+    return carry_out(request, [&](const Transfer::Step& step) {
+        const auto offset = static_cast<off_t>(step.offset);
+        return request.kind == IoKind::read ? ::pread(step.fd, step.buffer, step.length, offset)
+                                            : ::pwrite(step.fd, step.buffer, step.length, offset);
+    });
+}
+
+IoCompletion store(const IoRequest& request) {
+    if (!request.file->allocate(request.offset, request.length)) return transfer(request);
+    return carry_out(request, [](const Transfer::Step& step) {
+        if (const Mapping mapping(step); mapping.populate()) {
+            std::memcpy(mapping.data(), step.buffer, step.length);
+            return static_cast<ssize_t>(step.length);
         }
-        if (state.advance(result, step) == Transfer::Next::finished) return state.completion();
-    }
+        return ::pwrite(step.fd, step.buffer, step.length, static_cast<off_t>(step.offset));
+    });
 }
 
 std::unique_ptr<IoBackend> make_backend(std::string_view which, unsigned queue_depth,

@@ -1,5 +1,7 @@
 #include "datastates/read_state.hpp"
 
+#include <utility>
+
 #include "datastates/error.hpp"
 
 namespace datastates {
@@ -34,12 +36,18 @@ void ReadState::fail(std::size_t extent, const Error& error) {
     stopped_.store(true, std::memory_order_release);
 }
 
+bool ReadState::settled(std::size_t extent) const {
+    if (!stopped()) return false;
+    const std::scoped_lock lock(mutex_);
+    return error_ && extent >= error_extent_;
+}
+
 void ReadState::finish(ReadStats stats) {
     file_.close();
     const std::scoped_lock lock(mutex_);
     stats.bytes_needed = stats_.bytes_needed;
     stats.seconds = seconds_since(start_);
-    stats_ = stats;
+    stats_ = std::move(stats);
     done_ = true;
     changed_.notify_all();
 }

@@ -1,14 +1,11 @@
 #include "datastates/reader.hpp"
 
 #include <algorithm>
-#include <cstring>
-#include <iomanip>
 #include <set>
-#include <sstream>
 #include <utility>
 
-#include "datastates/checksum.hpp"
 #include "datastates/error.hpp"
+#include "datastates/extent_read.hpp"
 
 namespace datastates {
 namespace {
@@ -17,20 +14,12 @@ constexpr std::uint64_t kPage = 4096;
 // Below this a direct read of its own costs more than a copy out of a block.
 constexpr std::uint64_t kInPlaceMinimum = std::uint64_t{64} << 10;
 
-Error mismatch(const std::string& path, const ReadPlan::Extent& extent,
-               const ReadPlan::Check& check, std::uint32_t found) {
-    std::ostringstream message;
-    message << "checksum mismatch in " << path << ", record " << check.record << ", bytes ["
-            << extent.offset + check.offset << ", " << extent.offset + check.offset + check.length
-            << "): stored " << std::hex << std::setfill('0') << std::setw(8) << check.crc
-            << ", found " << std::setw(8) << found;
-    return {ErrorCode::corrupt, 0, "verify", path, message.str(), check.record};
-}
-
 }  // namespace
 
-Reader::Reader(HostCache& cache, std::unique_ptr<IoBackend> backend, unsigned queue_depth)
+Reader::Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,
+               unsigned queue_depth)
     : cache_(cache),
+      workers_(workers),
       backend_(std::move(backend)),
       queue_depth_(queue_depth),
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
@@ -51,6 +40,7 @@ void Reader::run(const std::stop_token& stop) {
         queue_.pop_front();
         lock.unlock();
         stats_ = {};
+        tracks_ = {};
         read(*job);
         stats_.direct = job->file().direct();
         job->finish(stats_);
@@ -67,63 +57,68 @@ void Reader::read(ReadState& job) {
     }
     for (;;) {
         try {
-            while (!job.stopped() && next < job.plan().extents().size() &&
-                   in_flight_.size() < queue_depth_) {
+            while (!job.stopped() && next < job.plan().extents().size() && has_room()) {
                 if (!start_next(job, next)) break;
                 ++next;
             }
         } catch (...) {
             job.fail(next, Error::current());
         }
-        release_copied(job, in_flight_.empty());
-        if (!in_flight_.empty()) {
+        if (backend_->in_flight() > 0) {
             reap(job);
-        } else if (copying_.empty() && (job.stopped() || next == job.plan().extents().size())) {
+            take_worked(job, false);
+            release_copied(job, false);
+        } else if (working_ > 0) {
+            take_worked(job, true);
+            release_copied(job, false);
+        } else if (!copying_.empty()) {
+            release_copied(job, true);
+        } else if (job.stopped() || next == job.plan().extents().size()) {
             return;
         }
     }
 }
 
+/// Enough is under way to keep the device and the workers busy, and no more: what is queued has to
+/// be waited for when the job is stopped.
+bool Reader::has_room() const {
+    return in_flight_.size() < queue_depth_ &&
+           working_ < queue_depth_ + (std::size_t{2} * workers_.size());
+}
+
 /// False when there is no block, and waiting for one would keep us from our own completions.
 bool Reader::start_next(ReadState& job, std::size_t index) {
     const ReadPlan::Extent& extent = job.plan().extents()[index];
-    const auto reading = std::make_shared<Reading>(
-        Reading{.index = index, .block = std::nullopt, .data = in_place(job, extent), .parts = 0});
+    const bool cached = job.file().cached(extent.offset, extent.length);
+    const auto reading = std::make_shared<Reading>(Reading{.index = index,
+                                                           .block = std::nullopt,
+                                                           .data = in_place(job, extent, cached),
+                                                           .track = 0,
+                                                           .begin = {}});
     if (reading->data != nullptr) {
         stats_.in_place_bytes += extent.length;
-        const std::uint64_t whole =
-            job.file().direct()
-                ? extent.length / job.file().offset_alignment() * job.file().offset_alignment()
-                : extent.length;
-        const std::uint64_t rest = extent.length - whole;
-        // The rest is less than a page: through the page cache, straight to its place.
-        reading->parts = rest == 0 ? 1 : 2;
-        submit(job, reading, reading->data, extent.offset, whole, whole);
-        if (rest != 0)
-            submit(job, reading, reading->data + whole, extent.offset + whole, rest, rest);
-        return true;
+    } else {
+        reading->block = cache_.try_acquire();
+        if (!reading->block) {
+            if (!in_flight_.empty() || working_ > 0 || !copying_.empty()) return false;
+            reading->block = cache_.acquire([&] { return job.stopped(); });
+            if (!reading->block) return false;
+        }
+        reading->data = reading->block->memory().data();
     }
-    reading->block = cache_.try_acquire();
-    if (!reading->block) {
-        if (!in_flight_.empty() || !copying_.empty()) return false;
-        reading->block = cache_.acquire([&] { return job.stopped(); });
-        if (!reading->block) return false;
+    reading->track = tracks_.take();
+    reading->begin = Clock::now();
+    if (cached) {
+        stats_.cached_bytes += extent.length;
+        start_work(job, reading, true);
+    } else {
+        start_direct(job, reading);
     }
-    std::uint64_t begin = extent.offset;
-    std::uint64_t end = extent.offset + extent.length;
-    if (job.file().direct() && job.file().offset_alignment() <= kPage) {
-        begin = begin / kPage * kPage;
-        end = (end + kPage - 1) / kPage * kPage;
-    }
-    std::byte* const memory = reading->block->memory().data();
-    reading->data = memory + (extent.offset - begin);
-    reading->parts = 1;
-    submit(job, reading, memory, begin, end - begin, extent.offset + extent.length - begin);
     return true;
 }
 
 /// Where an extent can be read to without a block between, or null.
-std::byte* Reader::in_place(ReadState& job, const ReadPlan::Extent& extent) const {
+std::byte* Reader::in_place(ReadState& job, const ReadPlan::Extent& extent, bool cached) {
     const auto pieces = job.plan().pieces(extent);
     if (pieces.size() != 1) return nullptr;
     const ReadPlan::Piece& piece = pieces.front();
@@ -131,10 +126,38 @@ std::byte* Reader::in_place(ReadState& job, const ReadPlan::Extent& extent) cons
     if (job.buffers().device[dest] >= 0 || piece.length != extent.length) return nullptr;
     auto* const to = reinterpret_cast<std::byte*>(job.buffers().address[dest] + piece.dest_offset);
     const File& file = job.file();
-    if (!file.direct()) return to;
+    if (cached || !file.direct()) return to;
     const bool fits = extent.length >= kInPlaceMinimum &&
                       file.fits_direct(to, file.offset_alignment(), extent.offset);
     return fits ? to : nullptr;
+}
+
+/// Past the page cache where that is possible.
+void Reader::start_direct(ReadState& job, const std::shared_ptr<Reading>& reading) {
+    const ReadPlan::Extent& extent = job.plan().extents()[reading->index];
+    const File& file = job.file();
+    if (!reading->block) {
+        const std::uint64_t whole =
+            file.direct() ? extent.length / file.offset_alignment() * file.offset_alignment()
+                          : extent.length;
+        const std::uint64_t rest = extent.length - whole;
+        // The rest is less than a page: through the page cache, straight to its place.
+        reading->parts = rest == 0 ? 1 : 2;
+        submit(job, reading, reading->data, extent.offset, whole, whole);
+        if (rest != 0)
+            submit(job, reading, reading->data + whole, extent.offset + whole, rest, rest);
+        return;
+    }
+    std::uint64_t begin = extent.offset;
+    std::uint64_t end = extent.offset + extent.length;
+    if (file.direct() && file.offset_alignment() <= kPage) {
+        begin = begin / kPage * kPage;
+        end = (end + kPage - 1) / kPage * kPage;
+    }
+    std::byte* const memory = reading->data;
+    reading->data = memory + (extent.offset - begin);
+    reading->parts = 1;
+    submit(job, reading, memory, begin, end - begin, extent.offset + extent.length - begin);
 }
 
 void Reader::submit(ReadState& job, const std::shared_ptr<Reading>& reading, std::byte* buffer,
@@ -150,6 +173,7 @@ void Reader::submit(ReadState& job, const std::shared_ptr<Reading>& reading, std
     backend_->submit(request);
 }
 
+/// Waits for the backend, or for a worker that is through.
 void Reader::reap(ReadState& job) {
     std::vector<IoCompletion> completions;
     try {
@@ -161,52 +185,88 @@ void Reader::reap(ReadState& job) {
     }
     for (const IoCompletion& completion : completions) {
         const auto found = in_flight_.find(completion.token);
-        const Part part = std::move(found->second);
+        Part part = std::move(found->second);
         in_flight_.erase(found);
-        Reading& reading = *part.reading;
+        const std::shared_ptr<Reading> reading = std::move(part.reading);
         stats_.bytes_read += completion.transferred;
         try {
             if (!completion.ok()) throw io_error(completion, part.request);
-            if (--reading.parts == 0) complete(job, reading);
         } catch (...) {
-            job.fail(reading.index, Error::current());
+            job.fail(reading->index, Error::current());
         }
+        if (--reading->parts > 0) continue;
+        job.timeline().add(Stage::read, reading->track, reading->begin,
+                           job.plan().extents()[reading->index].length);
+        start_work(job, reading, false);
     }
 }
 
-void Reader::complete(ReadState& job, Reading& reading) {
+void Reader::start_work(ReadState& job, std::shared_ptr<Reading> reading, bool cached) {
+    ++working_;
+    workers_.submit(WorkerPool::Task(
+        [this, &job, cached, reading = std::move(reading)](unsigned worker) mutable {
+            try {
+                work(job, *reading, cached, worker);
+            } catch (...) {
+                job.fail(reading->index, Error::current());
+            }
+            // Locked to the end: the job may be over as soon as it is open.
+            const std::scoped_lock lock(mutex_);
+            worked_.push_back(std::move(reading));
+            work_done_.notify_one();
+            backend_->wake();
+        }));
+}
+
+/// In a worker: brings an extent's bytes in, if need be, verifies them, and puts them in place as
+/// far as the host is concerned.
+void Reader::work(ReadState& job, Reading& reading, bool cached, unsigned worker) {
+    // Extents before a failed one still count: the first of several failures is the one reported.
+    if (job.settled(reading.index)) return;
     const ReadPlan::Extent& extent = job.plan().extents()[reading.index];
-    verify(job, extent, reading.data);
-    if (reading.block) scatter(job, extent, reading.data, std::move(*reading.block));
-}
-
-void Reader::verify(const ReadState& job, const ReadPlan::Extent& extent, const std::byte* data) {
-    const auto start = Clock::now();
-    for (const ReadPlan::Check& check : job.plan().checks(extent)) {
-        const std::uint32_t found = crc32(0, {data + check.offset, check.length});
-        if (found != check.crc) throw mismatch(job.path(), extent, check, found);
+    if (cached) {
+        reading.begin = Clock::now();
+        reading.cached_bytes = read_cached_extent(job, extent, reading.data, reading.track, worker);
+    } else {
+        verify_extent(job, extent, reading.data, worker);
     }
-    stats_.verify_seconds += seconds_since(start);
+    if (reading.block) copy_to_host(job, extent, reading.data, reading.track);
 }
 
-void Reader::scatter(const ReadState& job, const ReadPlan::Extent& extent, const std::byte* data,
-                     Block block) {
+/// Goes on with the extents that workers are through with.
+void Reader::take_worked(ReadState& job, bool wait) {
+    std::unique_lock lock(mutex_);
+    if (wait) work_done_.wait(lock, [&] { return !worked_.empty(); });
+    const std::vector<std::shared_ptr<Reading>> worked = std::exchange(worked_, {});
+    lock.unlock();
+    working_ -= worked.size();
+    for (const auto& reading : worked) {
+        stats_.bytes_read += reading->cached_bytes;
+        try {
+            if (reading->block && !job.settled(reading->index)) copy_to_devices(job, reading);
+        } catch (...) {
+            job.fail(reading->index, Error::current());
+        }
+        const bool copying = !copying_.empty() && copying_.back().reading == reading;
+        if (!copying) tracks_.give_back(reading->track);
+    }
+}
+
+void Reader::copy_to_devices(ReadState& job, const std::shared_ptr<Reading>& reading) {
+    const ReadPlan::Extent& extent = job.plan().extents()[reading->index];
     std::set<int> devices;
-    Copying copying{.block = std::move(block), .events = {}};
+    Copying copying{.reading = reading, .begin = Clock::now(), .bytes = 0, .events = {}};
     try {
         for (const ReadPlan::Piece& piece : job.plan().pieces(extent)) {
             const auto dest = static_cast<std::size_t>(piece.dest);
-            const std::byte* const from = data + piece.extent_offset;
-            const std::uint64_t to = job.buffers().address[dest] + piece.dest_offset;
             const int device = job.buffers().device[dest];
-            if (piece.length == 0) continue;
-            if (device < 0) {
-                std::memcpy(reinterpret_cast<void*>(to), from, piece.length);
-                continue;
-            }
+            if (piece.length == 0 || device < 0) continue;
             const CopyEngine& engine = job.engine(device);
             devices.insert(device);
-            engine.to_device(to, from, piece.length, engine.restore_stream());
+            engine.to_device(job.buffers().address[dest] + piece.dest_offset,
+                             reading->data + piece.extent_offset, piece.length,
+                             engine.restore_stream());
+            copying.bytes += piece.length;
         }
         for (const int device : devices) {
             const CopyEngine& engine = job.engine(device);
@@ -233,6 +293,8 @@ void Reader::release_copied(ReadState& job, bool wait) {
         } catch (...) {
             job.fail(0, Error::current());
         }
+        job.timeline().add(Stage::copy, oldest.reading->track, oldest.begin, oldest.bytes);
+        tracks_.give_back(oldest.reading->track);
         copying_.pop_front();
         wait = false;
     }

@@ -57,6 +57,10 @@ void WriteState::checksum(std::size_t source, std::span<const std::byte> data) {
     digests_[source].update(data, plan_->full_chunk());
 }
 
+void WriteState::checksum(std::size_t source, const CrcFragment& fragment) {
+    digests_[source].append(fragment, plan_->full_chunk());
+}
+
 void WriteState::fingerprint(const WritePlan::Piece& piece, const std::byte* data) {
     const auto source = static_cast<std::size_t>(piece.source);
     if (buffers_.witness[source] == 0) return;
@@ -111,11 +115,6 @@ void WriteState::extent_landed() {
     settle_locked();
 }
 
-void WriteState::write_begun() {
-    const std::scoped_lock lock(mutex_);
-    if (!write_start_) write_start_ = Clock::now();
-}
-
 void WriteState::extent_retired() {
     const std::scoped_lock lock(mutex_);
     ++retired_;
@@ -128,19 +127,10 @@ void WriteState::end_capture() {
     settle_locked();
 }
 
-void WriteState::add_checksum_seconds(double seconds) {
-    const std::scoped_lock lock(mutex_);
-    stats_.checksum_seconds += seconds;
-}
-
 void WriteState::add_cache_wait(double seconds) {
-    const std::scoped_lock lock(mutex_);
-    stats_.cache_wait_seconds += seconds;
-}
-
-void WriteState::add_submit_seconds(double seconds) {
-    const std::scoped_lock lock(mutex_);
-    stats_.submit_seconds += seconds;
+    const std::chrono::duration<double> waited(seconds);
+    timeline_.add(Stage::cache_wait, 0,
+                  Clock::now() - std::chrono::duration_cast<Clock::duration>(waited), 0);
 }
 
 void WriteState::fail(const Error& error) {
@@ -157,10 +147,7 @@ void WriteState::settle_locked() {
             captured_ = true;
             stats_.capture_seconds = seconds_since(start_);
         }
-        if (!written_ && retired_ == plan_->extents().size()) {
-            written_ = true;
-            if (write_start_) stats_.write_seconds = seconds_since(*write_start_);
-        }
+        if (!written_ && retired_ == plan_->extents().size()) written_ = true;
     }
     changed_.notify_all();
 }
@@ -297,11 +284,13 @@ void WriteState::finish(std::span<const std::byte> tail) {
     }
     const std::uint64_t length = plan_->file_length() + tail.size();
     try {
+        const auto tail_start = Clock::now();
         write_tail(tail);
+        timeline_.add(Stage::tail, 0, tail_start, residual_.size() + tail.size());
         const auto start = Clock::now();
         file_.sync();
+        timeline_.add(Stage::sync, 0, start, length);
         const std::scoped_lock lock(mutex_);
-        stats_.sync_seconds = seconds_since(start);
         stats_.bytes = length;
         stats_.direct = file_.direct();
         closed_ = true;

@@ -63,4 +63,34 @@ TEST(chunked_equals_direct) {
     }
 }
 
+TEST(fragments_equal_direct) {
+    std::mt19937_64 random(4);
+    for (int round = 0; round < 200; ++round) {
+        const auto data = support::random_bytes(random, random() % 3000);
+        const std::span<const std::byte> all(data);
+        const std::uint64_t chunk = 1 + (random() % 700);
+        std::vector<std::uint32_t> direct_chunks((data.size() + chunk - 1) / chunk);
+        std::vector<std::uint32_t> chunks(direct_chunks.size());
+        ChunkedCrc32 direct(chunk, direct_chunks);
+        ChunkedCrc32 digest(chunk, chunks);
+        const Crc32Shift shift(chunk);
+        direct.update(all, shift);
+        for (std::size_t at = 0; at < data.size();) {
+            const std::size_t take = std::min<std::size_t>(1 + (random() % 900), data.size() - at);
+            // Both kinds may follow each other.
+            if (random() % 3 == 0)
+                digest.update(all.subspan(at, take), shift);
+            else
+                for (const auto& fragment : fragments(all.subspan(at, take), at, chunk)) {
+                    digest.append(fragment, shift);
+                }
+            at += take;
+            CHECK_EQ(digest.length(), at);
+            CHECK_EQ(digest.value(), crc32(0, all.first(at)));
+        }
+        CHECK(chunks == direct_chunks);
+    }
+    CHECK(fragments({}, 5, 7).empty());
+}
+
 CHECK_MAIN()

@@ -96,6 +96,35 @@ WriteCase large_case(std::mt19937_64& random, std::vector<std::uint8_t> eager) {
     return WriteCase::make(std::move(sources), std::move(eager), kBlock, 262144, random);
 }
 
+/// Restores a written case over zeros, from the page cache or from the device that holds the file.
+void check_restored(Executor& executor, const std::string& path, const DeviceCase& state,
+                    bool cached) {
+    ReadCase read = ReadCase::make(state.written, kBlock - 8192, 0);
+    Buffers dests = read.buffers();
+    for (std::size_t i = 0; i < dests.address.size(); ++i) {
+        if (state.buffers.device[i] < 0) continue;
+        const Bytes zeros(state.written.sources[i].size());
+        state.memory[i]->put(0, zeros);
+        state.memory[i]->synchronize();
+        dests.address[i] = state.buffers.address[i];
+        dests.device[i] = 0;
+        dests.stream[i] = state.buffers.stream[i];
+    }
+    const auto job = executor.submit_read(path, read.plan, dests);
+    CHECK(job->wait());
+    const ReadStats stats = job->stats();
+    if (stats.direct && !cached) CHECK_EQ(stats.cached_bytes, 0U);
+    CHECK_EQ(support::bytes_of(job->timeline(), Stage::copy),
+             stats.bytes_needed - stats.in_place_bytes);
+    for (std::size_t i = 0; i < dests.address.size(); ++i) {
+        const Bytes& source = state.written.sources[i];
+        const bool same = dests.device[i] < 0
+                              ? std::equal(source.begin(), source.end(), read.dests[i].data())
+                              : state.memory[i]->get(0, source.size()) == source;
+        CHECK(same);
+    }
+}
+
 }  // namespace
 
 TEST(kernel_equals_host_function) {
@@ -123,7 +152,7 @@ TEST(kernel_equals_host_function) {
 TEST(captures_and_restores_more_than_the_cache) {
     std::mt19937_64 random(2);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         for (const bool mixed : {false, true}) {
             for (const std::size_t blocks : {1, 2, 3, 64}) {
                 const auto executor = support::make_executor(setup, blocks, kBlock);
@@ -140,25 +169,14 @@ TEST(captures_and_restores_more_than_the_cache) {
                     CHECK_EQ(crcs[i], crc32(0, state.written.sources[i]));
                 }
 
-                ReadCase read = ReadCase::make(state.written, kBlock - 8192, 0);
-                Buffers dests = read.buffers();
-                for (std::size_t i = 0; i < dests.address.size(); ++i) {
-                    if (state.buffers.device[i] < 0) continue;
-                    state.memory[i]->put(0, Bytes(state.written.sources[i].size()));
-                    state.memory[i]->synchronize();
-                    dests.address[i] = state.buffers.address[i];
-                    dests.device[i] = 0;
-                    dests.stream[i] = state.buffers.stream[i];
+                std::uint64_t on_device = 0;
+                for (std::size_t i = 0; i < crcs.size(); ++i) {
+                    if (state.buffers.device[i] >= 0) on_device += state.written.sources[i].size();
                 }
-                CHECK(executor->submit_read(path, read.plan, dests)->wait());
-                for (std::size_t i = 0; i < dests.address.size(); ++i) {
-                    const Bytes& source = state.written.sources[i];
-                    const bool same =
-                        dests.device[i] < 0
-                            ? std::equal(source.begin(), source.end(), read.dests[i].data())
-                            : state.memory[i]->get(0, source.size()) == source;
-                    CHECK(same);
-                }
+                CHECK_EQ(support::bytes_of(job->timeline(), Stage::checksum), on_device);
+                check_restored(*executor, path, state, true);
+                support::drop_cache(path);
+                check_restored(*executor, path, state, false);
             }
         }
     }
@@ -213,7 +231,7 @@ TEST(torn_device_sources_are_named) {
 TEST(many_jobs_and_aborts) {
     std::mt19937_64 random(5);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 2, kBlock);
         for (int round = 0; round < 10; ++round) {
             const std::string name = std::to_string(round);

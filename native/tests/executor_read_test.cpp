@@ -1,4 +1,5 @@
 #include <cerrno>
+#include <map>
 
 #include "check.hpp"
 #include "datastates/error.hpp"
@@ -35,12 +36,13 @@ void check_read(ReadCase& read, const WriteCase& written) {
 TEST(reads_back_in_place_and_through_blocks) {
     std::mt19937_64 random(1);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 2, kBlock);
         const WriteCase written = make_case(random);
         executor->submit_write(dir / "f", written.plan, written.buffers())->finish({});
         for (const std::size_t shift : {0, 1, 64}) {
             for (const std::size_t extent : {kBlock - 8192, std::size_t{100000}}) {
+                support::drop_cache(dir / "f");
                 ReadCase read = ReadCase::make(written, extent, shift);
                 const auto job = executor->submit_read(dir / "f", read.plan, read.buffers());
                 CHECK(job->wait());
@@ -48,8 +50,127 @@ TEST(reads_back_in_place_and_through_blocks) {
                 const ReadStats stats = job->stats();
                 CHECK_EQ(stats.bytes_needed, read.plan->bytes());
                 CHECK(stats.bytes_read >= stats.bytes_needed);
-                if (!setup.direct) CHECK_EQ(stats.in_place_bytes, stats.bytes_needed);
+                CHECK_EQ(stats.direct, setup.direct && !setup.memory);
+                CHECK_EQ(job->backend_name(), setup.memory ? "memory" : setup.backend);
+                if (!stats.direct) CHECK_EQ(stats.in_place_bytes, stats.bytes_needed);
+                if (stats.direct) CHECK_EQ(stats.cached_bytes, 0U);
+                if (setup.memory) CHECK_EQ(stats.cached_bytes, stats.bytes_needed);
             }
+        }
+    }
+}
+
+TEST(reads_what_is_cached_without_the_device) {
+    std::mt19937_64 random(7);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 2, kBlock);
+        const WriteCase written = make_case(random);
+        support::write_file(dir / "f", written.expected);
+        if (!File::open(dir / "f", false).cached(0, written.expected.size())) {
+            std::cout << "SKIPPED: the kernel does not tell what is cached\n" << std::flush;
+            continue;
+        }
+        for (const std::size_t shift : {0, 3}) {
+            ReadCase read = ReadCase::make(written, 100000, shift);
+            const auto job = executor->submit_read(dir / "f", read.plan, read.buffers());
+            CHECK(job->wait());
+            check_read(read, written);
+            const ReadStats stats = job->stats();
+            CHECK_EQ(stats.cached_bytes, stats.bytes_needed);
+            CHECK_EQ(stats.bytes_read, stats.bytes_needed);
+            CHECK_EQ(stats.in_place_bytes, stats.bytes_needed);
+        }
+    }
+}
+
+/// All of a file as one extent into two destinations, with a check over each and a gap between.
+TEST(one_extent_for_many_destinations) {
+    std::mt19937_64 random(8);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 1, std::size_t{1} << 20);
+        const Bytes file = support::random_bytes(random, 900000);
+        support::write_file(dir / "f", file);
+        const std::span<const std::byte> all(file);
+        const std::vector<std::uint64_t> nbytes = {300000, 500001};
+        const std::vector<std::uint64_t> at = {17, 390001};  // in the extent
+        constexpr std::uint64_t kOffset = 5000;
+        for (const bool cached : {true, false}) {
+            if (!cached) support::drop_cache(dir / "f");
+            for (const bool flipped : {false, true}) {
+                std::vector<std::uint32_t> crc;
+                for (std::size_t i = 0; i < 2; ++i) {
+                    crc.push_back(crc32(0, all.subspan(kOffset + at[i], nbytes[i])));
+                }
+                if (flipped) crc[1] ^= 1U;
+                const std::vector<std::uint64_t> zero = {0, 0}, offset = {kOffset},
+                                                 length = {at[1] + nbytes[1]}, index = {0, 2};
+                const std::vector<std::int32_t> dest = {0, 1}, record = {7, 8};
+                const auto plan =
+                    std::make_shared<ReadPlan>(ReadPlanArrays{.dest_nbytes = nbytes,
+                                                              .extent_offset = offset,
+                                                              .extent_length = length,
+                                                              .extent_piece = index,
+                                                              .piece_dest = dest,
+                                                              .piece_dest_offset = zero,
+                                                              .piece_extent_offset = at,
+                                                              .piece_length = nbytes,
+                                                              .extent_check = index,
+                                                              .check_offset = at,
+                                                              .check_length = nbytes,
+                                                              .check_crc = crc,
+                                                              .check_record = record});
+                Bytes first(nbytes[0]), second(nbytes[1]);
+                const Buffers buffers{.address = {reinterpret_cast<std::uint64_t>(first.data()),
+                                                  reinterpret_cast<std::uint64_t>(second.data())},
+                                      .device = {-1, -1},
+                                      .stream = {0, 0},
+                                      .witness = {}};
+                const auto job = executor->submit_read(dir / "f", plan, buffers);
+                if (flipped) {
+                    CHECK_THROWS(ErrorCode::corrupt, job->wait());
+                    continue;
+                }
+                CHECK(job->wait());
+                CHECK_EQ(job->stats().in_place_bytes, 0U);
+                CHECK(std::ranges::equal(first, all.subspan(kOffset + at[0], nbytes[0])));
+                CHECK(std::ranges::equal(second, all.subspan(kOffset + at[1], nbytes[1])));
+            }
+        }
+    }
+}
+
+TEST(timelines_add_up) {
+    std::mt19937_64 random(9);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 2, kBlock);
+        const WriteCase written = make_case(random);
+        support::write_file(dir / "f", written.expected);
+        for (const bool cached : {true, false}) {
+            if (!cached) support::drop_cache(dir / "f");
+            ReadCase read = ReadCase::make(written, 100000, 1);
+            const auto before = Clock::now();
+            const auto job = executor->submit_read(dir / "f", read.plan, read.buffers());
+            CHECK(job->wait());
+            const auto after = Clock::now();
+            std::map<std::pair<Stage, std::uint32_t>, Clock::time_point> busy;
+            std::vector<Span> spans = job->timeline().spans();
+            std::ranges::sort(spans, {}, &Span::begin);
+            for (const Span& span : spans) {
+                CHECK(before <= span.begin && span.begin <= span.end && span.end <= after);
+                auto& until = busy[{span.stage, span.track}];
+                CHECK(until <= span.begin);
+                until = span.end;
+            }
+            const ReadStats stats = job->stats();
+            const auto bytes = [&](Stage stage) {
+                return support::bytes_of(job->timeline(), stage);
+            };
+            CHECK_EQ(bytes(Stage::read), stats.bytes_needed);
+            CHECK_EQ(bytes(Stage::verify), stats.bytes_needed);
+            CHECK_EQ(bytes(Stage::copy), stats.bytes_needed - stats.in_place_bytes);
         }
     }
 }
@@ -57,7 +178,7 @@ TEST(reads_back_in_place_and_through_blocks) {
 TEST(direct_reads_in_place_where_aligned) {
     std::mt19937_64 random(2);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 1, kBlock);
         WriteCase written;
         written.sources = {support::random_bytes(random, 200001)};
@@ -66,6 +187,7 @@ TEST(direct_reads_in_place_where_aligned) {
         Bytes file(8192);
         file.insert(file.end(), written.sources[0].begin(), written.sources[0].end());
         support::write_file(dir / "f", file);
+        support::drop_cache(dir / "f");
         ReadCase read = ReadCase::make(written, kBlock - 8192, 0);
         const auto job = executor->submit_read(dir / "f", read.plan, read.buffers());
         CHECK(job->wait());
@@ -77,22 +199,25 @@ TEST(direct_reads_in_place_where_aligned) {
 TEST(flipped_bytes_name_the_first_bad_record) {
     std::mt19937_64 random(3);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 2, kBlock);
         const WriteCase written = make_case(random);
         Bytes file = written.expected;
         file[written.source_at[4] + 299999] ^= std::byte{1};
         file[written.source_at[0] + 500000] ^= std::byte{128};
         support::write_file(dir / "f", file);
-        ReadCase read = ReadCase::make(written, 100000, 0);
-        const auto job = executor->submit_read(dir / "f", read.plan, read.buffers());
-        try {
-            job->wait();
-            CHECK(false);
-        } catch (const Error& error) {
-            CHECK_EQ(to_string(error.code()), "corrupt");
-            CHECK_EQ(error.record(), 0);
-            CHECK_EQ(error.path(), dir / "f");
+        for (const bool cached : {true, false}) {
+            if (!cached) support::drop_cache(dir / "f");
+            ReadCase read = ReadCase::make(written, 100000, 0);
+            const auto job = executor->submit_read(dir / "f", read.plan, read.buffers());
+            try {
+                job->wait();
+                CHECK(false);
+            } catch (const Error& error) {
+                CHECK_EQ(to_string(error.code()), "corrupt");
+                CHECK_EQ(error.record(), 0);
+                CHECK_EQ(error.path(), dir / "f");
+            }
         }
     }
 }
@@ -100,7 +225,7 @@ TEST(flipped_bytes_name_the_first_bad_record) {
 TEST(truncated_files_are_corrupt) {
     std::mt19937_64 random(4);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 2, kBlock);
         const WriteCase written = make_case(random);
         Bytes file = written.expected;
@@ -117,12 +242,13 @@ TEST(truncated_files_are_corrupt) {
 TEST(faults) {
     std::mt19937_64 random(5);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const support::FaultScope scope;
         const auto executor = support::make_executor(setup, 2, kBlock);
         const WriteCase written = make_case(random);
         support::write_file(dir / "f", written.expected);
-        for (std::uint64_t nth = 1; nth <= 5; ++nth) {
+        for (std::uint64_t nth = 1; nth <= 10; ++nth) {
+            if (nth == 6) support::drop_cache(dir / "f");  // from here on from the device
             ReadCase read = ReadCase::make(written, 100000, 0);
             fault::arm("read", "fail", EIO, nth, 1);
             CHECK_THROWS(ErrorCode::io,
@@ -137,7 +263,7 @@ TEST(faults) {
 TEST(reads_beside_writes_and_abandoned_reads) {
     std::mt19937_64 random(6);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 1, kBlock);
         const WriteCase written = make_case(random);
         support::write_file(dir / "f", written.expected);

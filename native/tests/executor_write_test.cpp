@@ -1,5 +1,7 @@
 #include <array>
 #include <atomic>
+#include <map>
+#include <set>
 #include <thread>
 
 #include "check.hpp"
@@ -44,7 +46,7 @@ void check_written(WriteJob& job, const WriteCase& written, const std::string& p
 TEST(random_plans_with_every_cache_size) {
     std::mt19937_64 random(1);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         for (const std::size_t blocks : {1, 2, 3, 16}) {
             const auto executor = support::make_executor(setup, blocks, kBlock);
             for (int round = 0; round < 12; ++round) {
@@ -61,7 +63,7 @@ TEST(random_plans_with_every_cache_size) {
 TEST(tails) {
     std::mt19937_64 random(2);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 2, kBlock);
         for (const std::size_t size : {0, 1, 4095, 4096, 4097, 9 << 20}) {
             for (const std::size_t source : {0, 1, 64, 8192 - 256, 70000}) {
@@ -79,7 +81,7 @@ TEST(tails) {
 TEST(nothing_but_a_tail) {
     std::mt19937_64 random(3);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 2, kBlock);
         WriteCase written = WriteCase::make({}, {}, kBlock, 1000, random);
         written.plan = std::make_shared<WritePlan>(
@@ -96,7 +98,7 @@ TEST(many_jobs_in_flight_over_two_blocks) {
     std::mt19937_64 random(4);
     for (const support::Setup& setup : support::setups()) {
         for (const std::size_t blocks : {1, 2, 3}) {
-            const support::TempDir dir;
+            const support::TempDir dir(setup);
             const auto executor = support::make_executor(setup, blocks, kBlock);
             std::vector<WriteCase> cases;
             std::vector<std::unique_ptr<WriteJob>> jobs;
@@ -120,7 +122,7 @@ TEST(many_jobs_in_flight_over_two_blocks) {
 TEST(eager_sources_may_change_at_once) {
     std::mt19937_64 random(5);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 2, kBlock);
         WriteCase written = WriteCase::make(
             {support::random_bytes(random, 200000), support::random_bytes(random, 9)}, {1, 1},
@@ -136,7 +138,7 @@ TEST(eager_sources_may_change_at_once) {
 TEST(torn_sources_are_named) {
     std::mt19937_64 random(6);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const support::FaultScope scope;
         const auto executor = support::make_executor(setup, 1, kBlock);
         WriteCase written = WriteCase::make(
@@ -181,7 +183,7 @@ TEST(gate_and_waits_time_out) {
 TEST(aborts_at_any_time) {
     std::mt19937_64 random(8);
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 2, kBlock);
         for (int round = 0; round < 40; ++round) {
             // Freed right after: a sanitizer sees whoever still reads.
@@ -208,9 +210,40 @@ TEST(aborts_at_any_time) {
     }
 }
 
+TEST(timelines_name_every_stage) {
+    std::mt19937_64 random(11);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 3, kBlock);
+        const WriteCase written =
+            WriteCase::make({support::random_bytes(random, 500000)}, {0}, kBlock, 4096, random);
+        const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
+        check_written(*job, written, dir / "f", Bytes(5000));
+        CHECK_EQ(job->backend_name(), setup.memory ? "memory" : setup.backend);
+        CHECK_EQ(job->timeline().dropped(), 0U);
+        const auto bytes = [&](Stage stage) { return support::bytes_of(job->timeline(), stage); };
+        CHECK_EQ(bytes(Stage::write) + bytes(Stage::tail), written.expected.size() + 5000);
+        CHECK_EQ(bytes(Stage::sync), written.expected.size() + 5000);
+        std::set<Stage> stages;
+        for (const Span& span : job->timeline().spans()) stages.insert(span.stage);
+        for (const Stage stage : {Stage::submit, Stage::cache_wait, Stage::write, Stage::tail}) {
+            CHECK(stages.contains(stage));
+        }
+        std::map<std::uint32_t, Clock::time_point> busy;
+        std::vector<Span> spans = job->timeline().spans();
+        std::erase_if(spans, [](const Span& span) { return span.stage != Stage::write; });
+        CHECK_EQ(spans.size(), written.expected.size() / kBlock + 1);
+        std::ranges::sort(spans, {}, &Span::begin);
+        for (const Span& span : spans) {
+            CHECK(busy[span.track] <= span.begin);
+            busy[span.track] = span.end;
+        }
+    }
+}
+
 TEST(submit_from_many_threads) {
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 2, kBlock);
         std::vector<std::jthread> threads;
         for (int t = 0; t < 4; ++t) {

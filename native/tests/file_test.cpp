@@ -36,7 +36,7 @@ TEST(allocate_truncate_write) {
     for (const bool direct : {true, false}) {
         const std::string path = dir / (direct ? "direct" : "buffered");
         File file = File::create(path, direct);
-        file.allocate(10000);
+        CHECK(file.allocate(0, 10000));
         CHECK_EQ(file.size(), 10000U);
         std::mt19937_64 random(1);
         const auto data = support::random_bytes(random, 5000);
@@ -50,6 +50,20 @@ TEST(allocate_truncate_write) {
     }
 }
 
+TEST(knows_what_is_cached) {
+    const support::TempDir dir;
+    support::write_file(dir / "a", support::Bytes(40000));
+    const File file = File::open(dir / "a", true);
+    CHECK(!file.memory_backed());
+    CHECK(file.cached(0, 0));
+    const bool told = file.cached(0, 40000);
+    if (!told) std::cout << "SKIPPED: the kernel does not tell what is cached\n" << std::flush;
+    CHECK_EQ(file.cached(4095, 2), told);
+    support::drop_cache(dir / "a");
+    CHECK(!file.cached(0, 40000));
+    CHECK(!file.cached(8192, 1));
+}
+
 TEST(faults) {
     const support::TempDir dir;
     const support::FaultScope scope;
@@ -58,9 +72,9 @@ TEST(faults) {
     fault::arm("open", "fail", EMFILE, 1, 1);
     CHECK_THROWS(ErrorCode::io, File::create(dir / "b", false));
     fault::arm("allocate", "fail", ENOSPC, 1, 1);
-    CHECK_THROWS(ErrorCode::io, file.allocate(4096));
+    CHECK_THROWS(ErrorCode::io, file.allocate(0, 4096));
     fault::arm("allocate", "fail", EOPNOTSUPP, 1, 1);
-    file.allocate(4096);
+    CHECK(!file.allocate(0, 4096));
     fault::arm("sync", "fail", EIO, 1, 1);
     CHECK_THROWS(ErrorCode::io, file.sync());
     fault::arm("sync", "eintr", 0, 1, 1);

@@ -52,7 +52,7 @@ template <typename Body>
 void on_all(Body&& body) {
     for (const support::Setup& setup : support::setups()) {
         const support::FaultScope scope;
-        const Bench bench{.setup = setup, .dir = {}};
+        const Bench bench{.setup = setup, .dir = support::TempDir(setup)};
         CHECK_EQ(bench.backend->name(), setup.backend);
         body(bench);
     }
@@ -238,7 +238,7 @@ TEST(wake_ends_a_wait) {
 
 TEST(destruction_waits_for_what_is_in_flight) {
     for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir;
+        const support::TempDir dir(setup);
         Aligned memory(kSize);
         File file = File::create(dir / "f", setup.direct);
         const auto backend = make_backend(setup.backend, 2, 2);
@@ -251,6 +251,48 @@ TEST(destruction_waits_for_what_is_in_flight) {
                              .offset = i * kSize,
                              .token = i});
         }
+    }
+}
+
+TEST(stores_at_offsets_of_files_in_memory) {
+    for (const support::Setup& setup : support::setups()) {
+        if (!setup.memory) continue;
+        const support::FaultScope scope;
+        const support::TempDir dir(setup);
+        std::mt19937_64 random(5);
+        const Bytes data = support::random_bytes(random, 100001);
+        Aligned from = filled(data, 7);
+        File file = File::create(dir / "f", true);
+        CHECK(file.memory_backed());
+        CHECK(!file.direct());
+        IoRequest request{.kind = IoKind::write,
+                          .file = &file,
+                          .buffer = from.data(),
+                          .length = data.size(),
+                          .required = data.size(),
+                          .offset = 5000,
+                          .token = 3};
+        for (const auto* action : {"", "short", "eintr"}) {
+            file.truncate(0);
+            if (*action != 0) fault::arm("write", action, 0, 1, 0);
+            const IoCompletion completion = store(request);
+            fault::clear();
+            CHECK(completion.ok());
+            CHECK_EQ(completion.token, 3U);
+            CHECK_EQ(completion.transferred, data.size());
+            Bytes expected(5000);
+            expected.insert(expected.end(), data.begin(), data.end());
+            CHECK(support::read_file(dir / "f") == expected);
+        }
+        fault::arm("write", "fail", EIO, 1, 1);
+        CHECK_EQ(store(request).error_number, EIO);
+        fault::arm("allocate", "fail", ENOSPC, 1, 1);
+        CHECK_THROWS(ErrorCode::io, store(request));
+        // A file system in memory that reserves nothing (ramfs).
+        fault::arm("allocate", "fail", EOPNOTSUPP, 1, 1);
+        CHECK(store(request).ok());
+        request.length = 0;
+        CHECK(store(request).ok());
     }
 }
 

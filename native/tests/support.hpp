@@ -1,5 +1,6 @@
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,11 +27,20 @@ namespace support {
 
 using Bytes = std::vector<std::byte>;
 
-/// A directory on a real file system (where direct I/O may work), removed at the end.
+inline const std::filesystem::path kMemoryRoot = "/dev/shm";
+
+struct Setup {
+    const char* backend;
+    bool direct;
+    bool memory = false;  // files live in memory
+};
+
+/// A directory on a real file system (where direct I/O may work) or in memory, removed at the end.
 class TempDir {
   public:
-    TempDir() {
-        std::string name = (std::filesystem::current_path() / "test-XXXXXX").string();
+    explicit TempDir(const Setup& setup = {}) {
+        const auto parent = setup.memory ? kMemoryRoot : std::filesystem::current_path();
+        std::string name = (parent / "test-XXXXXX").string();
         if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
         path_ = name;
     }
@@ -76,6 +86,24 @@ inline void write_file(const std::string& path, const Bytes& bytes) {
     std::ofstream stream(path, std::ios::binary);
     stream.write(reinterpret_cast<const char*>(bytes.data()),
                  static_cast<std::streamsize>(bytes.size()));
+}
+
+/// Of all spans of a stage.
+inline std::uint64_t bytes_of(const datastates::Timeline& timeline, datastates::Stage stage) {
+    std::uint64_t bytes = 0;
+    for (const datastates::Span& span : timeline.spans()) {
+        if (span.stage == stage) bytes += span.bytes;
+    }
+    return bytes;
+}
+
+/// Throws a file out of the page cache, where it is in one.
+inline void drop_cache(const std::string& path) {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || ::fsync(fd) != 0 || ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) != 0) {
+        throw std::runtime_error("cannot drop the cache of " + path);
+    }
+    ::close(fd);
 }
 
 /// Page-aligned memory whose start can be moved off alignment.
@@ -267,11 +295,8 @@ inline ReadCase ReadCase::make(const WriteCase& written, std::uint64_t extent_by
     return made;
 }
 
-struct Setup {
-    const char* backend;
-    bool direct;
-};
-/// Both backends, direct and buffered; without io_uring, loudly, where the machine forbids it.
+/// Both backends, direct and buffered, and files in memory; without io_uring or tmpfs, loudly,
+/// where the machine has none.
 inline std::vector<Setup> setups() {
     static const bool uring = [] {
         try {
@@ -283,8 +308,19 @@ inline std::vector<Setup> setups() {
             return false;
         }
     }();
+    static const bool tmpfs = [] {
+        try {
+            const TempDir dir({.backend = "", .direct = false, .memory = true});
+            if (datastates::File::create(dir / "f", true).memory_backed()) return true;
+        } catch (const std::runtime_error&) {
+            // Said below.
+        }
+        std::cout << "SKIPPED: everything with files in memory\n" << std::flush;
+        return false;
+    }();
     std::vector<Setup> result = {{"pwrite", true}, {"pwrite", false}};
     if (uring) result.insert(result.begin(), {{"io_uring", true}, {"io_uring", false}});
+    if (tmpfs) result.push_back({uring ? "io_uring" : "pwrite", true, true});
     return result;
 }
 
@@ -295,7 +331,8 @@ inline std::shared_ptr<datastates::Executor> make_executor(const Setup& setup, s
                                        .queue_depth = 4,
                                        .backend = setup.backend,
                                        .direct = setup.direct,
-                                       .io_threads = 3});
+                                       .io_threads = 3,
+                                       .workers = 4});
 }
 
 }  // namespace support

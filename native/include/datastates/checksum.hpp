@@ -26,6 +26,17 @@ class Crc32Shift {
 /// CRC-32 of A followed by B out of theirs alone. O(log second_length).
 std::uint32_t crc32_combine(std::uint32_t first, std::uint32_t second, std::uint64_t second_length);
 
+/// The checksum of some consecutive bytes.
+struct CrcFragment {
+    std::uint32_t crc;
+    std::uint64_t length;
+};
+
+/// Checksums of `data`, which begins at `position` of its source, cut where the source's chunks of
+/// `chunk_bytes` begin: what `ChunkedCrc32::append` takes.
+std::vector<CrcFragment> fragments(std::span<const std::byte> data, std::uint64_t position,
+                                   std::uint64_t chunk_bytes);
+
 /// One source's running checksums: its own and one for each `chunk_bytes` of it. Bytes come in
 /// order. Every byte is read once: the source's checksum is combined out of its chunks'.
 class ChunkedCrc32 {
@@ -37,12 +48,17 @@ class ChunkedCrc32 {
     /// `full_chunk` is the operator for `chunk_bytes`.
     void update(std::span<const std::byte> data, const Crc32Shift& full_chunk);
 
+    /// Goes on with bytes whose checksum is known. They must not reach beyond a chunk's end.
+    void append(const CrcFragment& fragment, const Crc32Shift& full_chunk);
+
     /// The checksum of everything so far.
     std::uint32_t value() const;
 
     std::uint64_t length() const { return (done_ * chunk_bytes_) + filled_; }
 
   private:
+    void filled(std::uint64_t bytes, const Crc32Shift& full_chunk);
+
     std::uint64_t chunk_bytes_;
     std::span<std::uint32_t> chunks_;
     std::uint64_t done_ = 0;      // whole chunks

@@ -17,6 +17,8 @@
 #include "datastates/plan.hpp"
 #include "datastates/read_state.hpp"
 #include "datastates/reader.hpp"
+#include "datastates/timeline.hpp"
+#include "datastates/worker_pool.hpp"
 #include "datastates/write_state.hpp"
 #include "datastates/writer.hpp"
 
@@ -60,7 +62,9 @@ class WriteJob {
     /// closed. Idempotent.
     void abort();
     WriteStats stats() const { return state_->stats(); }
-    const std::string& backend_name() const;
+    const Timeline& timeline() const { return state_->timeline(); }
+    /// What moved the bytes: the executor's backend, or "memory" for a file that lives in memory.
+    std::string backend_name() const;
 
   private:
     std::shared_ptr<Executor> executor_;
@@ -81,7 +85,8 @@ class ReadJob {
         return state_->wait(deadline);
     }
     ReadStats stats() const { return state_->stats(); }
-    const std::string& backend_name() const;
+    const Timeline& timeline() const { return state_->timeline(); }
+    std::string backend_name() const;
 
   private:
     std::shared_ptr<Executor> executor_;
@@ -99,6 +104,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
         std::string backend;  // "auto", "io_uring" or "pwrite"
         bool direct;          // O_DIRECT where the file system allows it
         unsigned io_threads;  // of the pwrite backend
+        unsigned workers = WorkerPool::default_size();
     };
 
     static std::shared_ptr<Executor> make(const Options& options);
@@ -141,6 +147,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
     const bool direct_;
     HostCache cache_;
     CopyEngines engines_;
+    WorkerPool workers_;
     std::mutex mutex_;
     bool closed_ = false;
     std::atomic<bool> abandoned_ = false;

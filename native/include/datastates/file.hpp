@@ -30,7 +30,8 @@ class FileDescriptor {
 
 /// An open file. It holds a buffered descriptor and, where the file system takes direct I/O, a
 /// second one with O_DIRECT; a transfer goes through the direct one when its place, length and
-/// memory are aligned for it. The page cache keeps the two coherent.
+/// memory are aligned for it. The page cache keeps the two coherent. A file that lives in memory
+/// (tmpfs) has nothing to gain from direct I/O, and never uses it.
 class File {
   public:
     /// Creates a file for writing; it must not exist.
@@ -46,6 +47,11 @@ class File {
 
     const std::string& path() const { return path_; }
 
+    /// Whether the file's pages are memory and nothing else.
+    bool memory_backed() const { return memory_backed_; }
+    /// Whether the range can be had without the storage device, as far as the kernel tells. It only
+    /// chooses between two ways to read, both right. Thread-safe.
+    bool cached(std::uint64_t offset, std::uint64_t length) const;
     /// Whether direct I/O is in use. Thread-safe.
     bool direct() const { return direct_.load(std::memory_order_relaxed); }
     /// What direct I/O asks of a memory address, and of an offset and a length.
@@ -59,8 +65,8 @@ class File {
     int buffered_fd() const { return buffered_.get(); }
 
     std::uint64_t size() const;
-    /// Reserves disk space; a file system that cannot is no error, a full one is.
-    void allocate(std::uint64_t length) const;
+    /// Reserves space; false where the file system cannot, an error where it is full. Thread-safe.
+    bool allocate(std::uint64_t offset, std::uint64_t length) const;
     void truncate(std::uint64_t length) const;
     /// fsync.
     void sync() const;
@@ -77,6 +83,7 @@ class File {
     FileDescriptor direct_fd_;
     std::size_t memory_alignment_ = 4096;
     std::size_t offset_alignment_ = 4096;
+    bool memory_backed_ = false;
     std::atomic<bool> direct_ = false;
 };
 

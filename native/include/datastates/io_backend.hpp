@@ -27,6 +27,8 @@ struct IoRequest {
     std::uint64_t offset;
     /// Handed back with the completion.
     std::uint64_t token;
+    /// Through the page cache, also where direct I/O could do it.
+    bool through_cache = false;
 };
 
 struct IoCompletion {
@@ -112,5 +114,10 @@ class Transfer {
 
 /// Does one request in the calling thread, with pread or pwrite.
 IoCompletion transfer(const IoRequest& request);
+
+/// Does one write to a memory-backed file in the calling thread, through a mapping: many threads
+/// store into one file at once, where `pwrite` lets in one at a time. The space is reserved first,
+/// so that a full file system is an error here and not a signal. Throws Error "io" for that.
+IoCompletion store(const IoRequest& request);
 
 }  // namespace datastates

@@ -16,7 +16,7 @@
 #include "datastates/error.hpp"
 #include "datastates/file.hpp"
 #include "datastates/plan.hpp"
-#include "datastates/write_state.hpp"
+#include "datastates/timeline.hpp"
 
 namespace datastates {
 
@@ -24,8 +24,8 @@ struct ReadStats {
     std::uint64_t bytes_needed = 0;
     std::uint64_t bytes_read = 0;
     std::uint64_t in_place_bytes = 0;  // read straight into their destination
+    std::uint64_t cached_bytes = 0;    // needed ones that were in the page cache or in memory
     double seconds = 0;                // from submit_read to the end
-    double verify_seconds = 0;         // computing checksums
     bool direct = false;
 };
 
@@ -37,18 +37,23 @@ class ReadState {
     const ReadPlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
     File& file() { return file_; }
+    bool memory_backed() const { return file_.memory_backed(); }
     const std::string& path() const { return file_.path(); }
 
     // Set up by submit, in the caller's thread.
     void add_engine(int device, std::shared_ptr<CopyEngine> engine);
     void add_producer(int device, std::shared_ptr<Event> event);
 
-    // The reader's.
+    // The reader's and its workers'.
     CopyEngine& engine(int device) const { return *engines_.at(device); }
     /// Lets our streams wait for what the destinations' streams were doing.
     void order_after_producers();
     /// Nothing new is started after it; of several errors the one of the lowest `extent` stays.
     void fail(std::size_t extent, const Error& error);
+    /// Whether nothing that is found in `extent` would change the outcome.
+    bool settled(std::size_t extent) const;
+    Timeline& timeline() { return timeline_; }
+    const Timeline& timeline() const { return timeline_; }
     void finish(ReadStats stats);
 
     // The owner's.
@@ -75,6 +80,7 @@ class ReadState {
     std::optional<Error> error_;
     std::size_t error_extent_ = 0;
     ReadStats stats_;
+    Timeline timeline_;
 };
 
 }  // namespace datastates

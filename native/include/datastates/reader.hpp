@@ -10,20 +10,26 @@
 #include <stop_token>
 #include <thread>
 #include <unordered_map>
+#include <vector>
 
 #include "datastates/copy_engine.hpp"
 #include "datastates/host_cache.hpp"
 #include "datastates/io_backend.hpp"
 #include "datastates/read_state.hpp"
+#include "datastates/timeline.hpp"
+#include "datastates/worker_pool.hpp"
 
 namespace datastates {
 
-/// The thread that owns the read backend: reads extents, verifies them, and puts them in place,
-/// jobs one after the other, many extents of one job at a time. It holds blocks only for its own
-/// reads and copies, which need nothing else, so it can always go on.
+/// The thread that owns the read backend: it decides how each extent is read and starts what must
+/// be done with it, jobs one after the other, many extents of one job at a time. Extents that are
+/// in memory already (the page cache, tmpfs) are read by workers, which also verify all extents
+/// and fill host destinations; copies to devices are started here. It holds blocks only for its
+/// own reads and copies, which need nothing else, so it can always go on.
 class Reader {
   public:
-    Reader(HostCache& cache, std::unique_ptr<IoBackend> backend, unsigned queue_depth);
+    Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,
+           unsigned queue_depth);
     /// REQUIRES: every job is done.
     ~Reader() = default;
     Reader(const Reader&) = delete;
@@ -35,12 +41,15 @@ class Reader {
     void enqueue(std::shared_ptr<ReadState> job);
 
   private:
-    /// An extent being read: in parts, when only a part of it can go past the page cache.
+    /// An extent on its way: in parts, when only a part of it can go past the page cache.
     struct Reading {
         std::size_t index;
         std::optional<Block> block;  // none: in place
         std::byte* data;             // where the extent's first byte goes
+        std::uint32_t track;
+        Clock::time_point begin;
         unsigned parts = 0;
+        std::uint64_t cached_bytes = 0;  // read by a worker
     };
     struct Part {
         std::shared_ptr<Reading> reading;
@@ -48,33 +57,42 @@ class Reader {
     };
     /// A block whose bytes are on their way to devices.
     struct Copying {
-        Block block;
+        std::shared_ptr<Reading> reading;
+        Clock::time_point begin;
+        std::uint64_t bytes = 0;
         std::vector<std::shared_ptr<Event>> events;
     };
 
     void run(const std::stop_token& stop);
     void read(ReadState& job);
+    bool has_room() const;
     bool start_next(ReadState& job, std::size_t index);
-    std::byte* in_place(ReadState& job, const ReadPlan::Extent& extent) const;
+    void start_direct(ReadState& job, const std::shared_ptr<Reading>& reading);
+    static std::byte* in_place(ReadState& job, const ReadPlan::Extent& extent, bool cached);
     void submit(ReadState& job, const std::shared_ptr<Reading>& reading, std::byte* buffer,
                 std::uint64_t offset, std::size_t length, std::size_t required);
     void reap(ReadState& job);
-    void complete(ReadState& job, Reading& reading);
-    void verify(const ReadState& job, const ReadPlan::Extent& extent, const std::byte* data);
-    void scatter(const ReadState& job, const ReadPlan::Extent& extent, const std::byte* data,
-                 Block block);
+    void start_work(ReadState& job, std::shared_ptr<Reading> reading, bool cached);
+    static void work(ReadState& job, Reading& reading, bool cached, unsigned worker);
+    void take_worked(ReadState& job, bool wait);
+    void copy_to_devices(ReadState& job, const std::shared_ptr<Reading>& reading);
     void release_copied(ReadState& job, bool wait);
 
     HostCache& cache_;
+    WorkerPool& workers_;
     std::unique_ptr<IoBackend> backend_;
     const unsigned queue_depth_;
     std::mutex mutex_;
     std::condition_variable_any queued_;
     std::deque<std::shared_ptr<ReadState>> queue_;
+    std::condition_variable work_done_;
+    std::vector<std::shared_ptr<Reading>> worked_;
     // The thread's own, for the job at hand.
     std::unordered_map<std::uint64_t, Part> in_flight_;
+    std::size_t working_ = 0;  // extents that are with the workers
     std::deque<Copying> copying_;
     std::uint64_t next_token_ = 0;
+    Tracks tracks_;
     ReadStats stats_;
     std::jthread thread_;  // last: joins first
 };

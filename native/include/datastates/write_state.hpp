@@ -1,7 +1,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -18,24 +17,14 @@
 #include "datastates/error.hpp"
 #include "datastates/file.hpp"
 #include "datastates/plan.hpp"
+#include "datastates/timeline.hpp"
 
 namespace datastates {
-
-using Clock = std::chrono::steady_clock;
-
-inline double seconds_since(Clock::time_point start) {
-    return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 struct WriteStats {
     std::uint64_t bytes = 0;
     std::uint64_t extents = 0;
-    double submit_seconds = 0;      // inside submit_write
-    double capture_seconds = 0;     // from submit_write to captured
-    double checksum_seconds = 0;    // of the writer thread, for device sources
-    double write_seconds = 0;       // from the first write's start to the last one's end
-    double sync_seconds = 0;        // of fsync
-    double cache_wait_seconds = 0;  // waiting for a free block
+    double capture_seconds = 0;  // from submit_write to captured
     bool direct = false;
 };
 
@@ -49,10 +38,12 @@ class WriteState {
     const WritePlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
     File& file() { return file_; }
+    bool memory_backed() const { return file_.memory_backed(); }
     bool on_host(std::size_t source) const { return buffers_.device[source] < 0; }
 
     // Captured bytes, told by the capture thread for host sources, by the writer for device ones.
     void checksum(std::size_t source, std::span<const std::byte> data);
+    void checksum(std::size_t source, const CrcFragment& fragment);
     void fingerprint(const WritePlan::Piece& piece, const std::byte* data);
     std::uint32_t source_crc(std::size_t source) const { return digests_[source].value(); }
     /// The last extent's bytes beyond a multiple of 4096; `finish` writes them before the tail.
@@ -75,13 +66,13 @@ class WriteState {
     void add_capture_event(int device, std::shared_ptr<Event> event, bool lazy);
     void extent_enqueued(bool has_sources);
     void extent_landed();
-    void write_begun();
     void extent_retired();
     /// The capture thread will touch neither the job nor the sources again.
     void end_capture();
-    void add_checksum_seconds(double seconds);
+    /// The seconds up to now.
     void add_cache_wait(double seconds);
-    void add_submit_seconds(double seconds);
+    Timeline& timeline() { return timeline_; }
+    const Timeline& timeline() const { return timeline_; }
     /// The first error stays; nothing new is started after it.
     void fail(const Error& error);
     bool stopped() const { return stopped_.load(std::memory_order_acquire); }
@@ -146,8 +137,8 @@ class WriteState {
     bool closed_ = false;
     std::optional<Error> error_;
     std::vector<int> torn_;
-    std::optional<Clock::time_point> write_start_;
     WriteStats stats_;
+    Timeline timeline_;
     std::mutex finish_mutex_;  // one finish or close at a time
 };
 

@@ -7,6 +7,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stop_token>
 #include <string_view>
 #include <thread>
@@ -16,6 +17,8 @@
 #include "datastates/copy_engine.hpp"
 #include "datastates/host_cache.hpp"
 #include "datastates/io_backend.hpp"
+#include "datastates/timeline.hpp"
+#include "datastates/worker_pool.hpp"
 #include "datastates/write_state.hpp"
 
 namespace datastates {
@@ -39,13 +42,19 @@ struct CapturedExtent {
     std::size_t index;
     Block block;
     std::vector<std::shared_ptr<Event>> events;  // of the device copies under way
+    /// Checksums of its device sources' bytes, in the order of the pieces. A worker's while
+    /// `digesting`, else the writer's.
+    std::vector<std::vector<CrcFragment>> digests;
+    bool digesting = false;
 };
 
 /// The thread that owns the write backend. Extents go through three states here, in order: landing
-/// (device copies under way) → ready (checksums, patches) → in flight (being written).
+/// (device copies under way) → ready (checksums, patches) → in flight (being written). Workers
+/// compute the checksums of device sources, and store into files that live in memory; both come
+/// back in any order.
 class Writer {
   public:
-    Writer(HostCache& cache, std::unique_ptr<IoBackend> backend);
+    Writer(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend);
     /// REQUIRES: every job is quiescent.
     ~Writer() = default;
     Writer(const Writer&) = delete;
@@ -61,27 +70,42 @@ class Writer {
     struct InFlight {
         std::unique_ptr<CapturedExtent> extent;
         IoRequest request;
+        std::uint32_t track;
+        Clock::time_point begin;
+    };
+    /// What a worker has stored.
+    struct Stored {
+        IoCompletion completion;
+        std::optional<Error> error;
     };
 
     void run(const std::stop_token& stop);
     bool take_arrivals(const std::stop_token& stop);
     bool land_next();
+    bool next_is_ready() const { return !ready_.empty() && !ready_.front()->digesting; }
+    void start_digest(CapturedExtent& captured);
     void process_next();
-    void digest_and_patch(const CapturedExtent& captured) const;
+    static void patch(const CapturedExtent& captured);
     void write(std::unique_ptr<CapturedExtent> captured);
+    void start_store(const IoRequest& request);
     void reap(bool wait);
+    void complete(const IoCompletion& completion, const std::optional<Error>& error);
     static void retire(std::unique_ptr<CapturedExtent> extent);
 
     HostCache& cache_;
+    WorkerPool& workers_;
     std::unique_ptr<IoBackend> backend_;
     std::mutex mutex_;
     std::condition_variable_any arrived_;
     std::deque<std::unique_ptr<CapturedExtent>> arrivals_;
+    std::vector<CapturedExtent*> digested_;
+    std::vector<Stored> stored_;
     // The thread's own.
     std::deque<std::unique_ptr<CapturedExtent>> landing_;
     std::deque<std::unique_ptr<CapturedExtent>> ready_;
     std::unordered_map<std::uint64_t, InFlight> in_flight_;
     std::uint64_t next_token_ = 0;
+    Tracks tracks_;
     std::atomic<bool> populated_ = false;
     // Backs the cache with memory beside everybody: early blocks are usable meanwhile.
     std::jthread populator_;
