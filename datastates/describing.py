@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from datastates import arrays, dtypes
+from datastates import arrays, collector, dtypes
 from datastates.protocol import Buffer, Shard, Shards, span
 
 
@@ -49,10 +49,11 @@ class Describer:
         if (same := self.again(keys, values, lazy)) is not None:
             return same
         self._known = None
-        shards = arrays.shards_of(keys, values, lazy)
-        places = arrays.places(values)
-        if places is None or not _are_live(shards):
-            return shards
+        with collector.paused():
+            shards = arrays.shards_of(keys, values, lazy)
+            places = arrays.places(values)
+            if places is None or not _are_live(shards):
+                return shards
         layout = tuple(replace(s, source=None, buffer=s.buffer and replace(s.buffer, owner=None)) for s in shards)
         streams = {(s.kind, s.buffer.device, s.buffer.stream) for s in shards if s.buffer is not None}
         self._known = _Known(list(keys), list(lazy), places, streams, layout)

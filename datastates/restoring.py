@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays, container, pickling, unpickling
+from datastates import arrays, collector, container, pickling, unpickling
 from datastates.errors import FormatError, ProviderError, RestoreError
 from datastates.executor import Executor, read_bytes
 from datastates.opened import Container, only, open_all, open_checkpoint
@@ -110,6 +111,28 @@ class _References(Mapping[str, ArrayRef]):
         return reference(self._rows[key], key=key)
 
 
+_PLAIN = {int, float, str, bool, type(None)}
+
+
+def _fill(value: object, resolve: Callable[[ArrayRef], object]) -> bool:
+    """Put arrays in the place of references in a surveyed dict or list; False when there is more to it than those."""
+    left = [value]
+    seen: set[int] = set()
+    while left:
+        container: Any = left.pop()
+        if type(container) not in (dict, OrderedDict, list):
+            return False
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        for k, item in container.items() if isinstance(container, dict) else enumerate(container):
+            if type(item) is ArrayRef:
+                container[k] = resolve(item)
+            elif type(item) not in _PLAIN and not (type(item) is tuple and set(map(type, item)) <= _PLAIN):
+                left.append(item)
+    return True
+
+
 class _Saved(Saved):
     """One provider's part of a container; collects what is reported about it."""
 
@@ -125,10 +148,11 @@ class _Saved(Saved):
         self.rows = _Rows(table, provider.name)
         self._objects = {o.key: o for o in source.index.objects if table.providers[o.provider] == provider.name}
         self._streams: dict[str, bytes] = {}
-        self._vetted: set[str] = set()
+        self._surveyed: dict[str, tuple[Any, bool]] = {}
 
     @cached_property
     def _keys(self) -> dict[_Place, str]:
+        self.rows.make(list(self.rows))
         return {_place_of(row): key for key, row in self.rows.items()}
 
     def arrays(self) -> Mapping[str, ArrayRef]:
@@ -149,18 +173,23 @@ class _Saved(Saved):
         self.mismatched.update({full_key(self._name, key): what for key, what in (mismatched or {}).items()})
 
     def structure(self, key: str) -> object:
-        with self._named(key):
-            value = unpickling.structure(self._stream(key), self._reference, trust=self._trust)
-        self._vetted.add(key)
-        return value
+        return self._survey(key)[0]
+
+    def _survey(self, key: str) -> tuple[Any, bool]:
+        if key not in self._surveyed:
+            with self._named(key):
+                self._surveyed[key] = unpickling.survey(self._stream(key), self._reference, trust=self._trust)
+        return self._surveyed[key]
 
     def vet(self, key: str) -> None:
-        """Refuse an object that is not trusted, or damaged, unless the provider has already asked for it."""
-        if key not in self._vetted:
-            self.structure(key)
+        """Refuse an object that is not trusted, or damaged."""
+        self._survey(key)
 
     def build(self, key: str, targets: Mapping[_Place, object]) -> object:
-        """Decode an object over the arrays that have been restored; what was not stays a reference."""
+        """The object over the arrays that have been restored; what was not stays a reference."""
+        value, complete = self._survey(key)
+        if complete and _fill(value, lambda ref: targets.get(_place_of(self.rows[ref.key]), ref)):
+            return value
 
         def resolve(stored: StoredArray) -> object:
             found = targets.get(_place_in_pickle(stored))
@@ -204,6 +233,7 @@ class _Saved(Saved):
         return fitting
 
 
+@collector.paused()
 def restore(
     path: Path, providers: Sequence[StateProvider], executor: Callable[[int], Executor], *, strict: bool, trust: Trust
 ) -> Restored:
@@ -274,6 +304,7 @@ def _sentence(result: Restored) -> str:
 # -----------------------------------------------------------------------------------------
 
 
+@collector.paused()
 def load(path: Path, executor: Callable[[int], Executor], *, trust: Trust) -> dict[str, Any]:
     """Read a checkpoint directory, or one container file, as nested host arrays and objects."""
     source = only(path, open_all(path))

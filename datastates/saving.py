@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays, container, frames, manifest, planner
+from datastates import arrays, collector, container, frames, manifest, planner
 from datastates.container import ProviderState
 from datastates.dtypes import BY_NAME
 from datastates.errors import DatastatesError, DeviceError, FormatError, ProviderError, TornSnapshotError
@@ -123,6 +123,7 @@ def collect(providers: Sequence[StateProvider], last: Structure | None = None) -
     return Collected(chosen, structure, described, sources, objects)
 
 
+@collector.paused()
 def _structure(
     names: tuple[str, ...],
     layouts: tuple[tuple[Shard, ...] | None, ...],
