@@ -52,8 +52,9 @@ def layouts(arrays: list[object]) -> bytes | None:
 def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int = 0) -> None:
     """Break a syscall, for tests, in the whole process.
 
-    Points: open, write, read, sync, truncate, allocate, uring_setup, cuda_alloc. Actions: "fail" with errno
-    ``value``, "short" (about half the bytes), "eintr" (once), "kill" (SIGKILL to this process), "delay" (``value``
+    Points: open, write, read, sync, truncate, allocate, uring_setup, cuda_alloc (memory that kernels are told by),
+    cuda_register (page-locking the host cache), cuda_pool (the device cache). Actions: "fail" with errno ``value``,
+    "short" (about half the bytes), "eintr" (once), "kill" (SIGKILL to this process), "delay" (``value``
     milliseconds). From the ``nth`` time the point is passed, ``count`` times, 0 for ever.
     """
 
@@ -123,7 +124,7 @@ class Executor:
 
     @property
     def cache_bytes(self) -> int:
-        """The host cache: as many whole blocks as fit what was asked for."""
+        """The most that the host cache may grow to: as many whole blocks as fit what was asked for."""
 
     @property
     def block_bytes(self) -> int:
@@ -131,21 +132,41 @@ class Executor:
 
     @property
     def pinned(self) -> bool:
-        """Whether the host cache is page-locked for CUDA; so from the first device buffer on."""
+        """Whether the host cache, as far as it has grown, is page-locked for CUDA.
+
+        It is from the first device on, soon after, in the background. Where the system refuses (a limit on locked
+        memory), everything works all the same, slower.
+        """
 
     def __init__(
-        self, *, cache_bytes: int, block_bytes: int, queue_depth: int, backend: str, direct: bool, io_threads: int
+        self,
+        *,
+        cache_bytes: int,
+        block_bytes: int,
+        queue_depth: int,
+        backend: str,
+        direct: bool,
+        io_threads: int,
+        device_cache_bytes: int = 0,
     ) -> None:
-        """Map the cache and start the threads.
+        """Start the threads; the cache grows to what jobs need.
 
         Args:
-            cache_bytes: Host memory for data on its way.
+            cache_bytes: Host memory for data on its way, at most.
             block_bytes: The unit it is cut into, a multiple of 4096; no extent is longer.
             queue_depth: Reads or writes in flight at a time.
             backend: "auto" (io_uring where the system allows it), "io_uring" or "pwrite".
             direct: Use O_DIRECT where the file system allows it.
             io_threads: Threads of the pwrite backend.
+            device_cache_bytes: Spare memory of each device that a gate may copy to what is not on its way to the
+                host yet, at most; 0 for none. No more is taken than is free beyond a margin.
         """
+
+    def reserve(self, nbytes: int) -> None:
+        """Back so much of the host cache with memory beforehand, in the background."""
+
+    def prepare_device(self, device: int) -> None:
+        """Make a CUDA device known before its first job, so that what is reserved is page-locked for it."""
 
     def submit_write(
         self, path: str | bytes, plan: WritePlan, ptr: _U64, device: _I32, stream: _U64, witness: _U8
@@ -216,7 +237,8 @@ class WriteJob:
         """What was done so far.
 
         Keys: bytes, extents, capture_seconds (submit to captured), direct, backend ("memory" for a file that lives
-        in memory), dropped_spans (that ``timeline`` had no room for).
+        in memory), pinned (whether the host cache is page-locked), device_cache_bytes (copied to spare device memory
+        at a gate), evacuate_seconds (enqueueing those copies), dropped_spans (that ``timeline`` had no room for).
         """
 
     def timeline(self) -> list[tuple[str, int, float, float, int]]:

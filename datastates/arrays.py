@@ -266,6 +266,12 @@ def current_stream(kind: str, device: int) -> int:
         return int(cupy.cuda.get_current_stream().ptr)
 
 
+def current_device() -> int | None:
+    """The CUDA device that torch now uses; None before its first use of CUDA."""
+    torch: Any = _loaded("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else None
+
+
 def consumer_streams(devices: Sequence[int]) -> list[tuple[int, int]]:
     """Every (device, stream) on which the imported libraries would enqueue the next update."""
     torch: Any = _loaded("torch")

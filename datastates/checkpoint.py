@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from datastates import gate, manifest, restoring
+from datastates import arrays, gate, manifest, restoring
 from datastates.config import IoSettings, Settings
 from datastates.engine import Engine, make_executor, take_one
 from datastates.errors import (
@@ -91,6 +91,9 @@ class Checkpointer:
         self._engine = Engine(
             make_executor(self.settings), threads=self.settings.max_in_flight, auto_gate=self.settings.auto_gate
         )
+        device = arrays.current_device()
+        if device is not None and self.settings.host_cache != "auto":
+            self._engine.executor.prepare(device, self.settings.host_cache)
         self._retention = threading.Lock()
         self._taken: list[Snapshot] = []
         self._closed = False

@@ -28,6 +28,7 @@ def parse_size(value: object) -> int:
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
+SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(lambda v: v if v == "auto" else parse_size(v))]
 
 ENVIRONMENT_PREFIX = "DATASTATES_"
 
@@ -44,13 +45,21 @@ class IoSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
-    host_cache: Size = Field(
-        1 << 30, description="Bytes of (pinned) host memory that snapshots stream through, allocated once."
+    host_cache: SizeOrAuto = Field(
+        "auto",
+        description="Bytes of (pinned) host memory that snapshots stream through; used as far as the state needs it. "
+        "auto: up to a quarter of the memory available to each local rank.",
     )
     block: Size = Field(8 << 20, description="Bytes of one extent, the unit of capture and of I/O; a multiple of 4096.")
     queue_depth: int = Field(8, ge=1, le=1024, description="Extents in flight to the storage, with io_uring.")
     io_backend: Literal["auto", "io_uring", "pwrite"] = Field(
         "auto", description="How to reach the storage; auto takes io_uring where the kernel allows it."
+    )
+    device_cache: Size = Field(
+        0,
+        ge=0,
+        description="Bytes of spare memory of each GPU that uncaptured state may be copied to when an optimizer step "
+        "would wait for it; taken only where it is free, and given back as it drains. 0: none.",
     )
     io_threads: int = Field(4, ge=1, le=256, description="Threads of the pwrite backend, for each direction.")
     direct_io: bool = Field(True, description="Bypass the page cache (O_DIRECT) where the file system can.")
@@ -65,7 +74,7 @@ class IoSettings(BaseModel):
     def _blocks_fit(self: _S) -> _S:
         if self.block % PAGE or self.block < 4 * CHUNK:
             raise ValueError(f"block: {self.block} is not a multiple of {PAGE} of at least {4 * CHUNK} bytes")
-        if self.host_cache < 2 * self.block:
+        if self.host_cache != "auto" and self.host_cache < 2 * self.block:
             raise ValueError(f"host_cache: {self.host_cache} bytes hold less than two blocks of {self.block}")
         return self
 

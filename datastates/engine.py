@@ -15,22 +15,24 @@ from datastates.config import IoSettings
 from datastates.errors import DeviceError, StorageError
 from datastates.executor import Executor
 from datastates.futures import Snapshot
+from datastates.host_memory import automatic_cache
 from datastates.protocol import StateProvider
 from datastates.saving import Collected, Running, Saver, collect
 
 
 def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
     """An executor as set, or with no larger a cache than ``nbytes`` of state need."""
-    cache = settings.host_cache
+    cache = automatic_cache() if settings.host_cache == "auto" else settings.host_cache
     if nbytes is not None:
-        cache = min(cache, max(2, -(-nbytes // settings.block) + 1) * settings.block)
+        cache = min(cache, -(-nbytes // settings.block) * settings.block)
     return Executor(
-        host_cache=cache,
+        host_cache=max(cache, 2 * settings.block),
         block=settings.block,
         queue_depth=settings.queue_depth,
         io_backend=settings.io_backend,
         direct_io=settings.direct_io,
         io_threads=settings.io_threads,
+        device_cache=settings.device_cache,
     )
 
 
@@ -89,7 +91,7 @@ class Engine:
                 self._in_flight.append(snapshot)
             gate.guard(snapshot, automatic=self._auto_gate)
             self._finish_later(snapshot, running)
-        snapshot.called(time.monotonic() - begin)
+        snapshot.called()
         return snapshot
 
     def _begin(self, collected: Collected, snapshot: Snapshot, retain: Callable[[], None]) -> Running:

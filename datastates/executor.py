@@ -17,11 +17,27 @@ from datastates import _native, faults
 from datastates.errors import ClosedError, CorruptError, DatastatesError, DeviceError, FormatError, StorageError
 from datastates.plan import CHUNK, I32, U8, U64, ReadPlan, WritePlan
 from datastates.protocol import Buffer
+from datastates.timeline import Span
 
 _T = TypeVar("_T")
 PreparedWrite = _native.WritePlan
+_TRACKS = {
+    "submit": "training thread",
+    "cache_wait": "waiting for the cache",
+    "checksum": "worker {}",
+    "write": "write slot {}",
+    "tail": "engine thread",
+    "sync": "engine thread",
+}
+"""Names of the native core's tracks, by stage; those of capture are in :func:`_track`."""
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
+
+
+def _track(stage: str, number: int) -> str:
+    if stage != "capture":
+        return _TRACKS[stage].format(number)
+    return ("capture thread", "training thread")[number] if number < 2 else f"copies from GPU {number - 2}"
 
 
 def prepare_write(plan: WritePlan, literal: bytes | memoryview) -> PreparedWrite:
@@ -115,9 +131,12 @@ class WriteJob:
         """Bytes and seconds of each stage, the backend and whether I/O was direct."""
         return self._job.stats()
 
-    def timeline(self) -> list[tuple[str, int, float, float, int]]:
-        """What ran when: (stage, track, begin, end, bytes), times as ``time.monotonic`` gives them."""
-        return self._job.timeline()
+    def timeline(self) -> list[Span]:
+        """What was done when, so far."""
+        return [
+            Span(stage, _track(stage, number), begin, end, nbytes)
+            for stage, number, begin, end, nbytes in self._job.timeline()
+        ]
 
 
 class ReadJob:
@@ -140,16 +159,20 @@ class ReadJob:
         """Bytes needed and read, bytes and seconds of each stage, the backend and whether I/O was direct."""
         return self._job.stats()
 
-    def timeline(self) -> list[tuple[str, int, float, float, int]]:
-        """What ran when: (stage, track, begin, end, bytes), times as ``time.monotonic`` gives them."""
-        return self._job.timeline()
-
 
 class Executor:
     """The native executor with its host cache; after a fork the child gets a fresh one at first use. Thread-safe."""
 
     def __init__(
-        self, *, host_cache: int, block: int, queue_depth: int, io_backend: str, direct_io: bool, io_threads: int
+        self,
+        *,
+        host_cache: int,
+        block: int,
+        queue_depth: int,
+        io_backend: str,
+        direct_io: bool,
+        io_threads: int,
+        device_cache: int,
     ) -> None:
         self._options: dict[str, Any] = {
             "cache_bytes": host_cache // block * block,
@@ -158,6 +181,7 @@ class Executor:
             "backend": io_backend,
             "direct": direct_io,
             "io_threads": io_threads,
+            "device_cache_bytes": device_cache,
         }
         self.block = block
         self._closed = False
@@ -176,6 +200,16 @@ class Executor:
         if self._native is not None:
             self._native.abandon()
             self._native = None
+
+    def prepare(self, device: int, nbytes: int) -> None:
+        """Page-lock so many bytes of the host cache for a CUDA device, in the background, before they are needed.
+
+        Raises:
+            DeviceError: There is no such device.
+        """
+        core = self._core()
+        _native_call(lambda: core.prepare_device(device))
+        _native_call(lambda: core.reserve(nbytes))
 
     def submit_write(self, path: Path, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
         """Create the file and start capturing; eager sources are captured when this returns.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import logging
+import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
+from datastates.timeline import Span, Stage, chrome_trace, stages
 
 _log = logging.getLogger("datastates")
 
@@ -57,8 +61,9 @@ class Report:
         capture_seconds: From the call until captured, None before that.
         persist_seconds: From the call until persisted, None before that.
         commit_seconds: From the call until committed, None before that.
-        backend: ``io_uring`` or ``pwrite``.
+        backend: ``io_uring``, ``pwrite``, or ``memory`` for a file system in memory.
         direct: Whether the page cache was bypassed.
+        stages: For every stage so far its seconds, bytes and rate, and what it waited for.
         executor: The native core's own figures.
     """
 
@@ -74,6 +79,7 @@ class Report:
     commit_seconds: float | None
     backend: str
     direct: bool
+    stages: dict[str, Stage] = field(default_factory=dict)
     executor: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -110,6 +116,8 @@ class Snapshot:
         self._call_seconds = 0.0
         self._gate_seconds = 0.0
         self._figures: Callable[[], dict[str, Any]] = dict
+        self._native_spans: Callable[[], list[Span]] = list
+        self._spans: list[Span] = []
         self._gate: Callable[[], None] = lambda: None
         self._abandoned = False
 
@@ -155,7 +163,7 @@ class Snapshot:
     @property
     def report(self) -> Report:
         """What it cost so far."""
-        figures = self._figures()
+        figures, spans = self._figures(), self._all_spans()
         with self._changed:
             reached = [s for s in STATES if s in self._times]
             return Report(
@@ -171,8 +179,23 @@ class Snapshot:
                 commit_seconds=self._times.get("committed"),
                 backend=str(figures.get("backend", "")),
                 direct=bool(figures.get("direct", False)),
+                stages=stages(spans),
                 executor=figures,
             )
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what was done when, so far, as a trace that https://ui.perfetto.dev and Chrome show.
+
+        One row a thread, CUDA stream and slot of the ring; times on this machine's monotonic clock.
+
+        Raises:
+            OSError: ``path`` cannot be written.
+        """
+        trace = chrome_trace(self._all_spans(), process=os.getpid(), name=f"datastates, snapshot {self.step}")
+        Path(path).write_text(json.dumps(trace), encoding="ascii")
+
+    def _all_spans(self) -> list[Span]:
+        return [*self._spans, *self._native_spans()]
 
     def __repr__(self) -> str:
         """Step, state and path."""
@@ -202,9 +225,20 @@ class Snapshot:
             _silent.discard(self)
         return self._error
 
-    def called(self, seconds: float) -> None:
-        """Note how long the user's call took."""
-        self._call_seconds = seconds
+    def called(self) -> None:
+        """Note that the user's call returns."""
+        end = time.monotonic()
+        self._call_seconds = end - self._begin
+        self._spans.append(Span("stall", "training thread", self._begin, end, 0))
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Note when a stage's work, in the engine's thread, begins and ends."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spans.append(Span(name, "engine thread", begin, time.monotonic(), 0))
 
     def pass_gate(self) -> None:
         """Return once the state may change for work enqueued from now on; never raises for a failed snapshot."""
@@ -212,7 +246,9 @@ class Snapshot:
             return
         begin = time.monotonic()
         self._gate()
-        self._gate_seconds += time.monotonic() - begin
+        end = time.monotonic()
+        self._gate_seconds += end - begin
+        self._spans.append(Span("gate", "training thread", begin, end, 0))
 
     def reach(self, state: str, *, at: float | None = None, file_nbytes: int = 0) -> None:
         """Note that a state has been reached, now or at that time of the monotonic clock."""
@@ -233,15 +269,17 @@ class Snapshot:
         """Note, in a forked child, that only the parent can finish it."""
         self._changed = threading.Condition()
         self._abandoned = True
-        self.detach({})
+        self.detach({}, [])
 
-    def attach(self, gate: Callable[[], None], figures: Callable[[], dict[str, Any]]) -> None:
-        """Say how its gate is passed, and where the native core's figures come from, while it lasts."""
-        self._gate, self._figures = gate, figures
+    def attach(
+        self, gate: Callable[[], None], figures: Callable[[], dict[str, Any]], spans: Callable[[], list[Span]]
+    ) -> None:
+        """Say how its gate is passed, and where the native core's figures and spans come from, while it lasts."""
+        self._gate, self._figures, self._native_spans = gate, figures, spans
 
-    def detach(self, figures: dict[str, Any]) -> None:
-        """Keep the last figures, and let go of everything else: a snapshot that has ended holds no memory."""
-        self.attach(lambda: None, lambda: figures)
+    def detach(self, figures: dict[str, Any], spans: list[Span]) -> None:
+        """Keep the last figures, and let go of everything else: a snapshot that has ended holds no state."""
+        self.attach(lambda: None, lambda: figures, lambda: spans)
 
     def wait_ended(self, timeout: float | None = None) -> bool:
         """Wait until committed or failed, without raising; False when ``timeout`` seconds pass first."""

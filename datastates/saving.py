@@ -18,7 +18,7 @@ from datastates.dtypes import BY_NAME
 from datastates.errors import DatastatesError, DeviceError, FormatError, ProviderError, TornSnapshotError
 from datastates.executor import Columns, Executor, PreparedWrite, WriteJob, columns, prepare_write
 from datastates.futures import Snapshot
-from datastates.index import Index
+from datastates.index import Index, StoredObject
 from datastates.pickling import ArrayLeaf, StoredArray, is_dialect
 from datastates.plan import U8, WritePlan
 from datastates.protocol import HOST, Buffer, Encoder, Shard, Shards, StateProvider, full_key, span, walk_unique
@@ -240,7 +240,7 @@ class Saver:
         path = pending.directory / container_name(0)
         job = self._executor.submit_write(path, planned.prepared, structure.columns, structure.witness)
         work = Running(collected, snapshot, pending, planned, job, eager_objects, versions, identity, retain)
-        snapshot.attach(work.gate, job.stats)
+        snapshot.attach(work.gate, job.stats, job.timeline)
         return work
 
     def _planned(self, structure: Structure) -> _Plan:
@@ -365,16 +365,15 @@ class Running:
             nbytes = self.planned.plan.end + len(tail)
             self.snapshot.reach("persisted", file_nbytes=nbytes)
             entry = manifest.ContainerEntry(file=container_name(0), rank=0, nbytes=nbytes, index_crc32=index_crc)
-            manifest.commit(
-                self.pending,
-                manifest.Manifest(
-                    step=self.snapshot.step,
-                    attempt=str(self.identity["attempt"]),
-                    created=manifest.now(),
-                    world_size=1,
-                    containers=(entry,),
-                ),
+            made = manifest.Manifest(
+                step=self.snapshot.step,
+                attempt=str(self.identity["attempt"]),
+                created=manifest.now(),
+                world_size=1,
+                containers=(entry,),
             )
+            with self.snapshot.stage("commit"):
+                manifest.commit(self.pending, made)
             committed = time.monotonic()
             self.retain()
             self.snapshot.reach("committed", at=committed)
@@ -382,7 +381,7 @@ class Running:
             self.cancel(error)
         finally:
             self._release()
-            self.snapshot.detach(self.job.stats())
+            self.snapshot.detach(self.job.stats(), self.job.timeline())
 
     def cancel(self, error: BaseException) -> None:
         """Stop at once, leave nothing behind, and let the snapshot fail."""
@@ -393,9 +392,10 @@ class Running:
 
     def _capture(self) -> None:
         try:
-            self.objects = [
-                (p, s, _serialize(self.collected, p, s) if data is None else data) for p, s, data in self.objects
-            ]
+            with self.snapshot.stage("serialize"):
+                self.objects = [
+                    (p, s, _serialize(self.collected, p, s) if data is None else data) for p, s, data in self.objects
+                ]
         finally:
             self.lazy_serialized.set()
         self.job.wait_captured()
@@ -412,12 +412,17 @@ class Running:
     def _write(self) -> tuple[bytes, int]:
         """Encode the metadata while the data is being written; returns the tail and the index's checksum."""
         begin = frames.pickle_place(self.planned.plan.end)
-        pickle, objects = container.encode_pickle(self._states(), begin)
+        with self.snapshot.stage("serialize"):
+            pickle, objects = container.encode_pickle(self._states(), begin)
         self._release()
         self.job.wait_written()
+        with self.snapshot.stage("encode"):
+            return container.encode_tail(self._index(pickle, objects, begin), pickle)
+
+    def _index(self, pickle: bytes, objects: tuple[StoredObject, ...], begin: int) -> Index:
         plan = self.planned.plan
         crcs, chunk_crcs = self.job.checksums()
-        index = Index(
+        return Index(
             identity=self.identity,
             header_offset=plan.header_offset,
             data_offset=plan.data_offset,
@@ -430,7 +435,6 @@ class Running:
             pickle_nbytes=len(pickle),
             pickle_crc=container.crc32(pickle),
         )
-        return container.encode_tail(index, pickle)
 
     def _states(self) -> list[ProviderState]:
         stored = self.planned.stored

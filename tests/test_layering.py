@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # from the bottom to the top; a module may import from lower lines only
 LINES = [
-    {"errors", "faults", "keys", "dtypes", "collector"},
+    {"errors", "faults", "keys", "dtypes", "collector", "timeline", "host_memory"},
     {"pickling", "plan", "vetted"},
     {"unpickling", "packed_keys"},
     {"protocol", "config"},

@@ -173,7 +173,10 @@ py::dict write_stats(const WriteJob& job) {
     const WriteStats stats = job.stats();
     return py::dict("bytes"_a = stats.bytes, "extents"_a = stats.extents,
                     "capture_seconds"_a = stats.capture_seconds, "direct"_a = stats.direct,
-                    "backend"_a = job.backend_name(), "dropped_spans"_a = job.timeline().dropped());
+                    "backend"_a = job.backend_name(), "pinned"_a = job.pinned(),
+                    "device_cache_bytes"_a = stats.device_cache_bytes,
+                    "evacuate_seconds"_a = stats.evacuate_seconds,
+                    "dropped_spans"_a = job.timeline().dropped());
 }
 
 py::dict read_stats(const ReadJob& job) {
@@ -257,21 +260,26 @@ void bind_executor(py::module_& module) {
     py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor",
                                                     py::release_gil_before_calling_cpp_dtor())
         .def(py::init([](std::size_t cache_bytes, std::size_t block_bytes, unsigned queue_depth,
-                         const std::string& backend, bool direct, unsigned io_threads) {
+                         const std::string& backend, bool direct, unsigned io_threads,
+                         std::uint64_t device_cache_bytes) {
                  const py::gil_scoped_release release;
                  return Executor::make({.cache_bytes = cache_bytes,
                                         .block_bytes = block_bytes,
+                                        .device_cache_bytes = device_cache_bytes,
                                         .queue_depth = queue_depth,
                                         .backend = backend,
                                         .direct = direct,
                                         .io_threads = io_threads});
              }),
              py::kw_only(), "cache_bytes"_a, "block_bytes"_a, "queue_depth"_a, "backend"_a,
-             "direct"_a, "io_threads"_a)
+             "direct"_a, "io_threads"_a, "device_cache_bytes"_a = 0)
         .def_property_readonly("backend", &Executor::backend_name)
         .def_property_readonly("cache_bytes", &Executor::cache_bytes)
         .def_property_readonly("block_bytes", &Executor::block_bytes)
         .def_property_readonly("pinned", &Executor::pinned)
+        .def("reserve", &Executor::reserve, "nbytes"_a, py::call_guard<py::gil_scoped_release>())
+        .def("prepare_device", &Executor::prepare_device, "device"_a,
+             py::call_guard<py::gil_scoped_release>())
         .def(
             "submit_write",
             [](Executor& executor, const std::string& path, std::shared_ptr<WritePlan> plan,

@@ -1,12 +1,13 @@
 #include "datastates/capturer.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
-#include <map>
-#include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "datastates/copy_batch.hpp"
 #include "datastates/error.hpp"
 #include "datastates/fingerprint.hpp"
 
@@ -15,6 +16,11 @@ namespace {
 
 // Copied and digested in steps that stay in the processor's cache.
 constexpr std::size_t kStep = std::size_t{256} << 10;
+// Sources that the processor fetches ahead of the one whose fingerprint it computes.
+constexpr std::size_t kFetchAhead = 2;
+// What keeps the bus busy while the thread sleeps for a poll: more than a millisecond at 55 GB/s.
+constexpr std::uint64_t kShallow = std::uint64_t{64} << 20;
+constexpr std::chrono::microseconds kPoll{100};
 
 const std::byte* host_memory(const WriteState& job, std::size_t source) {
     return reinterpret_cast<const std::byte*>(job.buffers().address[source]);
@@ -28,53 +34,74 @@ bool has_device_bytes(const WriteState& job, std::size_t source) {
     return !job.on_host(source) && job.plan().source_nbytes(source) > 0;
 }
 
-/// Streams that were given copies into one block.
-class TouchedStreams {
+/// The device copies into one block, stream by stream.
+class BlockCopies {
   public:
-    explicit TouchedStreams(CapturedExtent& captured) : captured_(captured) {}
+    explicit BlockCopies(CapturedExtent& captured)
+        : captured_(captured), page_locked_(captured.block.page_locked()) {}
 
-    void add(int device, cuda::StreamHandle stream, bool lazy) {
-        const Touched entry{.device = device, .stream = stream, .lazy = lazy};
-        if (std::ranges::find(touched_, entry) == touched_.end()) touched_.push_back(entry);
+    void add(int device, cuda::StreamHandle stream, bool lazy, std::byte* to,
+             cuda::DevicePointer from, std::uint64_t nbytes) {
+        batch(device, stream, lazy).copies.to_host(to, from, nbytes, page_locked_);
     }
-    /// From now on the block waits for the copies.
-    void record() {
+    /// From now on the block waits for the copies, and so does a gate unless they are `from_image`,
+    /// which is kept until they are through.
+    void enqueue(const std::shared_ptr<DeviceImage>& from_image) {
         WriteState& job = *captured_.job;
-        for (const Touched& entry : touched_) {
-            auto event = job.engine(entry.device).record(entry.stream);
-            job.add_capture_event(entry.device, event, entry.lazy);
+        for (Batch& batch : batches_) {
+            batch.copies.flush();
+            auto event = batch.copies.engine().record(batch.copies.stream(), from_image);
+            if (!from_image) job.add_capture_event(batch.device, event, batch.lazy);
             captured_.events.push_back(std::move(event));
         }
     }
     void drain() const {
-        for (const Touched& entry : touched_) {
-            captured_.job->engine(entry.device).drain(entry.stream);
-        }
+        for (const Batch& batch : batches_) batch.copies.engine().drain(batch.copies.stream());
     }
 
   private:
-    struct Touched {
+    struct Batch {
         int device;
-        cuda::StreamHandle stream;
         bool lazy;
-        bool operator==(const Touched&) const = default;
+        CopyBatch copies;
     };
+    /// Pieces of one stream mostly follow one another.
+    Batch& batch(int device, cuda::StreamHandle stream, bool lazy) {
+        const auto fits = [&](const Batch& batch) {
+            return batch.device == device && batch.lazy == lazy && batch.copies.stream() == stream;
+        };
+        if (last_ < batches_.size() && fits(batches_[last_])) return batches_[last_];
+        const auto found = std::ranges::find_if(batches_, fits);
+        last_ = static_cast<std::size_t>(found - batches_.begin());
+        if (found == batches_.end()) {
+            batches_.push_back({.device = device,
+                                .lazy = lazy,
+                                .copies = {captured_.job->engine(device), stream}});
+        }
+        return batches_[last_];
+    }
+
     CapturedExtent& captured_;
-    std::vector<Touched> touched_;
+    const bool page_locked_;
+    std::vector<Batch> batches_;
+    std::size_t last_ = 0;
 };
 
 }  // namespace
 
-Capturer::Capturer(HostCache& cache, CopyEngines& engines, Writer& writer)
+Capturer::Capturer(HostCache& cache, CopyEngines& engines, Writer& writer, bool shallow)
     : cache_(cache),
       engines_(engines),
       writer_(writer),
+      shallow_(shallow),
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
 
 void Capturer::start(const std::shared_ptr<WriteState>& job) {
     std::optional<Pending> rest;
     try {
         prepare_devices(*job);
+        // Only now: where a device is in use, memory is page-locked before it is used.
+        cache_.reserve(job->plan().extents().size() * cache_.block_bytes());
         take_fingerprints(*job);
         rest = stage_eager(job);
     } catch (...) {
@@ -100,22 +127,45 @@ void Capturer::attend() {
 }
 
 void Capturer::prepare_devices(WriteState& job) {
+    std::optional<int> last;
     for (std::size_t i = 0; i < job.plan().sources(); ++i) {
         const int device = job.buffers().device[i];
-        if (has_device_bytes(job, i)) job.add_engine(device, engines_.at(device));
+        if (device == last || !has_device_bytes(job, i)) continue;
+        job.add_engine(device, engines_.at(device));
+        last = device;
     }
 }
 
 void Capturer::take_fingerprints(WriteState& job) {
     struct Group {
-        std::vector<fingerprint::DeviceRange> ranges;
-        std::vector<std::size_t> sources;
+        int device;
+        std::uint64_t stream;
+        std::vector<fingerprint::DeviceRange> ranges{};
+        std::vector<std::size_t> sources{};
         bool lazy = false;
     };
-    std::map<std::pair<int, std::uint64_t>, Group> groups;
+    const WritePlan& plan = job.plan();
     const Buffers& buffers = job.buffers();
-    for (std::size_t i = 0; i < job.plan().sources(); ++i) {
-        const std::uint64_t nbytes = job.plan().source_nbytes(i);
+    std::vector<Group> groups;
+    std::size_t last = 0;
+    const auto group_of = [&](std::size_t source) -> Group& {
+        const auto fits = [&](const Group& group) {
+            return group.device == buffers.device[source] && group.stream == buffers.stream[source];
+        };
+        if (last < groups.size() && fits(groups[last])) return groups[last];
+        const auto found = std::ranges::find_if(groups, fits);
+        last = static_cast<std::size_t>(found - groups.begin());
+        if (found == groups.end()) {
+            groups.push_back({.device = buffers.device[source], .stream = buffers.stream[source]});
+        }
+        return groups[last];
+    };
+    for (std::size_t i = 0; i < plan.sources(); ++i) {
+        const std::size_t later = i + kFetchAhead;
+        if (later < plan.sources() && job.on_host(later) && buffers.witness[later] != 0) {
+            fingerprint::prefetch(host_memory(job, later), plan.source_nbytes(later));
+        }
+        const std::uint64_t nbytes = plan.source_nbytes(i);
         if (nbytes == 0) continue;
         const bool witness = buffers.witness[i] != 0;
         if (job.on_host(i)) {
@@ -123,20 +173,20 @@ void Capturer::take_fingerprints(WriteState& job) {
                 job.set_fingerprint_before(i, fingerprint::of(host_memory(job, i), nbytes));
             continue;
         }
-        Group& group = groups[{buffers.device[i], buffers.stream[i]}];
-        group.lazy = group.lazy || !job.plan().eager(i);
+        Group& group = group_of(i);
+        group.lazy = group.lazy || !plan.eager(i);
         if (!witness) continue;
         group.ranges.push_back({.address = buffers.address[i], .nbytes = nbytes});
         group.sources.push_back(i);
     }
-    for (auto& [where, group] : groups) {
-        CopyEngine& engine = job.engine(where.first);
-        auto* stream = reinterpret_cast<cuda::StreamHandle>(where.second);
+    for (Group& group : groups) {
+        CopyEngine& engine = job.engine(group.device);
+        auto* stream = reinterpret_cast<cuda::StreamHandle>(group.stream);
         if (!group.ranges.empty()) {
             job.add_fingerprints_before(engine.fingerprint(group.ranges, stream),
                                         std::move(group.sources));
         }
-        if (group.lazy) job.add_producer(where.first, engine.record(stream));
+        if (group.lazy) job.add_producer(group.device, engine.record(stream));
     }
 }
 
@@ -153,11 +203,11 @@ std::optional<Capturer::Pending> Capturer::stage_eager(const std::shared_ptr<Wri
         const bool mixed = plan.extents()[pending.next_extent].has_lazy;
         auto captured =
             std::make_unique<CapturedExtent>(job, pending.next_extent, std::move(*block));
-        fill(*captured, mixed ? Pick::eager : Pick::all);
+        fill(*captured, mixed ? Pick::eager : Pick::all, nullptr);
         if (mixed) {
             pending.half_filled = std::move(captured);
         } else {
-            hand_over(std::move(captured));
+            hand_over(std::move(captured), kCallerTrack);
         }
     }
     if (!pending.half_filled && pending.next_extent == plan.extents().size()) return std::nullopt;
@@ -188,22 +238,29 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
     try {
         if (job->stopped()) {
             pending.half_filled.reset();
+            job->claims().close();
         } else if (pending.half_filled) {
-            job->order_after_producers();
-            fill(*pending.half_filled, Pick::lazy);
-            hand_over(std::move(pending.half_filled));
+            job->order_captures_after_producers();
+            pending.half_filled->begin = Clock::now();
+            fill(*pending.half_filled, Pick::lazy, nullptr);
+            watch_bus(*pending.half_filled);
+            hand_over(std::move(pending.half_filled), kThreadTrack);
+        } else if (bus_is_full()) {
+            std::this_thread::sleep_for(kPoll);
+            return;
         } else {
             const auto waiting = Clock::now();
             std::optional<Block> block = cache_.acquire(
                 [&] { return attention_ || job->stopped() || stop.stop_requested(); });
             job->add_cache_wait(seconds_since(waiting));
             if (!block) return;
-            job->order_after_producers();
+            job->order_captures_after_producers();
             auto captured =
                 std::make_unique<CapturedExtent>(job, pending.next_extent, std::move(*block));
-            fill(*captured, Pick::all);
+            fill(*captured, Pick::all, job->claims().capture(pending.next_extent));
             ++pending.next_extent;
-            hand_over(std::move(captured));
+            watch_bus(*captured);
+            hand_over(std::move(captured), kThreadTrack);
         }
     } catch (...) {
         job->fail(Error::current());
@@ -220,12 +277,18 @@ void Capturer::remove(const Pending& pending) {
     queue_.remove_if([&](const Pending& other) { return &other == &pending; });
 }
 
-void Capturer::fill(CapturedExtent& captured, Pick pick) {
+/// Out of `image`, when there is one, instead of the sources.
+void Capturer::fill(CapturedExtent& captured, Pick pick,
+                    const std::shared_ptr<DeviceImage>& image) {
     WriteState& job = *captured.job;
     const WritePlan& plan = job.plan();
     std::byte* const memory = captured.block.memory().data();
-    TouchedStreams touched(captured);
+    BlockCopies copies(captured);
     try {
+        if (image) {
+            CopyEngine& engine = job.engine(job.device_of(captured.index));
+            engine.wait(engine.capture_stream(), *image->ready());
+        }
         for (const WritePlan::Piece& piece : plan.pieces(captured.extent())) {
             std::byte* const to = memory + piece.extent_offset;
             if (piece.source < 0) {
@@ -240,17 +303,35 @@ void Capturer::fill(CapturedExtent& captured, Pick pick) {
                 continue;
             }
             const int device = job.buffers().device[source];
-            const CopyEngine& engine = job.engine(device);
-            auto* stream = lazy ? engine.capture_stream() : stream_of(job, source);
-            touched.add(device, stream, lazy);
-            engine.to_host(to, job.buffers().address[source] + piece.source_offset, piece.length,
-                           stream);
+            auto* stream = lazy ? job.engine(device).capture_stream() : stream_of(job, source);
+            const cuda::DevicePointer from =
+                image ? image->pointer() + piece.extent_offset
+                      : job.buffers().address[source] + piece.source_offset;
+            copies.add(device, stream, lazy, to, from, piece.length);
         }
-        touched.record();
+        copies.enqueue(image);
     } catch (...) {
-        touched.drain();  // the block must not go back while a device writes into it
+        copies.drain();  // the block must not go back while a device writes into it
         throw;
     }
+}
+
+/// Whether there are device copies enough under way.
+bool Capturer::bus_is_full() {
+    while (!on_bus_.empty()) {
+        const auto event = on_bus_.front().first.lock();
+        if (event && !event->passed()) break;
+        bytes_on_bus_ -= on_bus_.front().second;
+        on_bus_.pop_front();
+    }
+    return bytes_on_bus_ >= kShallow;
+}
+
+void Capturer::watch_bus(const CapturedExtent& captured) {
+    if (!shallow_ || captured.events.empty()) return;
+    const std::uint64_t bytes = captured.extent().length;
+    on_bus_.emplace_back(captured.events.back(), bytes);
+    bytes_on_bus_ += bytes;
 }
 
 void Capturer::copy_host(WriteState& job, const WritePlan::Piece& piece, std::byte* to) {
@@ -265,7 +346,8 @@ void Capturer::copy_host(WriteState& job, const WritePlan::Piece& piece, std::by
     if (!job.stopped()) job.fingerprint(piece, to);
 }
 
-void Capturer::hand_over(std::unique_ptr<CapturedExtent> captured) {
+void Capturer::hand_over(std::unique_ptr<CapturedExtent> captured, std::uint32_t track) {
+    if (captured->events.empty() && captured->extent().has_sources) captured->note_capture(track);
     writer_.hand_over(std::move(captured));
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -15,28 +16,20 @@ namespace {
 using cuda::check;
 using cuda::CurrentContext;
 using cuda::driver;
+using cuda::quietly;
 
-/// For destructors: a call fails there only when the process is ending and the driver has gone, or
-/// when the device has failed, which its user has been told already.
-void ignore(cuda::Result /*result*/) {}
-
-/// A call of that kind with its context current; the context itself may have gone, too.
-template <typename Call>
-void quietly(cuda::ContextHandle context, Call call) {
-    if (driver().context_push(context) != cuda::kSuccess) return;
-    ignore(call());
-    cuda::ContextHandle popped = nullptr;
-    ignore(driver().context_pop(&popped));
-}
+// What is lent is rounded up to a power of two from here on, so that it can be lent again.
+constexpr std::size_t kLeastSpare = std::size_t{16} << 10;
 
 }  // namespace
 
-Event::Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle stream)
-    : context_(std::move(context)) {
+Event::Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle stream,
+             std::shared_ptr<const void> keep)
+    : context_(std::move(context)), keep_(std::move(keep)) {
     const CurrentContext current(context_->handle());
     check(driver().event_create(&event_, cuda::kEventDisableTiming), "cuEventCreate");
     const cuda::Result result = driver().event_record(event_, stream);
-    if (result != cuda::kSuccess) ignore(driver().event_destroy(event_));
+    if (result != cuda::kSuccess) static_cast<void>(driver().event_destroy(event_));
     check(result, "cuEventRecord");
 }
 
@@ -60,18 +53,16 @@ void Event::order_before(cuda::StreamHandle stream) const {
     check(driver().stream_wait_event(stream, event_, 0), "cuStreamWaitEvent");
 }
 
-DeviceFingerprints::DeviceFingerprints(std::shared_ptr<CopyEngine> engine, std::byte* memory,
-                                       std::size_t bytes, std::size_t count)
-    : engine_(std::move(engine)), memory_(memory), bytes_(bytes), count_(count) {}
+KernelMemory::KernelMemory(std::shared_ptr<CopyEngine> engine, std::byte* memory, std::size_t bytes)
+    : engine_(std::move(engine)), memory_(memory), bytes_(bytes) {}
 
-DeviceFingerprints::DeviceFingerprints(DeviceFingerprints&& other) noexcept
+KernelMemory::KernelMemory(KernelMemory&& other) noexcept
     : engine_(std::move(other.engine_)),
       memory_(std::exchange(other.memory_, nullptr)),
       bytes_(other.bytes_),
-      count_(other.count_),
       used_(std::move(other.used_)) {}
 
-DeviceFingerprints::~DeviceFingerprints() {
+KernelMemory::~KernelMemory() {
     if (memory_ == nullptr) return;
     const std::scoped_lock lock(engine_->mutex_);
     engine_->spares_.push_back({.memory = memory_, .bytes = bytes_, .used = std::move(used_)});
@@ -80,33 +71,62 @@ DeviceFingerprints::~DeviceFingerprints() {
 std::uint64_t DeviceFingerprints::at(std::size_t index) const {
     std::uint64_t sum = 0;
     const std::size_t sums = count_ * sizeof(fingerprint::DeviceRange);
-    std::memcpy(&sum, memory_ + sums + (index * sizeof sum), sizeof sum);
+    std::memcpy(&sum, memory_.data() + sums + (index * sizeof sum), sizeof sum);
     return sum;
 }
 
-CopyEngine::CopyEngine(int ordinal) : context_(std::make_shared<cuda::PrimaryContext>(ordinal)) {
+CopyEngine::CopyEngine(int ordinal)
+    : ordinal_(ordinal), context_(std::make_shared<cuda::PrimaryContext>(ordinal)) {
     const CurrentContext current(context());
-    check(driver().stream_create(&capture_stream_, cuda::kStreamNonBlocking), "cuStreamCreate");
-    const cuda::Result result = driver().stream_create(&restore_stream_, cuda::kStreamNonBlocking);
-    if (result != cuda::kSuccess) ignore(driver().stream_destroy(capture_stream_));
-    check(result, "cuStreamCreate");
+    int reaches = 0;
+    const cuda::Result result = driver().device_get_attribute(
+        &reaches, cuda::kHostPointersForRegisteredMemory, context_->device());
+    reaches_host_ = result == cuda::kSuccess && reaches != 0;
+    try {
+        make_streams();
+    } catch (...) {
+        destroy_streams();
+        throw;
+    }
 }
 
 CopyEngine::~CopyEngine() {
-    ignore(driver().context_push(context()));
+    kernels_.reset();
+    static_cast<void>(driver().context_push(context()));
     for (const auto& spare : spares_) {
         if (spare.used) spare.used->synchronize();
-        ignore(driver().host_free(spare.memory));
+        static_cast<void>(driver().host_free(spare.memory));
     }
-    if (module_ != nullptr) ignore(driver().module_unload(module_));
-    ignore(driver().stream_destroy(capture_stream_));
-    ignore(driver().stream_destroy(restore_stream_));
+    destroy_streams();
     cuda::ContextHandle popped = nullptr;
-    ignore(driver().context_pop(&popped));
+    static_cast<void>(driver().context_pop(&popped));
 }
 
-std::shared_ptr<Event> CopyEngine::record(cuda::StreamHandle stream) const {
-    return std::make_shared<Event>(context_, stream);
+CopyEngine::Kernels::Kernels(const std::shared_ptr<cuda::PrimaryContext>& context)
+    : fingerprint(context, fingerprint::kKernelPtx, "datastates_fingerprint"),
+      gather(context, gather::kKernelPtx, "datastates_gather") {}
+
+void CopyEngine::make_streams() {
+    for (auto* stream : {&capture_stream_, &restore_stream_, &evacuation_stream_}) {
+        check(driver().stream_create(stream, cuda::kStreamNonBlocking), "cuStreamCreate");
+    }
+}
+
+void CopyEngine::destroy_streams() const {
+    for (auto* stream : {capture_stream_, restore_stream_, evacuation_stream_}) {
+        if (stream != nullptr) static_cast<void>(driver().stream_destroy(stream));
+    }
+}
+
+void CopyEngine::prepare() {
+    const CurrentContext current(context());
+    const std::scoped_lock lock(mutex_);
+    static_cast<void>(kernels());
+}
+
+std::shared_ptr<Event> CopyEngine::record(cuda::StreamHandle stream,
+                                          std::shared_ptr<const void> keep) const {
+    return std::make_shared<Event>(context_, stream, std::move(keep));
 }
 
 void CopyEngine::wait(cuda::StreamHandle stream, const Event& event) const {
@@ -126,12 +146,23 @@ void CopyEngine::to_device(cuda::DevicePointer device, const std::byte* host, st
     check(driver().memcpy_to_device(device, host, bytes, stream), "cuMemcpyHtoDAsync");
 }
 
-void CopyEngine::drain(cuda::StreamHandle stream) const {
+void CopyEngine::on_device(cuda::DevicePointer to, cuda::DevicePointer from, std::size_t bytes,
+                           cuda::StreamHandle stream) const {
     const CurrentContext current(context());
-    ignore(driver().stream_synchronize(stream));
+    check(driver().memcpy_on_device(to, from, bytes, stream), "cuMemcpyDtoDAsync");
 }
 
-CopyEngine::Spare CopyEngine::take_page_locked(std::size_t bytes) {
+void CopyEngine::drain(cuda::StreamHandle stream) const {
+    quietly(context(), [&] { return driver().stream_synchronize(stream); });
+}
+
+const CopyEngine::Kernels& CopyEngine::kernels() {
+    if (!kernels_) kernels_ = std::make_unique<const Kernels>(context_);
+    return *kernels_;
+}
+
+KernelMemory CopyEngine::borrow(std::size_t bytes) {
+    const std::scoped_lock lock(mutex_);
     // A kernel of a job that failed early may still be about to read its buffer.
     const auto usable = [&](const Spare& spare) {
         return spare.bytes >= bytes && (!spare.used || spare.used->passed());
@@ -140,47 +171,71 @@ CopyEngine::Spare CopyEngine::take_page_locked(std::size_t bytes) {
     if (found != spares_.end()) {
         Spare spare = std::move(*found);
         spares_.erase(found);
-        return spare;
+        return {shared_from_this(), spare.memory, spare.bytes};
     }
     if (const int error = fault::hit_error(fault::Point::cuda_alloc); error != 0) {
         throw Error(ErrorCode::cuda, error, "cuMemHostAlloc", "",
                     "cuMemHostAlloc failed: injected fault");
     }
+    const std::size_t rounded = std::bit_ceil(std::max(bytes, kLeastSpare));
     void* memory = nullptr;
-    check(driver().host_allocate(&memory, bytes, cuda::kHostPortable | cuda::kHostDeviceMap),
+    check(driver().host_allocate(&memory, rounded, cuda::kHostPortable | cuda::kHostDeviceMap),
           "cuMemHostAlloc");
-    return {.memory = static_cast<std::byte*>(memory), .bytes = bytes, .used = nullptr};
+    return {shared_from_this(), static_cast<std::byte*>(memory), rounded};
+}
+
+/// REQUIRES: the context is current.
+void CopyEngine::launch(const cuda::Kernel& kernel, unsigned blocks, unsigned threads,
+                        std::span<void*> parameters, KernelMemory& memory,
+                        cuda::StreamHandle stream) {
+    check(driver().launch_kernel(kernel.function(), blocks, 1, 1, threads, 1, 1, 0, stream,
+                                 parameters.data(), nullptr),
+          "cuLaunchKernel");
+    try {
+        memory.used_ = record(stream);
+    } catch (...) {
+        drain(stream);  // nothing else tells when the memory may be lent again
+        throw;
+    }
+}
+
+void CopyEngine::gather(std::span<const gather::Range> ranges, cuda::StreamHandle stream) {
+    const CurrentContext current(context());
+    const cuda::Kernel* kernel = nullptr;
+    {
+        const std::scoped_lock lock(mutex_);
+        kernel = &kernels().gather;
+    }
+    KernelMemory memory = borrow(ranges.size_bytes());
+    std::memcpy(memory.data(), ranges.data(), ranges.size_bytes());
+    std::uint64_t told = memory.device_address();
+    auto count = static_cast<unsigned>(ranges.size());
+    std::array<void*, 2> parameters = {&told, &count};
+    const unsigned blocks =
+        std::min(gather::kMaxKernelBlocks,
+                 (count + gather::kWarpsPerKernelBlock - 1) / gather::kWarpsPerKernelBlock);
+    launch(*kernel, blocks, gather::kKernelThreads, parameters, memory, stream);
 }
 
 DeviceFingerprints CopyEngine::fingerprint(std::span<const fingerprint::DeviceRange> ranges,
                                            cuda::StreamHandle stream) {
     const CurrentContext current(context());
-    Spare buffer{};
+    const cuda::Kernel* kernel = nullptr;
     {
         const std::scoped_lock lock(mutex_);
-        if (kernel_ == nullptr) {
-            check(driver().module_load_data(&module_, fingerprint::kKernelPtx), "cuModuleLoadData");
-            check(driver().module_get_function(&kernel_, module_, "datastates_fingerprint"),
-                  "cuModuleGetFunction");
-        }
-        buffer = take_page_locked(ranges.size() *
-                                  (sizeof(fingerprint::DeviceRange) + sizeof(std::uint64_t)));
+        kernel = &kernels().fingerprint;
     }
-    DeviceFingerprints launched(shared_from_this(), buffer.memory, buffer.bytes, ranges.size());
-    std::memcpy(buffer.memory, ranges.data(), ranges.size_bytes());
-    // The device reads and writes page-locked host memory at the host's own addresses: what is told
-    // and answered here is a few KiB, not worth copies.
-    auto told = reinterpret_cast<std::uint64_t>(buffer.memory);
+    KernelMemory memory =
+        borrow(ranges.size() * (sizeof(fingerprint::DeviceRange) + sizeof(std::uint64_t)));
+    std::memcpy(memory.data(), ranges.data(), ranges.size_bytes());
+    std::uint64_t told = memory.device_address();
     std::uint64_t answered = told + ranges.size_bytes();
     auto count = static_cast<unsigned>(ranges.size());
     std::array<void*, 3> parameters = {&told, &answered, &count};
     const unsigned blocks =
         (count + fingerprint::kRangesPerKernelBlock - 1) / fingerprint::kRangesPerKernelBlock;
-    check(driver().launch_kernel(kernel_, blocks, 1, 1, fingerprint::kKernelThreads, 1, 1, 0,
-                                 stream, parameters.data(), nullptr),
-          "cuLaunchKernel");
-    launched.used_ = record(stream);
-    return launched;
+    launch(*kernel, blocks, fingerprint::kKernelThreads, parameters, memory, stream);
+    return {std::move(memory), ranges.size()};
 }
 
 std::shared_ptr<CopyEngine> CopyEngines::at(int device) {

@@ -13,6 +13,8 @@ namespace {
 // Room in a block for a read that is widened to whole pages on both sides.
 constexpr std::uint64_t kReadMargin = 8192;
 constexpr const char* kMemory = "memory";
+// Of a restore, for each read in flight: being read, being verified, on its way to a device.
+constexpr std::size_t kBlocksPerRead = 4;
 
 template <typename Plan>
 std::vector<std::uint64_t> sizes(const Plan& plan, std::size_t count,
@@ -56,6 +58,15 @@ std::string WriteJob::backend_name() const {
     return state_->memory_backed() ? kMemory : executor_->backend_name();
 }
 
+bool WriteJob::pinned() const { return executor_->pinned(); }
+
+bool WriteJob::gate(std::span<const std::pair<int, std::uint64_t>> streams,
+                    Deadline deadline) const {
+    executor_->evacuator_.evacuate(*state_);
+    if (state_->stopped()) executor_->capturer_.attend();  // evacuating may have failed it
+    return state_->gate(streams, deadline);
+}
+
 ReadJob::ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state)
     : executor_(std::move(executor)), state_(std::move(state)) {}
 
@@ -77,12 +88,14 @@ std::shared_ptr<Executor> Executor::make(const Options& options) {
 
 Executor::Executor(const Options& options)
     : direct_(options.direct),
+      read_blocks_(kBlocksPerRead * options.queue_depth),
       cache_(options.cache_bytes, options.block_bytes),
       engines_(cache_),
       workers_(options.workers),
+      evacuator_(options.device_cache_bytes),
       writer_(cache_, workers_,
               make_backend(options.backend, options.queue_depth, options.io_threads)),
-      capturer_(cache_, engines_, writer_),
+      capturer_(cache_, engines_, writer_, evacuator_.enabled()),
       reader_(cache_, workers_,
               make_backend(options.backend, options.queue_depth, options.io_threads),
               options.queue_depth) {
@@ -118,7 +131,8 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
     File file = File::create(path, direct_);
     // Where space is memory, it is reserved bit by bit by those who fill it.
     if (!file.memory_backed()) file.allocate(0, plan->file_length());
-    auto state = std::make_shared<WriteState>(std::move(file), std::move(plan), std::move(sources));
+    auto state = std::make_shared<WriteState>(std::move(file), std::move(plan), std::move(sources),
+                                              evacuator_.enabled());
     {
         const std::scoped_lock lock(mutex_);
         if (closed_) throw Error::closed("the executor is closed");
@@ -155,6 +169,8 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
         if (closed_) throw Error::closed("the executor is closed");
         remember(reads_, state);
     }
+    // After the engines: where a device is in use, memory is page-locked before it is used.
+    cache_.reserve(std::min(state->plan().extents().size(), read_blocks_) * cache_.block_bytes());
     auto job = std::make_unique<ReadJob>(shared_from_this(), state);
     reader_.enqueue(std::move(state));
     return job;

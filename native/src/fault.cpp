@@ -25,8 +25,9 @@ struct Rule {
     std::uint64_t hits = 0;
 };
 
-constexpr std::array<std::string_view, 8> kPoints = {
-    "open", "write", "read", "sync", "truncate", "allocate", "uring_setup", "cuda_alloc"};
+constexpr std::array<std::string_view, 10> kPoints = {
+    "open",     "write",       "read",       "sync",          "truncate",
+    "allocate", "uring_setup", "cuda_alloc", "cuda_register", "cuda_pool"};
 constexpr std::array<std::string_view, 5> kActions = {"fail", "short", "eintr", "kill", "delay"};
 
 template <std::size_t N>

@@ -9,8 +9,9 @@
 namespace datastates::fingerprint {
 namespace {
 
-constexpr std::uint64_t kSamples = 64;
+constexpr std::uint64_t kSamples = 32;  // one for each lane of a warp
 constexpr std::uint64_t kWord = 8;
+constexpr std::uint64_t kLine = 64;  // of the processor's cache
 
 // splitmix64's finalizer over the word, offset by its position.
 std::uint64_t mix(std::uint64_t position, std::uint64_t word) {
@@ -22,14 +23,33 @@ std::uint64_t mix(std::uint64_t position, std::uint64_t word) {
 
 std::uint64_t load(const std::byte* data, std::uint64_t left) {
     std::uint64_t word = 0;
-    std::memcpy(&word, data, std::min(left, kWord));
+    if (left >= kWord) {  // the usual case, and one instruction
+        std::memcpy(&word, data, kWord);
+    } else {
+        std::memcpy(&word, data, left);
+    }
     return word;
 }
+
+/// Which word sample i is, of `last + 1` words that are more than there are samples.
+std::uint64_t position_of(std::uint64_t i, std::uint64_t last) { return i * last / (kSamples - 1); }
 
 }  // namespace
 
 std::uint64_t of(const std::byte* data, std::uint64_t nbytes) {
     return of_piece(nbytes, 0, data, nbytes);
+}
+
+void prefetch(const std::byte* data, std::uint64_t nbytes) {
+    if (nbytes == 0) return;
+    if (nbytes <= kSamples * kWord) {
+        for (std::uint64_t at = 0; at < nbytes; at += kLine) __builtin_prefetch(data + at);
+        return;
+    }
+    const std::uint64_t last = ((nbytes + kWord - 1) / kWord) - 1;
+    for (std::uint64_t i = 0; i < kSamples; ++i) {
+        __builtin_prefetch(data + (position_of(i, last) * kWord));
+    }
 }
 
 std::uint64_t of_piece(std::uint64_t nbytes, std::uint64_t offset, const std::byte* piece,
@@ -51,11 +71,11 @@ std::uint64_t of_piece(std::uint64_t nbytes, std::uint64_t offset, const std::by
         for (std::uint64_t position = first; position < end; ++position) sum += add(position);
         return sum;
     }
-    // Sample i is the word floor(i * (words - 1) / 63); start at the first one not before `first`.
     const std::uint64_t last = words - 1;
-    std::uint64_t i = ((first * (kSamples - 1)) + last - 1) / last;
+    // The first sample that is not before `first`.
+    std::uint64_t i = first == 0 ? 0 : ((first * (kSamples - 1)) + last - 1) / last;
     for (; i < kSamples; ++i) {
-        const std::uint64_t position = i * last / (kSamples - 1);
+        const std::uint64_t position = position_of(i, last);
         if (position >= end) break;
         sum += add(position);
     }
@@ -99,18 +119,16 @@ const char* const kKernelPtx = R"ptx(
     add.u64 %words, %nbytes, 7;
     shr.u64 %words, %words, 3;
     sub.u64 %last, %words, 1;
-    min.u64 %samples, %words, 64;
-    setp.le.u64 %few, %words, 64;
+    min.u64 %samples, %words, 32;
+    setp.le.u64 %few, %words, 32;
     mov.u64 %sum, 0;
     cvt.u64.u32 %i, %lane;
-
-NEXT:
     setp.ge.u64 %more, %i, %samples;
     @%more bra REDUCE;
     mov.u64 %position, %i;
     @%few bra LOAD;
     mul.lo.u64 %position, %i, %last;
-    div.u64 %position, %position, 63;
+    div.u64 %position, %position, 31;
 
 LOAD:
     shl.b64 %at, %position, 3;
@@ -151,9 +169,7 @@ MIX:
     mul.lo.u64 %x, %x, 0x94D049BB133111EBU;
     shr.u64 %y, %x, 31;
     xor.b64 %x, %x, %y;
-    add.u64 %sum, %sum, %x;
-    add.u64 %i, %i, 32;
-    bra NEXT;
+    mov.u64 %sum, %x;
 
 REDUCE:
     mov.u32 %bits, 16;

@@ -13,7 +13,32 @@ namespace datastates {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kPopulateStep = std::size_t{64} << 20;
+// Long enough that the calls cost nothing beside the work, short enough that the first piece comes
+// soon and that whoever ends the cache waits for little (some 10 ms).
+constexpr std::size_t kPiece = std::size_t{64} << 20;
+// Threads that ask for memory: beyond a few they only wait for one another in the kernel, and a
+// machine's cores are there for the training.
+constexpr unsigned kMaxWorkers = 4;
+constexpr unsigned kCoresPerWorker = 4;
+
+/// Backs memory with pages. Where the kernel cannot (before 5.14), they appear at their first use.
+void populate(std::span<std::byte> memory) {
+#ifdef MADV_POPULATE_WRITE
+    static_cast<void>(::madvise(memory.data(), memory.size(), MADV_POPULATE_WRITE));
+#else
+    static_cast<void>(memory);
+#endif
+}
+
+/// Null where it cannot be: the limit on locked memory, most often.
+std::unique_ptr<cuda::PageLock> try_page_lock(std::shared_ptr<cuda::PrimaryContext> context,
+                                              std::span<std::byte> memory) {
+    try {
+        return std::make_unique<cuda::PageLock>(std::move(context), memory);
+    } catch (const Error&) {
+        return nullptr;
+    }
+}
 
 }  // namespace
 
@@ -37,19 +62,27 @@ std::span<std::byte> Block::memory() const {
     return cache_->region_.subspan(index_ * cache_->block_bytes_, cache_->block_bytes_);
 }
 
-HostCache::HostCache(std::size_t cache_bytes, std::size_t block_bytes) : block_bytes_(block_bytes) {
+bool Block::page_locked() const {
+    const std::scoped_lock lock(cache_->mutex_);
+    return cache_->piece_of(index_).page_lock != nullptr;
+}
+
+HostCache::HostCache(std::size_t limit_bytes, std::size_t block_bytes) : block_bytes_(block_bytes) {
     if (block_bytes == 0 || block_bytes % kPage != 0) {
         throw Error::invalid("block_bytes must be a positive multiple of 4096, not " +
                              std::to_string(block_bytes));
     }
-    const std::size_t blocks = cache_bytes / block_bytes;
+    const std::size_t blocks = limit_bytes / block_bytes;
     if (blocks == 0) {
-        throw Error::invalid("a host cache of " + std::to_string(cache_bytes) +
+        throw Error::invalid("a host cache of " + std::to_string(limit_bytes) +
                              " bytes holds no block of " + std::to_string(block_bytes));
     }
+    blocks_per_piece_ = std::max<std::size_t>(1, kPiece / block_bytes);
+    piece_bytes_ = blocks_per_piece_ * block_bytes;
     const std::size_t bytes = blocks * block_bytes;
     // Before the mapping, so that nothing can throw between it and the destructor's duty.
-    free_.reserve(blocks);
+    pieces_.resize((bytes + piece_bytes_ - 1) / piece_bytes_);
+    taken_.resize(blocks);
     void* memory =
         ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw Error::io(errno, "mmap", "");
@@ -58,12 +91,126 @@ HostCache::HostCache(std::size_t cache_bytes, std::size_t block_bytes) : block_b
     // loader) must not make our pages copy-on-write while a device writes to them.
     static_cast<void>(::madvise(memory, bytes, MADV_HUGEPAGE));
     static_cast<void>(::madvise(memory, bytes, MADV_DONTFORK));
-    for (std::size_t i = blocks; i > 0; --i) free_.push_back(i - 1);
+    for (std::size_t i = 0; i < pieces_.size(); ++i) {
+        const std::size_t at = i * piece_bytes_;
+        pieces_[i].memory = region_.subspan(at, std::min(piece_bytes_, bytes - at));
+    }
 }
 
 HostCache::~HostCache() {
-    page_lock_.reset();
+    for (std::jthread& worker : workers_) worker.request_stop();
+    workers_.clear();
+    pieces_.clear();
     ::munmap(region_.data(), region_.size());
+}
+
+void HostCache::reserve(std::uint64_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    const std::size_t wanted = std::min<std::uint64_t>(bytes, region_.size());
+    const std::size_t pieces = (wanted + piece_bytes_ - 1) / piece_bytes_;
+    if (pieces <= reserved_) return;
+    if (workers_.empty()) start_workers();
+    for (; reserved_ < pieces; ++reserved_) {
+        if (!context_) make_ready(pieces_[reserved_]);
+    }
+    work_.notify_all();
+    changed_.notify_all();
+}
+
+std::size_t HostCache::reserved() const {
+    const std::scoped_lock lock(mutex_);
+    return std::min(reserved_ * piece_bytes_, region_.size());
+}
+
+std::span<std::byte> HostCache::populated() const {
+    const std::scoped_lock lock(mutex_);
+    const auto end = std::ranges::find_if(pieces_, [](const Piece& p) { return !p.populated; });
+    const auto count = static_cast<std::size_t>(end - pieces_.begin());
+    return region_.first(std::min(count * piece_bytes_, region_.size()));
+}
+
+void HostCache::pin(std::shared_ptr<cuda::PrimaryContext> context) {
+    const std::scoped_lock lock(mutex_);
+    if (context_) return;
+    context_ = std::move(context);
+    // What is free waits for its page lock, which comes soon; what is in use is locked as it is.
+    free_.clear();
+    for (Piece& piece : pieces_) piece.ready = false;
+    work_.notify_all();
+}
+
+bool HostCache::pinned() const {
+    const std::scoped_lock lock(mutex_);
+    return reserved_ > 0 &&
+           std::all_of(pieces_.begin(), pieces_.begin() + static_cast<std::ptrdiff_t>(reserved_),
+                       [](const Piece& piece) { return piece.page_lock != nullptr; });
+}
+
+void HostCache::wait_settled() const {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] {
+        return std::ranges::none_of(
+            pieces_, [&](const Piece& piece) { return piece.busy || needs_work(piece); });
+    });
+}
+
+void HostCache::start_workers() {
+    const unsigned count =
+        std::clamp(std::thread::hardware_concurrency() / kCoresPerWorker, 1U, kMaxWorkers);
+    for (unsigned i = 0; i < count; ++i) {
+        workers_.emplace_back([this](const std::stop_token& stop) { work(stop); });
+    }
+}
+
+bool HostCache::needs_work(const Piece& piece) const {
+    const auto index = static_cast<std::size_t>(&piece - pieces_.data());
+    return index < reserved_ && (!piece.populated || (context_ && !piece.lock_tried));
+}
+
+HostCache::Piece* HostCache::next_piece() {
+    const auto found = std::ranges::find_if(
+        pieces_, [&](const Piece& piece) { return !piece.busy && needs_work(piece); });
+    return found == pieces_.end() ? nullptr : &*found;
+}
+
+void HostCache::work(const std::stop_token& stop) {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        Piece* piece = nullptr;
+        if (!work_.wait(lock, stop, [&] { return (piece = next_piece()) != nullptr; })) return;
+        if (stop.stop_requested()) return;
+        piece->busy = true;
+        const auto context = context_;
+        const bool fresh = !piece->populated;
+        lock.unlock();
+        if (fresh) populate(piece->memory);
+        auto page_lock = context ? try_page_lock(context, piece->memory) : nullptr;
+        lock.lock();
+        piece->busy = false;
+        piece->populated = true;
+        if (context) {
+            piece->lock_tried = true;
+            piece->page_lock = std::move(page_lock);
+            make_ready(*piece);
+        }
+        changed_.notify_all();
+    }
+}
+
+void HostCache::make_ready(Piece& piece) {
+    piece.ready = true;
+    const auto first = static_cast<std::size_t>(&piece - pieces_.data()) * blocks_per_piece_;
+    const std::size_t end = std::min(first + blocks_per_piece_, taken_.size());
+    for (std::size_t i = first; i < end; ++i) {
+        if (!taken_[i]) free_.insert(free_.end(), i);
+    }
+}
+
+Block HostCache::take_lowest() {
+    const std::size_t index = *free_.begin();
+    free_.erase(free_.begin());
+    taken_[index] = true;
+    return {this, index};
 }
 
 std::optional<Block> HostCache::acquire(const std::function<bool()>& give_up) {
@@ -74,17 +221,13 @@ std::optional<Block> HostCache::acquire(const std::function<bool()>& give_up) {
         return gave_up || !free_.empty();
     });
     if (gave_up) return std::nullopt;
-    const std::size_t index = free_.back();
-    free_.pop_back();
-    return Block(this, index);
+    return take_lowest();
 }
 
 std::optional<Block> HostCache::try_acquire() {
     const std::scoped_lock lock(mutex_);
     if (free_.empty()) return std::nullopt;
-    const std::size_t index = free_.back();
-    free_.pop_back();
-    return Block(this, index);
+    return take_lowest();
 }
 
 void HostCache::poke() {
@@ -95,25 +238,10 @@ void HostCache::poke() {
 
 void HostCache::release(std::size_t index) {
     const std::scoped_lock lock(mutex_);
-    free_.push_back(index);
+    taken_[index] = false;
+    if (piece_of(index).ready) free_.insert(index);
     // All: the one woken might give up instead of taking the block.
     changed_.notify_all();
-}
-
-void HostCache::populate(const std::stop_token& stop) const {
-#ifdef MADV_POPULATE_WRITE
-    for (std::size_t at = 0; at < region_.size() && !stop.stop_requested(); at += kPopulateStep) {
-        const std::size_t length = std::min(kPopulateStep, region_.size() - at);
-        if (::madvise(region_.data() + at, length, MADV_POPULATE_WRITE) != 0) return;
-    }
-#endif
-}
-
-void HostCache::pin(std::shared_ptr<cuda::PrimaryContext> context) {
-    const std::scoped_lock lock(pin_mutex_);
-    if (pinned_) return;
-    page_lock_ = std::make_unique<cuda::PageLock>(std::move(context), region_);
-    pinned_ = true;
 }
 
 }  // namespace datastates

@@ -17,8 +17,9 @@ namespace {
 
 // user_data of the poll that listens for wake(); slots count from 0.
 constexpr std::uint64_t kWake = ~std::uint64_t{0};
-// The kernel registers at most this much as one buffer.
-constexpr std::size_t kRegisteredPiece = std::size_t{1} << 30;
+// The kernel registers at most this much as one buffer, and so many buffers.
+constexpr std::size_t kMaxRegisteredPiece = std::size_t{1} << 30;
+constexpr unsigned kMaxRegistered = 1U << 14;
 
 }  // namespace
 
@@ -52,24 +53,32 @@ UringBackend::~UringBackend() {
     }
 }
 
-void UringBackend::register_memory(std::span<std::byte> memory) {
-    std::vector<iovec> pieces;
-    for (std::size_t at = 0; at < memory.size(); at += kRegisteredPiece) {
-        pieces.push_back({.iov_base = memory.data() + at,
-                          .iov_len = std::min(kRegisteredPiece, memory.size() - at)});
+void UringBackend::register_memory(std::span<std::byte> memory, std::size_t piece_bytes) {
+    // Refused by kernels before 5.19, and for RLIMIT_MEMLOCK: transfers work without, a little
+    // slower.
+    if (refused_) return;
+    if (piece_bytes_ == 0) {
+        piece_bytes_ = piece_bytes;
+        refused_ = piece_bytes > kMaxRegisteredPiece ||
+                   io_uring_register_buffers_sparse(&ring_.ring, kMaxRegistered) != 0;
     }
-    const int result =
-        io_uring_register_buffers(&ring_.ring, pieces.data(), static_cast<unsigned>(pieces.size()));
-    // Refused for RLIMIT_MEMLOCK, most often: transfers work without, a little slower.
-    if (result == 0) registered_ = memory;
+    while (!refused_ && registered_.size() < memory.size()) {
+        const std::size_t at = registered_.size();
+        const iovec piece{.iov_base = memory.data() + at,
+                          .iov_len = std::min(piece_bytes, memory.size() - at)};
+        const auto index = static_cast<unsigned>(at / piece_bytes);
+        refused_ = index == kMaxRegistered || io_uring_register_buffers_update_tag(
+                                                  &ring_.ring, index, &piece, nullptr, 1) != 1;
+        if (!refused_) registered_ = memory.first(at + piece.iov_len);
+    }
 }
 
 int UringBackend::registered_index(const std::byte* buffer, std::size_t length) const {
     if (registered_.empty() || buffer < registered_.data()) return -1;
     const auto begin = static_cast<std::size_t>(buffer - registered_.data());
     if (begin >= registered_.size() || length > registered_.size() - begin) return -1;
-    const std::size_t piece = begin / kRegisteredPiece;
-    if ((begin + length - 1) / kRegisteredPiece != piece) return -1;
+    const std::size_t piece = begin / piece_bytes_;
+    if ((begin + length - 1) / piece_bytes_ != piece) return -1;
     return static_cast<int>(piece);
 }
 

@@ -13,6 +13,28 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kTailStep = std::size_t{4} << 20;
+// Extents' pieces that the processor fetches ahead of the one whose fingerprint it computes.
+constexpr std::size_t kFetchAhead = 2;
+
+/// Which extents a gate can take: those whose sources are all lazy and on one device. The first
+/// ones are the capture thread's at once, and host memory is copied by a processor in any case.
+std::vector<bool> evacuable_extents(const WritePlan& plan, const Buffers& buffers, bool enabled) {
+    std::vector<bool> evacuable(plan.extents().size(), false);
+    for (std::size_t i = 0; enabled && i < evacuable.size(); ++i) {
+        const WritePlan::Extent& extent = plan.extents()[i];
+        if (!extent.has_lazy || extent.has_eager) continue;
+        std::optional<int> device;
+        bool alike = true;
+        for (const WritePlan::Piece& piece : plan.pieces(extent)) {
+            if (piece.source < 0) continue;
+            const int found = buffers.device[static_cast<std::size_t>(piece.source)];
+            alike = alike && found >= 0 && found == device.value_or(found);
+            device = found;
+        }
+        evacuable[i] = alike;
+    }
+    return evacuable;
+}
 
 /// Page-aligned memory, for direct I/O.
 class AlignedBuffer {
@@ -33,10 +55,12 @@ class AlignedBuffer {
 
 }  // namespace
 
-WriteState::WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers buffers)
+WriteState::WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers buffers,
+                       bool device_cache)
     : plan_(std::move(plan)),
       buffers_(std::move(buffers)),
       file_(std::move(file)),
+      claims_(evacuable_extents(*plan_, buffers_, device_cache)),
       chunk_crcs_(plan_->first_chunk(plan_->sources()), 0),
       before_(plan_->sources(), 0),
       after_(plan_->sources(), 0) {
@@ -68,6 +92,26 @@ void WriteState::fingerprint(const WritePlan::Piece& piece, const std::byte* dat
                                             piece.length);
 }
 
+bool WriteState::fingerprint_landed(const WritePlan::Extent& extent, const std::byte* memory) {
+    const auto pieces = plan_->pieces(extent);
+    bool any = false;
+    const auto whole = [&](const WritePlan::Piece& piece) {
+        return piece.length == plan_->source_nbytes(static_cast<std::size_t>(piece.source));
+    };
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+        if (i + kFetchAhead < pieces.size()) {
+            const WritePlan::Piece& later = pieces[i + kFetchAhead];
+            if (on_device(later) && whole(later)) {
+                fingerprint::prefetch(memory + later.extent_offset, later.length);
+            }
+        }
+        if (!on_device(pieces[i])) continue;
+        fingerprint(pieces[i], memory + pieces[i].extent_offset);
+        any = true;
+    }
+    return any;
+}
+
 void WriteState::add_engine(int device, std::shared_ptr<CopyEngine> engine) {
     engines_.emplace(device, std::move(engine));
 }
@@ -85,11 +129,25 @@ void WriteState::add_producer(int device, std::shared_ptr<Event> event) {
     producers_.emplace_back(device, std::move(event));
 }
 
-void WriteState::order_after_producers() {
-    for (const auto& [device, event] : std::exchange(producers_, {})) {
-        const CopyEngine& copies = engine(device);
-        copies.wait(copies.capture_stream(), *event);
+void WriteState::order_after_producers(int device, cuda::StreamHandle stream) const {
+    const CopyEngine& copies = engine(device);
+    for (const auto& [where, event] : producers_) {
+        if (where == device) copies.wait(stream, *event);
     }
+}
+
+void WriteState::order_captures_after_producers() {
+    if (std::exchange(captures_ordered_, true)) return;
+    for (const auto& [device, copies] : engines_) {
+        order_after_producers(device, copies->capture_stream());
+    }
+}
+
+int WriteState::device_of(std::size_t extent) const {
+    for (const WritePlan::Piece& piece : plan_->pieces(plan_->extents()[extent])) {
+        if (piece.source >= 0) return buffers_.device[static_cast<std::size_t>(piece.source)];
+    }
+    return -1;
 }
 
 void WriteState::add_capture_event(int device, std::shared_ptr<Event> event, bool lazy) {
@@ -102,11 +160,25 @@ void WriteState::add_capture_event(int device, std::shared_ptr<Event> event, boo
     }
 }
 
-void WriteState::extent_enqueued(bool has_sources) {
+void WriteState::extent_enqueued(std::size_t extent) {
+    const bool counts = plan_->extents()[extent].has_sources && !claims_.was_evacuated(extent);
     const std::scoped_lock lock(mutex_);
     ++enqueued_;
-    if (has_sources) ++source_extents_enqueued_;
+    if (counts) ++source_extents_enqueued_;
     changed_.notify_all();
+}
+
+void WriteState::extent_evacuated(std::size_t extent, int device, std::shared_ptr<Event> ready) {
+    const std::scoped_lock lock(mutex_);
+    capture_events_[device].evacuated = std::move(ready);
+    ++source_extents_enqueued_;
+    stats_.device_cache_bytes += plan_->extents()[extent].length;
+    changed_.notify_all();
+}
+
+void WriteState::add_evacuate_seconds(double seconds) {
+    const std::scoped_lock lock(mutex_);
+    stats_.evacuate_seconds += seconds;
 }
 
 void WriteState::extent_landed() {
@@ -204,12 +276,13 @@ bool WriteState::gate(std::span<const std::pair<int, std::uint64_t>> streams,
     for (const auto& [device, stream] : streams) {
         const auto found = events.find(device);
         if (found == events.end()) continue;
-        const auto& [eager, lazy] = found->second;
+        const auto& [eager, lazy, evacuated] = found->second;
         auto* handle = reinterpret_cast<cuda::StreamHandle>(stream);
         try {
             const CopyEngine& copies = engine(device);
             for (const auto& event : eager) copies.wait(handle, *event);
             if (lazy) copies.wait(handle, *lazy);
+            if (evacuated) copies.wait(handle, *evacuated);
         } catch (const Error&) {
             if (!stopped()) throw;
             // The device has failed, and the job with it: nothing reads any more.

@@ -17,10 +17,6 @@ constexpr std::chrono::microseconds kPoll{50};
 // pages costs more than it, and overtakes it from about this many threads on.
 constexpr unsigned kStoringWorkers = 4;
 
-bool on_device(const WriteState& job, const WritePlan::Piece& piece) {
-    return piece.source >= 0 && !job.on_host(static_cast<std::size_t>(piece.source));
-}
-
 std::span<std::byte> captured_bytes(const CapturedExtent& captured, const WritePlan::Piece& piece) {
     return captured.block.memory().subspan(piece.extent_offset, piece.length);
 }
@@ -32,7 +28,7 @@ void digest(CapturedExtent& captured, unsigned worker) {
     std::uint64_t bytes = 0;
     for (const WritePlan::Piece& piece : job.plan().pieces(captured.extent())) {
         if (job.stopped()) return;
-        if (!on_device(job, piece)) continue;
+        if (!job.on_device(piece)) continue;
         captured.digests.push_back(fragments(captured_bytes(captured, piece), piece.source_offset,
                                              job.plan().chunk_bytes()));
         bytes += piece.length;
@@ -46,15 +42,11 @@ Writer::Writer(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
     : cache_(cache),
       workers_(workers),
       backend_(std::move(backend)),
-      populator_([this](const std::stop_token& stop) {
-          cache_.populate(stop);
-          populated_ = true;
-      }),
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
 
 void Writer::hand_over(std::unique_ptr<CapturedExtent> extent) {
     const bool has_sources = extent->extent().has_sources;
-    extent->job->extent_enqueued(has_sources);
+    extent->job->extent_enqueued(extent->index);
     if (has_sources && extent->events.empty()) extent->job->extent_landed();
     {
         const std::scoped_lock lock(mutex_);
@@ -65,11 +57,11 @@ void Writer::hand_over(std::unique_ptr<CapturedExtent> extent) {
 }
 
 void Writer::run(const std::stop_token& stop) {
-    bool registered = false;
+    std::size_t registered = 0;
     while (take_arrivals(stop)) {
-        if (!registered && populated_) {
-            backend_->register_memory(cache_.region());
-            registered = true;
+        if (const std::span<std::byte> memory = cache_.populated(); memory.size() > registered) {
+            backend_->register_memory(memory, cache_.piece_bytes());
+            registered = memory.size();
         }
         // Landings first: they are what a gated training step waits for.
         while (land_next()) {
@@ -114,11 +106,14 @@ bool Writer::land_next() {
     try {
         const auto passed = [](const auto& event) { return event->passed(); };
         if (!std::ranges::all_of(captured.events, passed)) return false;
-        bool has_device_bytes = false;
-        for (const WritePlan::Piece& piece : job.plan().pieces(captured.extent())) {
-            if (!on_device(job, piece)) continue;
-            has_device_bytes = true;
-            job.fingerprint(piece, captured_bytes(captured, piece).data());
+        const bool has_device_bytes =
+            job.fingerprint_landed(captured.extent(), captured.block.memory().data());
+        if (was_landing) {
+            // Copies of one stream follow one another: each begins where the one before ended.
+            captured.begin = std::max(captured.begin, landed_);
+            const int device = std::max(job.device_of(captured.index), 0);
+            captured.note_capture(kDeviceTracks + static_cast<std::uint32_t>(device));
+            landed_ = Clock::now();
         }
         captured.events.clear();
         if (has_device_bytes && !job.stopped()) start_digest(captured);
@@ -164,7 +159,7 @@ void Writer::patch(const CapturedExtent& captured) {
     WriteState& job = *captured.job;
     auto digest = captured.digests.begin();
     for (const WritePlan::Piece& piece : job.plan().pieces(captured.extent())) {
-        if (!on_device(job, piece)) continue;
+        if (!job.on_device(piece)) continue;
         for (const CrcFragment& fragment : *digest++) {
             job.checksum(static_cast<std::size_t>(piece.source), fragment);
         }

@@ -26,7 +26,7 @@ TEST(pieces_add_up) {
 
 TEST(sees_every_byte_of_small_ranges) {
     std::mt19937_64 random(2);
-    for (const std::size_t size : {1, 7, 8, 9, 100, 511, 512}) {
+    for (const std::size_t size : {1, 7, 8, 9, 100, 255, 256}) {
         auto data = support::random_bytes(random, size);
         const auto before = fingerprint::of(data.data(), size);
         for (auto& byte : data) {
@@ -37,7 +37,7 @@ TEST(sees_every_byte_of_small_ranges) {
     }
 }
 
-TEST(samples_64_words_of_large_ranges) {
+TEST(samples_32_words_of_large_ranges) {
     std::mt19937_64 random(3);
     const std::size_t size = 4096;
     auto data = support::random_bytes(random, size);
@@ -48,7 +48,7 @@ TEST(samples_64_words_of_large_ranges) {
         if (fingerprint::of(data.data(), size) != before) seen.insert(i / 8);
         data[i] ^= std::byte{1};
     }
-    CHECK_EQ(seen.size(), 64U);
+    CHECK_EQ(seen.size(), 32U);
     CHECK(seen.contains(0) && seen.contains((size / 8) - 1));
 }
 

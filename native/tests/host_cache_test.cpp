@@ -1,8 +1,13 @@
 #include "datastates/host_cache.hpp"
 
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <set>
 #include <thread>
+#include <vector>
 
 #include "check.hpp"
 #include "datastates/error.hpp"
@@ -11,11 +16,22 @@ using namespace datastates;
 
 namespace {
 const auto kNever = [] { return false; };
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+
+std::size_t resident_pages(std::span<std::byte> memory) {
+    std::vector<unsigned char> pages(memory.size() / 4096);
+    CHECK(::mincore(memory.data(), memory.size(), pages.data()) == 0);
+    return static_cast<std::size_t>(
+        std::ranges::count_if(pages, [](unsigned char page) { return (page & 1) != 0; }));
+}
 }  // namespace
 
 TEST(blocks_are_disjoint_and_return) {
     HostCache cache(10 * 4096 + 5, 8192);
     CHECK_EQ(cache.bytes(), 5U * 8192U);
+    CHECK(!cache.try_acquire());
+    cache.reserve(1);
+    CHECK_EQ(cache.reserved(), cache.bytes());
     {
         std::set<std::byte*> seen;
         std::vector<Block> blocks;
@@ -38,6 +54,7 @@ TEST(refuses_bad_sizes) {
 
 TEST(waits_for_a_block) {
     HostCache cache(4096, 4096);
+    cache.reserve(4096);
     auto held = cache.acquire(kNever);
     std::atomic<bool> got = false;
     std::jthread waiter([&] {
@@ -53,6 +70,7 @@ TEST(waits_for_a_block) {
 
 TEST(gives_up_when_poked) {
     HostCache cache(4096, 4096);
+    cache.reserve(4096);
     const auto held = cache.acquire(kNever);
     std::atomic<bool> stop = false;
     std::jthread waiter([&] { CHECK(!cache.acquire([&] { return stop.load(); })); });
@@ -64,6 +82,7 @@ TEST(gives_up_when_poked) {
 
 TEST(many_threads_share_few_blocks) {
     HostCache cache(3 * 4096, 4096);
+    cache.reserve(3 * 4096);
     std::vector<std::jthread> threads;
     for (int i = 0; i < 6; ++i) {
         threads.emplace_back([&cache, i] {
@@ -77,10 +96,65 @@ TEST(many_threads_share_few_blocks) {
     }
 }
 
-TEST(populates) {
-    const HostCache cache(1 << 20, 4096);
-    cache.populate({});
-    CHECK(!cache.pinned());
+TEST(grows_to_what_is_reserved) {
+    HostCache cache(150 * kMiB, kMiB);
+    CHECK_EQ(cache.piece_bytes(), 64 * kMiB);
+    CHECK_EQ(cache.reserved(), 0U);
+    CHECK(cache.populated().empty());
+    cache.reserve(kMiB);
+    CHECK_EQ(cache.reserved(), 64 * kMiB);
+    cache.wait_settled();
+    CHECK_EQ(cache.populated().size(), 64 * kMiB);
+    CHECK_EQ(resident_pages(cache.populated()), 64 * kMiB / 4096);
+    const std::span<std::byte> beyond(cache.populated().data() + (64 * kMiB), 86 * kMiB);
+    CHECK_EQ(resident_pages(beyond), 0U);
+
+    std::vector<Block> blocks;
+    while (auto block = cache.try_acquire()) blocks.push_back(std::move(*block));
+    CHECK_EQ(blocks.size(), 64U);
+    CHECK(!cache.pinned() && !blocks.front().page_locked());
+    cache.reserve(1);  // less than before: nothing happens
+    CHECK(!cache.try_acquire());
+    cache.reserve(1000 * kMiB);
+    CHECK_EQ(cache.reserved(), 150 * kMiB);
+    while (auto block = cache.try_acquire()) blocks.push_back(std::move(*block));
+    CHECK_EQ(blocks.size(), 150U);
+    cache.wait_settled();
+    CHECK_EQ(cache.populated().size(), cache.bytes());
+}
+
+TEST(waits_for_memory_to_be_reserved) {
+    HostCache cache(4096, 4096);
+    std::atomic<bool> got = false;
+    std::jthread waiter([&] {
+        const auto block = cache.acquire(kNever);
+        got = block.has_value();
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK(!got);
+    cache.reserve(1);
+    waiter.join();
+    CHECK(got);
+}
+
+TEST(hands_out_the_lowest_addresses) {
+    HostCache cache(8 * 4096, 4096);
+    cache.reserve(8 * 4096);
+    std::vector<Block> blocks;
+    while (auto block = cache.try_acquire()) blocks.push_back(std::move(*block));
+    CHECK(std::ranges::is_sorted(blocks, {}, [](const Block& b) { return b.memory().data(); }));
+    std::byte* const lowest = blocks[2].memory().data();
+    blocks[5].reset();
+    blocks[2].reset();
+    blocks[7].reset();
+    CHECK(cache.try_acquire()->memory().data() == lowest);
+}
+
+TEST(ends_while_memory_comes) {
+    for (int round = 0; round < 5; ++round) {
+        HostCache cache(256 * kMiB, kMiB);
+        cache.reserve(256 * kMiB);
+    }
 }
 
 CHECK_MAIN()

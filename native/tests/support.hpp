@@ -325,9 +325,11 @@ inline std::vector<Setup> setups() {
 }
 
 inline std::shared_ptr<datastates::Executor> make_executor(const Setup& setup, std::size_t blocks,
-                                                           std::size_t block_bytes) {
+                                                           std::size_t block_bytes,
+                                                           std::uint64_t device_cache_bytes = 0) {
     return datastates::Executor::make({.cache_bytes = blocks * block_bytes,
                                        .block_bytes = block_bytes,
+                                       .device_cache_bytes = device_cache_bytes,
                                        .queue_depth = 4,
                                        .backend = setup.backend,
                                        .direct = setup.direct,

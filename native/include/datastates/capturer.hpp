@@ -4,14 +4,17 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <stop_token>
 #include <thread>
+#include <utility>
 
 #include "datastates/copy_engine.hpp"
+#include "datastates/device_cache.hpp"
 #include "datastates/host_cache.hpp"
 #include "datastates/write_state.hpp"
 #include "datastates/writer.hpp"
@@ -27,7 +30,9 @@ namespace datastates {
 /// one. A caller that waits for a block for its eager extents holds none.
 class Capturer {
   public:
-    Capturer(HostCache& cache, CopyEngines& engines, Writer& writer);
+    /// `shallow`: enqueue only as many device copies as keep the bus busy, so that a gate finds
+    /// little that is under way; else as many as there are blocks.
+    Capturer(HostCache& cache, CopyEngines& engines, Writer& writer, bool shallow);
     /// REQUIRES: every job is quiescent.
     ~Capturer() = default;
     Capturer(const Capturer&) = delete;
@@ -57,13 +62,20 @@ class Capturer {
     Pending* next(const std::stop_token& stop);
     void advance(Pending& pending, const std::stop_token& stop);
     void remove(const Pending& pending);
-    static void fill(CapturedExtent& captured, Pick pick);
+    static void fill(CapturedExtent& captured, Pick pick,
+                     const std::shared_ptr<DeviceImage>& image);
+    bool bus_is_full();
+    void watch_bus(const CapturedExtent& captured);
     static void copy_host(WriteState& job, const WritePlan::Piece& piece, std::byte* to);
-    void hand_over(std::unique_ptr<CapturedExtent> captured);
+    void hand_over(std::unique_ptr<CapturedExtent> captured, std::uint32_t track);
 
     HostCache& cache_;
     CopyEngines& engines_;
     Writer& writer_;
+    const bool shallow_;
+    // The thread's own: extents on their way from a device, until their event has passed.
+    std::deque<std::pair<std::weak_ptr<Event>, std::uint64_t>> on_bus_;
+    std::uint64_t bytes_on_bus_ = 0;
     std::mutex mutex_;
     std::condition_variable_any queued_;
     std::list<Pending> queue_;

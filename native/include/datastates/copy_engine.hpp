@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "datastates/fingerprint.hpp"
+#include "datastates/gather.hpp"
 #include "datastates/host_cache.hpp"
 #include "datastates/shim/cuda.hpp"
 
@@ -17,8 +18,9 @@ namespace datastates {
 /// A point in a stream's work. Thread-safe.
 class Event {
   public:
-    /// Recorded on `stream` now.
-    Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle stream);
+    /// Recorded on `stream` now. `keep` lives as long: what the work before the event uses.
+    Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle stream,
+          std::shared_ptr<const void> keep = nullptr);
     ~Event();
     Event(const Event&) = delete;
     Event& operator=(const Event&) = delete;
@@ -34,37 +36,51 @@ class Event {
 
   private:
     std::shared_ptr<cuda::PrimaryContext> context_;
+    std::shared_ptr<const void> keep_;
     cuda::EventHandle event_ = nullptr;
 };
 
 class CopyEngine;
 
-/// Fingerprints that a kernel is computing, or has computed, in page-locked memory.
-class DeviceFingerprints {
+/// Page-locked memory that a kernel is told by, or answers in; returns to its engine, which lends
+/// it again when the kernel is through.
+class KernelMemory {
   public:
-    DeviceFingerprints(std::shared_ptr<CopyEngine> engine, std::byte* memory, std::size_t bytes,
-                       std::size_t count);
-    DeviceFingerprints(DeviceFingerprints&& other) noexcept;
-    DeviceFingerprints& operator=(DeviceFingerprints&&) = delete;
-    DeviceFingerprints(const DeviceFingerprints&) = delete;
-    DeviceFingerprints& operator=(const DeviceFingerprints&) = delete;
-    ~DeviceFingerprints();
+    KernelMemory(std::shared_ptr<CopyEngine> engine, std::byte* memory, std::size_t bytes);
+    KernelMemory(KernelMemory&& other) noexcept;
+    KernelMemory& operator=(KernelMemory&&) = delete;
+    KernelMemory(const KernelMemory&) = delete;
+    KernelMemory& operator=(const KernelMemory&) = delete;
+    ~KernelMemory();
 
-    /// Valid once an event recorded after the launch has passed.
-    std::uint64_t at(std::size_t index) const;
+    std::byte* data() const { return memory_; }
+    /// The device reads and writes page-locked host memory at the host's own addresses.
+    std::uint64_t device_address() const { return reinterpret_cast<std::uint64_t>(memory_); }
 
   private:
     friend class CopyEngine;
     std::shared_ptr<CopyEngine> engine_;
     std::byte* memory_;
     std::size_t bytes_;
-    std::size_t count_;
     std::shared_ptr<Event> used_;  // behind the kernel
 };
 
-/// What moves bytes between one device and the host: two streams of our own, one for each
-/// direction, that share nothing with the training's streams but the events between them.
-/// Thread-safe.
+/// Fingerprints that a kernel is computing, or has computed.
+class DeviceFingerprints {
+  public:
+    DeviceFingerprints(KernelMemory memory, std::size_t count)
+        : memory_(std::move(memory)), count_(count) {}
+
+    /// Valid once an event recorded after the launch has passed.
+    std::uint64_t at(std::size_t index) const;
+
+  private:
+    KernelMemory memory_;
+    std::size_t count_;
+};
+
+/// What moves bytes between one device and the host: streams of our own, that share nothing with
+/// the training's streams but the events between them. Thread-safe.
 class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
   public:
     explicit CopyEngine(int ordinal);
@@ -74,44 +90,72 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
     CopyEngine(CopyEngine&&) = delete;
     CopyEngine& operator=(CopyEngine&&) = delete;
 
+    /// For lazy sources, to the host.
     cuda::StreamHandle capture_stream() const { return capture_stream_; }
+    /// For destinations, from the host.
     cuda::StreamHandle restore_stream() const { return restore_stream_; }
+    /// For lazy sources, to spare memory of the device.
+    cuda::StreamHandle evacuation_stream() const { return evacuation_stream_; }
+    int ordinal() const { return ordinal_; }
     cuda::ContextHandle context() const { return context_->handle(); }
     const std::shared_ptr<cuda::PrimaryContext>& primary_context() const { return context_; }
 
-    std::shared_ptr<Event> record(cuda::StreamHandle stream) const;
+    /// Compiles the kernels, which the first snapshot would do otherwise.
+    void prepare();
+    std::shared_ptr<Event> record(cuda::StreamHandle stream,
+                                  std::shared_ptr<const void> keep = nullptr) const;
     void wait(cuda::StreamHandle stream, const Event& event) const;
     /// Asynchronous copies; the host side should be page-locked.
     void to_host(std::byte* host, cuda::DevicePointer device, std::size_t bytes,
                  cuda::StreamHandle stream) const;
     void to_device(cuda::DevicePointer device, const std::byte* host, std::size_t bytes,
                    cuda::StreamHandle stream) const;
+    void on_device(cuda::DevicePointer to, cuda::DevicePointer from, std::size_t bytes,
+                   cuda::StreamHandle stream) const;
     /// Blocks until the stream is idle, or its device has failed.
     void drain(cuda::StreamHandle stream) const;
+    /// Whether kernels reach page-locked host memory at the host's addresses.
+    bool reaches_host() const { return reaches_host_; }
+    /// One kernel launch for all copies: from the device, to it or to page-locked host memory (if
+    /// `reaches_host`).
+    void gather(std::span<const gather::Range> ranges, cuda::StreamHandle stream);
     /// One kernel launch for all ranges.
     DeviceFingerprints fingerprint(std::span<const fingerprint::DeviceRange> ranges,
                                    cuda::StreamHandle stream);
 
   private:
-    friend class DeviceFingerprints;
+    friend class KernelMemory;
     struct Spare {
         std::byte* memory;
         std::size_t bytes;
         std::shared_ptr<Event> used;  // behind the last kernel that was given it
     };
-    Spare take_page_locked(std::size_t bytes);
+    struct Kernels {
+        explicit Kernels(const std::shared_ptr<cuda::PrimaryContext>& context);
+        cuda::Kernel fingerprint;
+        cuda::Kernel gather;
+    };
+    void make_streams();
+    void destroy_streams() const;
+    const Kernels& kernels();
+    KernelMemory borrow(std::size_t bytes);
+    void launch(const cuda::Kernel& kernel, unsigned blocks, unsigned threads,
+                std::span<void*> parameters, KernelMemory& memory, cuda::StreamHandle stream);
 
+    const int ordinal_;
     std::shared_ptr<cuda::PrimaryContext> context_;
+    bool reaches_host_ = false;
     cuda::StreamHandle capture_stream_ = nullptr;
     cuda::StreamHandle restore_stream_ = nullptr;
+    cuda::StreamHandle evacuation_stream_ = nullptr;
     std::mutex mutex_;
-    cuda::ModuleHandle module_ = nullptr;
-    cuda::FunctionHandle kernel_ = nullptr;
+    std::unique_ptr<const Kernels> kernels_;
     // Kept for the next snapshot: freeing page-locked memory waits for the whole device.
     std::vector<Spare> spares_;
 };
 
-/// The engines of the devices met so far; the first one page-locks the host cache. Thread-safe.
+/// The engines of the devices met so far; the first one lets the host cache be page-locked.
+/// Thread-safe.
 class CopyEngines {
   public:
     explicit CopyEngines(HostCache& cache) : cache_(cache) {}

@@ -13,6 +13,7 @@
 
 #include "datastates/capturer.hpp"
 #include "datastates/copy_engine.hpp"
+#include "datastates/evacuator.hpp"
 #include "datastates/host_cache.hpp"
 #include "datastates/plan.hpp"
 #include "datastates/read_state.hpp"
@@ -42,12 +43,10 @@ class WriteJob {
     /// All extents are written (not synced).
     bool wait_written(Deadline deadline = {}) const { return state_->wait_written(deadline); }
     /// Waits until every host source is copied and every device copy is enqueued, and makes each
-    /// (device, stream) wait for that device's copies. True also for a failed job, without
-    /// throwing: nothing more will be read.
-    bool gate(std::span<const std::pair<int, std::uint64_t>> streams,
-              Deadline deadline = {}) const {
-        return state_->gate(streams, deadline);
-    }
+    /// (device, stream) wait for that device's copies. With a device cache, what is not on its way
+    /// to the host yet is copied there first. True also for a failed job, without throwing: nothing
+    /// more will be read.
+    bool gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline = {}) const;
     bool captured() const { return state_->captured(); }
     bool written() const { return state_->written(); }
     /// Sources whose fingerprint changed between submit and capture. Valid once captured.
@@ -65,6 +64,8 @@ class WriteJob {
     const Timeline& timeline() const { return state_->timeline(); }
     /// What moved the bytes: the executor's backend, or "memory" for a file that lives in memory.
     std::string backend_name() const;
+    /// Whether the host cache, as far as it is in use, is page-locked.
+    bool pinned() const;
 
   private:
     std::shared_ptr<Executor> executor_;
@@ -98,8 +99,9 @@ class ReadJob {
 class Executor : public std::enable_shared_from_this<Executor> {
   public:
     struct Options {
-        std::size_t cache_bytes;
-        std::size_t block_bytes;  // a multiple of 4096
+        std::size_t cache_bytes;           // at most
+        std::size_t block_bytes;           // a multiple of 4096
+        std::uint64_t device_cache_bytes;  // of each device, at most; 0: none
         unsigned queue_depth;
         std::string backend;  // "auto", "io_uring" or "pwrite"
         bool direct;          // O_DIRECT where the file system allows it
@@ -128,6 +130,12 @@ class Executor : public std::enable_shared_from_this<Executor> {
     void abandon();
     bool abandoned() const { return abandoned_; }
 
+    /// Backs so much of the host cache with memory beforehand, beside the caller; page-locked once
+    /// a device is known. Whatever a job needs is added when it comes.
+    void reserve(std::uint64_t bytes) { cache_.reserve(bytes); }
+    /// Makes a device known before its first job. Throws Error "cuda" when there is no such device.
+    void prepare_device(int device) { engines_.at(device)->prepare(); }
+
     const std::string& backend_name() const { return backend_name_; }
     std::size_t cache_bytes() const { return cache_.bytes(); }
     std::size_t block_bytes() const { return cache_.block_bytes(); }
@@ -145,9 +153,11 @@ class Executor : public std::enable_shared_from_this<Executor> {
     void wait_for_jobs();
 
     const bool direct_;
+    const std::size_t read_blocks_;  // that a restore can make use of
     HostCache cache_;
     CopyEngines engines_;
     WorkerPool workers_;
+    Evacuator evacuator_;
     std::mutex mutex_;
     bool closed_ = false;
     std::atomic<bool> abandoned_ = false;

@@ -18,6 +18,8 @@ enum class Point : std::uint8_t {
     allocate,
     uring_setup,
     cuda_alloc,
+    cuda_register,
+    cuda_pool,
 };
 
 /// What the caller of `hit` must do in place of its syscall. (Kill and delay happen inside `hit`.)

@@ -7,13 +7,16 @@
 /// that sees what rewrites a whole tensor, for the price of a few cache misses.
 ///
 /// The range is cut into 8-byte words from its start, the last one filled up with zeros. Sampled
-/// are all of them when there are at most 64, else 64 evenly spaced ones, the first and the last
+/// are all of them when there are at most 32, else 32 evenly spaced ones, the first and the last
 /// among them. The fingerprint is the sum modulo 2^64 of mix(position, word), so pieces can be
 /// added up in any order. The device kernel computes the same function.
 namespace datastates::fingerprint {
 
 /// Of a whole range in host memory.
 std::uint64_t of(const std::byte* data, std::uint64_t nbytes);
+
+/// Fetches what `of` will read into the processor's cache, while it does something else.
+void prefetch(const std::byte* data, std::uint64_t nbytes);
 
 /// The part that comes from the words beginning in [offset, offset + length) of a range of
 /// `nbytes`. REQUIRES: offset is a multiple of 8, and length is one too or reaches the range's end;

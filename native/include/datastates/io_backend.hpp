@@ -62,9 +62,9 @@ class IoBackend {
 
     virtual std::string_view name() const = 0;
 
-    /// Tells the kernel about memory that most requests will use. Best effort; called once, by the
-    /// submitting thread, before the first submit.
-    virtual void register_memory(std::span<std::byte> memory) = 0;
+    /// Tells the kernel about memory that most requests will use, each within a piece of it. Best
+    /// effort; called by the submitting thread, again when the memory has grown at its end.
+    virtual void register_memory(std::span<std::byte> memory, std::size_t piece_bytes) = 0;
 
     /// Never blocks on I/O: what exceeds the queue depth waits inside.
     virtual void submit(const IoRequest& request) = 0;

@@ -17,7 +17,7 @@ class PwriteBackend final : public IoBackend {
     ~PwriteBackend() override;
 
     std::string_view name() const override { return "pwrite"; }
-    void register_memory(std::span<std::byte> /*memory*/) override {}
+    void register_memory(std::span<std::byte> /*memory*/, std::size_t /*piece_bytes*/) override {}
     void submit(const IoRequest& request) override;
     std::vector<IoCompletion> reap(bool wait) override;
     std::size_t in_flight() const override { return in_flight_; }

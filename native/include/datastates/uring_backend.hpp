@@ -17,7 +17,7 @@ class UringBackend final : public IoBackend {
     ~UringBackend() override;
 
     std::string_view name() const override { return "io_uring"; }
-    void register_memory(std::span<std::byte> memory) override;
+    void register_memory(std::span<std::byte> memory, std::size_t piece_bytes) override;
     void submit(const IoRequest& request) override;
     std::vector<IoCompletion> reap(bool wait) override;
     std::size_t in_flight() const override { return in_flight_; }
@@ -53,6 +53,8 @@ class UringBackend final : public IoBackend {
     std::deque<IoRequest> waiting_;  // submitted beyond the queue depth
     std::vector<IoCompletion> completions_;
     std::span<std::byte> registered_;
+    std::size_t piece_bytes_ = 0;  // 0: nothing asked for yet
+    bool refused_ = false;
     std::size_t in_flight_ = 0;
     bool woken_ = false;
     Ring ring_;  // last: exits first

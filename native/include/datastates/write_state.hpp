@@ -15,6 +15,7 @@
 #include "datastates/checksum.hpp"
 #include "datastates/copy_engine.hpp"
 #include "datastates/error.hpp"
+#include "datastates/extent_claims.hpp"
 #include "datastates/file.hpp"
 #include "datastates/plan.hpp"
 #include "datastates/timeline.hpp"
@@ -24,7 +25,9 @@ namespace datastates {
 struct WriteStats {
     std::uint64_t bytes = 0;
     std::uint64_t extents = 0;
-    double capture_seconds = 0;  // from submit_write to captured
+    double capture_seconds = 0;            // from submit_write to captured
+    std::uint64_t device_cache_bytes = 0;  // copied to spare device memory at a gate
+    double evacuate_seconds = 0;           // enqueueing those copies
     bool direct = false;
 };
 
@@ -33,18 +36,26 @@ struct WriteStats {
 /// digested by one thread only); everything else is guarded here.
 class WriteState {
   public:
-    WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers buffers);
+    /// `device_cache`: whether gates may copy extents to spare device memory.
+    WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers buffers,
+               bool device_cache);
 
     const WritePlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
     File& file() { return file_; }
     bool memory_backed() const { return file_.memory_backed(); }
     bool on_host(std::size_t source) const { return buffers_.device[source] < 0; }
+    bool on_device(const WritePlan::Piece& piece) const {
+        return piece.source >= 0 && !on_host(static_cast<std::size_t>(piece.source));
+    }
 
     // Captured bytes, told by the capture thread for host sources, by the writer for device ones.
     void checksum(std::size_t source, std::span<const std::byte> data);
     void checksum(std::size_t source, const CrcFragment& fragment);
     void fingerprint(const WritePlan::Piece& piece, const std::byte* data);
+    /// Of all device sources' pieces, when `memory` holds the extent.
+    /// Whether there are any.
+    bool fingerprint_landed(const WritePlan::Extent& extent, const std::byte* memory);
     std::uint32_t source_crc(std::size_t source) const { return digests_[source].value(); }
     /// The last extent's bytes beyond a multiple of 4096; `finish` writes them before the tail.
     void keep_residual(std::span<const std::byte> data) {
@@ -57,14 +68,25 @@ class WriteState {
     void set_fingerprint_before(std::size_t source, std::uint64_t value);
     void add_fingerprints_before(DeviceFingerprints values, std::vector<std::size_t> sources);
     void add_producer(int device, std::shared_ptr<Event> event);
-    /// Lets our streams wait for the producers of lazy sources. Called by the capture thread before
-    /// each extent; does its work once.
-    void order_after_producers();
+    /// Lets a stream of ours wait for the producers of a device's lazy sources.
+    void order_after_producers(int device, cuda::StreamHandle stream) const;
+    /// The same for all devices' capture streams. Called by the capture thread before each extent;
+    /// does its work once.
+    void order_captures_after_producers();
+
+    /// Who copies which extent.
+    ExtentClaims& claims() const { return claims_; }
+    /// The device of an extent that a gate may take.
+    int device_of(std::size_t extent) const;
 
     // Progress.
     /// Copies of `device` were enqueued; `lazy` ones replace the event before, being in one stream.
     void add_capture_event(int device, std::shared_ptr<Event> event, bool lazy);
-    void extent_enqueued(bool has_sources);
+    /// Its bytes are on their way to a block.
+    void extent_enqueued(std::size_t extent);
+    /// Its bytes are on their way to spare memory of `device`, and there behind `ready`.
+    void extent_evacuated(std::size_t extent, int device, std::shared_ptr<Event> ready);
+    void add_evacuate_seconds(double seconds);
     void extent_landed();
     void extent_retired();
     /// The capture thread will touch neither the job nor the sources again.
@@ -98,6 +120,7 @@ class WriteState {
     struct DeviceCapture {
         std::vector<std::shared_ptr<Event>> eager;
         std::shared_ptr<Event> lazy;
+        std::shared_ptr<Event> evacuated;
     };
     struct Before {
         DeviceFingerprints values;
@@ -116,6 +139,8 @@ class WriteState {
     const Clock::time_point start_ = Clock::now();
     std::map<int, std::shared_ptr<CopyEngine>> engines_;
     std::vector<std::pair<int, std::shared_ptr<Event>>> producers_;
+    bool captures_ordered_ = false;  // the capture thread's
+    mutable ExtentClaims claims_;
     std::vector<ChunkedCrc32> digests_;
     std::vector<std::uint32_t> chunk_crcs_;
     std::vector<std::uint64_t> before_;  // fingerprints at submit, host sources
@@ -128,7 +153,7 @@ class WriteState {
     mutable std::condition_variable changed_;
     std::map<int, DeviceCapture> capture_events_;
     std::size_t enqueued_ = 0;
-    std::size_t source_extents_enqueued_ = 0;
+    std::size_t source_extents_enqueued_ = 0;  // or evacuated
     std::size_t landed_ = 0;
     std::size_t retired_ = 0;
     bool capture_ended_ = false;

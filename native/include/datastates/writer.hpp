@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -23,10 +22,20 @@
 
 namespace datastates {
 
+/// Tracks of the capture stage: the capture thread, a caller of submit_write, and from the last on
+/// one for each device.
+inline constexpr std::uint32_t kThreadTrack = 0;
+inline constexpr std::uint32_t kCallerTrack = 1;
+inline constexpr std::uint32_t kDeviceTracks = 2;
+
 /// An extent on its way from the capture to the file.
 struct CapturedExtent {
     CapturedExtent(std::shared_ptr<WriteState> state, std::size_t extent_index, Block cache_block)
         : job(std::move(state)), index(extent_index), block(std::move(cache_block)) {}
+    /// Tells the timeline that its capture, begun at `begin`, ends now.
+    void note_capture(std::uint32_t track) const {
+        job->timeline().add(Stage::capture, track, begin, extent().length);
+    }
     /// The block goes back when no device writes into it any more.
     ~CapturedExtent() {
         for (const auto& event : events) event->synchronize();
@@ -41,6 +50,7 @@ struct CapturedExtent {
     std::shared_ptr<WriteState> job;
     std::size_t index;
     Block block;
+    Clock::time_point begin = Clock::now();      // of its capture
     std::vector<std::shared_ptr<Event>> events;  // of the device copies under way
     /// Checksums of its device sources' bytes, in the order of the pieces. A worker's while
     /// `digesting`, else the writer's.
@@ -106,9 +116,7 @@ class Writer {
     std::unordered_map<std::uint64_t, InFlight> in_flight_;
     std::uint64_t next_token_ = 0;
     Tracks tracks_;
-    std::atomic<bool> populated_ = false;
-    // Backs the cache with memory beside everybody: early blocks are usable meanwhile.
-    std::jthread populator_;
+    Clock::time_point landed_;
     std::jthread thread_;  // last: joins first
 };
 

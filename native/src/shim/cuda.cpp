@@ -28,6 +28,7 @@ class Library {
         load(driver_.init, "cuInit");
         load(driver_.device_get_count, "cuDeviceGetCount");
         load(driver_.device_get, "cuDeviceGet");
+        load(driver_.device_get_attribute, "cuDeviceGetAttribute");
         load(driver_.get_error_name, "cuGetErrorName");
         load(driver_.primary_context_retain, "cuDevicePrimaryCtxRetain");
         load(driver_.primary_context_release, "cuDevicePrimaryCtxRelease_v2");
@@ -44,6 +45,8 @@ class Library {
         load(driver_.event_synchronize, "cuEventSynchronize");
         load(driver_.memcpy_to_host, "cuMemcpyDtoHAsync_v2");
         load(driver_.memcpy_to_device, "cuMemcpyHtoDAsync_v2");
+        load(driver_.memcpy_on_device, "cuMemcpyDtoDAsync_v2");
+        load(driver_.memory_info, "cuMemGetInfo_v2");
         load(driver_.memory_allocate, "cuMemAlloc_v2");
         load(driver_.memory_free, "cuMemFree_v2");
         load(driver_.host_allocate, "cuMemHostAlloc");
@@ -56,6 +59,10 @@ class Library {
         load(driver_.launch_kernel, "cuLaunchKernel");
         available_ = complete && driver_.init(0) == kSuccess;
         load(driver_.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+        load(driver_.pool_create, "cuMemPoolCreate");
+        load(driver_.pool_destroy, "cuMemPoolDestroy");
+        load(driver_.pool_allocate, "cuMemAllocFromPoolAsync");
+        load(driver_.pool_free, "cuMemFreeAsync");
     }
 
     bool available() const { return available_; }
@@ -121,25 +128,35 @@ CurrentContext::~CurrentContext() {
     static_cast<void>(driver().context_pop(&popped));
 }
 
+Kernel::Kernel(std::shared_ptr<PrimaryContext> context, const char* ptx, const char* name)
+    : context_(std::move(context)) {
+    check(driver().module_load_data(&module_, ptx), "cuModuleLoadData");
+    const Result result = driver().module_get_function(&function_, module_, name);
+    if (result != kSuccess) static_cast<void>(driver().module_unload(module_));
+    check(result, "cuModuleGetFunction");
+}
+
+Kernel::~Kernel() {
+    quietly(context_->handle(), [&] { return driver().module_unload(module_); });
+}
+
 PageLock::PageLock(std::shared_ptr<PrimaryContext> context, std::span<std::byte> memory)
     : context_(std::move(context)), memory_(memory) {
     constexpr const char* kOp = "cuMemHostRegister";
     const std::string what =
-        "cannot page-lock the host cache of " + std::to_string(memory.size()) + " bytes: ";
-    if (const int error = fault::hit_error(fault::Point::cuda_alloc); error != 0) {
+        "cannot page-lock " + std::to_string(memory.size()) + " bytes of the host cache: ";
+    if (const int error = fault::hit_error(fault::Point::cuda_register); error != 0) {
         throw Error(ErrorCode::cuda, error, kOp, "", what + "injected fault");
     }
     const CurrentContext current(context_->handle());
-    const Result result = driver().host_register(memory.data(), memory.size(), kHostPortable);
+    const Result result =
+        driver().host_register(memory.data(), memory.size(), kHostPortable | kHostDeviceMap);
     if (result != kSuccess) throw Error(ErrorCode::cuda, 0, kOp, "", what + error_name(result));
 }
 
 PageLock::~PageLock() {
     // Unlocking fails without a current context, and then the pages would stay for ever.
-    static_cast<void>(driver().context_push(context_->handle()));
-    static_cast<void>(driver().host_unregister(memory_.data()));
-    ContextHandle popped = nullptr;
-    static_cast<void>(driver().context_pop(&popped));
+    quietly(context_->handle(), [&] { return driver().host_unregister(memory_.data()); });
 }
 
 }  // namespace datastates::cuda

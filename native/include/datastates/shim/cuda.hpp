@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -17,11 +18,13 @@ struct StreamObject;
 struct EventObject;
 struct ModuleObject;
 struct FunctionObject;
+struct PoolObject;
 using ContextHandle = ContextObject*;
 using StreamHandle = StreamObject*;
 using EventHandle = EventObject*;
 using ModuleHandle = ModuleObject*;
 using FunctionHandle = FunctionObject*;
+using PoolHandle = PoolObject*;
 
 constexpr Result kSuccess = 0;
 constexpr Result kNotReady = 600;
@@ -30,12 +33,25 @@ constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kHostPortable = 1;
 constexpr unsigned kHostDeviceMap = 2;
 constexpr int kCaptureModeRelaxed = 2;
+constexpr int kHostPointersForRegisteredMemory = 91;  // a device attribute
+
+/// cuda.h's CUmemPoolProps, as far as we fill it in.
+struct PoolProperties {
+    int allocation_type = 1;  // pinned, as all device memory is
+    int handle_types = 0;     // shared with nobody
+    int location_type = 1;    // a device
+    int location = 0;         // its ordinal
+    void* security_attributes = nullptr;
+    std::size_t max_bytes = 0;
+    std::array<unsigned char, 56> reserved{};
+};
 
 /// libcuda.so.1's functions.
 struct Driver {
     Result (*init)(unsigned flags);
     Result (*device_get_count)(int* count);
     Result (*device_get)(DeviceHandle* device, int ordinal);
+    Result (*device_get_attribute)(int* value, int attribute, DeviceHandle device);
     Result (*get_error_name)(Result result, const char** name);
     Result (*primary_context_retain)(ContextHandle* context, DeviceHandle device);
     Result (*primary_context_release)(DeviceHandle device);
@@ -54,6 +70,9 @@ struct Driver {
                              StreamHandle stream);
     Result (*memcpy_to_device)(DevicePointer device, const void* host, std::size_t bytes,
                                StreamHandle stream);
+    Result (*memcpy_on_device)(DevicePointer to, DevicePointer from, std::size_t bytes,
+                               StreamHandle stream);
+    Result (*memory_info)(std::size_t* free, std::size_t* total);
     Result (*memory_allocate)(DevicePointer* pointer, std::size_t bytes);
     Result (*memory_free)(DevicePointer pointer);
     Result (*host_allocate)(void** pointer, std::size_t bytes, unsigned flags);
@@ -67,7 +86,13 @@ struct Driver {
                             unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
                             unsigned shared_bytes, StreamHandle stream, void** parameters,
                             void** extra);
-    Result (*exchange_capture_mode)(int* mode);  // since CUDA 10.1, may be missing
+    // These may be missing: since CUDA 10.1, and the pools since 11.2.
+    Result (*exchange_capture_mode)(int* mode);
+    Result (*pool_create)(PoolHandle* pool, const PoolProperties* properties);
+    Result (*pool_destroy)(PoolHandle pool);
+    Result (*pool_allocate)(DevicePointer* pointer, std::size_t bytes, PoolHandle pool,
+                            StreamHandle stream);
+    Result (*pool_free)(DevicePointer pointer, StreamHandle stream);
 };
 
 /// Whether a driver with all our functions was found and started. Thread-safe, as all here.
@@ -93,6 +118,7 @@ class PrimaryContext {
     PrimaryContext& operator=(PrimaryContext&&) = delete;
 
     ContextHandle handle() const { return context_; }
+    DeviceHandle device() const { return device_; }
 
   private:
     DeviceHandle device_ = 0;
@@ -115,7 +141,37 @@ class CurrentContext {
     int capture_mode_ = kCaptureModeRelaxed;  // then the thread's own, to be put back
 };
 
-/// Host memory, page-locked for every device.
+/// For destructors: makes a call with its context current and passes over its failure. It fails
+/// there only when the process is ending and the driver or the context has gone, or when the device
+/// has failed, which its user has been told already.
+template <typename Call>
+void quietly(ContextHandle context, Call call) {
+    if (driver().context_push(context) != kSuccess) return;
+    static_cast<void>(call());
+    ContextHandle popped = nullptr;
+    static_cast<void>(driver().context_pop(&popped));
+}
+
+/// A kernel, compiled for the device of the context that is current at the construction.
+class Kernel {
+  public:
+    /// Throws Error "cuda" where the driver takes no such code.
+    Kernel(std::shared_ptr<PrimaryContext> context, const char* ptx, const char* name);
+    ~Kernel();
+    Kernel(const Kernel&) = delete;
+    Kernel& operator=(const Kernel&) = delete;
+    Kernel(Kernel&&) = delete;
+    Kernel& operator=(Kernel&&) = delete;
+
+    FunctionHandle function() const { return function_; }
+
+  private:
+    std::shared_ptr<PrimaryContext> context_;
+    ModuleHandle module_ = nullptr;
+    FunctionHandle function_ = nullptr;
+};
+
+/// Host memory, page-locked for every device, and within reach of its kernels.
 class PageLock {
   public:
     /// Throws Error "cuda" with the size in the message.

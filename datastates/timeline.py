@@ -1,0 +1,111 @@
+"""When what was done for a snapshot: spans of its stages, their sums, and a trace that Perfetto and Chrome show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+WAITS_FOR = {
+    "stall": "",
+    "submit": "",
+    "gate": "capture",
+    "serialize": "",
+    "cache_wait": "write",
+    "capture": "cache_wait",
+    "checksum": "capture",
+    "write": "checksum",
+    "encode": "write",
+    "tail": "encode",
+    "sync": "tail",
+    "commit": "sync",
+}
+"""The stages of a snapshot in their order, each with what it waits for when it is not busy."""
+
+
+class Span(NamedTuple):
+    """One piece of work.
+
+    Attributes:
+        stage: What was done, one of :data:`WAITS_FOR`.
+        track: Which thread, CUDA stream or slot of a ring did it.
+        begin, end: Seconds on the monotonic clock.
+        nbytes: How many bytes it was done to, 0 where that says nothing.
+    """
+
+    stage: str
+    track: str
+    begin: float
+    end: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The sum of one stage's spans.
+
+    Attributes:
+        seconds: From its first begin to its last end.
+        busy_seconds: For how much of that at least one span was under way.
+        nbytes: Bytes of all spans.
+        waits_for: What it waited for in the rest of the time; empty where it waits for nothing.
+    """
+
+    seconds: float
+    busy_seconds: float
+    nbytes: int
+    waits_for: str
+
+    @property
+    def waited_seconds(self) -> float:
+        """For how long it had nothing to do."""
+        return self.seconds - self.busy_seconds
+
+    @property
+    def gbps(self) -> float | None:
+        """10⁹ bytes for each second it was busy; None where bytes say nothing."""
+        return self.nbytes / self.busy_seconds / 1e9 if self.nbytes and self.busy_seconds else None
+
+
+def stages(spans: Sequence[Span]) -> dict[str, Stage]:
+    """The sums of every stage that has spans, in the stages' order."""
+    by_stage: dict[str, list[Span]] = {name: [] for name in WAITS_FOR}
+    for span in spans:
+        by_stage[span.stage].append(span)
+    return {name: _sum(name, found) for name, found in by_stage.items() if found}
+
+
+def _sum(name: str, spans: list[Span]) -> Stage:
+    busy, reached = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda s: s.begin):
+        busy += max(0.0, span.end - max(span.begin, reached))
+        reached = max(reached, span.end)
+    return Stage(reached - min(s.begin for s in spans), busy, sum(s.nbytes for s in spans), WAITS_FOR[name])
+
+
+def chrome_trace(spans: Sequence[Span], *, process: int, name: str) -> dict[str, Any]:
+    """The spans in the Trace Event Format, one row a track, rows in the order of their first work.
+
+    Source of the layout: the Trace Event Format document of the Chrome project; times are microseconds.
+    """
+    ordered = sorted(spans, key=lambda s: s.begin)
+    rows = {track: row for row, track in enumerate(dict.fromkeys(s.track for s in ordered))}
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}]
+    for track, row in rows.items():
+        about = {"ph": "M", "pid": process, "tid": row}
+        events.append({**about, "name": "thread_name", "args": {"name": track}})
+        events.append({**about, "name": "thread_sort_index", "args": {"sort_index": row}})
+    events += [
+        {
+            "ph": "X",
+            "name": s.stage,
+            "cat": "datastates",
+            "pid": process,
+            "tid": rows[s.track],
+            "ts": s.begin * 1e6,
+            "dur": (s.end - s.begin) * 1e6,
+            "args": {"bytes": s.nbytes},
+        }
+        for s in ordered
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "datastates/copy_engine.hpp"
+
+namespace datastates {
+
+/// How much more of a device's memory may be taken: `limit` in all, of which `used` is taken, and
+/// out of what is `free` all but 1 GiB or a twentieth of the device, whichever is more: the
+/// training may be about to ask for it.
+std::uint64_t device_room(std::uint64_t limit, std::uint64_t used, std::uint64_t free,
+                          std::uint64_t total);
+
+class DevicePool;
+
+/// Spare device memory that holds an extent's device bytes, at their places in the extent. It is
+/// given back when the object goes, which waits until nothing is being copied into it; what copies
+/// out of it keeps it.
+class DeviceImage {
+  public:
+    DeviceImage(std::shared_ptr<DevicePool> pool, cuda::DevicePointer pointer, std::uint64_t bytes);
+    ~DeviceImage();
+    DeviceImage(const DeviceImage&) = delete;
+    DeviceImage& operator=(const DeviceImage&) = delete;
+    DeviceImage(DeviceImage&&) = delete;
+    DeviceImage& operator=(DeviceImage&&) = delete;
+
+    cuda::DevicePointer pointer() const { return pointer_; }
+    /// Behind the copies into it. Set before anybody else sees the image.
+    void set_ready(std::shared_ptr<Event> event) { ready_ = std::move(event); }
+    const std::shared_ptr<Event>& ready() const { return ready_; }
+
+  private:
+    std::shared_ptr<DevicePool> pool_;
+    cuda::DevicePointer pointer_;
+    std::uint64_t bytes_;
+    std::shared_ptr<Event> ready_;
+};
+
+/// Images on one device, out of a memory pool of our own, which gives back to the device what it
+/// does not need. Thread-safe.
+class DevicePool : public std::enable_shared_from_this<DevicePool> {
+  public:
+    /// Throws Error "cuda" where the device or its driver has no pools.
+    DevicePool(std::shared_ptr<CopyEngine> engine, std::uint64_t limit);
+    ~DevicePool();
+    DevicePool(const DevicePool&) = delete;
+    DevicePool& operator=(const DevicePool&) = delete;
+    DevicePool(DevicePool&&) = delete;
+    DevicePool& operator=(DevicePool&&) = delete;
+
+    /// How much there is to be had now. Asks the driver: once for many images.
+    std::uint64_t room() const;
+    /// Usable in the order of the engine's evacuation stream. Null when the device has none.
+    std::shared_ptr<DeviceImage> allocate(std::uint64_t bytes);
+
+  private:
+    friend class DeviceImage;
+    void release(cuda::DevicePointer pointer, std::uint64_t bytes);
+
+    const std::shared_ptr<CopyEngine> engine_;
+    const std::uint64_t limit_;
+    cuda::PoolHandle pool_ = nullptr;
+    mutable std::mutex mutex_;
+    std::uint64_t used_ = 0;
+};
+
+/// The pools of the devices met so far. Thread-safe.
+class DeviceCache {
+  public:
+    /// At most `limit` bytes of each device; 0: none.
+    explicit DeviceCache(std::uint64_t limit) : limit_(limit) {}
+
+    bool enabled() const { return limit_ > 0; }
+    /// Null where the device has no pools.
+    std::shared_ptr<DevicePool> pool(CopyEngine& engine);
+
+  private:
+    const std::uint64_t limit_;
+    std::mutex mutex_;
+    std::map<int, std::shared_ptr<DevicePool>> pools_;
+};
+
+}  // namespace datastates
