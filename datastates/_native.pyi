@@ -41,12 +41,13 @@ def crc32(data: Buffer, value: int = 0) -> int:
 def crc32_combine(first: int, second: int, second_length: int) -> int:
     """CRC-32 of A followed by B, from theirs and B's length."""
 
-def layouts(arrays: list[object]) -> bytes | None:
-    """Where each array lies and how it is laid out, to be compared with what this said before.
+def look(arrays: list[Any]) -> tuple[bytes, bytes, bytes, bytes] | None:
+    """Look at each array once, and say: places, identities, addresses of first elements, versions.
 
-    Equal for two lists exactly when their arrays have, in order, the same types, addresses, devices, element types,
-    shapes and strides. None when one of them does not offer DLPack's C exchange API (torch does from 2.10 on), or not
-    for what it holds (a conjugated view).
+    ``places`` is equal for two lists exactly when their arrays have, in order, the same types, addresses, devices,
+    element types, shapes and strides. The others are 64-bit words, one an array: the objects' own addresses, where
+    the first elements are, torch's count of changes in place (-1 without one). None when an array does not offer
+    DLPack's C exchange API (torch does from 2.10 on).
     """
 
 def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int = 0) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 
 from datastates import _native, dtypes
 from datastates.errors import ProviderError
+from datastates.plan import I64
 from datastates.protocol import HOST, ArrayRef, Buffer, Shard, is_dense, span
 
 
@@ -279,18 +279,42 @@ def consumer_streams(devices: Sequence[int]) -> list[tuple[int, int]]:
     return sorted({(d, current_stream(kind, d)) for kind in kinds for d in devices})
 
 
-def places(values: Sequence[object]) -> bytes | None:
-    """Where torch tensors lie and how they are laid out, to be compared with what this said before.
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """What one pass over many tensors saw.
 
-    None where that cannot be said in some tens of nanoseconds a tensor: for other arrays, for torch before 2.10, and
-    for negated views. It does not see whether a complex tensor is conjugated.
+    Attributes:
+        places: Where they lie and how they are laid out: types, addresses, devices, element types, shapes, strides.
+        identities: Which objects they are.
+        addresses: For each, where its first element is.
+        versions: For each, torch's count of its changes in place, the free witness of D7; -1 without one.
     """
-    if not values:
-        return b""
+
+    places: bytes
+    identities: bytes
+    addresses: I64
+    versions: I64
+
+
+def look(values: Sequence[object]) -> Look | None:
+    """Look at torch tensors, in some hundred nanoseconds each; None for other arrays, and for torch before 2.10.
+
+    It does not see whether a tensor is conjugated or negated.
+    """
     torch: Any = _loaded("torch")
-    if torch is None or not all(issubclass(t, torch.Tensor) for t in set(map(type, values))):
+    if values and (torch is None or not all(issubclass(t, torch.Tensor) for t in set(map(type, values)))):
         return None
-    return None if any(map(torch.Tensor.is_neg, values)) else _native.layouts(list(values))
+    seen = _native.look(list(values))
+    if seen is None:
+        return None
+    places, identities, addresses, versions = seen
+    return Look(places, identities, np.frombuffer(addresses, np.int64), np.frombuffer(versions, np.int64))
+
+
+def any_negated(tensors: Sequence[object]) -> bool:
+    """Whether one of torch's tensors stands for the negative of what its memory says."""
+    torch: Any = _loaded("torch")
+    return any(map(torch.Tensor.is_neg, tensors)) if tensors else False
 
 
 def is_at(array: Any, pointer: int) -> bool:
@@ -310,18 +334,13 @@ def has_version(array: object) -> bool:
     return torch is not None and isinstance(array, torch.Tensor) and not array.is_inference()
 
 
-def versions(tensors: Sequence[Any]) -> list[int]:
-    """The version counters of torch, the free witness of D7; 0 for a tensor that has none."""
-    try:
-        return list(map(operator.attrgetter("_version"), tensors))
-    except RuntimeError:  # a tensor of the inference mode
-        return [t._version if has_version(t) else 0 for t in tensors]
-
-
-def addresses(tensors: Sequence[Any]) -> list[int]:
-    """Where tensors' first elements are."""
-    torch: Any = _loaded("torch")
-    return list(map(torch.Tensor.data_ptr, tensors)) if tensors else []
+def witness(tensors: Sequence[Any]) -> tuple[I64, I64]:
+    """Versions and addresses of torch's tensors, as :class:`Look` has them."""
+    seen = look(tensors)
+    if seen is not None:
+        return seen.versions, seen.addresses
+    versions = [t._version if has_version(t) else -1 for t in tensors]
+    return np.array(versions, np.int64), np.array([t.data_ptr() for t in tensors], np.int64)
 
 
 def allocate(kind: str, nbytes: int) -> Any:

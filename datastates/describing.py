@@ -16,14 +16,17 @@ class _Known:
     keys: Sequence[str]
     lazy: Sequence[bool]
     places: bytes
+    identities: bytes
     streams: set[tuple[str, int, int]]
     layout: tuple[Shard, ...]
 
-    def serves(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> bool:
+    def serves(self, keys: Sequence[str], lazy: Sequence[bool], values: Sequence[object], seen: arrays.Look) -> bool:
         return (
             keys == self.keys
             and lazy == self.lazy
-            and arrays.places(values) == self.places
+            and seen.places == self.places
+            # of the same objects as before this has been looked at already
+            and (seen.identities == self.identities or not arrays.any_negated(values))
             and all(arrays.current_stream(kind, device) == stream for kind, device, stream in self.streams)
         )
 
@@ -40,8 +43,9 @@ class Describer:
 
     def again(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Shards | None:
         """The arrays as shards if they are those of the last time, or the same memory anew; else None."""
-        if self._known is not None and self._known.serves(keys, values, lazy):
-            return Shards(self._known.layout, values)
+        seen = None if self._known is None else arrays.look(values)
+        if self._known is not None and seen is not None and self._known.serves(keys, lazy, values, seen):
+            return Shards(self._known.layout, values, versions=seen.versions)
         return None
 
     def describe(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Sequence[Shard]:
@@ -51,13 +55,13 @@ class Describer:
         self._known = None
         with collector.paused():
             shards = arrays.shards_of(keys, values, lazy)
-            places = arrays.places(values)
-            if places is None or not _are_live(shards):
+            seen = arrays.look(values)
+            if seen is None or arrays.any_negated(values) or not _are_live(shards):
                 return shards
         layout = tuple(replace(s, source=None, buffer=s.buffer and replace(s.buffer, owner=None)) for s in shards)
         streams = {(s.kind, s.buffer.device, s.buffer.stream) for s in shards if s.buffer is not None}
-        self._known = _Known(list(keys), list(lazy), places, streams, layout)
-        return Shards(layout, values)
+        self._known = _Known(list(keys), list(lazy), seen.places, seen.identities, streams, layout)
+        return Shards(layout, values, versions=seen.versions)
 
 
 def _are_live(shards: Sequence[Shard]) -> bool:

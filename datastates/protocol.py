@@ -10,6 +10,7 @@ from typing import TypeAlias, overload
 
 from datastates import dtypes, keys
 from datastates.pickling import ArrayLeaf, StoredArray
+from datastates.plan import I64
 
 HOST = -1
 """The device number of host memory; GPUs count from 0."""
@@ -109,14 +110,18 @@ class Shards(Sequence[Shard]):
     Attributes:
         layout: The array shards without ``source``, their buffers without ``owner``: it keeps no memory alive.
         sources: For each of them, the live array.
+        versions: For each of them, torch's count of its changes in place; -1 without one.
         objects: The object shards.
     """
 
-    def __init__(self, layout: tuple[Shard, ...], sources: Sequence[object], objects: Sequence[Shard] = ()) -> None:
-        """Join them; ``layout`` and ``sources`` are of the same length."""
+    def __init__(
+        self, layout: tuple[Shard, ...], sources: Sequence[object], objects: Sequence[Shard] = (), *, versions: I64
+    ) -> None:
+        """Join them; ``layout``, ``sources`` and ``versions`` are of the same length."""
         self.layout = layout
         self.sources = sources
         self.objects = objects
+        self.versions = versions
 
     def __len__(self) -> int:
         return len(self.layout) + len(self.objects)

@@ -20,7 +20,7 @@ from datastates.executor import Columns, Executor, PreparedWrite, WriteJob, colu
 from datastates.futures import Snapshot
 from datastates.index import Index, StoredObject
 from datastates.pickling import ArrayLeaf, StoredArray, is_dialect
-from datastates.plan import U8, WritePlan
+from datastates.plan import I64, U8, WritePlan
 from datastates.protocol import HOST, Buffer, Encoder, Shard, Shards, StateProvider, full_key, span, walk_unique
 from datastates.shard_table import ShardTable, table_of
 
@@ -52,8 +52,8 @@ class Structure:
     witness: U8
     columns: Columns
     nbytes: int
-    counted: list[int]
-    addresses: list[int]
+    counted: I64
+    addresses: I64
 
     def key(self, i: int) -> str:
         """The full key of an array shard."""
@@ -159,10 +159,12 @@ def _structure(
     witness = np.zeros(len(buffers), np.uint8)
     witness[[number for (_, shard), number in zip(rows, source, strict=True) if shard.lazy]] = 1
     counted = [i for i, (_, shard) in enumerate(rows) if shard.lazy and arrays.has_version(sources[i])]
-    addresses = arrays.addresses([sources[i] for i in counted])
+    _, addresses = arrays.witness([sources[i] for i in counted])
     nbytes = sum(b.nbytes for b in buffers)
     memory = columns(buffers)
-    return Structure(names, layouts, rows, buffers, source, eager, witness, memory, nbytes, counted, addresses)
+    return Structure(
+        names, layouts, rows, buffers, source, eager, witness, memory, nbytes, np.array(counted, np.int64), addresses
+    )
 
 
 def _shards_of(provider: StateProvider) -> Sequence[Shard]:
@@ -307,8 +309,14 @@ class _Versions:
 
     def __init__(self, collected: Collected) -> None:
         self._structure = collected.structure
-        self._tensors = [collected.sources[i] for i in self._structure.counted]
-        self._before = arrays.versions(self._tensors)
+        counted = self._structure.counted
+        every = len(counted) == len(collected.sources)
+        self._tensors = list(collected.sources) if every else [collected.sources[i] for i in counted.tolist()]
+        known = [s.versions for s in collected.described if isinstance(s, Shards)]
+        if len(known) == len(collected.described):
+            self._before = np.concatenate(known)[counted] if known else counted
+        else:
+            self._before, _ = arrays.witness(self._tensors)
         self._lock = threading.Lock()
         self._changed: list[str] | None = None
 
@@ -316,12 +324,9 @@ class _Versions:
         """Keys of the tensors that were changed in place until the first call of this."""
         with self._lock:
             if self._changed is None:
-                before = (self._before, self._structure.addresses)
-                now = (arrays.versions(self._tensors), arrays.addresses(self._tensors))
-                rows = zip(self._structure.counted, *before, *now, strict=True) if before != now else ()
-                self._changed = [
-                    self._structure.key(i) for i, *was, version, address in rows if was != [version, address]
-                ]
+                versions, addresses = arrays.witness(self._tensors)
+                changed = (versions != self._before) | (addresses != self._structure.addresses)
+                self._changed = [self._structure.key(i) for i in self._structure.counted[changed].tolist()]
                 self._tensors = []
             return self._changed
 

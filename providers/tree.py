@@ -297,7 +297,7 @@ class TreeProvider(StateProvider):
         self._skeleton = Skeleton.of(value, is_plain)
         self._lazy_flags = [shard.lazy for shard in tree.shards.layout]
         self._parameter_flags = [not detached and arrays.is_parameter(array) for array in tree.shards.sources]
-        return Shards(tree.shards.layout, tree.shards.sources, [rest])
+        return Shards(tree.shards.layout, tree.shards.sources, [rest], versions=tree.shards.versions)
 
     def _again(self, value: object, detached: bool) -> Shards | None:
         """The shards of a value whose structure and memory are those of the last time; None for others."""
@@ -310,7 +310,7 @@ class TreeProvider(StateProvider):
             return None
         requires_grad = [False] * len(keys) if detached else list(map(attrgetter("requires_grad"), values))
         rest = PlainTree(self._skeleton, requires_grad, self._parameter_flags, plain)
-        return Shards(shards.layout, shards.sources, [object_shard(source=rest)])
+        return Shards(shards.layout, shards.sources, [object_shard(source=rest)], versions=shards.versions)
 
     def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
         """What :meth:`is_lazy` says of arrays whose keys and types are those of the last time."""

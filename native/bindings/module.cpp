@@ -15,7 +15,7 @@
 #include "datastates/executor.hpp"
 #include "datastates/fault.hpp"
 #include "datastates/shim/cuda.hpp"
-#include "layouts.hpp"
+#include "look.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -92,7 +92,7 @@ void bind_functions(py::module_& module) {
             return crc32(value, view.bytes());
         },
         "data"_a, "value"_a = 0);
-    module.def("layouts", &layouts, "arrays"_a);
+    module.def("look", &look, "arrays"_a);
     module.def("crc32_combine", &crc32_combine, "first"_a, "second"_a, "second_length"_a);
     module.def("arm_fault", &fault::arm, "point"_a, "action"_a, "value"_a = 0, "nth"_a = 1,
                "count"_a = 0);

@@ -1,0 +1,86 @@
+#include "look.hpp"
+
+#include <cstdint>
+#include <vector>
+
+#include "dlpack.hpp"
+
+namespace py = pybind11;
+
+namespace datastates::python {
+namespace {
+
+/// The API of an array's type; null where it has none that we know.
+const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
+    const auto capsule = py::reinterpret_steal<py::object>(
+        PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), dlpack::kAttribute));
+    if (!capsule || PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule) == 0) {
+        PyErr_Clear();
+        return nullptr;
+    }
+    const auto* api = static_cast<const dlpack::ExchangeApi*>(
+        PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule));
+    const bool known =
+        api->version.major == dlpack::kMajor && api->tensor_from_py_object_no_sync != nullptr;
+    return known ? api : nullptr;
+}
+
+std::int64_t version_of(const py::handle& array, const py::str& attribute) {
+    const auto version =
+        py::reinterpret_steal<py::object>(PyObject_GetAttr(array.ptr(), attribute.ptr()));
+    const std::int64_t value = version ? PyLong_AsLongLong(version.ptr()) : -1;
+    PyErr_Clear();  // other arrays, and tensors of torch's inference mode, have none
+    return value;
+}
+
+template <typename Word>
+py::bytes to_bytes(const std::vector<Word>& words) {
+    return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(Word)};
+}
+
+}  // namespace
+
+py::object look(const py::list& arrays) {
+    std::vector<std::int64_t> places;
+    std::vector<std::uintptr_t> identities;
+    std::vector<std::int64_t> addresses;
+    std::vector<std::int64_t> versions;
+    places.reserve(arrays.size() * 8);
+    identities.reserve(arrays.size());
+    addresses.reserve(arrays.size());
+    versions.reserve(arrays.size());
+    const py::str version("_version");
+    const PyTypeObject* last = nullptr;
+    const dlpack::ExchangeApi* api = nullptr;
+    for (const py::handle array : arrays) {
+        PyTypeObject* const type = Py_TYPE(array.ptr());
+        if (type != last) {
+            api = api_of(type);
+            last = type;
+        }
+        dlpack::Tensor tensor{};
+        if (api == nullptr) return py::none();
+        if (api->tensor_from_py_object_no_sync(array.ptr(), &tensor) != 0) {
+            PyErr_Clear();  // of a kind that cannot be exchanged: no error of the caller's
+            return py::none();
+        }
+        identities.push_back(reinterpret_cast<std::uintptr_t>(array.ptr()));
+        addresses.push_back(
+            static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(tensor.data)) +
+            static_cast<std::int64_t>(tensor.byte_offset));
+        versions.push_back(version_of(array, version));
+        places.push_back(static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(type)));
+        places.push_back(addresses.back());
+        places.push_back((std::int64_t{tensor.device.type} << 32) | tensor.device.id);
+        places.push_back((std::int64_t{tensor.dtype.lanes} << 48) |
+                         (std::int64_t{tensor.dtype.code} << 40) |
+                         (std::int64_t{tensor.dtype.bits} << 32) | tensor.ndim);
+        places.insert(places.end(), tensor.shape, tensor.shape + tensor.ndim);
+        if (tensor.strides == nullptr) continue;  // contiguous
+        places.insert(places.end(), tensor.strides, tensor.strides + tensor.ndim);
+    }
+    return py::make_tuple(to_bytes(places), to_bytes(identities), to_bytes(addresses),
+                          to_bytes(versions));
+}
+
+}  // namespace datastates::python
