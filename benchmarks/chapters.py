@@ -138,9 +138,14 @@ CHAPTERS = {
     ),
     "capture": Chapter(
         "Capture from the GPU",
-        "From `snapshot()` until the state may change: one tensor of {bytes} bytes, one of {large} bytes, and {many} "
-        "tensors of 4 KiB, beside torch's copy into page-locked memory in the same round, timed by CUDA events.",
-        (Column("ms", _seconds(factor=1e3), ".2f"), Column("call, ms", _seconds("call", 1e3), ".2f")),
+        "From the executor's call until the last byte has landed and was compared: one tensor of {bytes} bytes, one of "
+        "{large} bytes, and {many} tensors of 4 KiB, beside torch's copy into page-locked memory in the same round, "
+        "timed by CUDA events. Then the whole `snapshot()` call, and from its begin until `wait_captured()` returns.",
+        (
+            Column("ms", _seconds(factor=1e3), ".2f"),
+            Column("call, ms", _seconds("call", 1e3), ".2f"),
+            Column("call to captured, ms", _seconds("from_call", 1e3), ".2f"),
+        ),
     ),
     "training": Chapter("Training a GPT on the GPU", _TRAINED, _TRAINING),
     "durable": Chapter(

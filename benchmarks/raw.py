@@ -35,7 +35,8 @@ class RawFile:
         """The ways to try: chunk and depth, or numbers of threads."""
         if self.direct:
             return [("direct", str(chunk), str(depth)) for chunk in _CHUNKS for depth in _DEPTHS]
-        return [("copy", str(n)) for n in _THREADS if n <= max(2, cores())]
+        threads = [str(n) for n in _THREADS if n <= max(2, cores())]
+        return [(how, n) for how in ("copy", "map") for n in threads]
 
     def write(self, mode: tuple[str, ...]) -> Sample:
         """Write it anew, durably."""
@@ -71,7 +72,8 @@ def in_words(mode: tuple[str, ...]) -> str:
     """A mode, for the page."""
     if mode[0] == "direct":
         return f"io_uring, O_DIRECT, chunks of {int(mode[1]) >> 20} MiB, depth {mode[2]}"
-    return f"{mode[1]} threads of pwrite or pread through the page cache"
+    how = "pwrite or pread" if mode[0] == "copy" else "memcpy from and to a mapping of the file"
+    return f"{mode[1]} threads of {how}"
 
 
 def _program() -> Path:

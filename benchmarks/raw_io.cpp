@@ -3,7 +3,7 @@
 //
 //   raw_io write|read FILE BYTES direct CHUNK DEPTH
 //       io_uring and O_DIRECT; a write has fallocate and fsync in its time
-//   raw_io write|read FILE BYTES copy THREADS
+//   raw_io write|read FILE BYTES copy|map THREADS
 //       so many threads' pwrite or pread of a part each, through the page cache, from and to memory
 //       of as many bytes; a write ends in fsync
 
@@ -22,6 +22,7 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -44,10 +45,10 @@ std::size_t up_to_page(std::size_t n) { return (n + kPage - 1) / kPage * kPage; 
 class File {
   public:
     File(const std::string& path, bool write, bool direct)
-        : fd_(::open(path.c_str(),
-                     (write ? O_WRONLY | O_CREAT | O_TRUNC : O_RDONLY) | (direct ? O_DIRECT : 0) |
-                         O_CLOEXEC,
-                     0644)) {
+        : fd_(::open(
+              path.c_str(),
+              (write ? O_RDWR | O_CREAT | O_TRUNC : O_RDONLY) | (direct ? O_DIRECT : 0) | O_CLOEXEC,
+              0644)) {
         if (fd_ < 0) fail(errno, "open " + path);
     }
     ~File() { ::close(fd_); }
@@ -225,13 +226,46 @@ void copy_part(const File& file, bool write, std::span<std::byte> part, std::siz
     }
 }
 
-void copy(const std::string& path, bool write, std::size_t nbytes, unsigned threads) {
+// The file's own memory, where it has one.
+class Mapping {
+  public:
+    Mapping(const File& file, bool write, std::size_t nbytes)
+        : nbytes_(nbytes),
+          begin_(::mmap(nullptr, nbytes, write ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED,
+                        file.fd(), 0)) {
+        if (begin_ == MAP_FAILED) fail(errno, "mmap");
+    }
+    ~Mapping() { ::munmap(begin_, nbytes_); }
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+    Mapping(Mapping&&) = delete;
+    Mapping& operator=(Mapping&&) = delete;
+
+    [[nodiscard]] std::byte* begin() const { return static_cast<std::byte*>(begin_); }
+
+  private:
+    std::size_t nbytes_;
+    void* begin_;
+};
+
+void copy(const std::string& path, bool write, std::size_t nbytes, unsigned threads, bool map) {
     const Memory memory(nbytes);
     const std::size_t part = up_to_page((nbytes + threads - 1) / threads);
     const File file(path, write, false);
     Clock clock;
     // Every thread touches its memory first; the last to arrive starts the clock.
-    std::barrier ready(threads, [&clock]() noexcept { clock.start(); });
+    std::optional<Mapping> mapping;
+    std::exception_ptr unmapped;
+    std::barrier ready(threads, [&]() noexcept {
+        clock.start();
+        try {
+            // Allocated, so that a store cannot meet a full file system.
+            if (map && write) file.allocate(nbytes);
+            if (map) mapping.emplace(file, write, nbytes);
+        } catch (...) {
+            unmapped = std::current_exception();
+        }
+    });
     std::vector<std::exception_ptr> errors(threads);
     std::vector<std::thread> workers;
     workers.reserve(threads);
@@ -242,7 +276,14 @@ void copy(const std::string& path, bool write, std::size_t nbytes, unsigned thre
             fill(mine);
             ready.arrive_and_wait();
             try {
-                copy_part(file, write, mine, begin);
+                if (unmapped) std::rethrow_exception(unmapped);
+                if (!map) {
+                    copy_part(file, write, mine, begin);
+                } else if (write) {
+                    std::memcpy(mapping->begin() + begin, mine.data(), mine.size());
+                } else {
+                    std::memcpy(mine.data(), mapping->begin() + begin, mine.size());
+                }
             } catch (...) {
                 errors[i] = std::current_exception();
             }
@@ -265,11 +306,12 @@ std::size_t number(const std::string& text) {
 
 int run(const std::vector<std::string>& arguments) {
     const bool is_direct = arguments.size() == 6 && arguments[3] == "direct";
-    const bool is_copy = arguments.size() == 5 && arguments[3] == "copy";
+    const bool is_map = arguments.size() == 5 && arguments[3] == "map";
+    const bool is_copy = arguments.size() == 5 && (arguments[3] == "copy" || is_map);
     if ((!is_direct && !is_copy) || (arguments[0] != "write" && arguments[0] != "read")) {
         std::fputs(
             "usage: raw_io write|read FILE BYTES direct CHUNK DEPTH\n"
-            "       raw_io write|read FILE BYTES copy THREADS\n",
+            "       raw_io write|read FILE BYTES copy|map THREADS\n",
             stderr);
         return 2;
     }
@@ -279,7 +321,7 @@ int run(const std::vector<std::string>& arguments) {
         direct(arguments[1], write, nbytes, number(arguments[4]),
                static_cast<unsigned>(number(arguments[5])));
     } else {
-        copy(arguments[1], write, nbytes, static_cast<unsigned>(number(arguments[4])));
+        copy(arguments[1], write, nbytes, static_cast<unsigned>(number(arguments[4])), is_map);
     }
     return 0;
 }

@@ -12,8 +12,13 @@ State = dict[str, Any]
 
 
 def plain(state: State) -> State:
-    """The state with every object asked for its ``state_dict``; tensors are the live ones."""
-    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
+    """The state with every object asked for its ``state_dict``; tensors are the live ones, mappings plain dicts."""
+
+    def dicts(value: Any) -> Any:
+        # a stager of DCP in torch 2.11 cannot copy the ordered ones of modules
+        return {k: dicts(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    return {name: dicts(value.state_dict()) if hasattr(value, "state_dict") else value for name, value in state.items()}
 
 
 def tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

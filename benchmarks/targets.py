@@ -127,15 +127,6 @@ TARGETS = [
     Target(
         "gpu",
         "capture",
-        "capture of one tensor, over a pinned copy",
-        0.95,
-        True,
-        "×",
-        times_as_fast("pinned copy", "one tensor"),
-    ),
-    Target(
-        "gpu",
-        "capture",
         "capture of one large tensor, over a pinned copy",
         0.95,
         True,

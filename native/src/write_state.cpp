@@ -85,16 +85,22 @@ void WriteState::checksum(std::size_t source, const CrcFragment& fragment) {
     digests_[source].append(fragment, plan_->full_chunk());
 }
 
-void WriteState::fingerprint(const WritePlan::Piece& piece, const std::byte* data) {
+std::uint64_t WriteState::fingerprint_of(const WritePlan::Piece& piece,
+                                         const std::byte* data) const {
     const auto source = static_cast<std::size_t>(piece.source);
-    if (buffers_.witness[source] == 0) return;
-    after_[source] += fingerprint::of_piece(plan_->source_nbytes(source), piece.source_offset, data,
-                                            piece.length);
+    if (buffers_.witness[source] == 0) return 0;
+    return fingerprint::of_piece(plan_->source_nbytes(source), piece.source_offset, data,
+                                 piece.length);
 }
 
-bool WriteState::fingerprint_landed(const WritePlan::Extent& extent, const std::byte* memory) {
+void WriteState::fingerprint(const WritePlan::Piece& piece, const std::byte* data) {
+    after_[static_cast<std::size_t>(piece.source)] += fingerprint_of(piece, data);
+}
+
+std::vector<std::uint64_t> WriteState::device_fingerprints(const WritePlan::Extent& extent,
+                                                           const std::byte* memory) const {
     const auto pieces = plan_->pieces(extent);
-    bool any = false;
+    std::vector<std::uint64_t> fingerprints;
     const auto whole = [&](const WritePlan::Piece& piece) {
         return piece.length == plan_->source_nbytes(static_cast<std::size_t>(piece.source));
     };
@@ -106,10 +112,9 @@ bool WriteState::fingerprint_landed(const WritePlan::Extent& extent, const std::
             }
         }
         if (!on_device(pieces[i])) continue;
-        fingerprint(pieces[i], memory + pieces[i].extent_offset);
-        any = true;
+        fingerprints.push_back(fingerprint_of(pieces[i], memory + pieces[i].extent_offset));
     }
-    return any;
+    return fingerprints;
 }
 
 void WriteState::add_engine(int device, std::shared_ptr<CopyEngine> engine) {
@@ -181,8 +186,14 @@ void WriteState::add_evacuate_seconds(double seconds) {
     stats_.evacuate_seconds += seconds;
 }
 
-void WriteState::extent_landed() {
+void WriteState::extent_landed(const WritePlan::Extent& extent,
+                               std::span<const std::uint64_t> device_fingerprints) {
     const std::scoped_lock lock(mutex_);
+    auto fingerprint = device_fingerprints.begin();
+    for (const WritePlan::Piece& piece : plan_->pieces(extent)) {
+        if (fingerprint == device_fingerprints.end()) break;
+        if (on_device(piece)) after_[static_cast<std::size_t>(piece.source)] += *fingerprint++;
+    }
     ++landed_;
     settle_locked();
 }

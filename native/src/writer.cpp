@@ -21,10 +21,12 @@ std::span<std::byte> captured_bytes(const CapturedExtent& captured, const WriteP
     return captured.block.memory().subspan(piece.extent_offset, piece.length);
 }
 
-/// In a worker.
+/// In a worker: fingerprints first, as somebody may wait for the capture to be over.
 void digest(CapturedExtent& captured, unsigned worker) {
     WriteState& job = *captured.job;
     const auto begin = Clock::now();
+    const std::byte* const memory = captured.block.memory().data();
+    job.extent_landed(captured.extent(), job.device_fingerprints(captured.extent(), memory));
     std::uint64_t bytes = 0;
     for (const WritePlan::Piece& piece : job.plan().pieces(captured.extent())) {
         if (job.stopped()) return;
@@ -47,7 +49,7 @@ Writer::Writer(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
 void Writer::hand_over(std::unique_ptr<CapturedExtent> extent) {
     const bool has_sources = extent->extent().has_sources;
     extent->job->extent_enqueued(extent->index);
-    if (has_sources && extent->events.empty()) extent->job->extent_landed();
+    if (has_sources && extent->events.empty()) extent->job->extent_landed(extent->extent(), {});
     {
         const std::scoped_lock lock(mutex_);
         arrivals_.push_back(std::move(extent));
@@ -106,8 +108,6 @@ bool Writer::land_next() {
     try {
         const auto passed = [](const auto& event) { return event->passed(); };
         if (!std::ranges::all_of(captured.events, passed)) return false;
-        const bool has_device_bytes =
-            job.fingerprint_landed(captured.extent(), captured.block.memory().data());
         if (was_landing) {
             // Copies of one stream follow one another: each begins where the one before ended.
             captured.begin = std::max(captured.begin, landed_);
@@ -116,11 +116,10 @@ bool Writer::land_next() {
             landed_ = Clock::now();
         }
         captured.events.clear();
-        if (has_device_bytes && !job.stopped()) start_digest(captured);
+        if (was_landing && !job.stopped()) start_digest(captured);
     } catch (...) {
         job.fail(Error::current());
     }
-    if (was_landing) job.extent_landed();
     ready_.push_back(std::move(landing_.front()));
     landing_.pop_front();
     return true;

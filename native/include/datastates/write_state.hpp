@@ -53,9 +53,10 @@ class WriteState {
     void checksum(std::size_t source, std::span<const std::byte> data);
     void checksum(std::size_t source, const CrcFragment& fragment);
     void fingerprint(const WritePlan::Piece& piece, const std::byte* data);
-    /// Of all device sources' pieces, when `memory` holds the extent.
-    /// Whether there are any.
-    bool fingerprint_landed(const WritePlan::Extent& extent, const std::byte* memory);
+    /// Of all device sources' pieces, in their order, when `memory` holds the extent; for
+    /// extent_landed.
+    std::vector<std::uint64_t> device_fingerprints(const WritePlan::Extent& extent,
+                                                   const std::byte* memory) const;
     std::uint32_t source_crc(std::size_t source) const { return digests_[source].value(); }
     /// The last extent's bytes beyond a multiple of 4096; `finish` writes them before the tail.
     void keep_residual(std::span<const std::byte> data) {
@@ -87,7 +88,8 @@ class WriteState {
     /// Its bytes are on their way to spare memory of `device`, and there behind `ready`.
     void extent_evacuated(std::size_t extent, int device, std::shared_ptr<Event> ready);
     void add_evacuate_seconds(double seconds);
-    void extent_landed();
+    void extent_landed(const WritePlan::Extent& extent,
+                       std::span<const std::uint64_t> device_fingerprints);
     void extent_retired();
     /// The capture thread will touch neither the job nor the sources again.
     void end_capture();
@@ -129,6 +131,7 @@ class WriteState {
 
     bool wait(std::unique_lock<std::mutex>& lock, Deadline deadline, const bool& done) const;
     bool quiescent_locked() const { return capture_ended_ && retired_ == enqueued_; }
+    std::uint64_t fingerprint_of(const WritePlan::Piece& piece, const std::byte* data) const;
     void settle_locked();
     void compare_fingerprints_locked();
     void write_tail(std::span<const std::byte> tail);
