@@ -150,12 +150,19 @@ def plan_chunks(data_offset: U64, nbytes: U64, crcs: np.ndarray) -> Chunks:
 
 
 def plan_read(
-    file_offset: U64, nbytes: U64, dest: I32, dest_offset: U64, dest_nbytes: U64, chunks: Chunks, extent_nbytes: int
+    file_offset: U64,
+    nbytes: U64,
+    dest: I32,
+    dest_offset: U64,
+    dest_nbytes: U64,
+    in_place: U8,
+    chunks: Chunks,
+    extent_nbytes: int,
 ) -> ReadPlan:
     """Plan the reading of file ranges into destinations, every byte verified.
 
     Ranges are widened to whole chunks, put in file order and coalesced across gaps of up to :data:`GAP`. A large
-    record has extents of its own, so that it can be read straight into place.
+    record that goes to host memory has extents of its own, so that it can be read straight into place.
 
     Args:
         file_offset: Where each wanted range begins in the file; each lies within one record.
@@ -163,6 +170,7 @@ def plan_read(
         dest: The destination it goes to; several ranges may want the same bytes.
         dest_offset: Where in the destination it goes.
         dest_nbytes: Length of each destination.
+        in_place: For each destination, 1 where the storage can be read straight into it.
         chunks: The container's chunks.
         extent_nbytes: The longest extent, at least one chunk and a gap.
     """
@@ -180,7 +188,10 @@ def plan_read(
     wanted = np.flatnonzero(np.cumsum(marks[:-1]) > 0)
     w_begin, w_end, w_record = chunk_begin[wanted], chunk_end[wanted], chunks.record[wanted]
 
-    starts = _extent_starts(w_begin, w_end, w_record, extent_nbytes)
+    straight = np.zeros(len(chunk_begin) + 1, np.int64)
+    np.add.at(straight, first, in_place[dest[order]].astype(np.int64))
+    np.add.at(straight, last, -in_place[dest[order]].astype(np.int64))
+    starts = _extent_starts(w_begin, w_end, w_record, np.cumsum(straight)[wanted] > 0, extent_nbytes)
     extent_begin = w_begin[starts]
     extent_end = w_end[np.append(starts[1:] - 1, len(wanted) - 1)] if len(wanted) else w_end
     extent_check = np.append(starts, len(wanted))
@@ -213,13 +224,15 @@ def plan_read(
     )
 
 
-def _extent_starts(begin: np.ndarray, end: np.ndarray, record: np.ndarray, extent_nbytes: int) -> np.ndarray:
+def _extent_starts(
+    begin: np.ndarray, end: np.ndarray, record: np.ndarray, in_place: np.ndarray, extent_nbytes: int
+) -> np.ndarray:
     """Which of the wanted chunks begin a new extent."""
     if not len(begin):
         return np.zeros(0, np.int64)
     size = np.zeros(int(record.max()) + 1, np.int64)
     np.add.at(size, record, end - begin)
-    alone = size[record] > CHUNK
+    alone = in_place & (size[record] > CHUNK)
     new_record = np.append(True, record[1:] != record[:-1])
     breaks = new_record & (alone | np.append(False, alone[:-1]))
     breaks |= np.append(True, begin[1:] - end[:-1] > GAP)

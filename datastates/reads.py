@@ -10,7 +10,7 @@ import numpy as np
 from datastates import arrays, planner
 from datastates.executor import Executor
 from datastates.opened import Container
-from datastates.protocol import ArrayRef, Buffer, Shard, span
+from datastates.protocol import HOST, ArrayRef, Buffer, Shard, span
 from datastates.shard_table import Row
 
 
@@ -81,6 +81,7 @@ class Reads:
             dest=np.arange(len(nbytes), dtype=np.int32),
             dest_offset=np.zeros(len(nbytes), np.uint64),
             dest_nbytes=nbytes,
+            in_place=np.array([b.device == HOST for b in self.buffers], np.uint8),
             chunks=self.source.chunks(int(record.min()), int(record.max()) + 1)
             if len(record)
             else self.source.chunks(0, 0),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates import frames, planner
-from datastates.plan import DESCRIPTOR, DESCRIPTOR_CRC, PAGE
+from datastates.plan import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, PAGE
 
 BLOCK = 1 << 20
 # with a block's bytes less a header's, a cut falls on, just before and just after a checksum and a record's begin
@@ -48,3 +48,24 @@ def test_pieces_make_the_file(shards: list[tuple[int, bool]]) -> None:
     assert (offset[where] + plan.patch_offset.astype(np.int64) == checksum).all()
     assert (checksum + 4 <= offset[where] + length[where]).all()
     assert plan.end == (int(checksum[-1]) - DESCRIPTOR_CRC + DESCRIPTOR if len(sizes) else 0)
+
+
+def test_records_that_go_to_a_device_share_extents() -> None:
+    sizes = np.full(4, 3 * CHUNK, np.uint64)
+    offset = np.arange(4, dtype=np.uint64) * np.uint64(3 * CHUNK + 4096)
+    chunks = planner.plan_chunks(offset, sizes, np.zeros(12, np.uint32))
+    extents = {}
+    for in_place in (0, 1):
+        plan = planner.plan_read(
+            file_offset=offset,
+            nbytes=sizes,
+            dest=np.arange(4, dtype=np.int32),
+            dest_offset=np.zeros(4, np.uint64),
+            dest_nbytes=sizes,
+            in_place=np.full(4, in_place, np.uint8),
+            chunks=chunks,
+            extent_nbytes=32 * CHUNK,
+        )
+        assert plan.piece_length.sum() == sizes.sum()
+        extents[in_place] = plan.extent_length.tolist()
+    assert extents == {0: [4 * 3 * CHUNK + 3 * 4096], 1: [3 * CHUNK] * 4}

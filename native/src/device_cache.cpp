@@ -16,6 +16,7 @@ using cuda::quietly;
 
 constexpr std::uint64_t kLeastMargin = std::uint64_t{1} << 30;
 constexpr std::uint64_t kMarginShare = 20;
+constexpr std::uint64_t kPage = 4096;
 
 }  // namespace
 
@@ -25,14 +26,17 @@ std::uint64_t device_room(std::uint64_t limit, std::uint64_t used, std::uint64_t
     return std::min(limit - std::min(limit, used), free - std::min(free, margin));
 }
 
-DeviceImage::DeviceImage(std::shared_ptr<DevicePool> pool, cuda::DevicePointer pointer,
-                         std::uint64_t bytes)
-    : pool_(std::move(pool)), pointer_(pointer), bytes_(bytes) {}
+DeviceSlab::~DeviceSlab() { pool_->release(pointer_, bytes_); }
+
+std::optional<cuda::DevicePointer> DeviceSlab::take(std::uint64_t bytes) {
+    const std::uint64_t whole = (bytes + kPage - 1) / kPage * kPage;
+    if (whole > bytes_ - taken_) return std::nullopt;
+    return pointer_ + std::exchange(taken_, taken_ + whole);
+}
 
 DeviceImage::~DeviceImage() {
     // Only a job that was stopped comes here before: its sources must not be read any more.
     if (ready_) ready_->synchronize();
-    pool_->release(pointer_, bytes_);
 }
 
 DevicePool::DevicePool(std::shared_ptr<CopyEngine> engine, std::uint64_t limit)
@@ -60,7 +64,7 @@ std::uint64_t DevicePool::room() const {
     return device_room(limit_, used_, free, total);
 }
 
-std::shared_ptr<DeviceImage> DevicePool::allocate(std::uint64_t bytes) {
+std::shared_ptr<DeviceSlab> DevicePool::allocate(std::uint64_t bytes) {
     if (fault::hit_error(fault::Point::cuda_pool) != 0) return nullptr;
     const CurrentContext current(engine_->context());
     cuda::DevicePointer pointer = 0;
@@ -71,7 +75,7 @@ std::shared_ptr<DeviceImage> DevicePool::allocate(std::uint64_t bytes) {
         const std::scoped_lock lock(mutex_);
         used_ += bytes;
     }
-    return std::make_shared<DeviceImage>(shared_from_this(), pointer, bytes);
+    return std::make_shared<DeviceSlab>(shared_from_this(), pointer, bytes);
 }
 
 void DevicePool::release(cuda::DevicePointer pointer, std::uint64_t bytes) {

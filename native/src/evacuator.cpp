@@ -1,5 +1,6 @@
 #include "datastates/evacuator.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "datastates/copy_batch.hpp"
@@ -46,7 +47,7 @@ bool Evacuator::evacuate_what_fits(WriteState& job) {
 
 Evacuator::Place Evacuator::open(const WriteState& job, int device) {
     CopyEngine& engine = job.engine(device);
-    Place place{.pool = cache_.pool(engine)};
+    Place place{.pool = cache_.pool(engine), .room = 0, .slab = nullptr};
     if (!place.pool) return place;
     place.room = place.pool->room();
     job.order_after_producers(device, engine.evacuation_stream());
@@ -54,13 +55,27 @@ Evacuator::Place Evacuator::open(const WriteState& job, int device) {
 }
 
 /// Null when there is no room.
+std::shared_ptr<DeviceImage> Evacuator::image(const WriteState& job, std::uint64_t bytes,
+                                              Place& place) {
+    auto pointer = place.slab ? place.slab->take(bytes) : std::nullopt;
+    if (!pointer) {
+        const std::uint64_t wanted = job.plan().max_extent_length() * kExtentsPerSlab;
+        const std::uint64_t slab = std::min(wanted, place.room);
+        if (slab < bytes) return nullptr;
+        place.slab = place.pool->allocate(slab);
+        if (!place.slab) return nullptr;
+        place.room -= slab;
+        pointer = place.slab->take(bytes);
+        if (!pointer) return nullptr;
+    }
+    return std::make_shared<DeviceImage>(place.slab, *pointer);
+}
+
 std::shared_ptr<DeviceImage> Evacuator::copy(const WriteState& job, std::size_t index, int device,
                                              Place& place) {
     const WritePlan::Extent& extent = job.plan().extents()[index];
-    if (extent.length > place.room) return nullptr;
-    auto image = place.pool->allocate(extent.length);
+    auto image = Evacuator::image(job, extent.length, place);
     if (!image) return nullptr;
-    place.room -= extent.length;
     CopyEngine& engine = job.engine(device);
     CopyBatch batch(engine, engine.evacuation_stream());
     try {

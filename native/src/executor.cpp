@@ -13,8 +13,8 @@ namespace {
 // Room in a block for a read that is widened to whole pages on both sides.
 constexpr std::uint64_t kReadMargin = 8192;
 constexpr const char* kMemory = "memory";
-// Of a restore, for each read in flight: being read, being verified, on its way to a device.
-constexpr std::size_t kBlocksPerRead = 4;
+// Of a restore, for each read in flight: one being read, one being verified or copied to a device.
+constexpr std::size_t kBlocksPerRead = 2;
 
 template <typename Plan>
 std::vector<std::uint64_t> sizes(const Plan& plan, std::size_t count,

@@ -4,6 +4,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <utility>
 
 #include "datastates/copy_engine.hpp"
 
@@ -17,12 +19,35 @@ std::uint64_t device_room(std::uint64_t limit, std::uint64_t used, std::uint64_t
 
 class DevicePool;
 
-/// Spare device memory that holds an extent's device bytes, at their places in the extent. It is
-/// given back when the object goes, which waits until nothing is being copied into it; what copies
-/// out of it keeps it.
+/// Spare device memory for several images: allocating takes far longer than filling it. Given back
+/// when the last of them goes. One thread at a time takes from it.
+class DeviceSlab {
+  public:
+    DeviceSlab(std::shared_ptr<DevicePool> pool, cuda::DevicePointer pointer, std::uint64_t bytes)
+        : pool_(std::move(pool)), pointer_(pointer), bytes_(bytes) {}
+    ~DeviceSlab();
+    DeviceSlab(const DeviceSlab&) = delete;
+    DeviceSlab& operator=(const DeviceSlab&) = delete;
+    DeviceSlab(DeviceSlab&&) = delete;
+    DeviceSlab& operator=(DeviceSlab&&) = delete;
+
+    std::uint64_t bytes() const { return bytes_; }
+    /// Aligned to pages; empty when there is no room for it.
+    std::optional<cuda::DevicePointer> take(std::uint64_t bytes);
+
+  private:
+    std::shared_ptr<DevicePool> pool_;
+    cuda::DevicePointer pointer_;
+    std::uint64_t bytes_;
+    std::uint64_t taken_ = 0;
+};
+
+/// A part of a slab that holds an extent's device bytes, at their places in the extent. When it
+/// goes, it waits until nothing is being copied into it; what copies out of it keeps it.
 class DeviceImage {
   public:
-    DeviceImage(std::shared_ptr<DevicePool> pool, cuda::DevicePointer pointer, std::uint64_t bytes);
+    DeviceImage(std::shared_ptr<DeviceSlab> slab, cuda::DevicePointer pointer)
+        : slab_(std::move(slab)), pointer_(pointer) {}
     ~DeviceImage();
     DeviceImage(const DeviceImage&) = delete;
     DeviceImage& operator=(const DeviceImage&) = delete;
@@ -35,13 +60,12 @@ class DeviceImage {
     const std::shared_ptr<Event>& ready() const { return ready_; }
 
   private:
-    std::shared_ptr<DevicePool> pool_;
+    std::shared_ptr<DeviceSlab> slab_;
     cuda::DevicePointer pointer_;
-    std::uint64_t bytes_;
     std::shared_ptr<Event> ready_;
 };
 
-/// Images on one device, out of a memory pool of our own, which gives back to the device what it
+/// Slabs on one device, out of a memory pool of our own, which gives back to the device what it
 /// does not need. Thread-safe.
 class DevicePool : public std::enable_shared_from_this<DevicePool> {
   public:
@@ -53,13 +77,13 @@ class DevicePool : public std::enable_shared_from_this<DevicePool> {
     DevicePool(DevicePool&&) = delete;
     DevicePool& operator=(DevicePool&&) = delete;
 
-    /// How much there is to be had now. Asks the driver: once for many images.
+    /// How much there is to be had now. Asks the driver: once for many slabs.
     std::uint64_t room() const;
     /// Usable in the order of the engine's evacuation stream. Null when the device has none.
-    std::shared_ptr<DeviceImage> allocate(std::uint64_t bytes);
+    std::shared_ptr<DeviceSlab> allocate(std::uint64_t bytes);
 
   private:
-    friend class DeviceImage;
+    friend class DeviceSlab;
     void release(cuda::DevicePointer pointer, std::uint64_t bytes);
 
     const std::shared_ptr<CopyEngine> engine_;

@@ -16,6 +16,9 @@ namespace datastates {
 /// there afterwards. Thread-safe.
 class Evacuator {
   public:
+    /// 256 MiB in extents of 8: few allocations, each given back soon.
+    static constexpr std::uint64_t kExtentsPerSlab = 32;
+
     /// At most `device_cache_bytes` of each device; 0: never.
     explicit Evacuator(std::uint64_t device_cache_bytes) : cache_(device_cache_bytes) {}
 
@@ -28,10 +31,13 @@ class Evacuator {
     struct Place {
         std::shared_ptr<DevicePool> pool;
         std::uint64_t room = 0;
+        std::shared_ptr<DeviceSlab> slab;  // the one that images are taken from
     };
 
     bool evacuate_what_fits(WriteState& job);
     Place open(const WriteState& job, int device);
+    static std::shared_ptr<DeviceImage> image(const WriteState& job, std::uint64_t bytes,
+                                              Place& place);
     static std::shared_ptr<DeviceImage> copy(const WriteState& job, std::size_t index, int device,
                                              Place& place);
 

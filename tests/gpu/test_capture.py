@@ -1,0 +1,102 @@
+"""Where captured bytes go on their way: many small tensors, the device cache, page-locked memory, and the timeline of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import datastates as ds
+from datastates.providers import GpuTensorProvider, from_stateful
+from datastates.testing import equal
+
+
+def test_thousands_of_small_tensors(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    sizes = random.integers(0, 5000, 3000)
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
+    tensors = {str(i): torch.randint(0, 100, (int(n),), device="cuda").to(dtypes[i % 4]) for i, n in enumerate(sizes)}
+    backing = torch.arange(100_000, dtype=torch.uint8, device="cuda")
+    tensors |= {f"odd{i}": backing[1 + 777 * i : 1 + 777 * i + 301] for i in range(100)}  # at odd addresses
+    expected = {k: v.cpu().clone() for k, v in tensors.items()}
+    with ds.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.snapshot([GpuTensorProvider("m", tensors)], step=1).wait_committed()
+        for tensor in tensors.values():
+            tensor.zero_()
+        checkpointer.restore([GpuTensorProvider("m", tensors)])
+    assert equal({k: v.cpu() for k, v in tensors.items()}, expected)
+    assert equal(ds.load(tmp_path)["m"], expected)
+
+
+def _trained(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 2048, device="cuda")).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("device_cache", ["1GiB", "100MiB"])
+def test_the_device_cache_keeps_snapshots_whole(device_cache: str, tmp_path: Path) -> None:
+    model, optimizer = _trained(fused=True)
+    providers = [from_stateful("m", model), from_stateful("o", optimizer)]
+    expected = {}
+    options = {"host_cache": "16MiB", "block": "1MiB", "device_cache": device_cache}
+    with ds.Checkpointer(tmp_path, **options) as checkpointer:
+        for step in range(4):
+            snapshot = checkpointer.snapshot(providers, step=step)
+            expected[step] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            _step(model, optimizer)
+            used = snapshot.report.executor["device_cache_bytes"]
+            assert 0 < used <= (1 << 30 if device_cache == "1GiB" else 100 << 20)
+    for step, (m, o) in expected.items():
+        other, other_optimizer = _trained()
+        ds.restore(tmp_path / f"step-{step:08d}", [from_stateful("m", other), from_stateful("o", other_optimizer)])
+        assert equal(dict(other.state_dict()), dict(m))
+        assert equal(other_optimizer.state_dict()["state"], o["state"])
+
+
+def test_without_spare_memory_the_device_cache_takes_none(tmp_path: Path) -> None:
+    model, optimizer = _trained(fused=True)
+    expected = copy.deepcopy(model.state_dict())
+    free, total = torch.cuda.mem_get_info()
+    taken = torch.empty(free - max(1 << 30, total // 20), dtype=torch.uint8, device="cuda")
+    with ds.Checkpointer(tmp_path, host_cache="16MiB", block="1MiB", device_cache="8GiB") as checkpointer:
+        snapshot = checkpointer.snapshot([from_stateful("m", model), from_stateful("o", optimizer)], step=0)
+        _step(model, optimizer)
+        assert snapshot.report.executor["device_cache_bytes"] == 0
+    del taken
+    torch.cuda.empty_cache()
+    assert equal(dict(ds.load(tmp_path)["m"]), {k: v.cpu() for k, v in expected.items()})
+
+
+def test_an_explicit_cache_is_page_locked_beforehand(tmp_path: Path) -> None:
+    torch.zeros(1, device="cuda")
+    with ds.Checkpointer(tmp_path, host_cache="256MiB") as checkpointer:
+        tensors = {"a": torch.ones(40 << 20, device="cuda")}
+        snapshot = checkpointer.snapshot([GpuTensorProvider("m", tensors)], step=0)
+        snapshot.wait_committed()
+    assert snapshot.report.executor["pinned"] is True
+
+
+def test_the_trace_shows_the_copies(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(10 << 20, device="cuda"), "b": torch.ones(100, device="cuda")}
+    snapshot = ds.snapshot([GpuTensorProvider("m", tensors)], tmp_path / "c")
+    snapshot.wait_committed()
+    snapshot.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert f"copies from GPU {torch.cuda.current_device()}" in [e["args"].get("name") for e in events if e["ph"] == "M"]
+    stages = snapshot.report.stages
+    assert stages["capture"].nbytes >= 40 << 20
+    assert stages["checksum"].nbytes == (40 << 20) + 400
