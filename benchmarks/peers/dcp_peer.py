@@ -6,11 +6,12 @@ import contextlib
 import warnings
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 
@@ -50,24 +51,35 @@ class Dcp(System):
         return FileSystemWriter(path, thread_count=_THREADS, sync_files=True)
 
 
-class DcpAsync(Dcp):
-    """``dcp.async_save`` in a thread, staged in the background into host memory that is kept and, on a GPU, pinned.
+_STAGER_CLOSED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Whether ``async_save`` closes the stager that it is given, as seen in torch 2.11: then none keeps its memory."""
 
-    One stager for all saves keeps its memory. Updates must wait for the staging, which is what the gate does.
+
+class DcpAsync(Dcp):
+    """``dcp.async_save`` in a thread, staged into host memory that is kept and, on a GPU, pinned.
+
+    One stager for all saves keeps its memory: where torch lets it live, staging in the background, which updates must
+    wait for (that is what the gate does); else the one that stages inside of the call.
     """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         gpu = torch.cuda.is_available()
-        self.settings = (
-            f"{Dcp.settings}; async_save in a thread, DefaultStager kept (use_async_staging=True, "
-            f"use_pinned_memory={gpu}, use_non_blocking_copy={gpu}, use_shared_memory=False)"
-        )
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=gpu
+        self._stager: DefaultStager | BlockingAsyncStager
+        if gpu and _STAGER_CLOSED:
+            stager = "BlockingAsyncStager kept (cache_staged_state_dict=True)"
+            self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        else:
+            stager = (
+                f"DefaultStager kept (use_async_staging=True, use_pinned_memory={gpu}, use_non_blocking_copy={gpu}, "
+                "use_shared_memory=False)"
             )
-        )
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=gpu
+                )
+            )
+        self.settings = f"{Dcp.settings}; async_save in a thread, {stager}"
         self._staging: Future[None] | None = None
 
     def save_async(self, state: State) -> Pending:
@@ -79,11 +91,14 @@ class DcpAsync(Dcp):
             async_stager=self._stager,
             no_dist=True,
         )
-        assert isinstance(response, AsyncSaveResponse)
-        self._staging = response.staging_completion
+        upload: Future[Any]
+        if isinstance(response, AsyncSaveResponse):
+            self._staging, upload = response.staging_completion, response.upload_completion
+        else:
+            upload = response
 
         def wait() -> None:
-            response.upload_completion.result()
+            upload.result()
             fsync_tree(path)
 
         return Pending(path, wait)

@@ -13,8 +13,8 @@ namespace {
 // Room in a block for a read that is widened to whole pages on both sides.
 constexpr std::uint64_t kReadMargin = 8192;
 constexpr const char* kMemory = "memory";
-// Of a restore, for each read in flight: one being read, one being verified or copied to a device.
-constexpr std::size_t kBlocksPerRead = 2;
+// Of a restore, for each read in flight: being read, being verified, on its way to a device.
+constexpr std::size_t kBlocksPerRead = 4;
 
 template <typename Plan>
 std::vector<std::uint64_t> sizes(const Plan& plan, std::size_t count,
@@ -129,8 +129,12 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
     require_fits(plan->max_extent_length(), cache_.block_bytes());
     admit();
     File file = File::create(path, direct_);
-    // Where space is memory, it is reserved bit by bit by those who fill it.
-    if (!file.memory_backed()) file.allocate(0, plan->file_length());
+    if (file.memory_backed()) {
+        // Space in memory is reserved step by step by those who fill it.
+        file.plan_memory(plan->file_length());
+    } else {
+        file.allocate(0, plan->file_length());
+    }
     auto state = std::make_shared<WriteState>(std::move(file), std::move(plan), std::move(sources),
                                               evacuator_.enabled());
     {

@@ -92,7 +92,8 @@ File::File(File&& other) noexcept
       memory_alignment_(other.memory_alignment_),
       offset_alignment_(other.offset_alignment_),
       memory_backed_(other.memory_backed_),
-      direct_(other.direct()) {}
+      direct_(other.direct()),
+      memory_(std::move(other.memory_)) {}
 
 File File::create(const std::string& path, bool want_direct) {
     // Read, too: a mapping asks for it.
@@ -147,7 +148,15 @@ bool File::allocate(std::uint64_t offset, std::uint64_t length) const {
     throw Error::io(error, "allocate", path_);
 }
 
-void File::truncate(std::uint64_t length) const {
+void File::plan_memory(std::uint64_t length) { memory_ = std::make_unique<FileMemory>(length); }
+
+std::byte* File::memory(std::uint64_t end) const {
+    return memory_ ? memory_->reserved_to(*this, end) : nullptr;
+}
+
+void File::truncate(std::uint64_t length) {
+    // What was reserved may be no longer.
+    memory_.reset();
     const int error = retry(fault::Point::truncate, [&] {
         return ::ftruncate(buffered_.get(), static_cast<off_t>(length));
     });
@@ -175,6 +184,7 @@ void File::write_all(std::span<const std::byte> data, std::uint64_t offset) {
 }
 
 void File::close() {
+    memory_.reset();
     direct_fd_.reset();
     buffered_.reset();
 }

@@ -1,6 +1,5 @@
 #include "datastates/io_backend.hpp"
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,7 +17,6 @@ namespace {
 
 // The kernel moves at most 2 GiB - 4 KiB at a time; half of it keeps the remainder aligned.
 constexpr std::size_t kMaxStep = std::size_t{1} << 30;
-constexpr std::uint64_t kPage = 4096;
 
 /// Runs a request's steps, each through `syscall`, which answers like pread and pwrite.
 template <typename Syscall>
@@ -36,41 +34,6 @@ IoCompletion carry_out(const IoRequest& request, Syscall&& syscall) {
         if (state.advance(result, step) == Transfer::Next::finished) return state.completion();
     }
 }
-
-/// A part of a file in memory, for storing into. One for each step: unmapping what was written
-/// keeps it out of the process's resident memory.
-class Mapping {
-  public:
-    explicit Mapping(const Transfer::Step& step)
-        : lead_(step.offset % kPage),
-          length_(lead_ + step.length),
-          memory_(::mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, step.fd,
-                         static_cast<off_t>(step.offset - lead_))) {}
-    ~Mapping() {
-        if (memory_ != MAP_FAILED) ::munmap(memory_, length_);
-    }
-    Mapping(const Mapping&) = delete;
-    Mapping& operator=(const Mapping&) = delete;
-    Mapping(Mapping&&) = delete;
-    Mapping& operator=(Mapping&&) = delete;
-
-    /// Maps all pages in one go, which is quicker than at the first store to each, and tells of
-    /// pages that cannot be had. False when there is no storing here, or (before Linux 5.14) no
-    /// telling.
-    bool populate() const {
-#ifdef MADV_POPULATE_WRITE
-        return memory_ != MAP_FAILED && ::madvise(memory_, length_, MADV_POPULATE_WRITE) == 0;
-#else
-        return false;
-#endif
-    }
-    std::byte* data() const { return static_cast<std::byte*>(memory_) + lead_; }
-
-  private:
-    std::size_t lead_;
-    std::size_t length_;
-    void* memory_;
-};
 
 }  // namespace
 
@@ -141,13 +104,11 @@ IoCompletion transfer(const IoRequest& request) {
 }
 
 IoCompletion store(const IoRequest& request) {
-    if (!request.file->allocate(request.offset, request.length)) return transfer(request);
-    return carry_out(request, [](const Transfer::Step& step) {
-        if (const Mapping mapping(step); mapping.populate()) {
-            std::memcpy(mapping.data(), step.buffer, step.length);
-            return static_cast<ssize_t>(step.length);
-        }
-        return ::pwrite(step.fd, step.buffer, step.length, static_cast<off_t>(step.offset));
+    std::byte* const memory = request.file->memory(request.offset + request.length);
+    if (memory == nullptr) return transfer(request);
+    return carry_out(request, [memory](const Transfer::Step& step) {
+        std::memcpy(memory + step.offset, step.buffer, step.length);
+        return static_cast<ssize_t>(step.length);
     });
 }
 

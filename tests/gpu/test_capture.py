@@ -1,4 +1,4 @@
-"""Where captured bytes go on their way: many small tensors, the device cache, page-locked memory, and the timeline of it."""
+"""Where captured bytes go on their way: many small tensors, the device cache, page-locked memory, the timeline."""
 
 from __future__ import annotations
 

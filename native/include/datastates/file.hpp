@@ -3,9 +3,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
+
+#include "datastates/file_memory.hpp"
 
 namespace datastates {
 
@@ -67,7 +70,14 @@ class File {
     std::uint64_t size() const;
     /// Reserves space; false where the file system cannot, an error where it is full. Thread-safe.
     bool allocate(std::uint64_t offset, std::uint64_t length) const;
-    void truncate(std::uint64_t length) const;
+    /// How much will be written to a memory-backed file, so that it can be stored into. Once,
+    /// before other threads have to do with the file.
+    void plan_memory(std::uint64_t length);
+    /// The memory of the whole planned file, where all before `end` is reserved and may be stored
+    /// to; null where `end` lies beyond the plan, or the system cannot map or reserve the file.
+    /// Throws Error "io" where it is full. Until truncate or close. Thread-safe.
+    std::byte* memory(std::uint64_t end) const;
+    void truncate(std::uint64_t length);
     /// fsync.
     void sync() const;
     /// Writes everything, past short writes and interrupts. Blocking.
@@ -85,6 +95,7 @@ class File {
     std::size_t offset_alignment_ = 4096;
     bool memory_backed_ = false;
     std::atomic<bool> direct_ = false;
+    std::unique_ptr<FileMemory> memory_;
 };
 
 }  // namespace datastates

@@ -115,9 +115,10 @@ class Transfer {
 /// Does one request in the calling thread, with pread or pwrite.
 IoCompletion transfer(const IoRequest& request);
 
-/// Does one write to a memory-backed file in the calling thread, through a mapping: many threads
-/// store into one file at once, where `pwrite` lets in one at a time. The space is reserved first,
-/// so that a full file system is an error here and not a signal. Throws Error "io" for that.
+/// Does one write to a memory-backed file in the calling thread, through the file's mapping, where
+/// it has one: many threads store into one file at once, where `pwrite` lets in one at a time. The
+/// space is reserved first, so that a full file system is an error here and not a signal. Throws
+/// Error "io" for that.
 IoCompletion store(const IoRequest& request);
 
 }  // namespace datastates
