@@ -34,7 +34,7 @@ def describe(directory: Path) -> dict[str, Any]:
         found["gpu_memory"] = torch.cuda.get_device_properties(0).total_memory
         found["cuda"] = torch.version.cuda
         driver = Path("/proc/driver/nvidia/version")
-        found["driver"] = _first(r"Kernel Module\D*([\d.]+)", driver.read_text()) if driver.exists() else "unknown"
+        found["driver"] = _first(r"Kernel Module.*?\s([\d.]+)", driver.read_text()) if driver.exists() else "unknown"
     return found
 
 

@@ -94,10 +94,11 @@ def targets(report: dict[str, Any]) -> str:
                 f"{sign} {target.goal:g} {target.unit}",
                 f"{statistics.median(values):.3g} {target.unit}" if values else "–",
                 f"{min(values):.3g}–{max(values):.3g}" if values else "–",
+                str(len(values)),
                 {True: "reached", False: "**missed**", None: "not measured"}[reached],
             )
         )
-    return markdown(("target", "goal", "reached", "range", "verdict"), rows)
+    return markdown(("target", "goal", "reached", "range", "rounds", "verdict"), rows)
 
 
 def table(chapter: Chapter, benchmark: Benchmark) -> str:
