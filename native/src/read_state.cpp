@@ -47,7 +47,7 @@ void ReadState::finish(ReadStats stats) {
     const std::scoped_lock lock(mutex_);
     stats.bytes_needed = stats_.bytes_needed;
     stats.seconds = seconds_since(start_);
-    stats_ = std::move(stats);
+    stats_ = stats;
     done_ = true;
     changed_.notify_all();
 }
