@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from datastates import gate, manifest
+from datastates.collecting import Collected, collect
 from datastates.config import IoSettings
 from datastates.errors import DeviceError, StorageError
 from datastates.executor import Executor
 from datastates.futures import Snapshot
 from datastates.host_memory import automatic_cache
 from datastates.protocol import StateProvider
-from datastates.saving import Collected, Running, Saver, collect
+from datastates.saving import Running, Saver
 
 
 def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:

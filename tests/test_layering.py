@@ -18,7 +18,7 @@ LINES = [
     {"arrays", "shard_table", "frames"},
     {"index", "describing"},
     {"planner", "executor", "container", "manifest", "providers", "futures"},
-    {"opened"},
+    {"opened", "collecting"},
     {"reads"},
     {"gate", "saving", "restoring", "reader"},
     {"verifying", "engine"},
