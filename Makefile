@@ -116,6 +116,12 @@ bench-gpu: .venv/installed build/raw_io ## The same with a GPU
 	$(BIN)/python benchmarks/run.py gpu --json docs/benchmarks/gpu.json
 	$(BIN)/python benchmarks/report.py docs/benchmarks
 
+.PHONY: bench-scale
+bench-scale: .venv/installed ## Measure and simulate 16,384 ranks; makes docs/scale.md
+	mkdir -p docs/benchmarks
+	$(BIN)/python benchmarks/run.py scale --repeat 3 --json docs/benchmarks/scale.json
+	$(BIN)/python benchmarks/report.py docs/benchmarks
+
 # --- packaging ---------------------------------------------------------------------------------------------
 
 .PHONY: wheel

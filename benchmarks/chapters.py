@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tables import Benchmark
-from targets import MIB, Values, cpu_per_gb, draining, lost, scaled, times_as_fast
+from tables import Benchmark, beside
+from targets import MIB, Values, cpu_per_gb, draining, fetched, lost, scaled, times_as_fast
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def _seconds(figure: str = "seconds", factor: float = 1.0) -> Callable[[str], Va
 
 
 def _of_raw(figure: str = "seconds") -> Callable[[str], Values]:
-    return lambda system: times_as_fast("raw", system, figure)
+    return lambda system: times_as_fast(beside(system, "raw"), system, figure)
 
 
 def _ours(figure: str = "seconds") -> Callable[[str], Values]:
-    return lambda system: times_as_fast(system, "datastates", figure)
+    return lambda system: times_as_fast(system, beside(system, "datastates"), figure)
 
 
 _MOVED = (
@@ -90,6 +90,13 @@ _STORED = (
     Column("restore GB/s", _rate("read")),
     Column("write, of raw", _of_raw("write")),
     Column("restore, of raw", _of_raw("read")),
+)
+_RANKS = (
+    *_STORED,
+    Column("bytes read, of those needed", fetched, ".3f"),
+    Column("loop time lost, s", lost, ".3f", skip=("plain",)),
+    Column("save call, s", _seconds("call"), ".4f"),
+    Column("durable while training, GB/s", _rate("durable")),
 )
 
 CHAPTERS = {
@@ -160,5 +167,15 @@ CHAPTERS = {
         "The same on tmpfs, a stand-in for storage faster than one thread. Raw is the best of several numbers of "
         "threads that copy as many bytes from and to host memory.",
         _STORED,
+    ),
+    "ranks": Chapter(
+        "Several ranks",
+        "A GPT that FSDP2 shards, with its AdamW, {bytes} bytes in all; a process for each rank, on one host. N → M: N "
+        "ranks save, M other ones restore. A write begins when all ranks are there and ends when the checkpoint is "
+        "durable on the last. It is put out of the page cache (checked with mincore) and restored in place, and every "
+        "element is compared. Raw writes as many bytes with O_DIRECT by N processes at once, a file each, and reads as "
+        "many by M. While training, the save is followed by {period} iterations; lost is what they took together, on "
+        "the slowest rank, beyond the median without a checkpoint.",
+        _RANKS,
     ),
 }

@@ -26,24 +26,25 @@ TMPFS = Path("/dev/shm")
 def run(directory: Path, plan: Plan, *, tmpfs: bool, tiny: bool) -> Result:
     """All systems, and the raw program: with O_DIRECT, or on tmpfs, which has no cache to be cold, with threads."""
     loop = GpuLoop(tiny=tiny)
-    file = raw.RawFile(directory / "raw", nbytes(loop.state), direct=not tmpfs)
+    raw_path = directory / "raw"
+    file = raw.RawFiles((raw_path,), nbytes(loop.state), direct=not tmpfs)
     room = shutil.disk_usage(directory).free
     if room < 1.5 * file.nbytes:
         raise RuntimeError(f"{directory} has room for {room} bytes, which is too little for {file.nbytes}")
-    modes = raw.best_modes(file)
+    write_mode, read_mode = raw.best_mode(file, "write"), raw.best_mode(file, "read")
     prepare: Callable[[Path], None] = (lambda path: None) if tmpfs else page_cache.drop
     probe = Probe(loop.state)
     cache = (file.nbytes // (64 << 20) + 2) * (64 << 20)
-    words = {operation: raw.in_words(mode) for operation, mode in modes.items()}
     result = Result(
-        parameters={"bytes": file.nbytes}, settings={"raw": f"write: {words['write']}; read: {words['read']}"}
+        parameters={"bytes": file.nbytes},
+        settings={"raw": f"write: {raw.in_words(write_mode)}; read: {raw.in_words(read_mode)}"},
     )
 
     def raw_once() -> Sample:
-        written = file.write(modes["write"])
-        prepare(file.path)
-        sample = {"write": written["seconds"], "read": file.read(modes["read"])["seconds"]}
-        file.path.unlink()
+        written = file.write(write_mode)
+        prepare(raw_path)
+        sample = {"write": written["seconds"], "read": file.read(read_mode)["seconds"]}
+        file.remove()
         return sample
 
     with Roster(directory, result, host_cache=cache) as roster:

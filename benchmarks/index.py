@@ -84,6 +84,8 @@ def index_of(plan: WritePlan) -> Index:
         global_ndim=byte,
         global_dims=none,
         place=none,
+        digest=np.zeros(count, np.uint32),
+        digested=byte,
     )
     return Index(
         identity={"step": 0, "rank": 0, "world_size": 1, "attempt": "benchmark"},

@@ -28,14 +28,6 @@ class Loop(ABC):
     def backward(self) -> None:
         """Forward and backward of one batch."""
 
-    @abstractmethod
-    def mark(self) -> Any:
-        """A point in time, after what has been enqueued so far."""
-
-    @abstractmethod
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Time between two marks; only after :meth:`synchronize`."""
-
     def synchronize(self) -> None:  # noqa: B027 - nothing is ever enqueued on a CPU
         """Wait until all that was enqueued is done."""
 
@@ -47,7 +39,19 @@ class Loop(ABC):
             self.optimizer.step()
 
 
-class CpuLoop(Loop):
+class MarkedLoop(Loop):
+    """One whose iterations can be timed without waiting for them."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """A point in time, after what has been enqueued so far."""
+
+    @abstractmethod
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Time between two marks; only after :meth:`synchronize`."""
+
+
+class CpuLoop(MarkedLoop):
     """A small network, and beside it a large state that does not change, so that a snapshot drains for a while."""
 
     def __init__(self, *, tiny: bool) -> None:
@@ -68,7 +72,7 @@ class CpuLoop(Loop):
         return end - begin
 
 
-class GpuLoop(Loop):
+class GpuLoop(MarkedLoop):
     """bf16 autocast over fp32 parameters, fused AdamW: 12 bytes a parameter, some 6.6 GB."""
 
     def __init__(self, *, tiny: bool) -> None:

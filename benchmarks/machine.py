@@ -31,6 +31,7 @@ def describe(directory: Path) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
+        found["gpus"] = torch.cuda.device_count()
         found["gpu_memory"] = torch.cuda.get_device_properties(0).total_memory
         found["cuda"] = torch.version.cuda
         driver = Path("/proc/driver/nvidia/version")

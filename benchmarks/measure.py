@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Sample = dict[str, float]
@@ -110,3 +112,11 @@ def interleave(
 def cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def status(field: str) -> int:
+    """Bytes that the kernel says of this process in a field of ``/proc/self/status``."""
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f"/proc/self/status has no {field}")
+    return int(match[1]) << 10

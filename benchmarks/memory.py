@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from measure import Plan, Result, Sample, interleave
+from measure import Plan, Result, Sample, interleave, status
 from peers import class_of
 
 SYSTEMS = ("datastates", "DCP async")
@@ -44,13 +43,6 @@ def _sample(name: str, directory: Path, cache: int) -> Sample:
     return sample
 
 
-def _status(field: str) -> int:
-    match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if match is None:
-        raise RuntimeError(f"/proc/self/status has no {field}")
-    return int(match[1]) << 10
-
-
 def _child(name: str, directory: Path, cache: int) -> None:
     parts = 12
     state = {"model": {f"weight.{i}": torch.ones(3 * cache // parts // 4) for i in range(parts)}}
@@ -58,12 +50,12 @@ def _child(name: str, directory: Path, cache: int) -> None:
     options = {"host_cache": cache, "keep_last": 1} if name == "datastates" else {}
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before = status("VmRSS")
     system = system_class(directory, **options)
     for _ in range(3):
         system.save_async(state).wait()
     system.close()
-    os.write(1, json.dumps({"above": _status("VmHWM") - before}).encode())
+    os.write(1, json.dumps({"above": status("VmHWM") - before}).encode())
 
 
 if __name__ == "__main__":

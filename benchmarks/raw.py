@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO, Literal
 
 from measure import Sample, cores
 
@@ -13,67 +15,101 @@ _PLACES = (_ROOT / "build" / "raw_io", _ROOT / ".whl" / "raw_io")
 _CHUNKS = (4 << 20, 8 << 20, 16 << 20)
 _DEPTHS = (8, 32)
 _THREADS = (1, 2, 4, 8, 16)
-_TUNED = 2 * 10**9
+TRIED = 2 * 10**9
 """Bytes with which the modes are tried."""
+Operation = Literal["write", "read"]
+Mode = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class RawFile:
-    """A file that the program writes and reads, always the same number of bytes.
+class RawFiles:
+    """Files that the program writes and reads, always the same number of bytes, each file by a process of its own.
 
     Attributes:
-        path: Where.
-        nbytes: How many.
+        paths: Where.
+        nbytes: How many in all of them.
         direct: io_uring with O_DIRECT, or threads through the page cache.
     """
 
-    path: Path
+    paths: tuple[Path, ...]
     nbytes: int
     direct: bool = True
 
-    def modes(self) -> list[tuple[str, ...]]:
+    def modes(self) -> list[Mode]:
         """The ways to try: chunk and depth, or numbers of threads."""
         if self.direct:
             return [("direct", str(chunk), str(depth)) for chunk in _CHUNKS for depth in _DEPTHS]
         threads = [str(n) for n in _THREADS if n <= max(2, cores())]
         return [(how, n) for how in ("copy", "map") for n in threads]
 
-    def write(self, mode: tuple[str, ...]) -> Sample:
-        """Write it anew, durably."""
-        self.path.unlink(missing_ok=True)
+    def write(self, mode: Mode) -> Sample:
+        """Write them anew, durably."""
+        self.remove()
         return self._run("write", mode)
 
-    def read(self, mode: tuple[str, ...]) -> Sample:
-        """Read all of it; what is in the page cache is the caller's choice."""
+    def read(self, mode: Mode) -> Sample:
+        """Read all of them; what is in the page cache is the caller's choice."""
         return self._run("read", mode)
 
-    def _run(self, operation: str, mode: tuple[str, ...]) -> Sample:
-        command = [str(_program()), operation, str(self.path), str(self.nbytes), *mode]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        seconds, cpu = map(float, done.stdout.split())
-        return {"seconds": seconds, "cpu_seconds": cpu}
+    def remove(self) -> None:
+        """Delete them, those that there are."""
+        for path in self.paths:
+            path.unlink(missing_ok=True)
+
+    def _run(self, operation: Operation, mode: Mode) -> Sample:
+        """All processes at once; the time is that of the slowest."""
+        each = str(-(-self.nbytes // len(self.paths)))
+        with contextlib.ExitStack() as stack:
+            processes = [
+                stack.enter_context(
+                    subprocess.Popen(
+                        [str(_program()), operation, str(path), each, *mode],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                    )
+                )
+                for path in self.paths
+            ]
+            heard = [_output(process).readline() for process in processes]
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.close()  # which they begin at
+            figures = [_output(process).read().split() for process in processes]
+        for process, first in zip(processes, heard, strict=True):
+            if process.returncode or first != "ready\n":
+                raise subprocess.CalledProcessError(process.returncode, process.args, first)
+        return {
+            "seconds": max(float(seconds) for seconds, _ in figures),
+            "cpu_seconds": sum(float(cpu) for _, cpu in figures),
+        }
 
 
-def best_modes(file: RawFile) -> dict[str, tuple[str, ...]]:
-    """The fastest mode to ``write`` and to ``read`` a file, each tried twice on its first part.
+def best_mode(files: RawFiles, operation: Operation, tried: int = TRIED) -> Mode:
+    """The fastest mode of an operation, each mode tried twice with the first ``tried`` bytes; no file is left.
 
-    A file read without O_DIRECT is read from the page cache, as it has just been written.
+    What is read without O_DIRECT is read from the page cache, as it has just been written.
     """
-    part = replace(file, nbytes=min(file.nbytes, _TUNED))
-    best = {}
-    for operation in ("write", "read"):
-        run = getattr(part, operation)
-        best[operation] = min(file.modes(), key=lambda mode: min(run(mode)["seconds"] for _ in range(2)))
-    file.path.unlink()
+    part = replace(files, nbytes=min(files.nbytes, tried))
+    if operation == "read":
+        part.write(part.modes()[0])
+    run = getattr(part, operation)
+    best = min(part.modes(), key=lambda mode: min(run(mode)["seconds"] for _ in range(2)))
+    files.remove()
     return best
 
 
-def in_words(mode: tuple[str, ...]) -> str:
+def in_words(mode: Mode) -> str:
     """A mode, for the page."""
     if mode[0] == "direct":
         return f"io_uring, O_DIRECT, chunks of {int(mode[1]) >> 20} MiB, depth {mode[2]}"
     how = "pwrite or pread" if mode[0] == "copy" else "memcpy from and to a mapping of the file"
     return f"{mode[1]} threads of {how}"
+
+
+def _output(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stdout is not None
+    return process.stdout
 
 
 def _program() -> Path:

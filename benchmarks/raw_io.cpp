@@ -1,6 +1,9 @@
 // The raw ceiling: writes or reads one file sequentially, as fast as this machine's kernel lets a
 // plain program, and prints "seconds cpu_seconds".
 //
+// Prints "ready" before that, with its memory touched, and begins at the end of its standard input,
+// so that several of it can begin at once.
+//
 //   raw_io write|read FILE BYTES direct CHUNK DEPTH
 //       io_uring and O_DIRECT; a write has fallocate and fsync in its time
 //   raw_io write|read FILE BYTES copy|map THREADS
@@ -106,9 +109,18 @@ void fill(std::span<std::byte> memory) {
     }
 }
 
+void await_start() {
+    std::puts("ready");
+    if (std::fflush(stdout) != 0) fail(errno, "stdout");
+    while (std::getchar() != EOF) {
+    }
+}
+
 class Clock {
   public:
+    // Once it is told to begin.
     void start() {
+        await_start();
         begin_ = std::chrono::steady_clock::now();
         cpu_ = cpu_seconds();
     }
@@ -255,15 +267,15 @@ void copy(const std::string& path, bool write, std::size_t nbytes, unsigned thre
     Clock clock;
     // Every thread touches its memory first; the last to arrive starts the clock.
     std::optional<Mapping> mapping;
-    std::exception_ptr unmapped;
+    std::exception_ptr unready;
     std::barrier ready(threads, [&]() noexcept {
-        clock.start();
         try {
+            clock.start();
             // Allocated, so that a store cannot meet a full file system.
             if (map && write) file.allocate(nbytes);
             if (map) mapping.emplace(file, write, nbytes);
         } catch (...) {
-            unmapped = std::current_exception();
+            unready = std::current_exception();
         }
     });
     std::vector<std::exception_ptr> errors(threads);
@@ -276,7 +288,7 @@ void copy(const std::string& path, bool write, std::size_t nbytes, unsigned thre
             fill(mine);
             ready.arrive_and_wait();
             try {
-                if (unmapped) std::rethrow_exception(unmapped);
+                if (unready) std::rethrow_exception(unready);
                 if (!map) {
                     copy_part(file, write, mine, begin);
                 } else if (write) {

@@ -1,7 +1,8 @@
 """Make the page of benchmarks from the JSON files: ``python benchmarks/report.py [DIRECTORY]``.
 
-Reads ``DIRECTORY/cpu.json`` and ``gpu.json``, whichever there are, draws the pictures beside them and writes
-``DIRECTORY.md``. Every figure and verdict comes out of the JSON.
+Reads ``DIRECTORY/cpu.json``, ``gpu.json`` and ``gpus.json``, whichever there are, draws the pictures beside them and
+writes ``DIRECTORY.md``; of ``scale.json`` it makes ``scale.md`` beside that. ``gpus.json`` is of the GPU suite, on a
+machine with several GPUs, and may hold only what needs them. Every figure and verdict comes out of the JSON.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from typing import Any
 
 import matplotlib as mpl
 
+import scale_page
 from chapters import CHAPTERS, Chapter
-from tables import Benchmark, markdown, spread
+from tables import Benchmark, markdown, spread, system_of
 from targets import TARGETS
 
 mpl.use("svg")
 mpl.rcParams.update({"svg.hashsalt": "datastates", "svg.fonttype": "none", "font.size": 9})
 from matplotlib import pyplot  # noqa: E402 - the backend is chosen first
 
-SUITES = {"cpu": "CPU machine", "gpu": "GPU machine"}
+MACHINES = {"cpu": "CPU machine", "gpu": "GPU machine", "gpus": "Machine with several GPUs"}
 _INTRODUCTION = """# Benchmarks
 
 Made by `make bench` and `make bench-gpu` from the JSON files in `{folder}/`, which hold every sample. All systems run
@@ -33,32 +35,42 @@ ratios are taken within each round. A verdict is the median's.
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the pages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=Path("docs/benchmarks"))
     directory: Path = parser.parse_args().directory
-    files = [path for suite in SUITES if (path := directory / f"{suite}.json").exists()]
+    files = {name: path for name in MACHINES if (path := directory / f"{name}.json").exists()}
+    scale = directory / "scale.json"
+    if scale.exists():
+        report = json.loads(scale.read_text())
+        directory.with_name("scale.md").write_text(scale_page.page(report, _machine(report)))
+    elif not files:
+        sys.exit(f"{directory} holds none of {', '.join(f'{name}.json' for name in (*MACHINES, 'scale'))}")
     if not files:
-        sys.exit(f"{directory} holds neither cpu.json nor gpu.json")
+        return
+    reports = {name: json.loads(path.read_text()) for name, path in files.items()}
     sections = [_INTRODUCTION.format(folder=directory.name)]
-    for path in files:
-        sections += section(json.loads(path.read_text()), directory)
+    if scale.exists():
+        sections.append("What many ranks cost is on [a page of its own](scale.md).\n")
+    for name, report in reports.items():
+        others = [r for r in reports.values() if r is not report and r["suite"] == report["suite"]]
+        elsewhere = {benchmark for other in others for benchmark, b in other["benchmarks"].items() if b["samples"]}
+        sections += section(report, name, directory, elsewhere)
     directory.with_suffix(".md").write_text("\n".join(sections))
 
 
-def section(report: dict[str, Any], directory: Path) -> list[str]:
+def section(report: dict[str, Any], machine: str, directory: Path, elsewhere: set[str]) -> list[str]:
     """One machine: what it is, the targets, and every benchmark."""
-    suite = report["suite"]
-    lines = [f"## {SUITES[suite]}\n", _machine(report) + "\n"]
+    lines = [f"## {MACHINES[machine]}\n", _machine(report) + "\n"]
     if report["tiny"]:
         lines.append("**A trial with tiny states: its figures and verdicts mean nothing.**\n")
-    lines += ["### Targets\n", targets(report) + "\n"]
+    lines += ["### Targets\n", targets(report, elsewhere) + "\n"]
     for name, benchmark in report["benchmarks"].items():
         chapter = CHAPTERS[name]
         numbers = {k: f"{v:,}" for k, v in benchmark["parameters"].items()}
         lines += [f"### {chapter.title}\n", table(chapter, benchmark) + "\n"]
         if benchmark["samples"]:
-            picture = directory / f"{suite}-{name}.svg"
+            picture = directory / f"{machine}-{name}.svg"
             draw(chapter, benchmark, picture)
             lines += [f"![{chapter.title}]({directory.name}/{picture.name})\n", chapter.how.format(**numbers) + "\n"]
         lines += [f"- {system}: {setting}" for system, setting in benchmark["settings"].items()]
@@ -69,7 +81,8 @@ def section(report: dict[str, Any], directory: Path) -> list[str]:
 
 def _machine(report: dict[str, Any]) -> str:
     m = report["machine"]
-    gpu = f"{m['gpu']} (driver {m['driver']}, CUDA {m['cuda']}), " if "gpu" in m else ""
+    count = f"{m['gpus']} × " if m.get("gpus", 1) > 1 else ""
+    gpu = f"{count}{m['gpu']} (driver {m['driver']}, CUDA {m['cuda']}), " if "gpu" in m else ""
     packages = ", ".join(f"{name} {version}" for name, version in m["packages"].items())
     return (
         f"{report['date']}, {report['repeat']} rounds. {gpu}{m['cpu']}, {m['cores']} cores, "
@@ -78,13 +91,15 @@ def _machine(report: dict[str, Any]) -> str:
     )
 
 
-def targets(report: dict[str, Any]) -> str:
-    """The targets of a suite, and whether each is reached."""
+def targets(report: dict[str, Any], elsewhere: set[str]) -> str:
+    """The targets of a suite, and whether each is reached, but for those measured only elsewhere."""
     rows = []
     for target in TARGETS:
         if target.suite != report["suite"]:
             continue
         benchmark = report["benchmarks"].get(target.benchmark)
+        if target.benchmark in elsewhere and not (benchmark and benchmark["samples"]):
+            continue
         values = target.values(benchmark) if benchmark else []
         reached = target.reached(benchmark) if benchmark else None
         sign = "≥" if target.at_least else "≤"
@@ -108,7 +123,7 @@ def table(chapter: Chapter, benchmark: Benchmark) -> str:
     for system in systems:
         cells = [system]
         for column in chapter.columns:
-            values = [] if system in column.skip else column.values(system)(benchmark)
+            values = [] if system_of(system) in column.skip else column.values(system)(benchmark)
             cells.append(spread(values, column.digits))
         rows.append(cells)
     return markdown(("", *(column.title for column in chapter.columns)), rows)
@@ -117,7 +132,9 @@ def table(chapter: Chapter, benchmark: Benchmark) -> str:
 def draw(chapter: Chapter, benchmark: Benchmark, path: Path) -> None:
     """A bar for each system's median of the first column, with its range."""
     column = chapter.columns[0]
-    found = {name: column.values(name)(benchmark) for name in benchmark["samples"] if name not in column.skip}
+    found = {
+        name: column.values(name)(benchmark) for name in benchmark["samples"] if system_of(name) not in column.skip
+    }
     shown = {name: values for name, values in found.items() if values}
     medians = [statistics.median(values) for values in shown.values()]
     errors = [

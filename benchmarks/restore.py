@@ -56,19 +56,20 @@ def run(directory: Path, plan: Plan, *, cold: bool, tiny: bool) -> Result:
     """All systems, and the raw read: direct where the page cache is empty, by threads where it is full."""
     state = llm_like(tiny=tiny)
     prepare = page_cache.drop if cold else page_cache.fill
-    file = raw.RawFile(directory / "raw", nbytes(state), direct=cold)
-    modes = raw.best_modes(file)
-    file.write(modes["write"])
+    path = directory / "raw"
+    file = raw.RawFiles((path,), nbytes(state), direct=cold)
+    mode = raw.best_mode(file, "read")
+    file.write(mode)
 
     def read_raw() -> Sample:
-        prepare(file.path)
-        return file.read(modes["read"])
+        prepare(path)
+        return file.read(mode)
 
-    result = Result(parameters={"bytes": file.nbytes}, settings={"raw": raw.in_words(modes["read"])})
+    result = Result(parameters={"bytes": file.nbytes}, settings={"raw": raw.in_words(mode)})
     with Roster(directory, result) as roster:
         saved = _Saved(roster, state)
         actions = {name: partial(saved.restore, name, prepare) for name in SYSTEMS}
         interleave(result, {"raw": read_raw, **actions}, plan)
         saved.remove()
-    file.path.unlink()
+    file.remove()
     return result

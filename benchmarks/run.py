@@ -1,4 +1,4 @@
-"""Run the benchmarks: ``python benchmarks/run.py cpu|gpu``. Prints medians, and writes every sample as JSON.
+"""Run the benchmarks: ``python benchmarks/run.py cpu|gpu|scale``. Prints medians, and writes every sample as JSON.
 
 The package that is measured is the installed one.
 """
@@ -17,7 +17,7 @@ _BUILD = Path("build")
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("suite", choices=("cpu", "gpu"))
+    parser.add_argument("suite", choices=("cpu", "gpu", "scale"))
     parser.add_argument("--tiny", action="store_true", help="a few MB instead of GB: does it run, not how fast")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these benchmarks only")
     parser.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default 5)")

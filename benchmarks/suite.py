@@ -20,7 +20,9 @@ import durable
 import index
 import machine
 import memory
+import ranks
 import restore
+import scale
 import training
 import write
 from measure import Plan, Result
@@ -37,13 +39,16 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "throughput": training.run_cpu,
         "memory": memory.run,
         "index": index.run,
+        "ranks": ranks.run,
     },
     "gpu": {
         "capture": capture.run,
         "training": training.run_gpu,
         "durable": partial(durable.run, tmpfs=False),
         "durable-tmpfs": partial(durable.run, tmpfs=True),
+        "ranks": ranks.run,
     },
+    "scale": scale.Scale().suite(),
 }
 
 

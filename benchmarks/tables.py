@@ -10,6 +10,16 @@ Benchmark = dict[str, Any]
 """One benchmark as it stands in the JSON: parameters, settings, samples, errors."""
 
 
+def system_of(row: str) -> str:
+    """The system that a row is of; what follows a comma says what of it."""
+    return row.partition(", ")[0]
+
+
+def beside(row: str, system: str) -> str:
+    """The row of another system, all else alike."""
+    return system + row[len(system_of(row)) :]
+
+
 def column(benchmark: Benchmark, system: str, figure: str) -> list[float]:
     """One figure of one system, round by round; empty where it was not measured."""
     return [sample[figure] for sample in benchmark["samples"].get(system, []) if figure in sample]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tables import Benchmark, column, ratios
+from tables import Benchmark, beside, column, ratios
 
 MIB = 1 << 20
 Values = Callable[[Benchmark], list[float]]
@@ -62,7 +62,7 @@ def lost(system: str) -> Values:
     """Seconds by which the period with a checkpoint is longer than the median plain one."""
 
     def values(b: Benchmark) -> list[float]:
-        plain = column(b, "plain", "seconds")
+        plain = column(b, beside(system, "plain"), "seconds")
         return [value - statistics.median(plain) for value in column(b, system, "seconds")] if plain else []
 
     return values
@@ -79,6 +79,11 @@ def draining(system: str) -> Values:
     return values
 
 
+def fetched(system: str) -> Values:
+    """Bytes that a restore read, over those that it needed."""
+    return lambda b: ratios(column(b, system, "fetched"), column(b, system, "needed"))
+
+
 def _over_the_faster(b: Benchmark) -> list[float]:
     pairs = zip(column(b, "safetensors", "seconds"), column(b, "torch.save/load mmap", "seconds"), strict=False)
     return ratios([min(pair) for pair in pairs], column(b, "datastates", "seconds"))
@@ -92,6 +97,17 @@ def _against(suite: str, benchmark: str, verb: str, goals: dict[str, float], fig
     return [
         Target(suite, benchmark, f"{verb}, over {peer}", goal, True, "×", times_as_fast(peer, figure=figure))
         for peer, goal in goals.items()
+    ]
+
+
+def _of_ranks(layout: str) -> list[Target]:
+    ours, raw = f"datastates, {layout}", f"raw, {layout}"
+    return [
+        Target(
+            "gpu", "ranks", f"durable write, {layout}, over raw", 0.95, True, "×", times_as_fast(raw, ours, "write")
+        ),
+        Target("gpu", "ranks", f"cold restore, {layout}, over raw", 0.95, True, "×", times_as_fast(raw, ours, "read")),
+        Target("gpu", "ranks", f"bytes read, {layout}, over those needed", 1.05, False, "×", fetched(ours)),
     ]
 
 
@@ -124,6 +140,7 @@ TARGETS = [
     Target("cpu", "index", "encoding the index", 1, False, "s", scaled("encode", "seconds")),
     Target("cpu", "index", "opening the index", 1, False, "s", scaled("open", "seconds")),
     Target("cpu", "index", "reading one tensor", 10, False, "ms", scaled("read one", "seconds", 1e3)),
+    Target("cpu", "ranks", "bytes read, 2 → 2, over those needed", 1.05, False, "×", fetched("datastates, 2 → 2")),
     Target(
         "gpu",
         "capture",
@@ -159,4 +176,6 @@ TARGETS = [
     *_against("gpu", "durable", "cold restore onto the GPU", {"raw": 0.95}, "read"),
     *_against("gpu", "durable-tmpfs", "write to tmpfs", {"raw": 0.9}, "write"),
     *_against("gpu", "durable-tmpfs", "restore from tmpfs onto the GPU", {"raw": 0.9}, "read"),
+    *_of_ranks("2 → 2"),
+    *_of_ranks("4 → 2"),
 ]

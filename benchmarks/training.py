@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datastates as ds
-from loops import CpuLoop, GpuLoop, Loop
+from loops import CpuLoop, GpuLoop, Loop, MarkedLoop
 from measure import Plan, Result, Sample, interleave
 from peers import Pending, Roster, System
 from states import nbytes
@@ -44,18 +44,19 @@ def run_gpu(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     return _run(loop, directory, plan, systems, period=5 if tiny else PERIOD)
 
 
-def _run(loop: Loop, directory: Path, plan: Plan, systems: tuple[str, ...], *, period: int) -> Result:
+def _run(loop: MarkedLoop, directory: Path, plan: Plan, systems: tuple[str, ...], *, period: int) -> Result:
     total = nbytes(loop.state)
     cache = (total // (64 << 20) + 2) * (64 << 20)
     result = Result(parameters={"bytes": total, "period": period})
     with Roster(directory, result, host_cache=cache) as roster:
-        actions: dict[str, Callable[[], Sample]] = {"plain": partial(_plain_period, loop, period)}
+        actions: dict[str, Callable[[], Sample]] = {"plain": partial(plain_period, loop, period)}
         actions.update({name: partial(_checkpoint, loop, roster, name, period) for name in systems})
         interleave(result, actions, plan)
     return result
 
 
-def _plain_period(loop: Loop, period: int) -> Sample:
+def plain_period(loop: Loop, period: int) -> Sample:
+    """So many iterations without a checkpoint."""
     loop.synchronize()
     begin = time.perf_counter()
     for _ in range(period):
@@ -64,7 +65,7 @@ def _plain_period(loop: Loop, period: int) -> Sample:
     return {"seconds": time.perf_counter() - begin}
 
 
-class _Watch:
+class Watch:
     """Waits on a thread until a checkpoint is durable, and notes when that was."""
 
     def __init__(self, pending: Pending) -> None:
@@ -86,12 +87,13 @@ class _Watch:
         return not self._thread.is_alive()
 
     def join(self) -> None:
+        """Wait for it; raises what made the checkpoint fail."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
-def _checkpoint(loop: Loop, roster: Roster, name: str, period: int) -> Sample:
+def _checkpoint(loop: MarkedLoop, roster: Roster, name: str, period: int) -> Sample:
     """One checkpoint at the begin of a period; the loop goes on until it is durable.
 
     Returns:
@@ -103,7 +105,7 @@ def _checkpoint(loop: Loop, roster: Roster, name: str, period: int) -> Sample:
     first, begin = loop.mark(), time.perf_counter()
     pending = system.save_async(loop.state)
     sample = {"call": time.perf_counter() - begin}
-    watch = _Watch(pending)
+    watch = Watch(pending)
     marks: list[Any] = []
     while len(marks) < period or not watch.done:
         loop.iterate(system.gate)

@@ -34,11 +34,11 @@ def once(roster: Roster, name: str, state: State) -> Sample:
 def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     """All systems, and the raw write."""
     state = llm_like(tiny=tiny)
-    file = raw.RawFile(directory / "raw", nbytes(state))
-    mode = raw.best_modes(file)["write"]
+    file = raw.RawFiles((directory / "raw",), nbytes(state))
+    mode = raw.best_mode(file, "write")
     result = Result(parameters={"bytes": file.nbytes}, settings={"raw": raw.in_words(mode)})
     with Roster(directory, result) as roster:
         actions = {name: partial(once, roster, name, state) for name in SYSTEMS}
         interleave(result, {"raw": lambda: file.write(mode), **actions}, plan)
-    file.path.unlink()
+    file.remove()
     return result

@@ -6,7 +6,7 @@ Every object may be used from several threads. Every timeout is in seconds, None
 signals, so Ctrl-C ends them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,27 @@ def crc32(data: Buffer, value: int = 0) -> int:
 def crc32_combine(first: int, second: int, second_length: int) -> int:
     """CRC-32 of A followed by B, from theirs and B's length."""
 
+def crc32_shift(raw: _U32, nbytes: _U64) -> bytes:
+    """Raw CRC-32s after so many more zero bytes each, as little-endian u32.
+
+    A raw CRC-32 begins at 0 and is not inverted at the end: it is linear in the data, and this shift in it. That of
+    2**32 - 1 is the CRC-32 of so many zero bytes, inverted.
+    """
+
+class Digester:
+    """Folds bytes, as they go by in order, into digests: exclusive ors of shifted raw CRC-32s."""
+
+    def __init__(
+        self, *, digests: int, offset: _U64, length: _U64, run_length: _U64, after: _U64, step: _U64, digest: _U32
+    ) -> None:
+        """Take stretches of runs, ascending by offset; see ``datastates.plan.DigestRuns``."""
+
+    def update(self, data: Buffer) -> None:
+        """Go on with the next bytes; the first call's begin at offset 0."""
+
+    def finish(self) -> bytes:
+        """The digests of all that went by, as little-endian u32."""
+
 def look(arrays: list[Any]) -> tuple[bytes, bytes, bytes, bytes] | None:
     """Look at each array once, and say: places, identities, addresses of first elements, versions.
 
@@ -48,6 +69,42 @@ def look(arrays: list[Any]) -> tuple[bytes, bytes, bytes, bytes] | None:
     element types, shapes and strides. The others are 64-bit words, one an array: the objects' own addresses, where
     the first elements are, torch's count of changes in place (-1 without one). None when an array does not offer
     DLPack's C exchange API (torch does from 2.10 on).
+    """
+
+def layout(arrays: list[Any]) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes] | None:
+    """How each array is laid out: addresses, devices, elements, ndim, dims, strides.
+
+    ``ndim`` is a byte an array; the others are 64-bit words: addresses of the first elements; devices and element types
+    as words that are equal for equal ones; shapes and strides in elements, arrays end to end. None as for ``look``.
+    """
+
+def read_plain_pickle(
+    opcodes: bytes,
+    *,
+    keys: list[str],
+    kinds: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    frames: Sequence[tuple[bytes, bytes, int, bool]],
+    kind: _U8,
+    dtype: _U8,
+    record: _U32,
+    record_nbytes: _U64,
+    offset: _U64,
+    ndim: _U8,
+    dims: _U64,
+    strides: _U64,
+    reference: Callable[[str, str, str, tuple[int, ...], tuple[int, ...], bool], object],
+    ordered_dict: type,
+) -> tuple[object] | None:
+    """Read the opcodes of an object that holds only dicts, lists, tuples, plain values, and arrays of these rows.
+
+    The arrays must be the rows in their order and written exactly as ``data.pkl`` is to hold them. For each row: its
+    key; the numbers of its names in ``kinds`` and ``dtypes``; the number and the bytes of its storage record; its
+    offset in bytes; its shape and strides in elements. ``frames`` says for each element type what stands before and
+    behind an array's numbers, the element's bytes, and whether its storage counts elements.
+
+    The value in a tuple, ``reference(key, kind, dtype, shape, stride, requires_grad)`` for each array; None when there
+    is anything else in it: then it has to be read opcode by opcode. Imports nothing and calls nothing else.
     """
 
 def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int = 0) -> None:
@@ -85,13 +142,21 @@ class WritePlan:
         patch_offset: _U64,
         patch_source: _I32,
         eager: _U8,
+        digests: int,
+        runs_source: _I32,
+        runs_offset: _U64,
+        runs_length: _U64,
+        runs_run_length: _U64,
+        runs_after: _U64,
+        runs_step: _U64,
+        runs_digest: _U32,
     ) -> None:
         """Take the planner's arrays; the literal is copied.
 
         Extents tile the file from 0, their lengths are multiples of 4096 (the last one's need not be), and their
         pieces tile them. ``piece_source`` -1 is the literal. A source is cut at multiples of 8 and lies in the file
         in order; eager sources come before lazy ones. A patch writes its source's CRC-32, little-endian, into an
-        extent not before the source's last.
+        extent not before the source's last. Runs come by source, then by offset; see ``datastates.plan.DigestRuns``.
         """
 
 class ReadPlan:
@@ -103,6 +168,9 @@ class ReadPlan:
         dest_nbytes: _U64,
         extent_offset: _U64,
         extent_length: _U64,
+        extent_span: _U64,
+        span_offset: _U64,
+        span_length: _U64,
         extent_piece: _U64,
         piece_dest: _I32,
         piece_dest_offset: _U64,
@@ -114,7 +182,11 @@ class ReadPlan:
         check_crc: _U32,
         check_record: _I32,
     ) -> None:
-        """Take the planner's arrays. Extents ascend and are at most ``block_bytes - 8192`` long."""
+        """Take the planner's arrays. Extents ascend and are at most ``block_bytes - 8192`` long.
+
+        Spans begin and end with their extent and lie apart; of an extent of several nothing else is read. Pieces and
+        checks lie in a span each.
+        """
 
 class Executor:
     """The host cache, the threads and the rings. Jobs keep it alive."""
@@ -225,6 +297,9 @@ class WriteJob:
         Raises ``NativeError`` "invalid" before everything is written.
         """
 
+    def digests(self) -> bytes:
+        """What the plan's runs come to, as little-endian u32. Raises ``NativeError`` "invalid" before it is written."""
+
     def finish(self, tail: Buffer) -> None:
         """Wait until written, append ``tail`` to the last extent's bytes, cut to length, fsync, close. Blocking.
 
@@ -263,8 +338,9 @@ class ReadJob:
     def stats(self) -> dict[str, Any]:
         """What was done, once done.
 
-        Keys: bytes_needed, bytes_read (with alignment), in_place_bytes (read straight into destinations),
-        cached_bytes (needed ones that were in the page cache or in memory), seconds, direct, backend, dropped_spans.
+        Keys: bytes_needed (of the plan's spans), bytes_read (with alignment), in_place_bytes (read straight into
+        destinations), cached_bytes (needed ones that were in the page cache or in memory), seconds, direct, backend,
+        dropped_spans.
         """
 
     def timeline(self) -> list[tuple[str, int, float, float, int]]:

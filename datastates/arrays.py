@@ -12,13 +12,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
-from datastates import _native, dtypes
+from datastates import dtensors, dtypes
 from datastates.errors import ProviderError
-from datastates.plan import I64
+from datastates.looking import look
+from datastates.plan import I32, I64, U64
 from datastates.protocol import HOST, ArrayRef, Buffer, Shard, is_dense, span
 
 
@@ -30,13 +31,14 @@ def kind_of(value: Any) -> str | None:
     """``"torch"``, ``"numpy"`` or ``"cupy"`` for an array that can be stored as plain memory, else None.
 
     None is also the answer for sparse, quantized, nested and meta tensors, for subclasses of tensors and arrays, and
-    for element types that are not in :data:`datastates.dtypes.ALL`: those are pickled.
+    for element types that are not in :data:`datastates.dtypes.ALL`: those are pickled. A DTensor is an array of torch:
+    what of it lies in memory here is its local tensor.
     """
-    if type(value) in (np.ndarray, np.memmap):
-        return "numpy" if _numpy_dtype(value.dtype) else None
     torch: Any = _loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return "torch" if _is_plain_tensor(torch, value) else None
+        return "torch" if _is_plain_tensor(torch, value) or dtensors.is_dtensor(value) else None
+    if type(value) in (np.ndarray, np.memmap):
+        return "numpy" if _numpy_dtype(value.dtype) else None
     cupy: Any = _loaded("cupy")
     if cupy is not None and type(value) is cupy.ndarray:
         return "cupy" if _numpy_dtype(value.dtype) else None
@@ -44,13 +46,9 @@ def kind_of(value: Any) -> str | None:
 
 
 def _is_plain_tensor(torch: Any, value: Any) -> bool:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        if any(c.__name__ == "DTensor" for c in type(value).__mro__):
-            raise ProviderError("DTensor state is not supported yet: give each rank's local tensors")
-        return False
     return (
-        value.layout is torch.strided
-        and value.device.type in ("cpu", "cuda")
+        (value.is_cpu or value.is_cuda)
+        and value.layout is torch.strided
         and not value.is_quantized
         and not value.is_nested
         and _torch_dtype(value.dtype) is not None
@@ -70,7 +68,7 @@ def _numpy_dtype(dtype: Any) -> dtypes.DType | None:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """An array seen as memory: which storage, where in it, how strided."""
+    """An array seen as memory: which storage, where in it, how strided. Of a DTensor, its local tensor."""
 
     kind: str
     dtype: dtypes.DType
@@ -87,9 +85,12 @@ class _View:
 
 
 def _view(array: Any) -> _View:
+    whole, array = array, dtensors.local(array)
     kind = kind_of(array)
-    if kind is None:
+    if kind is None and array is whole:
         raise TypeError(f"not an array that can be stored as memory: {type(array).__name__}")
+    if kind is None:
+        raise ProviderError(f"a DTensor of what cannot be stored as memory: {type(array).__name__} on {array.device}")
     if kind == "torch":
         if array.is_conj() or array.is_neg():
             array = array.detach().resolve_conj().resolve_neg()
@@ -115,6 +116,13 @@ def _view(array: Any) -> _View:
     return _View(kind, dtype, array.shape, stride, pointer, pointer, device, array)
 
 
+def _view_of(key: str, array: object) -> _View:
+    try:
+        return _view(array)
+    except (TypeError, ProviderError) as error:
+        raise type(error)(f"{key!r} is {error}") from None
+
+
 def _compact(view: _View) -> _View:
     """A contiguous copy of a view whose span is mostly other data."""
     return _view(view.array.detach().contiguous() if view.kind == "torch" else view.array.copy(order="C"))
@@ -129,13 +137,15 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
 
     Args:
         keys: Their names within the provider.
-        values: The arrays.
+        values: The arrays. A DTensor becomes this rank's part of it; other arrays beside DTensors are taken to be alike
+            on all ranks of their meshes.
         lazy: For each, whether it stays unchanged until the snapshot is captured.
 
     Raises:
         TypeError: A value is not a plain array; the message says which.
+        ProviderError: What is local of a DTensor is no part that can be described; the message names the key.
     """
-    views = [_view(array) for array in values]
+    views = list(map(_view_of, keys, values))
     groups: dict[tuple[int, int, int], list[int]] = {}
     for i, view in enumerate(views):
         groups.setdefault((view.device, view.storage, view.dtype.code), []).append(i)
@@ -150,22 +160,28 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
             buffer = Buffer(low, high - low, first.device, stream, owner)
             for i in cluster:
                 buffers[i] = buffer
+    meshes = dtensors.Meshes(values)
     return [
-        _describe(key, view, array, buffer, lazy=is_lazy)
+        _describe(key, view, array, buffer, meshes, lazy=is_lazy)
         for key, array, is_lazy, view, buffer in zip(keys, values, lazy, views, buffers, strict=True)
         if buffer is not None
     ]
 
 
-def _describe(key: str, view: _View, array: object, buffer: Buffer | None, *, lazy: bool = False) -> Shard:
+def _describe(
+    key: str, view: _View, array: object, buffer: Buffer | None, meshes: dtensors.Meshes, *, lazy: bool = False
+) -> Shard:
+    part = meshes.part(key, array, view.shape)
     return Shard(
         key=key,
         dtype=view.dtype.name,
         kind=view.kind,
         shape=view.shape,
         stride=view.stride,
-        global_shape=view.shape,
-        offset=(0,) * len(view.shape),
+        global_shape=part.global_shape,
+        offset=part.offset,
+        flat=part.flat,
+        replicas=part.replicas,
         lazy=lazy,
         buffer=buffer,
         buffer_offset=0 if buffer is None else view.pointer - buffer.pointer,
@@ -217,22 +233,53 @@ def array_shard(key: str, array: object, *, lazy: bool | None = None) -> Shard:
 
 
 def destination(key: str, array: object) -> Shard:
-    """Describe a live array to restore into: nothing is copied, whatever its strides."""
-    view = _view(array)
-    return _describe(key, view, array, _own_place(view, array))
+    """Describe a live array to restore into, of a DTensor this rank's part: nothing is copied, whatever its strides."""
+    view = _view_of(key, array)
+    meshes = dtensors.Meshes([array]) if dtensors.is_dtensor(array) else dtensors.NO_MESHES
+    return _describe(key, view, array, _own_place(view, array), meshes)
 
 
 def _own_place(view: _View, array: object) -> Buffer | None:
     """An array's memory, where its elements and nothing else lie in it; else None."""
-    if view.array is not array or not is_dense(view.shape, view.stride):
+    if view.array is not dtensors.local(array) or not is_dense(view.shape, view.stride):
         return None
     return Buffer(view.pointer, view.end - view.pointer, view.device, current_stream(view.kind, view.device), array)
 
 
-def fits(ref: ArrayRef, array: object) -> bool:
-    """Whether a live array has the shape and element type of a stored one."""
-    view = _view(array)
-    return (view.dtype.name, view.shape) == (ref.dtype, ref.shape)
+class Destinations(Sequence[Shard]):
+    """Live arrays to restore into, and object shards after them; an array is described when it is asked for.
+
+    Attributes:
+        keys: The arrays' keys within the provider.
+        values: The arrays.
+        objects: The object shards.
+    """
+
+    def __init__(self, keys: Sequence[str], values: Sequence[object], objects: Sequence[Shard] = ()) -> None:
+        """Join them; ``keys`` and ``values`` are of the same length."""
+        self.keys = keys
+        self.values = values
+        self.objects = objects
+
+    def __len__(self) -> int:
+        return len(self.keys) + len(self.objects)
+
+    @overload
+    def __getitem__(self, i: int) -> Shard: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Shard]: ...
+    def __getitem__(self, i: int | slice) -> Shard | Sequence[Shard]:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        if i >= len(self.keys):
+            return self.objects[i - len(self.keys)]
+        return destination(self.keys[i], self.values[i])
+
+
+def fits(ref: ArrayRef, array: Any) -> bool:
+    """Whether a live array has the element type and the shape, of a DTensor the global one, of a stored one."""
+    return (_view(array).dtype.name, tuple(array.shape)) == (ref.dtype, ref.shape)
 
 
 def place(shard: Shard, stride: Sequence[int]) -> Buffer | None:
@@ -251,7 +298,7 @@ def memory(array: Any) -> Buffer:
 
 def is_lazy_kind(array: object) -> bool:
     """The default laziness of an array: what an optimizer step updates is lazy, a NumPy array is not."""
-    return kind_of(array) != "numpy"
+    return not isinstance(array, np.ndarray)
 
 
 def current_stream(kind: str, device: int) -> int:
@@ -264,6 +311,14 @@ def current_stream(kind: str, device: int) -> int:
     cupy: Any = _loaded("cupy")
     with cupy.cuda.Device(device):
         return int(cupy.cuda.get_current_stream().ptr)
+
+
+def streams(devices: I32) -> U64:
+    """For tensors on those devices, the handles of the streams on which torch now enqueues work."""
+    result = np.zeros(len(devices), np.uint64)
+    for device in set(devices.tolist()):
+        result[devices == device] = current_stream("torch", device)
+    return result
 
 
 def current_device() -> int | None:
@@ -279,52 +334,16 @@ def consumer_streams(devices: Sequence[int]) -> list[tuple[int, int]]:
     return sorted({(d, current_stream(kind, d)) for kind in kinds for d in devices})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Look:
-    """What one pass over many tensors saw.
-
-    Attributes:
-        places: Where they lie and how they are laid out: types, addresses, devices, element types, shapes, strides.
-        identities: Which objects they are.
-        addresses: For each, where its first element is.
-        versions: For each, torch's count of its changes in place, the free witness of D7; -1 without one.
-    """
-
-    places: bytes
-    identities: bytes
-    addresses: I64
-    versions: I64
-
-
-def look(values: Sequence[object]) -> Look | None:
-    """Look at torch tensors, in some hundred nanoseconds each; None for other arrays, and for torch before 2.10.
-
-    It does not see whether a tensor is conjugated or negated.
-    """
-    torch: Any = _loaded("torch")
-    if values and (torch is None or not all(issubclass(t, torch.Tensor) for t in set(map(type, values)))):
-        return None
-    seen = _native.look(list(values))
-    if seen is None:
-        return None
-    places, identities, addresses, versions = seen
-    return Look(places, identities, np.frombuffer(addresses, np.int64), np.frombuffer(versions, np.int64))
-
-
-def any_negated(tensors: Sequence[object]) -> bool:
-    """Whether one of torch's tensors stands for the negative of what its memory says."""
-    torch: Any = _loaded("torch")
-    return any(map(torch.Tensor.is_neg, tensors)) if tensors else False
-
-
-def is_at(array: Any, pointer: int) -> bool:
-    """Whether an array's first element is at that address: it is not when a copy of it was described instead."""
-    return bool((array.data_ptr() if kind_of(array) == "torch" else _view(array).pointer) == pointer)
+def address(array: Any) -> int:
+    """Where an array's first element is in memory."""
+    return int(dtensors.local(array).data_ptr() if kind_of(array) == "torch" else _view(array).pointer)
 
 
 def is_parameter(array: object) -> bool:
     """Whether an array is a ``torch.nn.Parameter``."""
     torch: Any = _loaded("torch")
+    if dtensors.is_dtensor(array):
+        return dtensors.is_parameter(array)
     return torch is not None and type(array) is torch.nn.Parameter
 
 
@@ -335,12 +354,18 @@ def has_version(array: object) -> bool:
 
 
 def witness(tensors: Sequence[Any]) -> tuple[I64, I64]:
-    """Versions and addresses of torch's tensors, as :class:`Look` has them."""
+    """Versions and addresses of torch's tensors, as :class:`~datastates.looking.Look` has them."""
     seen = look(tensors)
     if seen is not None:
         return seen.versions, seen.addresses
-    versions = [t._version if has_version(t) else -1 for t in tensors]
-    return np.array(versions, np.int64), np.array([t.data_ptr() for t in tensors], np.int64)
+    return np.array(list(map(_version, tensors)), np.int64), np.array(list(map(address, tensors)), np.int64)
+
+
+def _version(tensor: Any) -> int:
+    if not has_version(tensor):
+        return -1
+    local = dtensors.local(tensor)
+    return int(tensor._version) + (int(local._version) if local is not tensor and has_version(local) else 0)
 
 
 def allocate(kind: str, nbytes: int) -> Any:
@@ -406,8 +431,12 @@ def _host_dtype(ref: ArrayRef) -> Any:
 
 def assign(destination: Any, source: Any) -> None:
     """Copy one array into another of the same shape and dtype, of any library and any strides."""
+    destination, source = dtensors.local(destination), dtensors.local(source)
+    if kind_of(source) == "cupy" and kind_of(destination) != "cupy":
+        source = source.get()
     # a repeated element is copied once: neither library writes through a stride of 0, and it may be repeated often
-    once = tuple(slice(0, 1) if s == 0 else slice(None) for s in _view(destination).stride)
+    # (the dots make a view of a 0-d array, too)
+    once = (*(slice(0, 1) if s == 0 else slice(None) for s in _view(destination).stride), ...)
     if _view(source).stride == _view(destination).stride:
         destination, source = destination[once], source[once]
     torch: Any = _loaded("torch")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import operator
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -16,34 +16,37 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from datastates import arrays, gate, manifest, restoring
-from datastates.config import IoSettings, Settings
-from datastates.engine import Engine, make_executor, take_one
+from datastates import arrays, directories, durable, gate, loading, manifest, restoring
+from datastates.barrier import World, world_of
+from datastates.committing import Ballot, meet
+from datastates.config import IoSettings, RankSettings, Settings
+from datastates.engine import Engine, Place, make_executor, take_one
 from datastates.errors import (
     CheckpointNotFoundError,
     ClosedError,
     SettingsError,
     SnapshotRefusedError,
+    SnapshotSkippedError,
 )
 from datastates.futures import Snapshot
-from datastates.opened import only, open_all
+from datastates.meeting import Meeting
 from datastates.protocol import StateProvider
 from datastates.reader import Checkpoint
-from datastates.restoring import Restored, Trust
+from datastates.restoring import Restored, Verify
+from datastates.saved import Trust
+from datastates.stored import Stored
 
 _log = logging.getLogger("datastates")
 
 PathLike = str | os.PathLike[str]
 
 
-def _refuse_many_ranks() -> None:
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-        if ranks > 1:
-            raise SettingsError(
-                f"{ranks} ranks share this training; datastates does not save several ranks together yet"
-            )
+_numbers = itertools.count()
+"""Numbers what ranks do together outside of a :class:`Checkpointer`: all of them in the same order."""
+
+
+def _world(settings: RankSettings, directory: Path) -> World:
+    return world_of(settings.rank, settings.world_size, directory, settings.rank_timeout)
 
 
 def _checked_step(step: Any) -> int:
@@ -81,16 +84,20 @@ class Checkpointer:
         """
         self.settings = Settings.of(options)
         self.directory = _checked_path(directory)
-        _refuse_many_ranks()
         if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
             raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
-        manifest.make_directory(self.directory)
-        for path in manifest.debris(self.directory):
-            _log.warning("removing what an interrupted run left: %s", path)
-            manifest.clear(path)
-        self._engine = Engine(
-            make_executor(self.settings), threads=self.settings.max_in_flight, auto_gate=self.settings.auto_gate
-        )
+        durable.make_directory(self.directory)
+        world = _world(self.settings, self.directory)
+        self._name = f"checkpointer/{next(_numbers)}"
+        try:
+            meet(world, self._name, self.directory, self._clear_debris, timeout=self.settings.rank_timeout)
+            executor = make_executor(self.settings)
+        except BaseException:
+            world.close()
+            raise
+        self._snapshots = itertools.count()
+        self._restores = itertools.count()
+        self._engine = Engine(executor, world, threads=self.settings.max_in_flight, auto_gate=self.settings.auto_gate)
         device = arrays.current_device()
         if device is not None and self.settings.host_cache != "auto":
             self._engine.executor.prepare(device, self.settings.host_cache)
@@ -102,6 +109,11 @@ class Checkpointer:
         self._previous_handler: Any = None
         if self.settings.handle_sigterm:
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _clear_debris(self) -> None:
+        for path in directories.debris(self.directory):
+            _log.warning("removing what an interrupted run left: %s", path)
+            directories.clear(path)
 
     # --- saving
 
@@ -123,14 +135,41 @@ class Checkpointer:
             ClosedError: The checkpointer is closed.
         """
         self._raise_if_closed()
-        step = _checked_step(step)
-        self._raise_failures()
-        begin = time.monotonic()
-        self._wait_for_room()
-        target, retain = partial(manifest.target, self.directory, step), partial(self._retain, step)
-        taken = self._engine.take(self._engine.collect(providers), step, target, retain, begin=begin)
+        ballot = self._ballot()
+        failure = None
+        try:
+            ballot.step = step = _checked_step(step)
+            if (failure := self._failure()) is not None:
+                raise failure
+            begin = time.monotonic()
+            self._wait_for_room()
+            collected = self._engine.collect(providers)
+            retain = partial(self._retain, step)
+            taken = self._engine.take(collected, ballot, self._place(step), retain, begin=begin)
+        except BaseException as error:
+            told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
+            self._engine.decline(ballot, told)  # the other ranks are not to wait for this one
+            raise
         self._taken.append(taken)
         return taken
+
+    def _ballot(self) -> Ballot:
+        name = f"{self._name}/snapshot/{next(self._snapshots)}"
+        return Ballot(self._engine.world, name, timeout=self.settings.rank_timeout)
+
+    def _place(self, step: int) -> Place:
+        if self._engine.world.size == 1:
+            return Place.fixed(partial(directories.target, self.directory, step))
+        # which revision it is, only the coordinator can say, and only when it commits
+        expected = self.directory / directories.step_name(step)
+        before = [s for s in self._taken if s.step == step]
+
+        def final() -> Path:
+            for snapshot in before:  # of two of one step the later one is to supersede the earlier
+                snapshot.wait_ended()
+            return directories.target(self.directory, step, in_flight=False)
+
+        return Place(lambda: expected, final)
 
     def gate(self) -> contextlib.AbstractContextManager[None]:
         """Wait until the state may change; a call does it, and so does a ``with`` block around the update.
@@ -152,15 +191,15 @@ class Checkpointer:
         """Delete what the settings do not keep, once a step has been committed; never that step."""
         try:
             with self._retention:
-                for path in manifest.superseded(self.directory):
-                    manifest.remove(path)
+                for path in directories.superseded(self.directory):
+                    directories.remove(path)
                 if self.settings.keep_last is None:
                     return
-                steps = manifest.committed(self.directory)
+                steps = directories.committed(self.directory)
                 every = self.settings.keep_every
                 for step in list(steps)[: -self.settings.keep_last]:
                     if step != committed and (every is None or step % every):
-                        manifest.remove(steps[step])
+                        directories.remove(steps[step])
         except OSError as error:
             _log.warning("an old checkpoint could not be deleted: %s", error)
 
@@ -173,41 +212,64 @@ class Checkpointer:
         step: int | None = None,
         strict: bool = True,
         trust: Trust = (),
+        verify: Verify = "checksum",
     ) -> Restored | None:
-        """Restore the newest committed checkpoint, or that of ``step``, in place.
+        """Restore the newest committed checkpoint, or that of ``step``, in place; all ranks call it together.
 
-        Keys, shapes and dtypes are all compared before anything is changed. A damaged file is found while it is read:
-        the error then names the tensor, and the state is partly overwritten.
+        It does not matter how many ranks saved it, nor how they shared it out: each rank reads the parts that it holds
+        now. Keys, shapes and dtypes are all compared, on all ranks, before anything is changed. A damaged file is found
+        while it is read: the error then names the tensor, and the state is partly overwritten.
 
         Args:
             providers: What to restore; providers in the checkpoint that are not named here are left alone.
             step: Which checkpoint; None for the newest.
             strict: Refuse missing, unexpected and mismatched keys; False restores what both sides have.
             trust: Classes that pickled objects may be of, as ``module.qualname``, or ``"all"``.
+            verify: ``"digest"`` also compares the digest of every logical tensor, over all ranks, with the one that was
+                saved. What is read without checksums, because little of it is wanted, is compared so in any case.
 
         Returns:
-            The step, an int that with ``strict=False`` also says what was left; None when there is no checkpoint.
+            The step, an int that also says what was left as it was, and what was read; None when there is none.
 
         Raises:
-            RestoreError: The checkpoint and the live state do not fit; nothing has been changed.
+            RestoreError: The checkpoint and the live state do not fit, on this rank or another; nothing has changed.
+            RanksMissingError: Other ranks did not come to restore in time.
             TrustError: An object needs a class that is not trusted; nothing has been changed.
             CorruptError, FormatError: A file is damaged.
             CheckpointNotFoundError: There is no checkpoint of that step.
         """
         self._raise_if_closed()
-        steps = manifest.committed(self.directory)
-        if step is None and not steps:
-            return None
-        chosen = max(steps) if step is None else _checked_step(step)
-        if chosen not in steps:
-            raise CheckpointNotFoundError(f"no committed checkpoint of step {chosen} in {self.directory}")
+        wish = None if step is None else _checked_step(step)
+        name = f"{self._name}/restore/{next(self._restores)}"
+        meeting = Meeting(self._engine.world, name, self.settings.rank_timeout)
         gate.pass_all()  # restoring changes the state, too
         executor = self._engine.executor
-        return restoring.restore(steps[chosen], providers, lambda _: executor, strict=strict, trust=trust)
+        with contextlib.ExitStack() as reading:
+            stored = restoring.open_together(meeting, wish, lambda: self._newest(wish), reading)
+            if stored is None and wish is not None:
+                raise CheckpointNotFoundError(f"no committed checkpoint of step {wish} in {self.directory}")
+            if stored is None:
+                return None
+            return restoring.restore(
+                stored,
+                providers,
+                lambda _: executor,
+                meeting,
+                strict=strict,
+                trust=trust,
+                verify=verify,
+                replicas=self.settings.replicas,
+            )
+
+    def _newest(self, step: int | None) -> Path | None:
+        """Where the checkpoint of a step stands, or the newest; None when there is none."""
+        steps = directories.committed(self.directory)
+        chosen = max(steps, default=None) if step is None else step
+        return None if chosen is None else steps.get(chosen)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending."""
-        return list(manifest.committed(self.directory))
+        return list(directories.committed(self.directory))
 
     def latest(self) -> int | None:
         """The newest committed step, None when there is none."""
@@ -232,7 +294,8 @@ class Checkpointer:
         self._closed = True
         if self.settings.handle_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
-        self._raise_failures()
+        if (failure := self._failure()) is not None:
+            raise failure
 
     def __enter__(self) -> Checkpointer:
         """The checkpointer itself."""
@@ -254,18 +317,19 @@ class Checkpointer:
         if self._closed:
             raise ClosedError(f"the checkpointer of {self.directory} is closed")
 
-    def _raise_failures(self) -> None:
-        """Deliver what failed in the background since the last time."""
+    def _failure(self) -> BaseException | None:
+        """What failed in the background since the last time, and is to be raised; the rest is logged."""
         ended = [s for s in self._taken if s.ended]
         self._taken = [s for s in self._taken if not s.ended]
         self.failures += sum(s.failed for s in ended)
         undelivered = [(s, error) for s in ended if (error := s.undelivered) is not None]
-        raised = undelivered[0][1] if undelivered and self.settings.on_error == "raise" else None
+        # what another rank raised is not raised once more here: that would go back and forth for ever
+        own = [error for _, error in undelivered if not isinstance(error, SnapshotSkippedError)]
+        raised = own[0] if own and self.settings.on_error == "raise" else None
         for snapshot, error in undelivered:
             if error is not raised:
                 _log.warning("snapshot %d failed: %s", snapshot.step, error)
-        if raised is not None:
-            raise raised
+        return raised
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         self.wait()
@@ -294,36 +358,67 @@ def snapshot(
         FileExistsError: There is something at ``path``.
         SettingsError, ProviderError: As for :class:`Checkpointer`.
     """
-    settings = IoSettings.of(options)
+    settings = RankSettings.of(options)
     target, step = _checked_path(path), _checked_step(step)
-    _refuse_many_ranks()
-    if target.exists():
-        raise FileExistsError(f"{target} exists, and is not written over: delete it or choose another path")
+    world = _world(settings, target.parent)
 
-    def cleared() -> Path:
-        for left in manifest.debris_of(target):
-            manifest.clear(left)
-        return target
+    def prepare() -> None:
+        if target.exists():
+            raise FileExistsError(f"{target} exists, and is not written over: delete it or choose another path")
+        for left in directories.debris_of(target):
+            directories.clear(left)
 
-    return take_one(settings, providers, step, cleared, auto_gate=auto_gate)
+    name = f"snapshot/{next(_numbers)}"
+    try:
+        meet(world, name, target, prepare, timeout=settings.rank_timeout)
+        ballot = Ballot(world, f"{name}/commit", step=step, timeout=settings.rank_timeout)
+        return take_one(settings, providers, world, ballot, Place.fixed(lambda: target), auto_gate=auto_gate)
+    except BaseException:
+        world.close()
+        raise
 
 
 def restore(
-    path: PathLike, providers: Sequence[StateProvider], *, strict: bool = True, trust: Trust = (), **options: Any
+    path: PathLike,
+    providers: Sequence[StateProvider],
+    *,
+    strict: bool = True,
+    trust: Trust = (),
+    verify: Verify = "checksum",
+    **options: Any,
 ) -> Restored:
-    """Restore one checkpoint in place: the mirror of :func:`snapshot`.
+    """Restore one checkpoint in place: the mirror of :func:`snapshot`; all ranks call it together.
 
     Args:
         path: A checkpoint directory, or a directory of them: then the newest.
         providers: What to restore.
         strict: As for :meth:`Checkpointer.restore`, as are the errors.
         trust: As for :meth:`Checkpointer.restore`.
-        **options: Fields of :class:`~datastates.config.IoSettings`.
+        verify: As for :meth:`Checkpointer.restore`.
+        **options: Fields of :class:`~datastates.config.RankSettings`.
     """
-    settings = IoSettings.of(options)
-    found = manifest.find(_checked_path(path))
+    settings = RankSettings.of(options)
+    given = _checked_path(path)
+    several = given.is_dir() and not (given / manifest.FILE).exists()
+    world = _world(settings, given if several else given.parent)  # beside a checkpoint, never in it
+    meeting = Meeting(world, f"restore/{next(_numbers)}", settings.rank_timeout)
     gate.pass_all()
-    return restoring.restore(found, providers, lambda n: make_executor(settings, n), strict=strict, trust=trust)
+    try:
+        with contextlib.ExitStack() as reading:
+            stored = restoring.open_together(meeting, None, lambda: directories.find(given), reading)
+            assert stored is not None
+            return restoring.restore(
+                stored,
+                providers,
+                lambda n: make_executor(settings, n),
+                meeting,
+                strict=strict,
+                trust=trust,
+                verify=verify,
+                replicas=settings.replicas,
+            )
+    finally:
+        world.close()
 
 
 def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]:
@@ -341,11 +436,15 @@ def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
     settings = IoSettings.of(options)
-    return restoring.load(_checked_path(path), lambda n: make_executor(settings, n), trust=trust)
+    with directories.kept(_checked_path(path)) as found:
+        return loading.load(found, lambda n: make_executor(settings, n), trust=trust)
 
 
 def open(path: PathLike, **options: Any) -> Checkpoint:
     """Open a checkpoint to read single arrays: a mapping of full keys to host arrays, each read when it is asked for.
+
+    Retention does not delete the checkpoint before it is closed. What several ranks saved is opened rank by rank, as it
+    is needed.
 
     Args:
         path: As for :func:`load`.
@@ -354,9 +453,11 @@ def open(path: PathLike, **options: Any) -> Checkpoint:
     Raises:
         FormatError: The file is damaged.
         CheckpointNotFoundError: There is no committed checkpoint.
-        DatastatesError: It was written by several ranks.
     """
     settings = IoSettings.of(options)
     found = _checked_path(path)
     most = (settings.queue_depth + 1) * settings.block  # what one array after another keeps in flight
-    return Checkpoint(only(found, open_all(found)), lambda nbytes: make_executor(settings, min(nbytes, most)))
+    with contextlib.ExitStack() as reading:
+        path = reading.enter_context(directories.kept(found))
+        stored = Stored.of_file(path) if path.is_file() else Stored.open(path)
+        return Checkpoint(stored, lambda nbytes: make_executor(settings, min(nbytes, most)), reading.pop_all())

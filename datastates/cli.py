@@ -1,26 +1,33 @@
-"""The command line: ``datastates ls|inspect|verify``. Imports no framework."""
+"""The command line: ``datastates ls|inspect|verify|diff``. Imports no framework."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from datastates import manifest
+from datastates import directories, manifest
+from datastates.comparing import Comparison, compare
+from datastates.digests import Logical, combine
 from datastates.errors import DatastatesError, FormatError
 from datastates.opened import Container, open_all
 from datastates.protocol import full_key
-from datastates.verifying import verify_container
+from datastates.stored import Head
+from datastates.verifying import verify_catalog, verify_container
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 when something is damaged or missing, 2 for a wrong call."""
+    """Run one command; returns the exit status: 0, 1 when something is damaged or missing, 2 for a wrong call.
+
+    To ``diff``, 1 says that something differs, and a checkpoint that cannot be read is a wrong call.
+    """
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
@@ -53,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("path", metavar=argument, type=Path, help=target)
         command.add_argument("--json", action="store_true", help="print JSON for programs")
         command.set_defaults(run=run)
+    what = "compare two checkpoints by their digests; exit 1 when they differ, 2 when they cannot be compared"
+    diff = commands.add_parser("diff", help=what, description=what[0].upper() + what[1:] + ".")
+    for name in ("A", "B"):
+        diff.add_argument(name, type=Path, help="a checkpoint, a directory of them (the newest), or a container file")
+    diff.add_argument("--json", action="store_true", help="print JSON for programs")
+    diff.set_defaults(run=_diff)
     return parser
 
 
@@ -94,7 +107,7 @@ def _ls(arguments: argparse.Namespace) -> int:
         print(f"datastates: {root} is one checkpoint: use inspect", file=sys.stderr)
         return 1
     found: list[dict[str, Any]] = []
-    for step, path in manifest.committed(root).items():
+    for step, path in directories.committed(root).items():
         entry: dict[str, Any] = {"step": step, "name": path.name}
         try:
             opened = manifest.open(path)
@@ -102,7 +115,7 @@ def _ls(arguments: argparse.Namespace) -> int:
         except FormatError as error:
             entry["error"] = str(error)
         found.append(entry)
-    left = [path.name for path in manifest.debris(root)]
+    left = [path.name for path in directories.debris(root)]
     if arguments.json:
         _print({"checkpoints": found, "debris": left})
     elif found or left:
@@ -122,28 +135,82 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    described = [_describe(one) for one in open_all(arguments.path)]
+    with directories.kept(arguments.path) as path:
+        containers = open_all(path)
+    tensors = combine([one.index.shards for one in containers])
+    digests = {key: f"{t.stored_digest:08x}" for key, t in tensors.items() if t.stored_digest is not None}
+    described = [_describe(one, digests) for one in containers]
     if arguments.json:
-        _print({"containers": described})
+        _print({"containers": described, "tensors": [_assemble(key, t, described) for key, t in tensors.items()]})
+        return 0
+    if len(described) > 1:
+        _print_assembled(path, described, [_assemble(key, t, described) for key, t in tensors.items()])
         return 0
     for one in described:
         print(f"{one['file']}  step {one['step']}, rank {one['rank']} of {one['world_size']}, {_size(one['bytes'])}")
-        rows = [["KEY", "TYPE", "SHAPE", "SIZE", "OFFSET"]]
+        rows = [["KEY", "TYPE", "SHAPE", "SIZE", "OFFSET", "DIGEST"]]
         for a in one["arrays"]:
             part = "" if a["shape"] == a["global_shape"] else f" of {_shape(a['global_shape'])}"
+            numbers = [_size(a["bytes"]), str(a["offset"])]
             rows.append(
-                [_printable(a["key"]), a["dtype"], _shape(a["shape"]) + part, _size(a["bytes"]), str(a["offset"])]
+                [_printable(a["key"]), a["dtype"], _shape(a["shape"]) + part, *numbers, a["digest"] or "unknown"]
             )
-        rows += [[_printable(o["key"]), "object", "", _size(o["bytes"]), str(o["offset"])] for o in one["objects"]]
+        rows += [[_printable(o["key"]), "object", "", _size(o["bytes"]), str(o["offset"]), ""] for o in one["objects"]]
         _table(rows, numbers=(3, 4))
     return 0
+
+
+def _print_assembled(path: Path, containers: Sequence[dict[str, Any]], tensors: Sequence[dict[str, Any]]) -> None:
+    """Each logical tensor once, and below it who holds which part."""
+    nbytes = sum(one["bytes"] for one in containers)
+    print(f"{path}  step {containers[0]['step']}, {len(containers)} ranks, {_size(nbytes)}")
+    rows = [["KEY", "TYPE", "SHAPE", "RANK", "PART", "SIZE", "OFFSET", "DIGEST"]]
+    for t in tensors:
+        digest = t["digest"] or "unknown"
+        rows.append([_printable(t["key"]), t["dtype"], _shape(t["shape"]), "", "", _size(t["bytes"]), "", digest])
+        rows += [
+            ["", "", "", str(p["rank"]), _part(p, t["shape"]), _size(p["bytes"]), str(p["offset"]), ""]
+            for p in t["parts"]
+        ]
+    for one in containers:
+        for o in one["objects"]:
+            rank = str(one["rank"])
+            rows.append([_printable(o["key"]), "object", "", rank, "", _size(o["bytes"]), str(o["offset"]), ""])
+    _table(rows, numbers=(3, 5, 6))
+
+
+def _part(part: Mapping[str, Any], shape: Sequence[int]) -> str:
+    if part["shape"] == shape:
+        return "all"
+    if part["flat"] is not None:
+        return f"elements {part['flat'][0]}:{part['flat'][1]}"
+    sides = zip(part["box"], part["shape"], strict=True)
+    return f"[{', '.join(f'{begin}:{begin + length}' for begin, length in sides)}]"
+
+
+def _assemble(key: str, tensor: Logical, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A logical tensor and its parts; a part without elements only says that a rank knows it."""
+    stored = [(containers[c], containers[c]["arrays"][i]) for c, i, row in tensor.parts if row.part.numel]
+    _, _, first = tensor.parts[0]
+    return {
+        "key": key,
+        "kind": first.kind,
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "bytes": math.prod(tensor.shape) * first.dtype.itemsize,
+        "digest": None if tensor.stored_digest is None else f"{tensor.stored_digest:08x}",
+        "parts": [
+            {"rank": one["rank"], "file": one["file"], **{n: a[n] for n in ("shape", "box", "flat", "bytes", "offset")}}
+            for one, a in stored
+        ],
+    }
 
 
 def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) if shape else "scalar"
 
 
-def _describe(one: Container) -> dict[str, Any]:
+def _describe(one: Container, digests: Mapping[str, str]) -> dict[str, Any]:
     index = one.index
     arrays = []
     for i in range(len(index.shards)):
@@ -165,6 +232,7 @@ def _describe(one: Container) -> dict[str, Any]:
                 "offset": int(index.data_offset[row.record]) + row.offset,
                 "record": row.record,
                 "record_crc32": int(index.record_crc[row.record]),
+                "digest": digests.get(row.key),
             }
         )
     objects = [
@@ -184,12 +252,18 @@ def _describe(one: Container) -> dict[str, Any]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    containers = open_all(arguments.path)
     problems = []
-    with _progress(sum(c.nbytes for c in containers), quiet=arguments.json) as progress:
-        for one in containers:
-            problems += list(verify_container(one, progress))
-    nbytes = sum(c.nbytes for c in containers)
+    with directories.kept(arguments.path) as path:
+        containers = open_all(path)
+        nbytes = sum(c.nbytes for c in containers)
+        head = None if path.is_file() else Head.of(path, manifest.open(path))
+        catalog = None if head is None else head.catalog
+        nbytes += 0 if catalog is None else catalog.nbytes
+        with _progress(nbytes, quiet=arguments.json) as progress:
+            for one in containers:
+                problems += list(verify_container(one, progress))
+            if head is not None and catalog is not None:
+                problems += list(verify_catalog(head, containers, progress))
     if arguments.json:
         found = [{"file": str(p.path), "key": p.key, "problem": p.what} for p in problems]
         _print({"ok": not problems, "bytes": nbytes, "problems": found})
@@ -213,6 +287,49 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
         return
     with tqdm(total=total, unit="B", unit_scale=True, desc="verify") as bar:
         yield bar.update
+
+
+# --- diff
+# --------------------------------------------------------------------------------------------------------------
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    try:
+        with directories.kept(arguments.A) as a, directories.kept(arguments.B) as b:
+            found = compare(open_all(a), open_all(b))
+    except DatastatesError as error:
+        print(f"datastates: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        _print(
+            {
+                "equal": found.is_equal,
+                "only_a": found.only_a,
+                "only_b": found.only_b,
+                "descriptions": [{"key": key, "a": a, "b": b} for key, a, b in found.descriptions],
+                "contents": found.contents,
+                "alike": found.equal,
+                "bytes_read": found.read,
+            }
+        )
+    else:
+        _print_differences(found, str(arguments.A), str(arguments.B))
+    return 0 if found.is_equal else 1
+
+
+def _print_differences(found: Comparison, a: str, b: str) -> None:
+    for where, keys in ((a, found.only_a), (b, found.only_b)):
+        for key in keys:
+            print(f"{_printable(key)} is only in {where}")
+    for key, one, other in found.descriptions:
+        print(f"{_printable(key)} is {one} in {a}, {other} in {b}")
+    for key in found.contents:
+        print(f"{_printable(key)} differs")
+    only = len(found.only_a) + len(found.only_b)
+    print(
+        f"{found.equal} alike, {len(found.contents)} of other contents, {len(found.descriptions)} of another type or "
+        f"shape, {only} in one of them only"
+    )
 
 
 if __name__ == "__main__":

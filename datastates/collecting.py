@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from datastates import arrays, collector
+from datastates import arrays, collector, replicas
 from datastates.dtypes import BY_NAME
 from datastates.errors import ProviderError
 from datastates.executor import Columns, columns
 from datastates.plan import I64, U8
-from datastates.protocol import Buffer, Shard, Shards, StateProvider, full_key, span, walk_unique
+from datastates.protocol import Buffer, Shard, Shards, StateProvider, full_key, walk_unique
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +53,7 @@ class Structure:
         provider, shard = self.arrays[i]
         return full_key(self.names[provider], shard.key)
 
+    @collector.paused()
     def plan_key(self) -> tuple[Any, ...]:
         """Equal for two structures that the same plan serves: all but where things are in memory."""
         rows = tuple(
@@ -80,8 +82,17 @@ class Collected:
     objects: list[tuple[int, Shard]]
 
 
-def collect(providers: Sequence[StateProvider], last: Structure | None = None) -> Collected:
+def name_on(provider: StateProvider, rank: int, ranks: int) -> str:
+    """What a provider's state is stored under: state of one's own bears the rank's number where there are several."""
+    return f"{provider.name}@{rank:05d}" if provider.per_rank and ranks > 1 else provider.name
+
+
+def collect(
+    providers: Sequence[StateProvider], last: Structure | None = None, *, rank: int = 0, ranks: int = 1
+) -> Collected:
     """Ask the providers for their shards, and check them; ``last`` is taken again where it still holds.
+
+    Of what this rank of several holds like others, one of them keeps the array, and the others an empty part.
 
     Raises:
         TypeError, ValueError: Not providers, or two of one name.
@@ -106,11 +117,11 @@ def collect(providers: Sequence[StateProvider], last: Structure | None = None) -
     if len(keys) < len(objects):
         p, key = next(k for k in keys if sum((p, s.key) == k for p, s in objects) > 1)
         raise ProviderError(f"two shards have the key {full_key(chosen[p].name, key)!r}")
-    names = tuple(p.name for p in chosen)
+    names = tuple(name_on(p, rank, ranks) for p in chosen)
     layouts = tuple(shards.layout if isinstance(shards, Shards) else None for shards in described)
     structure = last
     if last is None or names != last.names or None in layouts or not all(map(operator.is_, layouts, last.layouts)):
-        structure = _structure(names, layouts, described, sources)
+        structure = _structure(names, layouts, described, sources, rank if ranks > 1 else None)
     assert structure is not None
     return Collected(chosen, structure, described, sources, objects)
 
@@ -121,42 +132,107 @@ def _structure(
     layouts: tuple[tuple[Shard, ...] | None, ...],
     described: Sequence[Sequence[Shard]],
     sources: Sequence[object],
+    rank: int | None,
 ) -> Structure:
-    """Check array shards and number their buffers."""
-    rows: list[tuple[int, Shard]] = []
+    """Check array shards and number their buffers; ``rank`` is None where there is one only."""
+    rows = _checked_rows(names, layouts, described)
+    left = set() if rank is None else _leave_to_owners(rows, names, rank)
     buffers: list[Buffer] = []
     source: list[int] = []
     eager: list[bool] = []
     numbers: dict[tuple[object, ...], int] = {}
-    seen: set[str] = set()
-    for p, (shards, layout) in enumerate(zip(described, layouts, strict=True)):
-        for shard in shards if layout is None else layout:
-            if shard.is_object:
-                continue
-            if not isinstance(shard.key, str):
-                raise _no_list(names[p])
-            key = full_key(names[p], shard.key)
-            if key in seen:
-                raise ProviderError(f"two shards have the key {key!r}")
-            seen.add(key)
-            buffer = _checked_buffer(key, shard)
-            place = (buffer.device, buffer.stream, buffer.pointer, buffer.nbytes, shard.dtype, shard.kind)
-            if place not in numbers:
-                numbers[place] = len(buffers)
-                buffers.append(buffer)
-                eager.append(False)
-            rows.append((p, shard))
-            source.append(numbers[place])
-            eager[numbers[place]] |= not shard.lazy
+    for i, (_, shard) in enumerate(rows):
+        buffer = shard.buffer
+        assert buffer is not None
+        # empty parts of two tensors lie in one place, and are to be told apart by it
+        own = i if not buffer.nbytes and shard.shape != shard.global_shape and i not in left else -1
+        place = (buffer.device, buffer.stream, buffer.pointer, buffer.nbytes, shard.dtype, shard.kind, own)
+        number = numbers.setdefault(place, len(buffers))
+        if number == len(buffers):
+            buffers.append(buffer)
+            eager.append(False)
+        source.append(number)
+        if not shard.lazy:
+            eager[number] = True
     witness = np.zeros(len(buffers), np.uint8)
     witness[[number for (_, shard), number in zip(rows, source, strict=True) if shard.lazy]] = 1
-    counted = [i for i, (_, shard) in enumerate(rows) if shard.lazy and arrays.has_version(sources[i])]
+    versioned = (yes for shards in described for yes in _have_versions(shards))
+    counted = [i for i, yes in enumerate(versioned) if yes and rows[i][1].lazy]
     _, addresses = arrays.witness([sources[i] for i in counted])
     nbytes = sum(b.nbytes for b in buffers)
     memory = columns(buffers)
     return Structure(
         names, layouts, rows, buffers, source, eager, witness, memory, nbytes, np.array(counted, np.int64), addresses
     )
+
+
+def _checked_rows(
+    names: tuple[str, ...],
+    layouts: tuple[tuple[Shard, ...] | None, ...],
+    described: Sequence[Sequence[Shard]],
+) -> list[tuple[int, Shard]]:
+    rows: list[tuple[int, Shard]] = []
+    for p, (shards, layout) in enumerate(zip(described, layouts, strict=True)):
+        own = [shard for shard in (shards if layout is None else layout) if not shard.is_object]
+        _check_keys(names[p], [shard.key for shard in own])
+        for shard in own:
+            _check_buffer(names[p], shard)
+        rows += [(p, shard) for shard in own]
+    return rows
+
+
+def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank: int) -> set[int]:
+    """Keep an empty part of what another of the ranks that hold it alike is to write; returns the numbers of those.
+
+    What shares memory has one owner: it is written once, and shares its record when it is restored.
+    """
+    left: set[int] = set()
+    shared = [i for i, (_, shard) in enumerate(rows) if len(shard.replicas) > 1]
+    for i in shared:
+        p, shard = rows[i]
+        if rank not in shard.replicas:
+            key = full_key(names[p], shard.key)
+            raise ProviderError(f"{key!r}: its replicas, ranks {shard.replicas}, are without this rank, {rank}")
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i in shared:
+        groups.setdefault((rows[i][1].replicas, *_memory(rows[i])), []).append(i)
+    parts = []
+    for members in groups.values():
+        first = min(full_key(names[p], s.key) for p, s in (rows[i] for i in members))
+        _, shard = rows[members[0]]
+        assert shard.buffer is not None
+        parts.append((first, shard.buffer.nbytes, shard.replicas))
+    views: dict[tuple[object, ...], int] = {}
+    for members, owner in zip(groups.values(), replicas.owners(parts), strict=True):
+        for i in members if owner != rank else ():
+            p, shard = rows[i]
+            # tied arrays stay one, other views of the same memory must not become one
+            view = (*_memory(rows[i]), shard.dtype, shard.kind, shard.shape, shard.stride, shard.buffer_offset)
+            rows[i] = p, _empty_part(shard, views.setdefault(view, len(views) + 1))
+            left.add(i)
+    return left
+
+
+def _memory(row: tuple[int, Shard]) -> tuple[object, ...]:
+    """What memory an array lies in; one without any is by itself."""
+    buffer = row[1].buffer
+    assert buffer is not None
+    return (buffer.device, buffer.pointer, buffer.nbytes) if buffer.nbytes else (row[0], row[1].key)
+
+
+def _empty_part(shard: Shard, number: int) -> Shard:
+    """Nothing of an array, in a record that it shares with those of its number only."""
+    nothing = Buffer(number, 0)
+    return replace(
+        shard, shape=(0,), stride=(1,), offset=None, flat=(0, 0), lazy=False, buffer=nothing, buffer_offset=0
+    )
+
+
+def _have_versions(shards: Sequence[Shard]) -> list[bool]:
+    """For each array shard, whether torch counts its changes in place."""
+    if isinstance(shards, Shards):
+        return [version >= 0 for version in shards.versions.tolist()]
+    return [arrays.has_version(s.source) for s in shards if not s.is_object]
 
 
 def _shards_of(provider: StateProvider) -> Sequence[Shard]:
@@ -173,19 +249,36 @@ def _no_list(name: str) -> ProviderError:
     return ProviderError(f"{name!r}: shards() must return a list of Shards with text for keys")
 
 
-def _checked_buffer(key: str, shard: Shard) -> Buffer:
-    if shard.dtype not in BY_NAME:
-        raise ProviderError(f"{key!r} is of an unknown element type {shard.dtype!r}")
-    itemsize = BY_NAME[shard.dtype].itemsize
-    buffer = shard.buffer
-    if buffer is None:
-        raise ProviderError(f"{key!r} is an array without a buffer")
+def _check_keys(name: str, keys: list[str]) -> None:
+    if not all(isinstance(key, str) for key in keys):
+        raise _no_list(name)
+    if len(set(keys)) < len(keys):
+        key = next(key for key, count in Counter(keys).items() if count > 1)
+        raise ProviderError(f"two shards have the key {full_key(name, key)!r}")
+
+
+def _check_buffer(name: str, shard: Shard) -> None:
+    buffer, dtype = shard.buffer, BY_NAME.get(shard.dtype or "")
+    if buffer is None or dtype is None or (wrong := _wrong(shard, buffer, dtype.itemsize)):
+        key = full_key(name, shard.key)
+        if dtype is None:
+            raise ProviderError(f"{key!r} is of an unknown element type {shard.dtype!r}")
+        if buffer is None:
+            raise ProviderError(f"{key!r} is an array without a buffer")
+        raise ProviderError(f"{key!r} {wrong}")
+
+
+def _wrong(shard: Shard, buffer: Buffer, itemsize: int) -> str | None:
+    """What is wrong with where a shard says that it lies."""
     if len(shard.shape) != len(shard.stride) or shard.buffer_offset < 0 or shard.buffer_offset % itemsize:
-        raise ProviderError(f"{key!r} has strides that do not fit its shape, or an offset that does not fit its type")
-    if shard.buffer_offset + span(shard.shape, shard.stride) * itemsize > buffer.nbytes:
-        raise ProviderError(f"{key!r} reaches beyond its buffer of {buffer.nbytes} bytes")
-    if min((*shard.shape, *shard.stride), default=0) < 0:
-        raise ProviderError(f"{key!r} has a negative shape or stride")
+        return "has strides that do not fit its shape, or an offset that does not fit its type"
+    elements = 1
+    for size, step in zip(shard.shape, shard.stride, strict=True):
+        if size < 0 or step < 0:
+            return "has a negative shape or stride"
+        elements += (size - 1) * step
+    if shard.buffer_offset + (0 if 0 in shard.shape else elements * itemsize) > buffer.nbytes:
+        return f"reaches beyond its buffer of {buffer.nbytes} bytes"
     if (shard.offset is None) == (shard.flat is None):
-        raise ProviderError(f"{key!r} must have either an offset (a box) or a flat range")
-    return buffer
+        return "must have either an offset (a box) or a flat range"
+    return None

@@ -95,8 +95,30 @@ class IoSettings(BaseModel):
             raise SettingsError("; ".join(problems)) from None
 
 
-class Settings(IoSettings):
-    """What a :class:`~datastates.Checkpointer` can be told: the fields of :class:`IoSettings`, and these."""
+class RankSettings(IoSettings):
+    """How ranks find each other: what ``snapshot`` and ``restore`` take beside the fields of :class:`IoSettings`."""
+
+    rank: int | None = Field(
+        None,
+        ge=0,
+        description="This process's number among those that save together, with world_size; they then meet in the "
+        "checkpoints' directory. None: as torch.distributed says where it is initialized, else the only one.",
+    )
+    world_size: int | None = Field(None, ge=1, description="How many processes save together; see rank.")
+    replicas: Literal["read", "broadcast"] = Field(
+        "read",
+        description="How ranks that hold a part alike restore it: each reads it, or one reads and torch.distributed "
+        "broadcasts it.",
+    )
+    rank_timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a rank waits for the others, in a commit or a restore, before it names the missing.",
+    )
+
+
+class Settings(RankSettings):
+    """What a :class:`~datastates.Checkpointer` can be told: the fields of :class:`RankSettings`, and these."""
 
     keep_last: int | None = Field(None, ge=1, description="Checkpoints to keep; None keeps all.")
     keep_every: int | None = Field(

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from datastates import frames, pickling
-from datastates._native import crc32, crc32_combine
+from datastates._native import Digester, crc32, crc32_combine, crc32_shift
 from datastates.errors import FormatError
 from datastates.index import FORMAT_VERSION, Index, StoredObject, decode_index, encode_index
 from datastates.pickling import StoredArray
 
-__all__ = ["crc32", "crc32_combine"]  # the checksums of the format, for those who check it
+__all__ = ["Digester", "crc32", "crc32_combine", "crc32_shift"]  # the checksums of the format, for those who check it
 
 _FOOTER = "datastates/{:02d} index={:016x}+{:016x} crc={:08x}"
 FOOTER_NBYTES = len(_FOOTER.format(0, 0, 0, 0))

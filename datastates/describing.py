@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from datastates import arrays, collector, dtypes
+import numpy as np
+
+from datastates import arrays, collector, dtypes, looking
 from datastates.protocol import Buffer, Shard, Shards, span
 
 
@@ -17,16 +21,18 @@ class _Known:
     lazy: Sequence[bool]
     places: bytes
     identities: bytes
+    specs: list[object] | None
     streams: set[tuple[str, int, int]]
     layout: tuple[Shard, ...]
 
-    def serves(self, keys: Sequence[str], lazy: Sequence[bool], values: Sequence[object], seen: arrays.Look) -> bool:
+    def serves(self, keys: Sequence[str], lazy: Sequence[bool], values: Sequence[object], seen: looking.Look) -> bool:
         return (
             keys == self.keys
             and lazy == self.lazy
             and seen.places == self.places
+            and seen.specs == self.specs
             # of the same objects as before this has been looked at already
-            and (seen.identities == self.identities or not arrays.any_negated(values))
+            and (seen.identities == self.identities or not looking.any_negated(values))
             and all(arrays.current_stream(kind, device) == stream for kind, device, stream in self.streams)
         )
 
@@ -43,7 +49,7 @@ class Describer:
 
     def again(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Shards | None:
         """The arrays as shards if they are those of the last time, or the same memory anew; else None."""
-        seen = None if self._known is None else arrays.look(values)
+        seen = None if self._known is None else looking.look(values)
         if self._known is not None and seen is not None and self._known.serves(keys, lazy, values, seen):
             return Shards(self._known.layout, values, versions=seen.versions)
         return None
@@ -54,21 +60,64 @@ class Describer:
             return same
         self._known = None
         with collector.paused():
-            shards = arrays.shards_of(keys, values, lazy)
-            seen = arrays.look(values)
-            if seen is None or arrays.any_negated(values) or not _are_live(shards):
-                return shards
-        layout = tuple(replace(s, source=None, buffer=s.buffer and replace(s.buffer, owner=None)) for s in shards)
-        streams = {(s.kind, s.buffer.device, s.buffer.stream) for s in shards if s.buffer is not None}
-        self._known = _Known(list(keys), list(lazy), seen.places, seen.identities, streams, layout)
-        return Shards(layout, values, versions=seen.versions)
+            seen = looking.look(values)
+            if seen is None or looking.any_negated(values):
+                return arrays.shards_of(keys, values, lazy)
+            layout = _alone(keys, values, lazy)
+            rest = [i for i, shard in enumerate(layout) if shard is None]
+            others = arrays.shards_of([keys[i] for i in rest], [values[i] for i in rest], [lazy[i] for i in rest])
+            if not _are_live(others):
+                return arrays.shards_of(keys, values, lazy)
+            for i, s in zip(rest, others, strict=True):
+                layout[i] = replace(s, source=None, buffer=s.buffer and replace(s.buffer, owner=None))
+            shards = tuple(shard for shard in layout if shard is not None)
+            streams = {(s.kind, s.buffer.device, s.buffer.stream) for s in shards if s.buffer is not None}
+        self._known = _Known(list(keys), list(lazy), seen.places, seen.identities, seen.specs, streams, shards)
+        return Shards(shards, values, versions=seen.versions)
+
+
+def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> list[Shard | None]:
+    """Shards, without the arrays, for torch tensors that are contiguous and have a storage of their own; else None."""
+    seen = looking.layout(values)
+    if seen is None:
+        return [None] * len(values)
+    storages = [t.untyped_storage().data_ptr() for t in values]
+    views = Counter(storages)
+    count, contiguous = looking.contiguous(seen.ndim, seen.dims, seen.strides)
+    nbytes = count * looking.ITEMSIZES[seen.dtype].astype(np.int64)
+    places = zip(
+        seen.address.tolist(), nbytes.tolist(), seen.device.tolist(), arrays.streams(seen.device).tolist(), strict=True
+    )
+    names = [dtype.name for dtype in dtypes.ALL]
+    dims, strides = seen.dims.tolist(), seen.strides.tolist()
+    ends = np.cumsum(seen.ndim, dtype=np.int64)
+    begins = (ends - seen.ndim).tolist()
+    rows = zip(
+        keys, lazy, seen.dtype.tolist(), begins, ends.tolist(), places, contiguous.tolist(), storages, strict=True
+    )
+    return [
+        Shard(
+            key=key,
+            dtype=names[dtype],
+            kind="torch",
+            shape=(shape := tuple(dims[a:b])),
+            stride=tuple(strides[a:b]),
+            global_shape=shape,
+            offset=(0,) * (b - a),
+            lazy=is_lazy,
+            buffer=Buffer(*place),
+        )
+        if straight and views[storage] == 1
+        else None
+        for key, is_lazy, dtype, a, b, place, straight, storage in rows
+    ]
 
 
 def _are_live(shards: Sequence[Shard]) -> bool:
     """Whether all buffers are the arrays' own memory and nothing else: no copies, no gaps between views."""
     members: dict[int, tuple[Buffer, list[Shard]]] = {}
     for shard in shards:
-        if shard.buffer is None or not arrays.is_at(shard.source, shard.buffer.pointer + shard.buffer_offset):
+        if shard.buffer is None or arrays.address(shard.source) != shard.buffer.pointer + shard.buffer_offset:
             return False
         if "complex" in str(shard.dtype):
             return False  # it may be conjugated the next time, unseen

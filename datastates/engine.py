@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from datastates import gate, manifest
+from datastates.barrier import World
 from datastates.collecting import Collected, collect
+from datastates.committing import Ballot
 from datastates.config import IoSettings
 from datastates.errors import DeviceError, StorageError
 from datastates.executor import Executor
@@ -37,22 +41,37 @@ def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint will stand: as expected when it is begun, and as found when it is committed."""
+
+    expected: Callable[[], Path]
+    final: Callable[[], Path]
+
+    @classmethod
+    def fixed(cls, choose: Callable[[], Path]) -> Place:
+        """At one path, which is chosen when the checkpoint is begun."""
+        chosen = functools.cache(choose)
+        return cls(chosen, chosen)
+
+
 class Engine:
     """Takes snapshots with one executor and finishes them on threads of its own."""
 
-    def __init__(self, executor: Executor, *, threads: int, auto_gate: bool) -> None:
+    def __init__(self, executor: Executor, world: World, *, threads: int, auto_gate: bool) -> None:
         self.executor = executor
+        self.world = world
         self._threads = threads
         self._auto_gate = auto_gate
         self._start()
         _engines.add(self)
 
     def _start(self) -> None:
-        self._saver = Saver(self.executor)
+        self._saver = Saver(self.executor, self.world.rank, self.world.size)
         # the pool's own exit hook lets running snapshots commit before the interpreter ends
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="datastates")
         self._in_flight: list[Snapshot] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come while its thread holds it
 
     def _after_fork(self) -> None:
         for snapshot in self._in_flight:
@@ -66,8 +85,8 @@ class Engine:
     def take(
         self,
         collected: Collected,
-        step: int,
-        target: Callable[[], Path],
+        ballot: Ballot,
+        place: Place,
         retain: Callable[[], None] = lambda: None,
         *,
         begin: float,
@@ -76,17 +95,18 @@ class Engine:
 
         Args:
             collected: What the providers described.
-            step: Its number.
-            target: Says where the checkpoint will stand.
+            ballot: How it is committed.
+            place: Where the checkpoint is to stand.
             retain: Called once it is committed.
             begin: When the user's call began, on the monotonic clock.
         """
-        snapshot = Snapshot(step, collected.structure.nbytes, begin)
+        snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
         try:
-            snapshot.path = target()
-            running = self._begin(collected, snapshot, retain)
+            snapshot.path = place.expected()
+            running = self._begin(collected, snapshot, ballot, place, retain)
         except (StorageError, DeviceError) as error:
             snapshot.fail(error)
+            self.decline(ballot, error)
         else:
             with self._lock:
                 self._in_flight.append(snapshot)
@@ -95,10 +115,17 @@ class Engine:
         snapshot.called()
         return snapshot
 
-    def _begin(self, collected: Collected, snapshot: Snapshot, retain: Callable[[], None]) -> Running:
-        pending = manifest.begin(snapshot.path)
+    def decline(self, ballot: Ballot, error: BaseException) -> None:
+        """Tell the other ranks, in the background, that this one takes no part in a checkpoint."""
+        if ballot.ranks > 1:
+            self._pool.submit(ballot.decline, error)
+
+    def _begin(
+        self, collected: Collected, snapshot: Snapshot, ballot: Ballot, place: Place, retain: Callable[[], None]
+    ) -> Running:
+        pending = manifest.begin(snapshot.path, ballot.attempt)
         try:
-            return self._saver.begin(collected, snapshot, pending, retain)
+            return self._saver.begin(collected, snapshot, pending, ballot, place.final, retain)
         except BaseException:
             manifest.abandon(pending)
             raise
@@ -136,6 +163,11 @@ class Engine:
         self.wait()
         self._pool.shutdown(wait=True)
         self.executor.close()
+        self.world.close()
+
+    def close_later(self) -> None:
+        """Close the world once what is in flight has ended; nothing more is taken."""
+        self._pool.submit(self.world.close)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -150,10 +182,27 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def take_one(
-    settings: IoSettings, providers: Sequence[StateProvider], step: int, target: Callable[[], Path], *, auto_gate: bool
+    settings: IoSettings,
+    providers: Sequence[StateProvider],
+    world: World,
+    ballot: Ballot,
+    place: Place,
+    *,
+    auto_gate: bool,
 ) -> Snapshot:
     """Take one snapshot with an engine of its own, which lasts until it has ended."""
     begin = time.monotonic()
-    collected = collect(providers)
-    engine = Engine(make_executor(settings, collected.structure.nbytes), threads=1, auto_gate=auto_gate)
-    return engine.take(collected, step, target, begin=begin)
+    try:
+        collected = collect(providers, rank=world.rank, ranks=world.size)
+        executor = make_executor(settings, collected.structure.nbytes)
+    except BaseException as error:
+        ballot.decline(error)
+        raise
+    engine = Engine(executor, world, threads=1, auto_gate=auto_gate)
+    try:
+        taken = engine.take(collected, ballot, place, begin=begin)
+    except BaseException as error:
+        ballot.decline(error)
+        raise
+    engine.close_later()
+    return taken

@@ -141,3 +141,43 @@ class SnapshotAbandonedError(DatastatesError, RuntimeError):
 
 class ClosedError(DatastatesError, RuntimeError):
     """The checkpointer is closed."""
+
+
+class CommitError(DatastatesError, RuntimeError):
+    """The ranks did not come to an agreement; all that could be told raise it with the same text."""
+
+
+class UnreachableError(CommitError):
+    """This rank cannot reach what the ranks meet in; what the others have agreed on, it does not know."""
+
+
+class SnapshotSkippedError(CommitError):
+    """A rank took no part in a snapshot, because its call raised an earlier one's failure: no failure of its own."""
+
+
+class RanksMissingError(DatastatesError, TimeoutError):
+    """A wait for other ranks ran out of time.
+
+    Attributes:
+        ranks: Those that did not answer, ascending.
+        undecided: Whether it is certain that nothing was decided, nor will be.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int], undecided: bool = False) -> None:
+        """Keep the ranks beside the message, which names them, too."""
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.undecided = undecided
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """Ascending ranks for a message: ``"rank 2"``, ``"ranks 0-5, 7"``; long lists are cut."""
+    stretches: list[list[int]] = []
+    for rank in ranks:
+        if stretches and stretches[-1][1] == rank - 1:
+            stretches[-1][1] = rank
+        else:
+            stretches.append([rank, rank])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in stretches[:16]]
+    rest = sum(b - a + 1 for a, b in stretches[16:])
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(shown) + (f" and {rest} more" if rest else "")

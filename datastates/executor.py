@@ -15,7 +15,7 @@ import numpy as np
 
 from datastates import _native, faults
 from datastates.errors import ClosedError, CorruptError, DatastatesError, DeviceError, FormatError, StorageError
-from datastates.plan import CHUNK, I32, U8, U64, ReadPlan, WritePlan
+from datastates.plan import CHUNK, I32, NO_RUNS, U8, U64, DigestRuns, ReadPlan, WritePlan
 from datastates.protocol import Buffer
 from datastates.timeline import Span
 
@@ -40,8 +40,14 @@ def _track(stage: str, number: int) -> str:
     return ("capture thread", "training thread")[number] if number < 2 else f"copies from GPU {number - 2}"
 
 
-def prepare_write(plan: WritePlan, literal: bytes | memoryview) -> PreparedWrite:
-    """Hand a plan to the native core, to be used for any number of snapshots."""
+def prepare_write(plan: WritePlan, literal: bytes | memoryview, runs: DigestRuns = NO_RUNS) -> PreparedWrite:
+    """Hand a plan to the native core, to be used for any number of snapshots.
+
+    Args:
+        plan: What goes where.
+        literal: The bytes between the records' data, end to end.
+        runs: What to digest of the sources while they are checksummed.
+    """
     return _native.WritePlan(
         source_nbytes=plan.source_nbytes,
         eager=plan.eager,
@@ -57,6 +63,14 @@ def prepare_write(plan: WritePlan, literal: bytes | memoryview) -> PreparedWrite
         patch_extent=plan.patch_extent,
         patch_offset=plan.patch_offset,
         patch_source=plan.patch_source,
+        digests=runs.digests,
+        runs_source=runs.source,
+        runs_offset=runs.offset,
+        runs_length=runs.length,
+        runs_run_length=runs.run_length,
+        runs_after=runs.after,
+        runs_step=runs.step,
+        runs_digest=runs.digest,
     )
 
 
@@ -119,6 +133,10 @@ class WriteJob:
         sources, chunks = self._job.checksums()
         return np.frombuffer(sources, "<u4"), np.frombuffer(chunks, "<u4")
 
+    def digests(self) -> np.ndarray[Any, Any]:
+        """The digests that the plan's runs contribute to; call it after everything is written."""
+        return np.frombuffer(self._job.digests(), "<u4")
+
     def finish(self, tail: bytes) -> None:
         """Append the tail, sync the file to stable storage, and close it."""
         _native_call(lambda: self._job.finish(tail))
@@ -142,12 +160,13 @@ class WriteJob:
 class ReadJob:
     """One container being read into place. Thread-safe."""
 
-    def __init__(self, job: _native.ReadJob, name_record: Callable[[int], str]) -> None:
+    def __init__(self, job: _native.ReadJob, plan: ReadPlan, name_record: Callable[[int], str]) -> None:
         self._job = job
+        self._plan = plan
         self._name_record = name_record
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is read and verified; False when ``timeout`` seconds pass first.
+        """Wait until everything is read, and verified as planned; False when ``timeout`` seconds pass first.
 
         Raises:
             CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
@@ -156,8 +175,14 @@ class ReadJob:
         return _native_call(lambda: self._job.wait(timeout), self._name_record)
 
     def stats(self) -> dict[str, Any]:
-        """Bytes needed and read, bytes and seconds of each stage, the backend and whether I/O was direct."""
-        return self._job.stats()
+        """Bytes needed, read and unverified, bytes and seconds of each stage, the backend and whether I/O was direct.
+
+        A wanted byte of the file is needed once, however many destinations it goes to. Read are the bytes that the
+        system was asked for: past the page cache with the whole pages around them; through it without those, and
+        without what else the kernel takes in, which other readers find there.
+        """
+        wanted = {"bytes_needed": self._plan.needed_nbytes, "bytes_unverified": int(self._plan.unverified_length.sum())}
+        return self._job.stats() | wanted
 
 
 class Executor:
@@ -223,10 +248,8 @@ class Executor:
         core = self._core()
         return WriteJob(_native_call(lambda: core.submit_write(os.fsencode(path), prepared, *sources, witness)))
 
-    def submit_read(
-        self, path: Path, plan: ReadPlan, buffers: Sequence[Buffer], name_record: Callable[[int], str]
-    ) -> ReadJob:
-        """Start reading a container's ranges into ``buffers``, the plan's destinations.
+    def submit_read(self, path: Path, plan: ReadPlan, dests: Columns, name_record: Callable[[int], str]) -> ReadJob:
+        """Start reading a container's ranges into ``dests``, the memory of the plan's destinations.
 
         ``name_record`` names a storage record for the error when its bytes are wrong.
         """
@@ -235,6 +258,9 @@ class Executor:
             dest_nbytes=plan.dest_nbytes,
             extent_offset=plan.extent_offset,
             extent_length=plan.extent_length,
+            extent_span=plan.extent_span,
+            span_offset=plan.span_offset,
+            span_length=plan.span_length,
             extent_piece=plan.extent_piece,
             piece_dest=plan.piece_dest,
             piece_dest_offset=plan.piece_dest_offset,
@@ -246,8 +272,7 @@ class Executor:
             check_crc=plan.check_crc,
             check_record=plan.check_record,
         )
-        dests = columns(buffers)
-        return ReadJob(_native_call(lambda: core.submit_read(os.fsencode(path), prepared, *dests)), name_record)
+        return ReadJob(_native_call(lambda: core.submit_read(os.fsencode(path), prepared, *dests)), plan, name_record)
 
     def close(self) -> None:
         """Wait for running jobs and give the host cache back. Idempotent."""

@@ -100,6 +100,8 @@ _TABLE_COLUMNS = {
     "global_ndim": "|u1",
     "global_dims": "<u8",
     "place": "<u8",
+    "digest": "<u4",
+    "digested": "|u1",
 }
 
 

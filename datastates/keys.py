@@ -25,6 +25,20 @@ def component(part: object) -> str:
     return "~3" + repr(part).replace("~", "~0").replace("/", "~1")
 
 
+def parts(key: str) -> list[str | int]:
+    """Take a key apart; raises ValueError for a component that was neither a string nor an integer."""
+    result: list[str | int] = []
+    for text in key.split("/"):
+        if _INTEGER.match(text):
+            result.append(int(text))
+        elif text[:2] in ("~3", "~5"):
+            raise ValueError(f"{key!r} is no path of strings and integers")
+        else:
+            plain = "" if text == "~4" else text.removeprefix("~2")
+            result.append(plain.replace("~1", "/").replace("~0", "~"))
+    return result
+
+
 def join(prefix: str, part: object) -> str:
     """Append a component to a key; an empty prefix is the root."""
     return f"{prefix}/{component(part)}" if prefix else component(part)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from datastates import container, manifest, planner
-from datastates.errors import CorruptError, DatastatesError, FormatError, StorageError
+from datastates import container, directories, manifest, planner
+from datastates.errors import CorruptError, FormatError, StorageError
 from datastates.executor import read_bytes
 from datastates.index import Index, StoredObject
 from datastates.plan import Chunks
@@ -88,11 +88,4 @@ def open_checkpoint(path: Path) -> tuple[manifest.Manifest, list[Container]]:
 
 def open_all(path: Path) -> list[Container]:
     """The containers at a path: of a checkpoint directory, of the newest in a directory of them, or one file."""
-    return [open_container(path)] if path.is_file() else open_checkpoint(manifest.find(path))[1]
-
-
-def only(path: Path, containers: list[Container]) -> Container:
-    """The container of a checkpoint that one rank wrote; raises DatastatesError for others."""
-    if len(containers) != 1:
-        raise DatastatesError(f"{path} was written by {len(containers)} ranks, which this version cannot restore")
-    return containers[0]
+    return [open_container(path)] if path.is_file() else open_checkpoint(directories.find(path))[1]

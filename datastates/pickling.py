@@ -8,6 +8,7 @@ read off torch 2.13's own files).
 from __future__ import annotations
 
 import codecs
+import functools
 import io
 import pickle
 import pickletools
@@ -85,34 +86,37 @@ def _flag(value: bool) -> bytes:
 _NO_HOOKS = b"ccollections\nOrderedDict\n)R"
 
 
+@functools.cache
+def array_frame(dtype: dtypes.DType) -> tuple[bytes, bytes]:
+    """What stands before the storage record's name in an array of that type, and behind its ``requires_grad``."""
+    typed = dtype.storage is not None
+    storage = f"ctorch\n{dtype.storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
+    head = (
+        f"ctorch._utils\n_rebuild_tensor_v{2 if typed else 3}\n".encode()
+        + pickle.MARK
+        + pickle.MARK
+        + _text("storage")
+        + storage.encode()
+    )
+    return head, _NO_HOOKS + (b"" if typed else f"ctorch\n{dtype.name}\n".encode()) + pickle.TUPLE + pickle.REDUCE
+
+
 def encode_array(stored: StoredArray, *, parameter: bool = False) -> bytes:
     """The opcodes that ``torch.save`` would write for a tensor; they touch no memo, so they can stand anywhere."""
     dtype = dtypes.BY_NAME[stored.dtype]
-    typed = dtype.storage is not None
-    numel = stored.elements if typed else stored.elements * dtype.itemsize
-    storage = f"ctorch\n{dtype.storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
-    persistent = (
-        pickle.MARK
-        + _text("storage")
-        + storage.encode()
+    head, tail = array_frame(dtype)
+    body = (
+        head
         + _text(stored.record)
         + _text("cpu")
-        + _integer(numel)
+        + _integer(stored.elements if dtype.storage is not None else stored.elements * dtype.itemsize)
         + pickle.TUPLE
         + pickle.BINPERSID
-    )
-    body = (
-        f"ctorch._utils\n_rebuild_tensor_v{2 if typed else 3}\n".encode()
-        + pickle.MARK
-        + persistent
         + _integer(stored.offset)
         + _integers(stored.shape)
         + _integers(stored.stride)
         + _flag(stored.requires_grad and not parameter)
-        + _NO_HOOKS
-        + (b"" if typed else f"ctorch\n{stored.dtype}\n".encode())
-        + pickle.TUPLE
-        + pickle.REDUCE
+        + tail
     )
     if parameter:
         head = b"ctorch._utils\n_rebuild_parameter\n" + pickle.MARK

@@ -72,6 +72,39 @@ class WritePlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class DigestRuns:
+    """Stretches of sources that are parts of logical tensors, for the tensors' digests; by source, then by offset.
+
+    A stretch is made of runs of one length: end to end in the source, and equally far apart in the logical tensor. A
+    run contributes its raw CRC-32, shifted by the bytes that follow it in the tensor; digests are exclusive ors of
+    contributions. All lengths and offsets are in bytes.
+
+    Attributes:
+        digests: How many digests there are.
+        source: The source that a stretch lies in.
+        offset, length: Where in it, and how long.
+        run_length: Length of each of its runs.
+        after: Bytes of the logical tensor that follow the first run.
+        step: Bytes of the logical tensor from one run's begin to the next one's.
+        digest: The digest it contributes to.
+    """
+
+    digests: int
+    source: I32
+    offset: U64
+    length: U64
+    run_length: U64
+    after: U64
+    step: U64
+    digest: U32
+
+
+_NONE = np.zeros(0, np.uint64)
+NO_RUNS = DigestRuns(0, np.zeros(0, np.int32), _NONE, _NONE, _NONE, _NONE, _NONE, np.zeros(0, np.uint32))
+"""Nothing to digest beside the records themselves."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
     """The checksummed chunks of a container's records, in file order; lengths and offsets in bytes.
 
@@ -90,24 +123,33 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """Which ranges of a container to read, and where their bytes go.
+    """Which ranges of a container to read, and where their bytes go; offsets and lengths in bytes.
 
     Attributes:
-        extent_offset, extent_length: The ranges, ascending; each holds whole chunks.
+        extent_offset, extent_length: Ranges of the file that are handled at once, ascending.
+        extent_span: Of extent ``i`` the spans from ``extent_span[i]`` to ``extent_span[i + 1]`` are read.
+        span_offset, span_length: A span, within its extent. An extent of one span is read as a whole; of others what
+            is between the spans is left out.
         extent_piece: Extent ``i`` serves the pieces from ``extent_piece[i]`` to ``extent_piece[i + 1]``.
         piece_dest: A piece's destination.
         piece_dest_offset: Where in the destination the piece goes.
         piece_extent_offset: Where in the extent it begins.
         piece_length: Its length.
         extent_check: Extent ``i`` is verified by the checks from ``extent_check[i]`` to ``extent_check[i + 1]``.
-        check_offset, check_length: A checked chunk, within its extent.
+        check_offset, check_length: A checked chunk, within a span of its extent.
         check_crc: Its CRC-32.
         check_record: The record it belongs to, to name it when it is wrong.
         dest_nbytes: Length of each destination.
+        needed_nbytes: Bytes of the file that are wanted, each counted once.
+        unverified_offset, unverified_length: Stretches of the file that are wanted and read, and under no check;
+            disjoint and ascending.
     """
 
     extent_offset: U64
     extent_length: U64
+    extent_span: U64
+    span_offset: U64
+    span_length: U64
     extent_piece: U64
     piece_dest: I32
     piece_dest_offset: U64
@@ -119,3 +161,6 @@ class ReadPlan:
     check_crc: U32
     check_record: I32
     dest_nbytes: U64
+    needed_nbytes: int
+    unverified_offset: U64
+    unverified_length: U64

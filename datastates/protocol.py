@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, overload
 
 from datastates import dtypes, keys
+from datastates.parts import Part
 from datastates.pickling import ArrayLeaf, StoredArray
 from datastates.plan import I64
 
@@ -70,6 +71,8 @@ class Shard:
         global_shape: Shape of the logical tensor.
         offset: Where the box begins in it; None for a flat range.
         flat: First and one past the last element of a flat range; None for a box.
+        replicas: The ranks, this one among them, ascending, that hold this very part alike: one of them writes it.
+            Empty when no other does.
         lazy: True when it stays unchanged until ``Snapshot.captured``; False when it must be copied inside
             ``snapshot()`` because the forward pass, or anybody, may change it at any time.
         buffer: The memory it lies in; None for an object.
@@ -85,6 +88,7 @@ class Shard:
     global_shape: tuple[int, ...] = ()
     offset: tuple[int, ...] | None = ()
     flat: tuple[int, int] | None = None
+    replicas: tuple[int, ...] = ()
     lazy: bool = False
     buffer: Buffer | None = None
     buffer_offset: int = 0
@@ -94,6 +98,11 @@ class Shard:
     def is_object(self) -> bool:
         """Whether this shard must be serialized rather than copied."""
         return self.dtype is None
+
+    @property
+    def part(self) -> Part:
+        """Which part of its logical tensor an array shard is."""
+        return Part(self.global_shape, self.shape, self.offset, self.flat)
 
     @property
     def nbytes(self) -> int | None:
@@ -179,7 +188,15 @@ class Saved(ABC):
 
     @abstractmethod
     def arrays(self) -> Mapping[str, ArrayRef]:
-        """The stored arrays by their key within the provider."""
+        """The stored arrays by their key within the provider, each a logical tensor.
+
+        Of a checkpoint of several ranks, those are listed that the rank of this number had; all others are found by
+        their keys as well.
+        """
+
+    def every_key(self) -> Sequence[str]:
+        """Keys of all stored arrays, whichever rank had them. Of many ranks this takes long."""
+        return list(self.arrays())
 
     @abstractmethod
     def objects(self) -> Sequence[str]:
@@ -215,6 +232,9 @@ class StateProvider(ABC):
     ``snapshot()`` or ``restore()``, but :meth:`serialize` of a lazy object shard, and the callable that
     :meth:`serialize` may return, run on the engine's own thread.
     """
+
+    per_rank: bool = False
+    """Whether the state belongs to the rank rather than to the model: each rank's is kept apart, under its number."""
 
     def __init__(self, name: str) -> None:
         """Name the provider; names are unique within a checkpoint and become the top-level keys of its ``data.pkl``."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from datastates import arrays, container
+from datastates.digests import constants
 from datastates.errors import ClosedError, DatastatesError
 from datastates.executor import Executor, read_bytes
 from datastates.opened import Container
+from datastates.parts import Part, uncovered
 from datastates.plan import CHUNK
-from datastates.protocol import Buffer, span
-from datastates.reads import Reads, reference
+from datastates.protocol import span
+from datastates.reads import Reads
 from datastates.shard_table import Row
+from datastates.stored import Stored
+from datastates.stored_rows import logical, reference
 
 _SMALL_READ = 4 * CHUNK
 """Bytes up to which one plain read is faster than waking the executor's threads, and far faster than starting them."""
@@ -25,14 +31,21 @@ _SMALL_READ = 4 * CHUNK
 class Checkpoint(Mapping[str, Any]):
     """The arrays of one checkpoint by full key (``"model/wte.weight"``), as host arrays. Thread-safe.
 
-    Each access reads anew: torch's come as tensors where torch is installed, all others as NumPy arrays. Looking at
-    keys reads nothing. Objects are not in it: :func:`datastates.load` reads those.
+    An array that several ranks saved parts of is put together from them. Each access reads anew: torch's come as
+    tensors where torch is installed, all others as NumPy arrays. Looking at keys reads no data; listing them opens the
+    containers of all ranks. Objects are not in it: :func:`datastates.load` reads those.
     """
 
-    def __init__(self, source: Container, executor: Callable[[int], Executor]) -> None:
-        """Keep an opened container; ``executor`` makes one for reads of up to so many bytes."""
-        self._source = source
-        self._table = source.index.shards
+    def __init__(self, stored: Stored, executor: Callable[[int], Executor], reading: contextlib.ExitStack) -> None:
+        """Keep an opened checkpoint.
+
+        Args:
+            stored: The checkpoint.
+            executor: Makes one for reads of up to so many bytes.
+            reading: Keeps the checkpoint from being deleted until it is closed.
+        """
+        self._stored = stored
+        self._reading = reading
         self._make_executor = executor
         self._executor: Executor | None = None
         self._closed = False
@@ -41,73 +54,113 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def step(self) -> int:
         """The number it was saved under."""
-        return int(self._source.index.identity["step"])
+        return self._stored.head.step
 
     def __len__(self) -> int:
         """How many arrays there are."""
-        return len(self._table)
+        return len(self._keys())
 
     def __iter__(self) -> Iterator[str]:
-        """Their keys, in the order in which they were saved."""
-        return iter(self._table.by_key)
+        """Their keys, in the order in which they were saved, those of rank 0 first.
+
+        Raises:
+            StorageError: The container of a rank is missing.
+        """
+        return iter(self._keys())
+
+    def _keys(self) -> Mapping[str, object]:
+        with self._lock:
+            return self._stored.keys
 
     def __contains__(self, key: object) -> bool:
         """Whether there is an array of that key."""
-        return key in self._table.by_key
+        with self._lock:
+            return isinstance(key, str) and self._stored.holds(key)
 
     def __getitem__(self, key: str) -> Any:
-        """Read one array into fresh host memory.
+        """Read one array into fresh host memory, verified.
 
         Raises:
             KeyError: There is none of that key.
             CorruptError: Its bytes do not match their checksum.
             StorageError: Reading failed.
             ClosedError: The checkpoint is closed.
-            DatastatesError: The checkpoint holds only a part of that tensor.
+            DatastatesError: Only a part of that tensor is there: this is one container of several, or one is missing.
             ImportError: The element type needs torch or ml_dtypes and neither is installed.
         """
-        row = self._table.row(self._table.by_key[key])
+        with self._lock:
+            row, sources = self._find(key)
         if self._closed:
-            raise ClosedError(f"{self._source.path} is closed: {key!r} can no longer be read")
-        if row.shape != row.global_shape:
-            raise DatastatesError(
-                f"{key!r} in {self._source.path} is a part (shape {row.shape}) of a tensor of shape "
-                f"{row.global_shape}, which this version cannot read by itself"
-            )
+            raise ClosedError(f"{self._stored.head.path} is closed: {key!r} can no longer be read")
+        if len(sources) == 1 and row.flat is None:
+            return self._read_whole(*sources[0])
+        array = arrays.empty(logical(row))
+        live = arrays.array_shard(key, array)
+        reads = Reads(in_full=True)
+        for source, part in sources:
+            reads.add(source, part, live)
+        if sources:
+            self._run(reads, key, sources)
+        return array
+
+    def _find(self, key: str) -> tuple[Row, list[tuple[Container, Row]]]:
+        """A row of an array, and those that together have all of it; an empty one has itself."""
+        stored = self._stored
+        if not stored.holds(key):
+            raise KeyError(key)
+        row = stored.find(key)
+        whole = None if row is None else Part.whole(row.global_shape)
+        sources = [] if row is None or whole is None else stored.sources(row, whole)
+        if row is None or whole is None or uncovered(whole, [found.part for _, found in sources]):
+            why = ", ".join(path.name for _, path in sorted(stored.lost.items())) + " is missing"
+            if row is not None and not stored.lost:
+                why = f"it holds only a part of that tensor of shape {row.global_shape}"
+            raise DatastatesError(f"{key!r} cannot be read from {stored.head.path}: {why}")
+        return row, sources
+
+    def digest(self, key: str) -> str | None:
+        """The CRC-32 of an array's bytes in row-major order, as eight hex digits; None where it is not stored.
+
+        It depends on nothing but the elements: not on how the array was cut into parts. Reads no data.
+
+        Raises:
+            KeyError: There is no array of that key.
+        """
+        with self._lock:
+            row = self._stored.find(key) if self._stored.holds(key) else None
+            if row is None:
+                raise KeyError(key)
+            contributed = self._stored.digest(key)
+        if contributed is None:
+            return None
+        nbytes = math.prod(row.global_shape) * row.dtype.itemsize
+        return f"{contributed ^ int(constants(np.array([nbytes], np.uint64))[0]):08x}"
+
+    def _read_whole(self, source: Container, row: Row) -> Any:
         block = arrays.allocate(row.kind, span(row.shape, row.stride) * row.dtype.itemsize)
         if block.nbytes <= _SMALL_READ:
-            self._read_small(row, block)
+            _read_small(source, row, block)
         else:
-            self._read_large(row, arrays.memory(block))
+            reads = Reads()
+            reads.add_memory(source, int(source.index.data_offset[row.record]) + row.offset, arrays.memory(block))
+            self._run(reads, row.key, [(source, row)])
         return arrays.view(block, reference(row), 0)
 
-    def _read_small(self, row: Row, block: Any) -> None:
-        index = self._source.index
-        record, chunk = int(index.data_offset[row.record]), row.offset // CHUNK
-        begin = chunk * CHUNK
-        end = min(-(-(row.offset + block.nbytes) // CHUNK) * CHUNK, int(index.record_nbytes[row.record]))
-        data = memoryview(read_bytes(self._source.path)(record + begin, end - begin)) if block.nbytes else b""
-        crcs = index.chunk_crc[int(index.first_chunk[row.record]) + chunk :]
-        for at, crc in zip(range(0, len(data), CHUNK), crcs, strict=False):
-            if container.crc32(data[at : at + CHUNK]) != crc:
-                raise self._source.corrupt(row.key)
-        np.asarray(block)[:] = np.frombuffer(data, np.uint8)[row.offset - begin :][: block.nbytes]
-
-    def _read_large(self, row: Row, memory: Buffer) -> None:
+    def _run(self, reads: Reads, key: str, sources: Sequence[tuple[Container, Row]]) -> None:
         with self._lock:
             if self._closed:
-                raise ClosedError(f"{self._source.path} is closed: {row.key!r} can no longer be read")
+                raise ClosedError(f"{self._stored.head.path} is closed: {key!r} can no longer be read")
             if self._executor is None:
-                self._executor = self._make_executor(int(self._source.index.record_nbytes.max()))
+                largest = sum(int(source.index.record_nbytes.max()) for source, _ in sources)
+                self._executor = self._make_executor(largest)
             executor = self._executor
-        reads = Reads(self._source)
-        reads.add_memory(int(self._source.index.data_offset[row.record]) + row.offset, memory)
         reads.run(executor)
 
     def close(self) -> None:
         """Give threads and memory back once running reads have ended; keys stay. Idempotent."""
         with self._lock:
             self._closed = True
+            self._reading.close()
             if self._executor is not None:
                 self._executor.close()
                 self._executor = None
@@ -121,3 +174,16 @@ class Checkpoint(Mapping[str, Any]):
     ) -> None:
         """Close."""
         self.close()
+
+
+def _read_small(source: Container, row: Row, block: Any) -> None:
+    index = source.index
+    record, chunk = int(index.data_offset[row.record]), row.offset // CHUNK
+    begin = chunk * CHUNK
+    end = min(-(-(row.offset + block.nbytes) // CHUNK) * CHUNK, int(index.record_nbytes[row.record]))
+    data = memoryview(read_bytes(source.path)(record + begin, end - begin)) if block.nbytes else b""
+    crcs = index.chunk_crc[int(index.first_chunk[row.record]) + chunk :]
+    for at, crc in zip(range(0, len(data), CHUNK), crcs, strict=False):
+        if container.crc32(data[at : at + CHUNK]) != crc:
+            raise source.corrupt(row.key)
+    np.asarray(block)[:] = np.frombuffer(data, np.uint8)[row.offset - begin :][: block.nbytes]

@@ -7,13 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from datastates import arrays, container, frames, manifest, planner
+from datastates import arrays, collector, container, frames, manifest, planner
+from datastates.claims import Claims, claims_of, whole_claims
 from datastates.collecting import Collected, Structure, collect
+from datastates.committing import Ballot, Vote
 from datastates.container import ProviderState
+from datastates.digests import DigestPlan, plan_digests
 from datastates.dtypes import BY_NAME
 from datastates.errors import DatastatesError, DeviceError, FormatError, ProviderError, TornSnapshotError
 from datastates.executor import Executor, PreparedWrite, WriteJob, prepare_write
@@ -34,43 +38,56 @@ class _Plan:
     plan: WritePlan
     prepared: PreparedWrite
     table: ShardTable
+    claims: Claims | None
+    digests: DigestPlan
     stored: dict[tuple[int, str], StoredArray]
 
 
 class Saver:
     """Takes snapshots with one executor; keeps the plan of the last structure. Not thread-safe."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, rank: int, ranks: int) -> None:
         self._executor = executor
+        self._rank = rank
+        self._ranks = ranks
         self._last: _Plan | None = None
 
     def collect(self, providers: Sequence[StateProvider]) -> Collected:
         """What :func:`collect` gives, the structure of the last snapshot taken again where it still holds."""
-        return collect(providers, self._last.structure if self._last else None)
+        return collect(providers, self._last.structure if self._last else None, rank=self._rank, ranks=self._ranks)
 
     def begin(
-        self, collected: Collected, snapshot: Snapshot, pending: manifest.Pending, retain: Callable[[], None]
+        self,
+        collected: Collected,
+        snapshot: Snapshot,
+        pending: manifest.Pending,
+        ballot: Ballot,
+        target: Callable[[], Path],
+        retain: Callable[[], None],
     ) -> Running:
         """Start capturing; what returns is the rest, to be run in the background. Raises what fails at once.
 
-        ``retain`` is called once the checkpoint is committed, before anybody is told: what it deletes is then gone.
+        ``target`` says, at the commit, where the checkpoint is to stand. ``retain`` is called once it is committed,
+        before anybody is told: what it deletes is then gone.
         """
         eager_objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
         structure = collected.structure
         planned = self._planned(structure)
         identity: dict[str, int | str] = {
             "step": snapshot.step,
-            "rank": 0,
-            "world_size": 1,
-            "attempt": pending.directory.name[-8:],
+            "rank": ballot.rank,
+            "world_size": ballot.ranks,
+            "attempt": pending.attempt,
         }
         versions = _Versions(collected)
-        path = pending.directory / container_name(0)
+        path = pending.file(manifest.container_name(ballot.rank))
         job = self._executor.submit_write(path, planned.prepared, structure.columns, structure.witness)
-        work = Running(collected, snapshot, pending, planned, job, eager_objects, versions, identity, retain)
+        end = _Ending(pending, ballot, target, retain)
+        work = Running(collected, snapshot, planned, job, eager_objects, versions, identity, end)
         snapshot.attach(work.gate, job.stats, job.timeline)
         return work
 
+    @collector.paused()
     def _planned(self, structure: Structure) -> _Plan:
         last, self._last = self._last, None
         if last is None or last.structure is not structure:
@@ -91,13 +108,17 @@ class Saver:
         record = np.argsort(plan.order)[structure.source].tolist() if structure.source else []
         try:
             table = table_of(structure.names, structure.arrays, record)
-            table.check(plan.source_nbytes[plan.order])  # what a reader would refuse is not written
+            record_nbytes = plan.source_nbytes[plan.order]
+            table.check(record_nbytes)  # what a reader would refuse is not written
         except (FormatError, ValueError, OverflowError) as error:
             raise ProviderError(f"a shard is described wrongly: {error}") from error
         stored = {
             (p, shard.key): _stored(shard, number) for (p, shard), number in zip(structure.arrays, record, strict=True)
         }
-        return _Plan(structure, key, plan, prepare_write(plan, literal), table, stored)
+        claims = claims_of(table) if self._ranks > 1 else None
+        digests = plan_digests(table, record_nbytes, plan.order, np.zeros_like(plan.order))
+        prepared = prepare_write(plan, literal, digests.runs)
+        return _Plan(structure, key, plan, prepared, table, claims, digests, stored)
 
 
 def _stored(shard: Shard, record: int) -> StoredArray:
@@ -114,16 +135,10 @@ def _stored(shard: Shard, record: int) -> StoredArray:
     )
 
 
-def container_name(rank: int) -> str:
-    """File name of a rank's container within a checkpoint."""
-    return f"rank-{rank:05d}.pt"
-
-
 def _serialize(collected: Collected, provider: int, shard: Shard) -> bytes | Encoder:
-    owner = collected.providers[provider]
-    result = owner.serialize(shard)
+    result = collected.providers[provider].serialize(shard)
     if not (callable(result) or (isinstance(result, bytes) and is_dialect(result))):
-        key = full_key(owner.name, shard.key)
+        key = full_key(collected.structure.names[provider], shard.key)
         raise ProviderError(
             f"{key!r}: serialize() must return what datastates.dumps(value) gives, not other bytes or objects"
         )
@@ -158,18 +173,48 @@ class _Versions:
 
 
 @dataclass(slots=True, eq=False)
+class _Ending:
+    """How a snapshot ends: the directory it is written into, and how it is committed."""
+
+    pending: manifest.Pending
+    ballot: Ballot
+    target: Callable[[], Path]
+    retain: Callable[[], None]
+    voted: bool = False
+    committed: float | None = None
+
+    def commit(self, vote: Vote) -> Path:
+        """Make it a checkpoint, with the other ranks; returns where it stands."""
+
+        def retain() -> None:
+            self.committed = time.monotonic()
+            self.retain()
+
+        if self.pending.shared:
+            manifest.leave(self.pending)
+        self.voted = True
+        path = self.ballot.cast(vote, self.pending, self.target, retain)
+        self.pending.close()
+        return path
+
+    def decline(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed, unless they know."""
+        if not self.voted:
+            self.ballot.decline(error)
+
+
+@dataclass(slots=True, eq=False)
 class Running:
     """One snapshot after ``snapshot()`` has returned: serialize, wait, append the tail, commit."""
 
     collected: Collected
     snapshot: Snapshot
-    pending: manifest.Pending
     planned: _Plan
     job: WriteJob
     objects: list[tuple[int, Shard, bytes | Encoder | None]]
     versions: _Versions
     identity: dict[str, int | str]
-    retain: Callable[[], None]
+    ending: _Ending
     lazy_serialized: threading.Event = field(default_factory=threading.Event)
     devices: list[int] = field(init=False)
 
@@ -191,23 +236,12 @@ class Running:
         """Do all the rest; a failure lands on the snapshot."""
         try:
             self._capture()
-            tail, index_crc = self._write()
+            tail, vote = self._write()
             self.job.finish(tail)
-            nbytes = self.planned.plan.end + len(tail)
-            self.snapshot.reach("persisted", file_nbytes=nbytes)
-            entry = manifest.ContainerEntry(file=container_name(0), rank=0, nbytes=nbytes, index_crc32=index_crc)
-            made = manifest.Manifest(
-                step=self.snapshot.step,
-                attempt=str(self.identity["attempt"]),
-                created=manifest.now(),
-                world_size=1,
-                containers=(entry,),
-            )
+            self.snapshot.reach("persisted", file_nbytes=vote.nbytes)
             with self.snapshot.stage("commit"):
-                manifest.commit(self.pending, made)
-            committed = time.monotonic()
-            self.retain()
-            self.snapshot.reach("committed", at=committed)
+                self.snapshot.path = self.ending.commit(vote)
+            self.snapshot.reach("committed", at=self.ending.committed)
         except BaseException as error:  # on its way to whoever waits for the snapshot
             self.cancel(error)
         finally:
@@ -218,8 +252,9 @@ class Running:
         """Stop at once, leave nothing behind, and let the snapshot fail."""
         self.lazy_serialized.set()
         self.job.abort()
-        manifest.abandon(self.pending)
+        manifest.abandon(self.ending.pending)
         self.snapshot.fail(error)
+        self.ending.decline(error)
 
     def _capture(self) -> None:
         try:
@@ -240,15 +275,24 @@ class Running:
             raise TornSnapshotError(sorted(changed))
         self.snapshot.reach("captured")
 
-    def _write(self) -> tuple[bytes, int]:
-        """Encode the metadata while the data is being written; returns the tail and the index's checksum."""
+    def _write(self) -> tuple[bytes, Vote]:
+        """Encode the metadata while the data is being written; returns the tail, and what to say of the container."""
         begin = frames.pickle_place(self.planned.plan.end)
         with self.snapshot.stage("serialize"):
             pickle, objects = container.encode_pickle(self._states(), begin)
         self._release()
         self.job.wait_written()
         with self.snapshot.stage("encode"):
-            return container.encode_tail(self._index(pickle, objects, begin), pickle)
+            index = self._index(pickle, objects, begin)
+            tail, index_crc = container.encode_tail(index, pickle)
+        ballot = self.ending.ballot
+        return tail, Vote(
+            step=self.snapshot.step,
+            file=manifest.container_name(ballot.rank),
+            nbytes=self.planned.plan.end + len(tail),
+            index_crc32=index_crc,
+            claims=self.planned.claims and whole_claims(self.planned.claims, index),
+        )
 
     def _index(self, pickle: bytes, objects: tuple[StoredObject, ...], begin: int) -> Index:
         plan = self.planned.plan
@@ -260,7 +304,7 @@ class Running:
             record_nbytes=plan.source_nbytes[plan.order],
             record_crc=crcs[plan.order],
             chunk_crc=planner.reorder_chunks(chunk_crcs, plan),
-            shards=self.planned.table,
+            shards=self.planned.digests.filled(crcs[plan.order], self.job.digests(), self.planned.table),
             objects=objects,
             pickle_offset=begin,
             pickle_nbytes=len(pickle),
@@ -273,7 +317,7 @@ class Running:
         for (p, key), array in stored.items():
             own[p][key] = array
         states = []
-        for number, provider in enumerate(self.collected.providers):
+        for number, name in enumerate(self.collected.structure.names):
 
             def locate(leaf: ArrayLeaf, number: int = number) -> StoredArray:
                 found = stored[number, leaf.key]
@@ -286,7 +330,7 @@ class Running:
             }
             whole = encoded.get("")
             items = () if whole is not None else tuple({**own[number], **encoded}.items())
-            states.append(ProviderState(provider.name, whole, items))
+            states.append(ProviderState(name, whole, items))
         return states
 
     def _release(self) -> None:

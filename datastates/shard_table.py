@@ -13,7 +13,8 @@ from datastates import dtypes
 from datastates.errors import FormatError
 from datastates.key_lookup import KeyLookup
 from datastates.packed_keys import PackedKeys
-from datastates.plan import U8, U32, U64
+from datastates.parts import Part
+from datastates.plan import I64, U8, U32, U64
 from datastates.protocol import Shard, full_key
 
 KINDS = ("torch", "numpy", "cupy")
@@ -41,6 +42,7 @@ class Row:
         global_shape: Shape of the logical tensor.
         box: Where this part begins in it, None when it is a flat range.
         flat: First and one past the last element of the flattened logical tensor, None when it is a box.
+        digest: What it contributes to the digest of the logical tensor; None when that was not computed.
     """
 
     key: str
@@ -53,6 +55,12 @@ class Row:
     global_shape: tuple[int, ...]
     box: tuple[int, ...] | None
     flat: tuple[int, int] | None
+    digest: int | None
+
+    @property
+    def part(self) -> Part:
+        """Which part of its logical tensor it is."""
+        return Part(self.global_shape, self.shape, self.box, self.flat)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +80,8 @@ class ShardTable:
         global_ndim: For each row, how many entries it has in ``global_dims``; 0 for a whole.
         global_dims: Shapes of the logical tensors of the parts.
         place: For each box its offsets, for each flat range its first element and one past its last.
+        digest: For each row, what it contributes to the digest of its logical tensor; 0 where that is not known.
+        digested: For each row, 1 where it is known.
     """
 
     providers: tuple[str, ...]
@@ -88,13 +98,16 @@ class ShardTable:
     global_ndim: U8
     global_dims: U64
     place: U64
+    digest: U32
+    digested: U8
 
     def __len__(self) -> int:
         """How many rows there are."""
         return len(self.keys)
 
     @cached_property
-    def _starts(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def starts(self) -> tuple[I64, I64, I64]:
+        """For each row, where its entries begin in ``dims`` and ``strides``, in ``global_dims``, and in ``place``."""
         ndim, global_ndim = self.ndim.astype(np.int64), self.global_ndim.astype(np.int64)
         places = np.where(self.part == FLAT, 2, np.where(self.part == BOX, global_ndim, 0))
         return tuple(np.cumsum(n) - n for n in (ndim, global_ndim, places))
@@ -122,7 +135,7 @@ class ShardTable:
     def rows(self, numbers: Sequence[int]) -> Iterator[Row]:
         """Rows as objects; for many of them, a few microseconds each."""
         chosen = np.asarray(numbers, np.int64)
-        at, global_at, place_at = (starts[chosen].tolist() for starts in self._starts)
+        at, global_at, place_at = (starts[chosen].tolist() for starts in self.starts)
         columns = (
             self.provider,
             self.kind,
@@ -132,6 +145,8 @@ class ShardTable:
             self.part,
             self.ndim,
             self.global_ndim,
+            self.digest,
+            self.digested,
         )
         described = zip(numbers, at, global_at, place_at, *(c[chosen].tolist() for c in columns), strict=True)
         prefixes = [full_key(name, "") + "/" for name in self.providers]
@@ -148,6 +163,8 @@ class ShardTable:
             part,
             ndim,
             global_ndim,
+            digest,
+            digested,
         ) in described:
             shape = tuple(self.dims[begin : begin + ndim].tolist())
             stride = tuple(self.strides[begin : begin + ndim].tolist())
@@ -168,12 +185,14 @@ class ShardTable:
                 global_shape=global_shape,
                 box=box,
                 flat=flat,
+                digest=digest if digested else None,
             )
 
     def check(self, record_nbytes: U64) -> None:
         """Refuse rows that do not lie within their records; raises FormatError naming the first bad row's key."""
         n = len(self.keys)
-        for column in (self.provider, self.kind, self.dtype, self.record, self.offset, self.part, self.ndim):
+        numbers = (self.provider, self.kind, self.dtype, self.record, self.offset, self.part, self.ndim)
+        for column in (*numbers, self.digest, self.digested):
             if len(column) != n:
                 raise FormatError(f"index: a column has {len(column)} rows instead of {n}")
         if len(self.global_ndim) != n:
@@ -191,6 +210,8 @@ class ShardTable:
         self._refuse(self.dtype >= len(dtypes.ALL), "is of an unknown element type")
         self._refuse(self.record >= len(record_nbytes), "names no record")
         self._refuse(self.part > FLAT, "is an unknown kind of part")
+        self._refuse(self.digested > 1, "has a digest that is neither known nor unknown")
+        self._refuse((self.digested == 0) & (self.digest != 0), "has a digest that is not known")
         row = np.repeat(np.arange(n), self.ndim)
         # in floating point: exact below 2**53, and what overflows an integer is merely large
         dims, strides = self.dims.astype(np.float64), self.strides.astype(np.float64)
@@ -204,19 +225,21 @@ class ShardTable:
         bounded = np.bincount(row, weights=(dims >= 2**62) | (strides * itemsize[row] >= 2**62), minlength=n) > 0
         large = _products(np.maximum(dims, 1), self.ndim) * itemsize >= 2**62
         self._refuse(bounded | large, "has an impossible shape")
-        self._check_parts(row, dims)
+        self._check_parts(row, dims, itemsize)
         if len(set(self.providers)) != len(self.providers):
             raise FormatError("index: two providers have the same name")
         if self.by_key.repeats:
             raise FormatError("index: two rows have the same key")
 
-    def _check_parts(self, row: np.ndarray[Any, Any], dims: np.ndarray[Any, Any]) -> None:
+    def _check_parts(
+        self, row: np.ndarray[Any, Any], dims: np.ndarray[Any, Any], itemsize: np.ndarray[Any, Any]
+    ) -> None:
         """Refuse parts that do not lie within their logical tensors."""
         n = len(self.keys)
         whole, box, flat = self.part == WHOLE, self.part == BOX, self.part == FLAT
         wrong = (whole & (self.global_ndim != 0)) | (box & (self.global_ndim != self.ndim)) | (flat & (self.ndim != 1))
         self._refuse(wrong, "is a part of another number of dimensions than its tensor")
-        starts, _, places = self._starts
+        starts, _, places = self.starts
         globals_ = self.global_dims.astype(np.float64)
         owner = np.repeat(np.arange(n), self.global_ndim)
         of_box = box[owner]
@@ -227,7 +250,7 @@ class ShardTable:
         first, end = self.place[places[i]].astype(np.float64), self.place[places[i] + 1].astype(np.float64)
         total = _products(globals_, self.global_ndim)[i]
         wrong = np.zeros(n, bool)
-        self._refuse(_products(globals_, self.global_ndim) >= 2**62, "is a part of an impossible tensor")
+        self._refuse(_products(globals_, self.global_ndim) * itemsize >= 2**62, "is a part of an impossible tensor")
         wrong[i] = (end < first) | (end > total) | (end - first != dims[starts[i]])
         self._refuse(wrong, "is not a range of its logical tensor")
 
@@ -244,7 +267,10 @@ def _products(numbers: np.ndarray[Any, Any], counts: U8) -> np.ndarray[Any, Any]
 
 
 def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], record: Sequence[int]) -> ShardTable:
-    """Make the table of array shards, each given with its provider's number and the number of the record it lies in."""
+    """Make the table of array shards, each given with its provider's number and the number of the record it lies in.
+
+    No digest is known yet: that takes the data.
+    """
     rows = [s for _, s in shards]
     part = [FLAT if s.flat is not None else WHOLE if s.shape == s.global_shape else BOX for s in rows]
     place = [() if p == WHOLE else s.flat if p == FLAT else s.offset for s, p in zip(rows, part, strict=True)]
@@ -269,4 +295,6 @@ def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], reco
         ),
         global_dims=flatten([() if p == WHOLE else s.global_shape for s, p in zip(rows, part, strict=True)]),
         place=flatten(place),
+        digest=np.zeros(len(rows), np.uint32),
+        digested=np.zeros(len(rows), np.uint8),
     )

@@ -329,10 +329,14 @@ def survey(
     return _read(reader), reader.complete
 
 
-def _read(reader: _Reader) -> Any:
-    trust = reader.trust
+def check_trust(trust: Collection[str] | str) -> None:
+    """Raise TypeError for what is neither ``"all"`` nor a list of names."""
     if trust != "all" and (isinstance(trust, str) or not all(isinstance(name, str) for name in trust)):
         raise TypeError(f'trust: "all" or a list of names such as "module.Class", not {trust!r}')
+
+
+def _read(reader: _Reader) -> Any:
+    check_trust(reader.trust)
     try:
         return reader.load()
     except (FormatError, ImportError):

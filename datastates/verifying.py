@@ -1,22 +1,27 @@
-"""Every byte of a container compared with its checksum, or with what the index makes of it."""
+"""Every byte of a checkpoint compared with its checksum, or with what the rest makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from datastates import container
+from datastates import container, digests
+from datastates.catalog import encode_catalog
+from datastates.claims import claims_of, whole_claims
+from datastates.conflicts import describe_conflicts
 from datastates.executor import read_bytes
 from datastates.opened import Container
+from datastates.plan import U32
 from datastates.protocol import full_key
+from datastates.stored import Head
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a container.
+    """One thing that is wrong with a checkpoint.
 
     Attributes:
         path: The file.
@@ -42,8 +47,11 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
         chunks.record.tolist(), chunks.offset.tolist(), chunks.length.tolist(), chunks.crc.tolist(), strict=True
     )
     total = np.zeros(len(index.record_crc), np.uint32)
+    digested = _Digests(source)
     for record, offset, length, crc in columns:
-        found = container.crc32(read(offset, length))
+        data = read(offset, length)
+        found = container.crc32(data)
+        digested.update(data)
         total[record] = container.crc32_combine(int(total[record]), found, length)
         progress(length)
         if found != crc and record not in wrong:
@@ -51,12 +59,64 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
             yield Problem(source.path, source.name_record(record), "does not match its checksum")
     for record in np.flatnonzero(total != index.record_crc).tolist():
         if record not in wrong:
+            wrong.add(record)
             yield Problem(source.path, source.name_record(record), "its chunks' checksums contradict its record's")
-    for offset, expected in container.frame_ranges(index):
-        if read(offset, len(expected)) != expected:
+    yield from digested.problems(total, wrong)
+    for offset, frame in container.frame_ranges(index):
+        if read(offset, len(frame)) != frame:
             yield Problem(source.path, f"file framing at byte {offset}", "is damaged")
-        progress(len(expected))
+        progress(len(frame))
     yield from _verify_tail(source, progress)
+
+
+def verify_catalog(head: Head, containers: Sequence[Container], progress: Callable[[int], object]) -> Iterator[Problem]:
+    """Compare every byte of the catalog of a checkpoint of several ranks with what their containers make of it.
+
+    ``progress`` is told of bytes as they have been read.
+    """
+    assert head.catalog is not None
+    path, entry = head.path / head.catalog.file, head.catalog
+    text = describe_conflicts({rank: one.index.shards for rank, one in enumerate(containers)})
+    if text is not None:
+        yield Problem(path, "the containers", f"do not make one state: {text}")
+        return
+    claims = [whole_claims(claims_of(one.index.shards), one.index) for one in containers]
+    nbytes = np.array([one.nbytes for one in containers], np.uint64)
+    expected, head_crc = encode_catalog(claims, nbytes, np.array([one.index_crc for one in containers], np.uint32))
+    data = read_bytes(path)(0, path.stat().st_size)
+    progress(len(data))
+    if data != expected:
+        at = next((i for i, (a, b) in enumerate(zip(data, expected, strict=False)) if a != b), len(data))
+        yield Problem(path, f"the catalog at byte {at}", "is not what the containers make of it")
+    elif (len(data), head_crc) != (entry.nbytes, entry.head_crc32):
+        yield Problem(path, "the catalog", "is not the one that the manifest names")
+
+
+class _Digests:
+    """The digests of a container's rows, recomputed as its records go by in order."""
+
+    def __init__(self, source: Container) -> None:
+        self._source = source
+        index = source.index
+        # the records end to end, as one source
+        begin = np.cumsum(index.record_nbytes, dtype=np.int64) - index.record_nbytes.astype(np.int64)
+        self._plan = digests.plan_digests(index.shards, index.record_nbytes, np.zeros_like(begin), begin)
+        self._digester = digests.digester(self._plan.runs)
+
+    def update(self, data: bytes) -> None:
+        self._digester.update(data)
+
+    def problems(self, record_crc: U32, damaged: set[int]) -> Iterator[Problem]:
+        """What contradicts what was read, apart from records that are damaged themselves."""
+        table, known = self._source.index.shards, self._plan.known
+        folded = np.frombuffer(self._digester.finish(), "<u4")
+        found = self._plan.contributions(record_crc, folded, table)
+        wrong = (table.digested == 1) & ((known == 0) | (table.digest != found))
+        sound = np.ones(len(record_crc), bool)
+        sound[list(damaged)] = False
+        for i in np.flatnonzero(wrong & sound[table.record]).tolist():
+            what = "its digest contradicts its data" if known[i] else "has a digest, which its places do not allow"
+            yield Problem(self._source.path, table.row(i).key, what)
 
 
 def _verify_tail(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:

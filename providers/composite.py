@@ -14,9 +14,21 @@ class CompositeProvider(StateProvider):
     """Several providers under one name: a key is the child's name, then the child's key."""
 
     def __init__(self, name: str, providers: Sequence[StateProvider]) -> None:
-        """Keep the children; TypeError or ValueError when one is no provider or shares another's name."""
+        """Keep the children.
+
+        Raises:
+            TypeError: One is no provider.
+            ValueError: Two share a name, or some hold the model's state and others that of each rank for itself.
+        """
         super().__init__(name)
         self._children = list(walk_unique(providers))
+        apart = [child.name for child in self._children if child.per_rank]
+        if apart and len(apart) < len(self._children):
+            raise ValueError(
+                f"{name!r}: {', '.join(map(repr, apart))} is state of each rank for itself, the rest is the model's: "
+                "they are stored differently and need composites of their own"
+            )
+        self.per_rank = bool(apart)
 
     def shards(self) -> Sequence[Shard]:
         """The children's shards, their keys below the children's names."""

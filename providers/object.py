@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from datastates import arrays
-from datastates.protocol import Saved, Shard
+from datastates.protocol import Saved
 from datastates.providers.tree import TreeProvider
 
 
@@ -32,12 +32,12 @@ class PickledObjectProvider(TreeProvider):
         del key, array
         return False
 
-    def match(self, stored: object, saved: Saved) -> Sequence[Shard]:
+    def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
         """Fresh arrays for all: the value is built anew and handed to ``set``."""
         del stored
-        return [arrays.destination(key, arrays.empty(ref)) for key, ref in saved.arrays().items()]
+        known = saved.arrays()
+        return [(key, arrays.empty(known[key])) for key in self.listed(saved)]
 
-    def restore(self, shard: Shard, value: object) -> None:
+    def accept(self, value: Any) -> None:
         """Hand the value to ``set``."""
-        del shard
         self._set(value)

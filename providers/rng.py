@@ -21,6 +21,8 @@ class RngProvider(PickledObjectProvider):
     their own.
     """
 
+    per_rank = True
+
     def __init__(self, name: str = "rng") -> None:
         """Name the provider."""
         super().__init__(name, _get, _set)

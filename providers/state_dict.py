@@ -6,10 +6,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from datastates import arrays
+from datastates import arrays, dtensors
 from datastates.errors import ProviderError
-from datastates.protocol import ArrayRef, Saved, Shard
-from datastates.providers.tree import TreeProvider, is_inner, pair
+from datastates.keys import component
+from datastates.protocol import ArrayRef, Saved, StateProvider
+from datastates.providers.optimizer_tree import (
+    fresh,
+    group_differences,
+    of_live_names,
+    sharded_parameters,
+    state_key,
+    states_left_out,
+    with_all_states,
+)
+from datastates.providers.pairing import add, pair
+from datastates.providers.replicated import ReplicatedProvider
+from datastates.providers.tree import TreeProvider, is_inner
 
 
 @runtime_checkable
@@ -44,20 +56,42 @@ def from_state_dict(
     return _ContainerProvider(name, mapping_or_callable, lazy)
 
 
-def from_stateful(name: str, obj: Stateful) -> TreeProvider:
+def from_stateful(name: str, obj: Stateful) -> StateProvider:
     """A provider for anything with ``state_dict`` and ``load_state_dict``, asked anew at each snapshot.
 
     Parameters of modules and the states of torch optimizers are captured lazily, as only an optimizer step changes
     them; all other arrays (buffers, a learning rate in a tensor) are copied inside ``snapshot()``. Restoring goes in
     place where the live tensors match, and through ``load_state_dict`` for everything else (a fresh optimizer has no
-    state yet).
+    state yet: that of a DTensor is placed like its parameter).
+
+    What was saved by other ranks, as of other pipeline stages, is found by its keys; of an optimizer's state by the
+    parameters' names (``get_optimizer_state_dict``) only that of the live parameters is taken. A checkpoint of a
+    :class:`~datastates.providers.zero.ShardedZeroProvider` restores as well.
+
+    Of DTensors each rank saves its part; other arrays beside them are taken to be alike on all ranks of their meshes. A
+    ``DistributedDataParallel`` is saved as the module in it, without ``module.`` in front of the keys, so that it comes
+    back with and without: its arrays are alike on all ranks of its process group, but for parameters that it ignores.
 
     Raises:
         TypeError: The object lacks one of the two methods.
     """
     if not isinstance(obj, Stateful):
         raise TypeError(f"{name!r}: {type(obj).__name__} has no state_dict() and load_state_dict()")
+    if _is_a(obj, "nn.parallel.DistributedDataParallel"):
+        return _DataParallel(name, obj)
     return _StatefulProvider(name, obj)
+
+
+class _DataParallel(ReplicatedProvider):
+    """The module in a ``DistributedDataParallel``."""
+
+    def __init__(self, name: str, wrapped: Any) -> None:
+        ranks = sys.modules["torch"].distributed.get_process_group_ranks(wrapped.process_group)
+        super().__init__(_StatefulProvider(name, wrapped.module), ranks)
+        self._ignored = {component(key) for key in wrapped.parameters_to_ignore}
+
+    def _is_replicated(self, key: str) -> bool:
+        return key not in self._ignored
 
 
 class _ContainerProvider(TreeProvider):
@@ -74,9 +108,10 @@ class _ContainerProvider(TreeProvider):
             return arrays.is_lazy_kind(array)
         return self._lazy(key) if callable(self._lazy) else self._lazy
 
-    def match(self, stored: object, saved: Saved) -> Sequence[Shard]:
+    def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
         live = self.value()
-        found = pair(stored, live, saved.arrays())
+        cut = of_live_names(stored, live)
+        found = pair(cut, live, saved.arrays())
         mismatched = dict(found.mismatched)
         if callable(self._source) and self.value() is not live:
             # the containers are built anew by each call: a value put into them would be lost
@@ -86,18 +121,19 @@ class _ContainerProvider(TreeProvider):
                         f"a value ({type(stored_leaf).__name__}) cannot be put back into what a callable builds; "
                         "use from_stateful, PickledObjectProvider or the live containers"
                     )
-        saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=mismatched)
-        return [*(arrays.destination(ref.key, array) for ref, array in found.pairs), *_inner(saved)]
+        unexpected = [*found.unexpected, *states_left_out(stored, cut)]
+        saved.report(missing=found.missing, unexpected=unexpected, mismatched=mismatched)
+        return [*((ref.key, array) for ref, array in found.pairs), *_inner(saved)]
 
-    def restore(self, shard: Shard, value: object) -> None:
-        del shard
-        merge(self.value(), value)
+    def accept(self, value: Any) -> None:
+        live = self.value()
+        merge(live, of_live_names(value, live))
 
 
-def _inner(saved: Saved) -> list[Shard]:
+def _inner(saved: Saved) -> list[tuple[str, object]]:
     """Fresh arrays for those inside objects of other classes, which are built anew."""
     stored = saved.arrays()  # a reference is made when it is asked for
-    return [arrays.destination(key, arrays.empty(stored[key])) for key in stored if is_inner(key)]
+    return [(key, arrays.empty(stored[key])) for key in stored if is_inner(key)]
 
 
 def same(a: object, b: object) -> bool:
@@ -110,7 +146,7 @@ def same(a: object, b: object) -> bool:
 
 def merge(live: Any, value: Any) -> object:
     """Put a restored value into live containers of the same structure; returns what belongs into the parent."""
-    if arrays.kind_of(live) is not None:
+    if live is value or arrays.kind_of(live) is not None:
         return live
     if isinstance(live, dict) and isinstance(value, dict):
         for k in value:
@@ -134,6 +170,8 @@ class _StatefulProvider(TreeProvider):
         super().__init__(name)
         self._object = obj
         self._in_place = False
+        self._live: object = None
+        self._added: list[tuple[tuple[object, ...], object]] = []
         self._parameters: frozenset[int] | None = None
 
     def value(self) -> object:
@@ -148,7 +186,7 @@ class _StatefulProvider(TreeProvider):
         if state is not None:
             return state, True
         if _is_a(self._object, "nn.Module"):
-            self._parameters = frozenset(p.data_ptr() for p in self._object.parameters())  # type: ignore[attr-defined]
+            self._parameters = frozenset(map(arrays.address, self._object.parameters()))  # type: ignore[attr-defined]
         return self.value(), False
 
     def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
@@ -158,40 +196,60 @@ class _StatefulProvider(TreeProvider):
 
     def is_lazy(self, key: str, array: Any) -> bool:
         if self._parameters is not None:
-            return arrays.kind_of(array) == "torch" and array.data_ptr() in self._parameters
+            return arrays.kind_of(array) == "torch" and arrays.address(array) in self._parameters
         if _is_a(self._object, "nn.Module"):
             return arrays.is_parameter(array)
         in_state = key.split("/")[0] == "state"  # a scheduler changes what is in the groups
         return in_state and _is_a(self._object, "optim.Optimizer") and arrays.is_lazy_kind(array)
 
-    def match(self, stored: object, saved: Saved) -> Sequence[Shard]:
+    def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
         live = self.value()
-        found = pair(stored, live, saved.arrays())
         if _is_a(self._object, "nn.Module"):
+            found = pair(stored, live, saved.arrays())
             saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=found.mismatched)
             plain = not found.leaves and not _has_load_hooks(self._object)
             self._in_place = plain and _is_live(self.value(), live)
-            return [*(arrays.destination(ref.key, array) for ref, array in found.pairs), *_inner(saved)]
-        fixed = _is_a(self._object, "optim.Optimizer")
-        if fixed:
-            differences = _group_differences(stored, live)
-            saved.report(mismatched=differences)
-            if differences:
-                self._in_place = True  # there is nothing to give to load_state_dict
-                return []
-            self._in_place = False
-        live_arrays = {ref.key: array for ref, array in found.pairs if fixed or arrays.fits(ref, array)}
-        return [
-            arrays.destination(key, live_arrays[key] if key in live_arrays else arrays.empty(ref))
-            for key, ref in saved.arrays().items()
-        ]
+            return [*((ref.key, array) for ref, array in found.pairs), *_inner(saved)]
+        self._in_place = False
+        if _is_a(self._object, "optim.Optimizer"):
+            return self._match_optimizer(stored, live, saved)
+        cut = of_live_names(stored, live)
+        left_out = states_left_out(stored, cut)
+        saved.report(unexpected=left_out)
+        found = pair(cut, live, saved.arrays())
+        self._live, self._added = live, found.added
+        unwanted = tuple(f"{key}/" for key in left_out)
+        kept = dict.fromkeys(key for key in self.listed(saved) if not key.startswith(unwanted))
+        # what does not fit is left to load_state_dict where the stored value has it; what only others had must fit
+        into = {ref.key: array for ref, array in found.pairs if ref.key not in kept or arrays.fits(ref, array)}
+        known = saved.arrays()  # a reference is made when it is asked for
+        return [*into.items(), *((key, arrays.empty(known[key])) for key in kept if key not in into)]
 
-    def restore(self, shard: Shard, value: object) -> None:
-        del shard
+    def _match_optimizer(self, stored: object, live: object, saved: Saved) -> Sequence[tuple[str, object]]:
+        differences = group_differences(stored, live)
+        saved.report(mismatched=differences)
+        if differences:
+            self._in_place = True  # there is nothing to give to load_state_dict
+            return []
+        stored, added = with_all_states(stored, saved)
+        into = {ref.key: array for ref, array in pair(stored, live, saved.arrays()).pairs}
+        like = sharded_parameters(stored, self._object)
+        known = saved.arrays()
+        keys = dict.fromkeys([*self.listed(saved), *(state_key(number, name) for number, name in added)])
+        found = {key: into[key] if key in into else fresh(known[key], like.get(key)) for key in keys}
+        self._added = [(("state", number, name), found[state_key(number, name)]) for number, name in added]
+        return list(found.items())
+
+    def accept(self, value: Any) -> None:
         if self._in_place:
             return
         if _is_a(self._object, "nn.Module"):
             value = merge(self.value(), value)  # what was not restored keeps its live tensor
+        else:
+            value = of_live_names(value, self._live)
+            for path, item in self._added:
+                add(value, path, item)
+        self._live, self._added = None, []
         self._object.load_state_dict(value)
 
 
@@ -214,7 +272,8 @@ def _variables(obj: Any) -> dict[str, Any] | None:
     if type(obj).state_dict is not torch.nn.Module.state_dict:
         return None
     state: dict[str, Any] = obj.state_dict(keep_vars=True)
-    return state if set(map(type, state.values())) <= {torch.Tensor, torch.nn.Parameter} else None
+    plain = all(t in (torch.Tensor, torch.nn.Parameter) or dtensors.is_class(t) for t in set(map(type, state.values())))
+    return state if plain else None
 
 
 def _has_load_hooks(module: Any) -> bool:
@@ -232,15 +291,4 @@ def _pointers(state: Any) -> list[int]:
         return [p for v in state.values() for p in _pointers(v)]
     if isinstance(state, (list, tuple)):
         return [p for v in state for p in _pointers(v)]
-    return [state.data_ptr()] if arrays.kind_of(state) == "torch" else [id(state)]
-
-
-def _group_differences(stored: Any, live: Any) -> dict[str, str]:
-    """Parameter groups of another number or size: the states would be given to other parameters."""
-    try:
-        sizes = [[len(g["params"]) for g in s["param_groups"]] for s in (stored, live)]
-    except (KeyError, TypeError):
-        return {}
-    if sizes[0] == sizes[1]:
-        return {}
-    return {"param_groups": f"groups of {sizes[0]} parameters in the checkpoint, of {sizes[1]} in the live state"}
+    return [arrays.address(state)] if arrays.kind_of(state) == "torch" else [id(state)]

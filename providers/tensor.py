@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,8 @@ from datastates.describing import Describer
 from datastates.protocol import HOST, Saved, Shard, Shards, StateProvider
 
 
-class _ArraysProvider(StateProvider):
-    """Named arrays, captured lazily unless said otherwise, and restored in place."""
-
-    _wants_device: bool
+class ArraysProvider(StateProvider):
+    """Named arrays, captured lazily unless said otherwise, and restored in place; subclasses say where they may lie."""
 
     def __init__(self, name: str, tensors: Mapping[str, Any], *, lazy: bool = True) -> None:
         """Keep the mapping: it is asked for its arrays at each snapshot.
@@ -30,36 +29,50 @@ class _ArraysProvider(StateProvider):
         self._describer = Describer()
         self._checked: object = None
 
+    def tensors(self) -> Mapping[str, Any]:
+        """The arrays by key, as they are now."""
+        return self._tensors
+
+    @abstractmethod
+    def check(self, shard: Shard) -> None:
+        """Raise TypeError for an array that does not belong here."""
+
     def shards(self) -> Sequence[Shard]:
         """One shard for each array; raises TypeError for one that is elsewhere."""
-        keys, values = list(self._tensors.keys()), list(self._tensors.values())
+        tensors = self.tensors()
+        keys, values = list(tensors.keys()), list(tensors.values())
         shards = self._describer.describe(keys, values, [self._lazy] * len(keys))
         layout = shards.layout if isinstance(shards, Shards) else shards
         if layout is not self._checked:
             for shard in layout:
-                if shard.buffer is not None and (shard.buffer.device != HOST) != self._wants_device:
-                    where = "on a GPU" if self._wants_device else "in host memory"
-                    raise TypeError(f"{self.name}/{shard.key} is not {where}")
+                self.check(shard)
             self._checked = shards.layout if isinstance(shards, Shards) else None
         return shards
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
         """The live arrays that the checkpoint holds; what lies where is of no matter to them."""
-        stored = saved.arrays()
+        stored, tensors = saved.arrays(), self.tensors()
         saved.report(
-            missing=[key for key in self._tensors if key not in stored],
-            unexpected=sorted([*(key for key in stored if key not in self._tensors), *saved.objects()]),
+            missing=[key for key in tensors if key not in stored],
+            unexpected=sorted([*(key for key in stored if key not in tensors), *saved.objects()]),
         )
-        return [arrays.destination(key, array) for key, array in self._tensors.items() if key in stored]
+        found = {key: array for key, array in tensors.items() if key in stored}
+        return arrays.Destinations(list(found), list(found.values()))
 
 
-class GpuTensorProvider(_ArraysProvider):
+class GpuTensorProvider(ArraysProvider):
     """Arrays in GPU memory, of torch or CuPy."""
 
-    _wants_device = True
+    def check(self, shard: Shard) -> None:
+        """Refuse host memory."""
+        if shard.buffer is not None and shard.buffer.device == HOST:
+            raise TypeError(f"{self.name}/{shard.key} is not on a GPU")
 
 
-class HostTensorProvider(_ArraysProvider):
+class HostTensorProvider(ArraysProvider):
     """Arrays in host memory, of torch (pinned or not) or NumPy."""
 
-    _wants_device = False
+    def check(self, shard: Shard) -> None:
+        """Refuse GPU memory."""
+        if shard.buffer is not None and shard.buffer.device != HOST:
+            raise TypeError(f"{self.name}/{shard.key} is not in host memory")

@@ -7,21 +7,21 @@ import pickle
 import sys
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from datastates import arrays
+from datastates import arrays, dtensors
 from datastates.describing import Describer
 from datastates.errors import ProviderError
 from datastates.keys import join
 from datastates.pickling import PROTOCOL, ArrayLeaf, StoredArray, dumps
-from datastates.protocol import ArrayRef, Encoder, Saved, Shard, Shards, StateProvider, object_shard
+from datastates.protocol import Encoder, Saved, Shard, Shards, StateProvider, object_shard
+from datastates.providers.by_key import ByKey
 from datastates.providers.skeleton import Skeleton
-from datastates.unpickling import Unbuilt
 
 Lazy = Callable[[str, object], bool]
 """Says of an array, by its key, whether it stays unchanged until the snapshot is captured."""
@@ -178,6 +178,8 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
     def inner(item: object) -> ArrayLeaf | None:
         if arrays.kind_of(item) != "torch":
             return None
+        if dtensors.is_dtensor(item):  # it could come back as a whole tensor only
+            raise ProviderError("it holds a DTensor, which has its place in plain dicts, lists and tuples")
         return leaf(f"{_INNER}{len(found)}", item, False)
 
     tree.root = walk(value, "")
@@ -256,6 +258,14 @@ def is_inner(key: str) -> bool:
     return key.startswith(_INNER)
 
 
+def _with(shards: Sequence[Shard], rest: object) -> Sequence[Shard]:
+    """Array shards, and the object that holds all the rest."""
+    objects = [object_shard(source=rest)]
+    if isinstance(shards, Shards):
+        return Shards(shards.layout, shards.sources, objects, versions=shards.versions)
+    return [*shards, *objects]
+
+
 class TreeProvider(StateProvider):
     """A provider whose state is one nested value; subclasses say where it comes from and goes to."""
 
@@ -280,8 +290,11 @@ class TreeProvider(StateProvider):
         return self.value(), False
 
     @abstractmethod
-    def match(self, stored: object, saved: Saved) -> Sequence[Shard]:
-        """The arrays to restore into, given the stored value with an ArrayRef for each array; reports what differs."""
+    def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
+        """The arrays to restore into, with their keys, given the stored value with an ArrayRef for each array.
+
+        Reports what differs.
+        """
 
     def shards(self) -> Sequence[Shard]:
         """Take the live value apart: its arrays, then the object that holds all the rest."""
@@ -289,17 +302,19 @@ class TreeProvider(StateProvider):
         again = self._again(value, detached)
         if again is not None:
             return again
-        tree = take_apart(value, self.is_lazy, self._describer, detached=detached)
-        rest = object_shard(source=tree)
-        self._skeleton = None
-        if not isinstance(tree.shards, Shards):
-            return [*tree.shards, rest]
         self._skeleton = Skeleton.of(value, is_plain)
-        self._lazy_flags = [shard.lazy for shard in tree.shards.layout]
-        self._parameter_flags = [not detached and arrays.is_parameter(array) for array in tree.shards.sources]
-        return Shards(tree.shards.layout, tree.shards.sources, [rest], versions=tree.shards.versions)
+        stripped = None if self._skeleton is None else self._skeleton.strip(value)
+        if self._skeleton is None or stripped is None:
+            tree = take_apart(value, self.is_lazy, self._describer, detached=detached)
+            return _with(tree.shards, tree)
+        keys, (values, plain) = self._skeleton.keys, stripped
+        self._lazy_flags = list(map(self.is_lazy, keys, values))
+        self._parameter_flags = [not detached and arrays.is_parameter(array) for array in values]
+        shards = self._describer.describe(keys, values, self._lazy_flags)
+        requires_grad = [not detached and bool(getattr(array, "requires_grad", False)) for array in values]
+        return _with(shards, PlainTree(self._skeleton, requires_grad, self._parameter_flags, plain))
 
-    def _again(self, value: object, detached: bool) -> Shards | None:
+    def _again(self, value: object, detached: bool) -> Sequence[Shard] | None:
         """The shards of a value whose structure and memory are those of the last time; None for others."""
         stripped = None if self._skeleton is None else self._skeleton.strip(value)
         if self._skeleton is None or stripped is None:
@@ -309,8 +324,7 @@ class TreeProvider(StateProvider):
         if shards is None:
             return None
         requires_grad = [False] * len(keys) if detached else list(map(attrgetter("requires_grad"), values))
-        rest = PlainTree(self._skeleton, requires_grad, self._parameter_flags, plain)
-        return Shards(shards.layout, shards.sources, [object_shard(source=rest)], versions=shards.versions)
+        return _with(shards, PlainTree(self._skeleton, requires_grad, self._parameter_flags, plain))
 
     def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
         """What :meth:`is_lazy` says of arrays whose keys and types are those of the last time."""
@@ -324,62 +338,26 @@ class TreeProvider(StateProvider):
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
         """What the live state and the stored one have in common, and whatever else the subclass wants."""
-        if "" not in saved.objects():
+        by_key = None if "" in saved.objects() else ByKey.of(saved)
+        if by_key is None and "" not in saved.objects():
             saved.report(mismatched={"": "was not saved as a nested value"})
             return []
-        return [*self.match(saved.structure(""), saved), object_shard()]
+        found = self.match(saved.structure("") if by_key is None else by_key.value, saved)
+        rest = object_shard()
+        if by_key is not None:
+            by_key.targets = dict(found)
+            rest = object_shard(by_key.key, source=by_key)
+        return arrays.Destinations([key for key, _ in found], [array for _, array in found], [rest])
 
+    @staticmethod
+    def listed(saved: Saved) -> Collection[str]:
+        """Keys of the arrays in the stored value, and of those that share memory with one."""
+        return saved.arrays() if "" in saved.objects() else saved.every_key()
 
-@dataclass
-class Differences:
-    """What :func:`pair` found, by key within the provider."""
+    def restore(self, shard: Shard, value: object) -> None:
+        """Take back the whole value, in which the arrays have been restored."""
+        self.accept(shard.source.assemble(value) if isinstance(shard.source, ByKey) else value)
 
-    pairs: list[tuple[ArrayRef, object]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: dict[str, str] = field(default_factory=dict)
-    leaves: list[tuple[str, object, object]] = field(default_factory=list)
-
-
-def pair(stored: object, live: object, known: Container[str]) -> Differences:
-    """Compare a stored value with a live one, container by container.
-
-    Args:
-        stored: The stored value, an ArrayRef for each array.
-        live: The live one.
-        known: Keys of the stored arrays.
-    """
-    result = Differences()
-    seen: set[tuple[int, int]] = set()
-
-    def walk(s: Any, v: Any, key: str) -> None:
-        if (id(s), id(v)) in seen:
-            return
-        is_array = arrays.kind_of(v) is not None
-        if isinstance(s, ArrayRef) and is_array:
-            # the same memory may be stored under several keys, and the reference name another of them
-            result.pairs.append((replace(s, key=key) if key in known else s, v))
-        elif isinstance(s, ArrayRef) or is_array:
-            what = ("an array", "none") if isinstance(s, ArrayRef) else ("no array", "one")
-            result.mismatched[key] = f"{what[0]} in the checkpoint, {what[1]} in the live state"
-        elif isinstance(s, dict) and isinstance(v, dict):
-            seen.add((id(s), id(v)))
-            result.unexpected += [join(key, k) for k in s if k not in v]
-            result.missing += [join(key, k) for k in v if k not in s]
-            for k in s:
-                if k in v:
-                    walk(s[k], v[k], join(key, k))
-        elif isinstance(v, (list, tuple)) and isinstance(s, (list, tuple, Unbuilt)):
-            s = s.arguments if isinstance(s, Unbuilt) else s
-            seen.add((id(s), id(v)))
-            result.unexpected += [join(key, i) for i in range(len(v), len(s))]
-            result.missing += [join(key, i) for i in range(len(s), len(v))]
-            for i in range(min(len(s), len(v))):
-                walk(s[i], v[i], join(key, i))
-        elif isinstance(s, (dict, list, tuple)) or isinstance(v, (dict, list, tuple)):
-            result.mismatched[key] = f"{type(s).__name__} in the checkpoint, {type(v).__name__} in the live state"
-        else:
-            result.leaves.append((key, s, v))
-
-    walk(stored, live, "")
-    return result
+    @abstractmethod
+    def accept(self, value: Any) -> None:
+        """Take back what is not in place by now."""

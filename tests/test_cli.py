@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +80,17 @@ def test_inspect_says_what_is_where(root: Path, part: str, capsys: pytest.Captur
     data = Path(container["file"]).read_bytes()[arrays["s/w"]["offset"] :][:160_000]
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), torch.arange(40_000.0))
     assert [o["key"] for o in container["objects"]] == ["s"]
+
+
+def test_inspect_shows_digests(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = f"{zlib.crc32(torch.arange(40_000.0).numpy()):08x}"
+    arrays = run_json(capsys, "inspect", root)[1]["containers"][0]["arrays"]
+    assert {a["key"]: a["digest"] for a in arrays} == {
+        "s/w": expected,
+        "s/odd\nkey": f"{zlib.crc32(np.ones(3, 'f4')):08x}",
+    }
+    header, row = run(capsys, "inspect", root)[1].splitlines()[1:3]
+    assert (header.split()[-1], row.split()[-1]) == ("DIGEST", expected)
 
 
 def test_inspect_prints_one_line_a_key(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,6 +110,16 @@ def test_looking_at_keys_reads_no_data(path: Path, monkeypatch: pytest.MonkeyPat
     assert made == []
 
 
+def test_digests_are_told_without_reading(path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with ds.open(path, **SMALL) as checkpoint:
+        monkeypatch.setattr("datastates.reader.read_bytes", lambda path: pytest.fail("read"))
+        for key in ("big", "middle", "table", "row", "scalar"):
+            assert checkpoint.digest(f"model/{key}") == f"{zlib.crc32(np.asarray(state[key]).tobytes()):08x}"
+        assert checkpoint.digest("model/transposed") is None
+        with pytest.raises(KeyError):
+            checkpoint.digest("model/object")
+
+
 def test_a_closed_checkpoint_reads_no_more(path: Path) -> None:
     checkpoint = ds.open(path, **SMALL)
     checkpoint["model/big"]
@@ -186,7 +197,7 @@ def test_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
     with ds.open(tmp_path / "c") as checkpoint:
         for key in ("part/box", "part/flat"):
             assert key in checkpoint
-            with pytest.raises(DatastatesError, match=rf"{key}.*part.*\(4, 6\)"):
+            with pytest.raises(DatastatesError, match=rf"{key}.*only a part.*\(4, 6\)"):
                 checkpoint[key]
         assert (checkpoint["part/all"] == np.arange(6)).all()
 

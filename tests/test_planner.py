@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import random
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates import frames, planner
-from datastates.plan import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, PAGE
+from datastates.plan import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, PAGE, ReadPlan
 
 BLOCK = 1 << 20
 # with a block's bytes less a header's, a cut falls on, just before and just after a checksum and a record's begin
@@ -63,9 +68,161 @@ def test_records_that_go_to_a_device_share_extents() -> None:
             dest_offset=np.zeros(4, np.uint64),
             dest_nbytes=sizes,
             in_place=np.full(4, in_place, np.uint8),
+            whole=np.ones(4, np.uint8),
             chunks=chunks,
             extent_nbytes=32 * CHUNK,
         )
         assert plan.piece_length.sum() == sizes.sum()
         extents[in_place] = plan.extent_length.tolist()
     assert extents == {0: [4 * 3 * CHUNK + 3 * 4096], 1: [3 * CHUNK] * 4}
+
+
+# --- reading
+# -----------------------------------------------------------------------------------------
+
+
+def read_plan(
+    records: list[int], wanted: list[tuple[int, int, int]], *, whole: int = 0, in_place: int = 1, spare: int = 0
+) -> tuple[ReadPlan, np.ndarray]:
+    """Plan to read ranges, each (record, begin in it, length), to destinations of their own.
+
+    With the plan comes where each record begins in the file. A record's checksums are its chunks' numbers.
+    """
+    sizes = np.array(records, np.uint64)
+    order = planner.plan_write(sizes, np.ones(len(sizes), np.uint8), frames.header_nbytes(len(sizes)), BLOCK)
+    assert (order.order == np.arange(len(sizes))).all(), "records are given largest first"
+    chunk_count = int((-(-sizes.astype(np.int64) // CHUNK)).sum())
+    chunks = planner.plan_chunks(order.data_offset, sizes, np.arange(chunk_count, dtype=np.uint32))
+    record, begin, length = (np.array(column, np.int64) for column in zip(*wanted, strict=True))
+    n = len(wanted)
+    plan = planner.plan_read(
+        file_offset=(order.data_offset.astype(np.int64)[record] + begin).astype(np.uint64),
+        nbytes=length.astype(np.uint64),
+        dest=np.arange(n, dtype=np.int32),
+        dest_offset=np.zeros(n, np.uint64),
+        dest_nbytes=length.astype(np.uint64),
+        in_place=np.full(n, in_place, np.uint8),
+        whole=np.full(n, whole, np.uint8),
+        chunks=chunks,
+        extent_nbytes=8 * CHUNK,
+        spare_nbytes=spare,
+    )
+    check_read(plan, order.data_offset.astype(np.int64)[record] + begin, length)
+    return plan, order.data_offset.astype(np.int64)
+
+
+def check_read(plan: ReadPlan, file_offset: np.ndarray, nbytes: np.ndarray) -> None:
+    """Every wanted byte comes to its place out of a span that is read; the rest is told truly."""
+    extent = plan.extent_offset.astype(np.int64)
+    got = {d: np.full(int(n), -1) for d, n in enumerate(nbytes)}
+    wanted, verified, loose = np.zeros((3, int((file_offset + nbytes).max(initial=0)) + CHUNK), bool)
+    for e in range(len(extent)):
+        spans = [
+            (int(plan.span_offset[s]), int(plan.span_offset[s] + plan.span_length[s]))
+            for s in range(int(plan.extent_span[e]), int(plan.extent_span[e + 1]))
+        ]
+        assert spans[0][0] == 0
+        assert spans[-1][1] == plan.extent_length[e] <= 8 * CHUNK
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
+        begins = [a for a, _ in spans]
+
+        def is_read(at: int, n: int, spans: list[tuple[int, int]] = spans, begins: list[int] = begins) -> bool:
+            a, b = spans[bisect.bisect_right(begins, at) - 1]
+            return a <= at and at + n <= b
+
+        for p in range(int(plan.extent_piece[e]), int(plan.extent_piece[e + 1])):
+            at, n, to = (int(c[p]) for c in (plan.piece_extent_offset, plan.piece_length, plan.piece_dest_offset))
+            assert is_read(at, n)
+            got[int(plan.piece_dest[p])][to : to + n] = np.arange(extent[e] + at, extent[e] + at + n)
+        for c in range(int(plan.extent_check[e]), int(plan.extent_check[e + 1])):
+            at, n = int(plan.check_offset[c]), int(plan.check_length[c])
+            assert is_read(at, n)
+            verified[extent[e] + at : extent[e] + at + n] = True
+    for d, (offset, n) in enumerate(zip(file_offset.tolist(), nbytes.tolist(), strict=True)):
+        assert (got[d] == np.arange(offset, offset + n)).all()
+        wanted[offset : offset + n] = True
+    assert plan.needed_nbytes == wanted.sum()
+    for offset, n in zip(plan.unverified_offset.tolist(), plan.unverified_length.tolist(), strict=True):
+        loose[offset : offset + n] = True
+    assert (loose == (wanted & ~verified)).all()
+
+
+def read_nbytes(plan: ReadPlan) -> int:
+    return int(plan.span_length.sum())
+
+
+MIB = 1 << 20
+
+
+def test_what_is_wanted_as_a_whole_is_verified_and_nothing_else_read() -> None:
+    plan, _ = read_plan([2 * MIB, 2 * MIB - 77], [(0, 0, 2 * MIB), (1, 0, 2 * MIB - 77)])
+    assert len(plan.check_crc) == 16
+    assert len(plan.unverified_length) == 0
+    assert read_nbytes(plan) == 4 * MIB - 77
+
+
+def test_small_records_side_by_side_are_read_at_once_whatever_their_frames_take() -> None:
+    plan, _ = read_plan([100] * 300, [(r, 0, 100) for r in range(300)])
+    assert len(plan.extent_offset) == len(plan.span_offset) == 1
+    assert len(plan.check_crc) == 300
+    assert read_nbytes(plan) > 1.5 * plan.needed_nbytes
+
+
+def test_small_records_with_others_between_are_read_alone() -> None:
+    plan, _ = read_plan([1000] * 300, [(r, 0, 1000) for r in range(0, 300, 2)])
+    assert len(plan.extent_offset) == 1
+    assert len(plan.check_crc) == 150  # each is verified all the same
+    assert read_nbytes(plan) <= (1 + 1 / planner.WASTE) * plan.needed_nbytes
+    plan, _ = read_plan([1000] * 300, [(r, 0, 1000) for r in range(0, 300, 2)], spare=MIB)
+    assert len(plan.span_offset) == 1
+
+
+def test_the_edges_of_a_range_are_verified_while_that_is_cheap() -> None:
+    size = 20 * CHUNK
+    plan, _ = read_plan([size], [(0, 4096, size - 8192)])  # 4096 bytes at each end
+    assert len(plan.unverified_length) == 0
+    assert read_nbytes(plan) == size
+    plan, _ = read_plan([size], [(0, CHUNK - 64, size - CHUNK)])
+    assert plan.unverified_length.tolist() == [64]  # all but the chunk of which next to nothing is wanted
+    assert len(plan.check_crc) == 19
+    assert read_nbytes(plan) <= (1 + 1 / planner.WASTE) * plan.needed_nbytes
+
+
+def test_the_chunk_of_which_more_is_wanted_is_verified_first() -> None:
+    wanted = [(0, 0, 8 * CHUNK), (1, 0, CHUNK - 8192), (1, CHUNK, 8192)]
+    plan, data = read_plan([8 * CHUNK, 2 * CHUNK], wanted, in_place=0)
+    assert plan.unverified_offset.tolist() == [data[1] + CHUNK]
+    assert plan.unverified_length.tolist() == [8192]
+
+
+def test_columns_of_rows_are_read_alone() -> None:
+    rows = [(0, r * 8192, 2048) for r in range(2048)]
+    plan, _ = read_plan([2048 * 8192], rows)
+    assert read_nbytes(plan) <= (1 + 1 / planner.WASTE) * plan.needed_nbytes
+    assert len(plan.extent_offset) < 20  # many stretches to an extent
+    assert int(plan.unverified_length.sum()) > 0.9 * plan.needed_nbytes
+
+
+def test_what_must_be_verified_is() -> None:
+    plan, _ = read_plan([8 * CHUNK], [(0, 100, 100), (0, 5 * CHUNK - 1, 2)], whole=1)
+    assert len(plan.unverified_length) == 0
+    assert read_nbytes(plan) == 3 * CHUNK
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_ranges(seed: int) -> None:
+    chance = random.Random(seed)
+    records = sorted((chance.choice((0, 5, 100, 5000, 70_000, CHUNK, 3 * CHUNK + 5)) for _ in range(8)), reverse=True)
+    wanted = []
+    for _ in range(chance.randint(1, 60)):
+        record = chance.randrange(8)
+        begin = chance.randint(0, records[record])
+        wanted.append(
+            (record, begin, chance.randint(0, min(records[record] - begin, chance.choice((10, 100_000, MIB)))))
+        )
+    plan, _ = read_plan(records, wanted, in_place=seed % 2)
+    assert (
+        len(plan.unverified_length) == 0 or read_nbytes(plan) <= (1 + 1 / planner.WASTE) * plan.needed_nbytes + 8 * 4300
+    )
+    plan, _ = read_plan(records, wanted, in_place=seed % 2, spare=8 * MIB)
+    assert len(plan.unverified_length) == 0

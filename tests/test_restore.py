@@ -428,3 +428,11 @@ def test_what_is_no_list_of_providers_is_said_so(providers: Any, tmp_path: Path)
     with pytest.raises(TypeError, match="providers: ") as caught:
         ds.snapshot(providers, tmp_path / "c")
     assert len(str(caught.value)) < 200
+
+
+def test_a_path_that_is_no_text_is_restored_from(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    ds.snapshot([HostTensorProvider("s", {"a": np.arange(5.0)})], path, step=3).wait_committed()
+    live = {"a": np.zeros(5)}
+    assert ds.restore(path, [HostTensorProvider("s", live)]) == 3
+    assert live["a"].tolist() == [0, 1, 2, 3, 4]

@@ -10,6 +10,7 @@ from typing import Any
 
 from measure import Result
 from peers.base import Pending, System
+from tables import system_of
 
 __all__ = ["Pending", "Roster", "System", "class_of", "is_peer"]
 
@@ -34,8 +35,9 @@ def class_of(name: str) -> type[System]:
     return found
 
 
-def is_peer(name: str) -> bool:
-    """Whether this is a system other than datastates."""
+def is_peer(row: str) -> bool:
+    """Whether a row is of a system other than datastates."""
+    name = system_of(row)
     return name in _CLASSES and not name.startswith("datastates")
 
 

@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from states import State
@@ -35,10 +36,12 @@ class Pending:
 
 
 class System(ABC):
-    """One way to save and restore, in one folder."""
+    """One way to save and restore, in one folder. Of torch.distributed's ranks, all do it together."""
 
     settings: str
     """How it is set, in a line."""
+    tally: Mapping[str, int] = MappingProxyType({})
+    """What the last restore took on this rank, by the figure's name, where the system says so."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         """Open it in a folder of its own; only datastates takes options."""

@@ -34,7 +34,9 @@ class Datastates(System):
         return Pending(self.directory / f"step-{step:08d}", snapshot.wait_committed)
 
     def restore(self, path: Path, state: State) -> None:
-        self._checkpointer.restore(self._providers_of(state), step=int(path.name.partition("-")[2]))
+        restored = self._checkpointer.restore(self._providers_of(state), step=int(path.name.partition("-")[2]))
+        assert restored is not None
+        self.tally = {"needed": restored.needed_nbytes, "fetched": restored.read_nbytes}
 
     def close(self) -> None:
         self._checkpointer.close()

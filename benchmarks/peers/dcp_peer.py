@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint in one process, saving at once and in the background."""
+"""torch.distributed.checkpoint, in one process or on all ranks, saving at once and in the background."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
@@ -27,25 +28,36 @@ _THREADS = 8
 class Dcp(System):
     """``dcp.save`` with plans cached between saves and several writer threads; it syncs its files (``sync_files``).
 
-    The directories are ours to sync, within the time.
+    The directories are ours to sync, within the time. Ranks agree in a gloo group of its own: objects need not pass
+    through a GPU, and a save in the background does not meet what training sends.
     """
 
     settings = (
         f"FileSystemWriter(thread_count={_THREADS}, sync_files=True), DefaultSavePlanner(enable_plan_caching=True)"
     )
 
+    _planner_class = DefaultSavePlanner
+
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._planner = DefaultSavePlanner(enable_plan_caching=True)
+        self._planner = self._planner_class(enable_plan_caching=True)
+        alone = not dist.is_initialized()
+        self._is_coordinator = alone or dist.get_rank() == 0
+        self._group: dict[str, Any] = {"no_dist": True} if alone else {"process_group": dist.new_group(backend="gloo")}
 
     def save(self, state: State) -> Path:
         path = self.next_path()
-        save(plain(state), storage_writer=self._writer(path), planner=self._planner, no_dist=True)
-        fsync_tree(path)
+        save(plain(state), storage_writer=self._writer(path), planner=self._planner, **self._group)
+        self._sync(path)
         return path
 
     def restore(self, path: Path, state: State) -> None:
-        load(plain(state), checkpoint_id=path, no_dist=True)  # tensors and other values in place
+        load(plain(state), checkpoint_id=path, **self._group)  # tensors and other values in place
+
+    def _sync(self, path: Path) -> None:
+        """On the coordinator, which returns from a save when all ranks have written."""
+        if self._is_coordinator:
+            fsync_tree(path)
 
     def _writer(self, path: Path) -> FileSystemWriter:
         return FileSystemWriter(path, thread_count=_THREADS, sync_files=True)
@@ -55,12 +67,18 @@ _STAGER_CLOSED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """Whether ``async_save`` closes the stager that it is given, as seen in torch 2.11: then none keeps its memory."""
 
 
+class _StagedPlanner(DefaultSavePlanner):
+    """The default one. Plans are cached by the class's name, and those of staged tensors differ from live ones'."""
+
+
 class DcpAsync(Dcp):
     """``dcp.async_save`` in a thread, staged into host memory that is kept and, on a GPU, pinned.
 
     One stager for all saves keeps its memory: where torch lets it live, staging in the background, which updates must
     wait for (that is what the gate does); else the one that stages inside of the call.
     """
+
+    _planner_class = _StagedPlanner
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -89,7 +107,7 @@ class DcpAsync(Dcp):
             storage_writer=self._writer(path),
             planner=self._planner,
             async_stager=self._stager,
-            no_dist=True,
+            **self._group,
         )
         upload: Future[Any]
         if isinstance(response, AsyncSaveResponse):
@@ -99,7 +117,7 @@ class DcpAsync(Dcp):
 
         def wait() -> None:
             upload.result()
-            fsync_tree(path)
+            self._sync(path)
 
         return Pending(path, wait)
 

@@ -10,7 +10,7 @@ import pytest
 import datastates
 from datastates.errors import RestoreError
 from datastates.protocol import StateProvider
-from datastates.restoring import Trust
+from datastates.saved import Trust
 from datastates.testing.equality import equal
 
 

@@ -33,6 +33,40 @@ std::int64_t version_of(const py::handle& array, const py::str& attribute) {
     return value;
 }
 
+/// Looks into arrays one after the other; false for one that cannot be looked into.
+class Looker {
+  public:
+    bool look(const py::handle& array, dlpack::Tensor& tensor) {
+        PyTypeObject* const type = Py_TYPE(array.ptr());
+        if (type != last_) {
+            api_ = api_of(type);
+            last_ = type;
+        }
+        if (api_ == nullptr) return false;
+        if (api_->tensor_from_py_object_no_sync(array.ptr(), &tensor) == 0) return true;
+        PyErr_Clear();  // of a kind that cannot be exchanged: no error of the caller's
+        return false;
+    }
+
+  private:
+    const PyTypeObject* last_ = nullptr;
+    const dlpack::ExchangeApi* api_ = nullptr;
+};
+
+std::int64_t address_of(const dlpack::Tensor& tensor) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(tensor.data)) +
+           static_cast<std::int64_t>(tensor.byte_offset);
+}
+
+std::int64_t device_of(const dlpack::Tensor& tensor) {
+    return (std::int64_t{tensor.device.type} << 32) | tensor.device.id;
+}
+
+std::int64_t elements_of(const dlpack::Tensor& tensor) {
+    return (std::int64_t{tensor.dtype.lanes} << 48) | (std::int64_t{tensor.dtype.code} << 40) |
+           (std::int64_t{tensor.dtype.bits} << 32);
+}
+
 template <typename Word>
 py::bytes to_bytes(const std::vector<Word>& words) {
     return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(Word)};
@@ -50,37 +84,55 @@ py::object look(const py::list& arrays) {
     addresses.reserve(arrays.size());
     versions.reserve(arrays.size());
     const py::str version("_version");
-    const PyTypeObject* last = nullptr;
-    const dlpack::ExchangeApi* api = nullptr;
+    Looker looker;
     for (const py::handle array : arrays) {
-        PyTypeObject* const type = Py_TYPE(array.ptr());
-        if (type != last) {
-            api = api_of(type);
-            last = type;
-        }
         dlpack::Tensor tensor{};
-        if (api == nullptr) return py::none();
-        if (api->tensor_from_py_object_no_sync(array.ptr(), &tensor) != 0) {
-            PyErr_Clear();  // of a kind that cannot be exchanged: no error of the caller's
-            return py::none();
-        }
+        if (!looker.look(array, tensor)) return py::none();
         identities.push_back(reinterpret_cast<std::uintptr_t>(array.ptr()));
-        addresses.push_back(
-            static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(tensor.data)) +
-            static_cast<std::int64_t>(tensor.byte_offset));
+        addresses.push_back(address_of(tensor));
         versions.push_back(version_of(array, version));
-        places.push_back(static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(type)));
+        places.push_back(
+            static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(Py_TYPE(array.ptr()))));
         places.push_back(addresses.back());
-        places.push_back((std::int64_t{tensor.device.type} << 32) | tensor.device.id);
-        places.push_back((std::int64_t{tensor.dtype.lanes} << 48) |
-                         (std::int64_t{tensor.dtype.code} << 40) |
-                         (std::int64_t{tensor.dtype.bits} << 32) | tensor.ndim);
+        places.push_back(device_of(tensor));
+        places.push_back(elements_of(tensor) | tensor.ndim);
         places.insert(places.end(), tensor.shape, tensor.shape + tensor.ndim);
         if (tensor.strides == nullptr) continue;  // contiguous
         places.insert(places.end(), tensor.strides, tensor.strides + tensor.ndim);
     }
     return py::make_tuple(to_bytes(places), to_bytes(identities), to_bytes(addresses),
                           to_bytes(versions));
+}
+
+py::object layout(const py::list& arrays) {
+    std::vector<std::int64_t> addresses;
+    std::vector<std::int64_t> devices;
+    std::vector<std::int64_t> elements;
+    std::vector<std::uint8_t> ndim;
+    std::vector<std::int64_t> dims;
+    std::vector<std::int64_t> strides;
+    Looker looker;
+    for (const py::handle array : arrays) {
+        dlpack::Tensor tensor{};
+        if (!looker.look(array, tensor) || tensor.ndim > 255) return py::none();
+        addresses.push_back(address_of(tensor));
+        devices.push_back(device_of(tensor));
+        elements.push_back(elements_of(tensor));
+        ndim.push_back(static_cast<std::uint8_t>(tensor.ndim));
+        dims.insert(dims.end(), tensor.shape, tensor.shape + tensor.ndim);
+        if (tensor.strides != nullptr) {
+            strides.insert(strides.end(), tensor.strides, tensor.strides + tensor.ndim);
+            continue;
+        }
+        strides.resize(dims.size());
+        std::int64_t step = 1;  // contiguous
+        for (int d = tensor.ndim - 1; d >= 0; --d) {
+            strides[dims.size() - static_cast<std::size_t>(tensor.ndim - d)] = step;
+            step *= tensor.shape[d];
+        }
+    }
+    return py::make_tuple(to_bytes(addresses), to_bytes(devices), to_bytes(elements),
+                          to_bytes(ndim), to_bytes(dims), to_bytes(strides));
 }
 
 }  // namespace datastates::python

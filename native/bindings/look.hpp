@@ -17,4 +17,14 @@ namespace datastates::python {
 /// exchange API, or not for what it holds.
 pybind11::object look(const pybind11::list& arrays);
 
+/// How each array of a list is laid out, as columns of bytes:
+///
+/// - addresses: of the first elements;
+/// - devices, elements: device and element type, as words that are equal for equal ones: DLPack's
+///   numbers for the kind and the number of the device, and for code, lanes and bits of the type;
+/// - ndim: a byte each; dims, strides: shapes and strides in elements, arrays end to end.
+///
+/// All but ndim are 64-bit words. None as for look().
+pybind11::object layout(const pybind11::list& arrays);
+
 }  // namespace datastates::python

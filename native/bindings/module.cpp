@@ -1,21 +1,28 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "arrays.hpp"
 #include "datastates/checksum.hpp"
+#include "datastates/digest.hpp"
 #include "datastates/error.hpp"
 #include "datastates/executor.hpp"
 #include "datastates/fault.hpp"
 #include "datastates/shim/cuda.hpp"
 #include "look.hpp"
+#include "plain_pickle.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -25,6 +32,7 @@ namespace {
 
 using Timeout = std::optional<double>;
 using Streams = std::vector<std::pair<int, std::uint64_t>>;
+using Frame = std::tuple<py::bytes, py::bytes, std::uint64_t, bool>;
 
 /// Waits without the GIL, in slices between which Python may handle signals.
 template <typename Wait>
@@ -83,6 +91,77 @@ void bind_errors(py::module_& module) {
     });
 }
 
+py::bytes crc32_shift(const py::array& raw, const py::array& nbytes) {
+    const auto raws = elements<std::uint32_t>(raw, "raw");
+    const auto lengths = elements<std::uint64_t>(nbytes, "nbytes");
+    if (raws.size() != lengths.size()) throw Error::invalid("raw and nbytes differ in length");
+    std::vector<std::uint32_t> shifted(raws.size());
+    for (std::size_t i = 0; i < raws.size(); ++i) {
+        shifted[i] = Crc32Shift(lengths[i]).shift(raws[i]);
+    }
+    return to_bytes(shifted);
+}
+
+DigestRunsArrays runs_arrays(std::uint64_t digests, const py::array& offset,
+                             const py::array& length, const py::array& run_length,
+                             const py::array& after, const py::array& step,
+                             const py::array& digest) {
+    using U64 = std::uint64_t;
+    return {.digests = digests,
+            .offset = elements<U64>(offset, "runs_offset"),
+            .length = elements<U64>(length, "runs_length"),
+            .run_length = elements<U64>(run_length, "runs_run_length"),
+            .after = elements<U64>(after, "runs_after"),
+            .step = elements<U64>(step, "runs_step"),
+            .digest = elements<std::uint32_t>(digest, "runs_digest")};
+}
+
+/// A sweep that owns its runs and digests.
+class Digester {
+  public:
+    explicit Digester(const DigestRunsArrays& arrays)
+        : runs_(make_runs(arrays)), digests_(arrays.digests), sweep_(runs_, 0, digests_) {
+        require_runs(runs_, std::numeric_limits<std::uint64_t>::max(), digests_.size());
+    }
+
+    void update(std::span<const std::byte> data) {
+        const std::scoped_lock lock(mutex_);
+        sweep_.update(data);
+    }
+    std::vector<std::uint32_t> finish() {
+        const std::scoped_lock lock(mutex_);
+        sweep_.finish();
+        return {digests_.begin(), digests_.end()};
+    }
+
+  private:
+    std::mutex mutex_;
+    std::vector<DigestRuns> runs_;
+    std::vector<std::atomic<std::uint32_t>> digests_;
+    DigestSweep sweep_;
+};
+
+void bind_digester(py::module_& module) {
+    py::class_<Digester>(module, "Digester")
+        .def(py::init([](std::uint64_t digests, const py::array& offset, const py::array& length,
+                         const py::array& run_length, const py::array& after, const py::array& step,
+                         const py::array& digest) {
+                 return std::make_unique<Digester>(
+                     runs_arrays(digests, offset, length, run_length, after, step, digest));
+             }),
+             py::kw_only(), "digests"_a, "offset"_a, "length"_a, "run_length"_a, "after"_a,
+             "step"_a, "digest"_a)
+        .def(
+            "update",
+            [](Digester& digester, const py::buffer& data) {
+                const BytesView view(data);
+                const py::gil_scoped_release release;
+                digester.update(view.bytes());
+            },
+            "data"_a)
+        .def("finish", [](Digester& digester) { return to_bytes(digester.finish()); });
+}
+
 void bind_functions(py::module_& module) {
     module.def(
         "crc32",
@@ -93,7 +172,36 @@ void bind_functions(py::module_& module) {
         },
         "data"_a, "value"_a = 0);
     module.def("look", &look, "arrays"_a);
+    module.def("layout", &layout, "arrays"_a);
+    module.def(
+        "read_plain_pickle",
+        [](const py::bytes& opcodes, const py::list& keys, const py::tuple& kinds,
+           const py::tuple& dtypes, const std::vector<Frame>& frames, const py::array& kind,
+           const py::array& dtype, const py::array& record, const py::array& record_nbytes,
+           const py::array& offset, const py::array& ndim, const py::array& dims,
+           const py::array& strides, const py::object& reference, const py::object& ordered_dict) {
+            ArrayRows rows{.keys = keys,
+                           .kinds = kinds,
+                           .dtypes = dtypes,
+                           .frames = {},
+                           .kind = elements<std::uint8_t>(kind, "kind"),
+                           .dtype = elements<std::uint8_t>(dtype, "dtype"),
+                           .record = elements<std::uint32_t>(record, "record"),
+                           .record_nbytes = elements<std::uint64_t>(record_nbytes, "record_nbytes"),
+                           .offset = elements<std::uint64_t>(offset, "offset"),
+                           .ndim = elements<std::uint8_t>(ndim, "ndim"),
+                           .dims = elements<std::uint64_t>(dims, "dims"),
+                           .strides = elements<std::uint64_t>(strides, "strides")};
+            for (const auto& [head, tail, itemsize, typed] : frames) {
+                rows.frames.push_back({std::string(head), std::string(tail), itemsize, typed});
+            }
+            return read_plain_pickle(opcodes, rows, reference, ordered_dict);
+        },
+        "opcodes"_a, py::kw_only(), "keys"_a, "kinds"_a, "dtypes"_a, "frames"_a, "kind"_a,
+        "dtype"_a, "record"_a, "record_nbytes"_a, "offset"_a, "ndim"_a, "dims"_a, "strides"_a,
+        "reference"_a, "ordered_dict"_a);
     module.def("crc32_combine", &crc32_combine, "first"_a, "second"_a, "second_length"_a);
+    module.def("crc32_shift", &crc32_shift, "raw"_a, "nbytes"_a);
     module.def("arm_fault", &fault::arm, "point"_a, "action"_a, "value"_a = 0, "nth"_a = 1,
                "count"_a = 0);
     module.def("clear_faults", &fault::clear);
@@ -108,7 +216,11 @@ void bind_plans(py::module_& module) {
                          const py::array& piece_source, const py::array& piece_source_offset,
                          const py::array& piece_extent_offset, const py::array& piece_length,
                          const py::array& patch_extent, const py::array& patch_offset,
-                         const py::array& patch_source, const py::array& eager) {
+                         const py::array& patch_source, const py::array& eager,
+                         std::uint64_t digests, const py::array& runs_source,
+                         const py::array& runs_offset, const py::array& runs_length,
+                         const py::array& runs_run_length, const py::array& runs_after,
+                         const py::array& runs_step, const py::array& runs_digest) {
                  using U64 = std::uint64_t;
                  using I32 = std::int32_t;
                  const BytesView literal_view(literal);
@@ -128,28 +240,37 @@ void bind_plans(py::module_& module) {
                      .patch_extent = elements<U64>(patch_extent, "patch_extent"),
                      .patch_offset = elements<U64>(patch_offset, "patch_offset"),
                      .patch_source = elements<I32>(patch_source, "patch_source"),
-                     .eager = elements<std::uint8_t>(eager, "eager")};
+                     .eager = elements<std::uint8_t>(eager, "eager"),
+                     .runs_source = elements<I32>(runs_source, "runs_source"),
+                     .runs = runs_arrays(digests, runs_offset, runs_length, runs_run_length,
+                                         runs_after, runs_step, runs_digest)};
                  const py::gil_scoped_release release;
                  return std::make_shared<WritePlan>(arrays);
              }),
              py::kw_only(), "source_nbytes"_a, "chunk_bytes"_a = 262144, "literal"_a,
              "extent_offset"_a, "extent_length"_a, "extent_piece"_a, "piece_source"_a,
              "piece_source_offset"_a, "piece_extent_offset"_a, "piece_length"_a, "patch_extent"_a,
-             "patch_offset"_a, "patch_source"_a, "eager"_a);
+             "patch_offset"_a, "patch_source"_a, "eager"_a, "digests"_a, "runs_source"_a,
+             "runs_offset"_a, "runs_length"_a, "runs_run_length"_a, "runs_after"_a, "runs_step"_a,
+             "runs_digest"_a);
     py::class_<ReadPlan, std::shared_ptr<ReadPlan>>(module, "ReadPlan")
         .def(py::init([](const py::array& dest_nbytes, const py::array& extent_offset,
-                         const py::array& extent_length, const py::array& extent_piece,
-                         const py::array& piece_dest, const py::array& piece_dest_offset,
-                         const py::array& piece_extent_offset, const py::array& piece_length,
-                         const py::array& extent_check, const py::array& check_offset,
-                         const py::array& check_length, const py::array& check_crc,
-                         const py::array& check_record) {
+                         const py::array& extent_length, const py::array& extent_span,
+                         const py::array& span_offset, const py::array& span_length,
+                         const py::array& extent_piece, const py::array& piece_dest,
+                         const py::array& piece_dest_offset, const py::array& piece_extent_offset,
+                         const py::array& piece_length, const py::array& extent_check,
+                         const py::array& check_offset, const py::array& check_length,
+                         const py::array& check_crc, const py::array& check_record) {
                  using U64 = std::uint64_t;
                  using I32 = std::int32_t;
                  const ReadPlanArrays arrays{
                      .dest_nbytes = elements<U64>(dest_nbytes, "dest_nbytes"),
                      .extent_offset = elements<U64>(extent_offset, "extent_offset"),
                      .extent_length = elements<U64>(extent_length, "extent_length"),
+                     .extent_span = elements<U64>(extent_span, "extent_span"),
+                     .span_offset = elements<U64>(span_offset, "span_offset"),
+                     .span_length = elements<U64>(span_length, "span_length"),
                      .extent_piece = elements<U64>(extent_piece, "extent_piece"),
                      .piece_dest = elements<I32>(piece_dest, "piece_dest"),
                      .piece_dest_offset = elements<U64>(piece_dest_offset, "piece_dest_offset"),
@@ -164,9 +285,10 @@ void bind_plans(py::module_& module) {
                  const py::gil_scoped_release release;
                  return std::make_shared<ReadPlan>(arrays);
              }),
-             py::kw_only(), "dest_nbytes"_a, "extent_offset"_a, "extent_length"_a, "extent_piece"_a,
-             "piece_dest"_a, "piece_dest_offset"_a, "piece_extent_offset"_a, "piece_length"_a,
-             "extent_check"_a, "check_offset"_a, "check_length"_a, "check_crc"_a, "check_record"_a);
+             py::kw_only(), "dest_nbytes"_a, "extent_offset"_a, "extent_length"_a, "extent_span"_a,
+             "span_offset"_a, "span_length"_a, "extent_piece"_a, "piece_dest"_a,
+             "piece_dest_offset"_a, "piece_extent_offset"_a, "piece_length"_a, "extent_check"_a,
+             "check_offset"_a, "check_length"_a, "check_crc"_a, "check_record"_a);
 }
 
 py::dict write_stats(const WriteJob& job) {
@@ -230,6 +352,11 @@ void bind_jobs(py::module_& module) {
              [](const WriteJob& job) {
                  if (!job.written()) throw Error::invalid("checksums are known once written");
                  return py::make_tuple(to_bytes(job.source_crcs()), to_bytes(job.chunk_crcs()));
+             })
+        .def("digests",
+             [](const WriteJob& job) {
+                 if (!job.written()) throw Error::invalid("digests are known once written");
+                 return to_bytes(job.digests());
              })
         .def(
             "finish",
@@ -311,6 +438,7 @@ PYBIND11_MODULE(_native, module) {
     module.doc() = "The native core of datastates: the executor and its checksums.";
     datastates::python::bind_errors(module);
     datastates::python::bind_functions(module);
+    datastates::python::bind_digester(module);
     datastates::python::bind_plans(module);
     datastates::python::bind_jobs(module);
     datastates::python::bind_executor(module);

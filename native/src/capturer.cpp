@@ -337,13 +337,17 @@ void Capturer::watch_bus(const CapturedExtent& captured) {
 void Capturer::copy_host(WriteState& job, const WritePlan::Piece& piece, std::byte* to) {
     const auto source = static_cast<std::size_t>(piece.source);
     const std::byte* from = host_memory(job, source) + piece.source_offset;
+    DigestSweep sweep = job.sweep(piece);
     for (std::uint64_t at = 0; at < piece.length && !job.stopped(); at += kStep) {
         const auto step =
             static_cast<std::size_t>(std::min<std::uint64_t>(kStep, piece.length - at));
         std::memcpy(to + at, from + at, step);
         job.checksum(source, {to + at, step});
+        sweep.update({to + at, step});
     }
-    if (!job.stopped()) job.fingerprint(piece, to);
+    if (job.stopped()) return;
+    sweep.finish();
+    job.fingerprint(piece, to);
 }
 
 void Capturer::hand_over(std::unique_ptr<CapturedExtent> captured, std::uint32_t track) {

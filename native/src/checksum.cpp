@@ -21,13 +21,20 @@ constexpr std::uint32_t multiply(std::uint32_t a, std::uint32_t b) {
     return product;
 }
 
-// kPowers[k] = x^(8 * 2^k): what appending 2^k zero bytes multiplies by.
-constexpr std::array<std::uint32_t, 64> make_powers() {
-    std::array<std::uint32_t, 64> powers{};
-    std::uint32_t power = kOne >> 8;
-    for (auto& entry : powers) {
-        entry = power;
-        power = multiply(power, power);
+// The polynomial is primitive: x^n depends on n modulo this alone.
+constexpr std::uint64_t kOrder = 0xFFFFFFFFU;
+
+// kPowers[k][d] = x^(d * 256^k): x^n is the product of four of them, one for each digit of n.
+constexpr std::array<std::array<std::uint32_t, 256>, 4> make_powers() {
+    std::array<std::array<std::uint32_t, 256>, 4> powers{};
+    std::uint32_t unit = kOne >> 1;
+    for (auto& digit : powers) {
+        std::uint32_t power = kOne;
+        for (auto& entry : digit) {
+            entry = power;
+            power = multiply(power, unit);
+        }
+        unit = power;
     }
     return powers;
 }
@@ -41,14 +48,21 @@ std::uint32_t crc32(std::uint32_t value, std::span<const std::byte> data) {
     return libdeflate_crc32(value, data.data(), data.size());
 }
 
-Crc32Shift::Crc32Shift(std::uint64_t length) : operator_(kOne) {
-    for (std::size_t k = 0; length != 0; ++k, length >>= 1) {
-        if ((length & 1U) != 0) operator_ = multiply(operator_, kPowers.at(k));
-    }
+std::uint32_t crc32_raw(std::span<const std::byte> data) {
+    // What it takes and gives is inverted.
+    return ~crc32(0xFFFFFFFFU, data);
 }
 
+Crc32Shift::Crc32Shift(std::uint64_t length) {
+    const auto bits = static_cast<std::uint32_t>(length % kOrder * 8 % kOrder);
+    const auto digit = [&](unsigned k) { return kPowers.at(k)[(bits >> (8 * k)) & 0xFFU]; };
+    operator_ = multiply(multiply(digit(0), digit(1)), multiply(digit(2), digit(3)));
+}
+
+std::uint32_t Crc32Shift::shift(std::uint32_t raw) const { return multiply(operator_, raw); }
+
 std::uint32_t Crc32Shift::combine(std::uint32_t first, std::uint32_t second) const {
-    return multiply(operator_, first) ^ second;
+    return shift(first) ^ second;
 }
 
 std::uint32_t crc32_combine(std::uint32_t first, std::uint32_t second,
@@ -57,13 +71,15 @@ std::uint32_t crc32_combine(std::uint32_t first, std::uint32_t second,
 }
 
 std::vector<CrcFragment> fragments(std::span<const std::byte> data, std::uint64_t position,
-                                   std::uint64_t chunk_bytes) {
+                                   std::uint64_t chunk_bytes,
+                                   const std::function<void(std::span<const std::byte>)>& beside) {
     std::vector<CrcFragment> cut;
     cut.reserve((data.size() / chunk_bytes) + 2);
     while (!data.empty()) {
         const auto length = static_cast<std::size_t>(
             std::min<std::uint64_t>(data.size(), chunk_bytes - (position % chunk_bytes)));
         cut.push_back({.crc = crc32(0, data.first(length)), .length = length});
+        beside(data.first(length));
         position += length;
         data = data.subspan(length);
     }

@@ -11,16 +11,8 @@ void CopyBatch::to_host(std::byte* to, cuda::DevicePointer from, std::uint64_t n
     }
 }
 
-void CopyBatch::on_device(cuda::DevicePointer to, cuda::DevicePointer from, std::uint64_t nbytes) {
-    if (nbytes < gather::kMaxPiece) {
-        gather::add(ranges_, to, from, nbytes);
-    } else {
-        engine_->on_device(to, from, nbytes, stream_);
-    }
-}
-
 void CopyBatch::flush() {
-    if (!ranges_.empty()) engine_->gather(ranges_, stream_);
+    if (!ranges_.empty()) engine_->gather(ranges_, stream_, gather::kBlocksToHost);
     ranges_.clear();
 }
 

@@ -104,7 +104,7 @@ CopyEngine::~CopyEngine() {
 
 CopyEngine::Kernels::Kernels(const std::shared_ptr<cuda::PrimaryContext>& context)
     : fingerprint(context, fingerprint::kKernelPtx, "datastates_fingerprint"),
-      gather(context, gather::kKernelPtx, "datastates_gather") {}
+      gather(context, gather::kernel_ptx().c_str(), "datastates_gather") {}
 
 void CopyEngine::make_streams() {
     for (auto* stream : {&capture_stream_, &restore_stream_, &evacuation_stream_}) {
@@ -146,12 +146,6 @@ void CopyEngine::to_device(cuda::DevicePointer device, const std::byte* host, st
     check(driver().memcpy_to_device(device, host, bytes, stream), "cuMemcpyHtoDAsync");
 }
 
-void CopyEngine::on_device(cuda::DevicePointer to, cuda::DevicePointer from, std::size_t bytes,
-                           cuda::StreamHandle stream) const {
-    const CurrentContext current(context());
-    check(driver().memcpy_on_device(to, from, bytes, stream), "cuMemcpyDtoDAsync");
-}
-
 void CopyEngine::drain(cuda::StreamHandle stream) const {
     quietly(context(), [&] { return driver().stream_synchronize(stream); });
 }
@@ -163,11 +157,15 @@ const CopyEngine::Kernels& CopyEngine::kernels() {
 
 KernelMemory CopyEngine::borrow(std::size_t bytes) {
     const std::scoped_lock lock(mutex_);
-    // A kernel of a job that failed early may still be about to read its buffer.
-    const auto usable = [&](const Spare& spare) {
-        return spare.bytes >= bytes && (!spare.used || spare.used->passed());
-    };
-    const auto found = std::ranges::find_if(spares_, usable);
+    // The smallest that suffices: a gate, which needs large ones, shall not have to make them.
+    auto found = spares_.end();
+    for (auto spare = spares_.begin(); spare != spares_.end(); ++spare) {
+        if (spare->bytes < bytes || (found != spares_.end() && found->bytes <= spare->bytes)) {
+            continue;
+        }
+        // A kernel may still be about to read it.
+        if (!spare->used || spare->used->passed()) found = spare;
+    }
     if (found != spares_.end()) {
         Spare spare = std::move(*found);
         spares_.erase(found);
@@ -184,22 +182,24 @@ KernelMemory CopyEngine::borrow(std::size_t bytes) {
     return {shared_from_this(), static_cast<std::byte*>(memory), rounded};
 }
 
-/// REQUIRES: the context is current.
-void CopyEngine::launch(const cuda::Kernel& kernel, unsigned blocks, unsigned threads,
-                        std::span<void*> parameters, KernelMemory& memory,
-                        cuda::StreamHandle stream) {
+/// Returns the event behind the kernel. REQUIRES: the context is current.
+std::shared_ptr<Event> CopyEngine::launch(const cuda::Kernel& kernel, unsigned blocks,
+                                          unsigned threads, std::span<void*> parameters,
+                                          KernelMemory& memory, cuda::StreamHandle stream) {
     check(driver().launch_kernel(kernel.function(), blocks, 1, 1, threads, 1, 1, 0, stream,
                                  parameters.data(), nullptr),
           "cuLaunchKernel");
     try {
         memory.used_ = record(stream);
+        return memory.used_;
     } catch (...) {
         drain(stream);  // nothing else tells when the memory may be lent again
         throw;
     }
 }
 
-void CopyEngine::gather(std::span<const gather::Range> ranges, cuda::StreamHandle stream) {
+std::shared_ptr<Event> CopyEngine::gather(std::span<const gather::Range> ranges,
+                                          cuda::StreamHandle stream, unsigned max_blocks) {
     const CurrentContext current(context());
     const cuda::Kernel* kernel = nullptr;
     {
@@ -211,10 +211,9 @@ void CopyEngine::gather(std::span<const gather::Range> ranges, cuda::StreamHandl
     std::uint64_t told = memory.device_address();
     auto count = static_cast<unsigned>(ranges.size());
     std::array<void*, 2> parameters = {&told, &count};
-    const unsigned blocks =
-        std::min(gather::kMaxKernelBlocks,
-                 (count + gather::kWarpsPerKernelBlock - 1) / gather::kWarpsPerKernelBlock);
-    launch(*kernel, blocks, gather::kKernelThreads, parameters, memory, stream);
+    const unsigned blocks = std::min(
+        max_blocks, (count + gather::kWarpsPerKernelBlock - 1) / gather::kWarpsPerKernelBlock);
+    return launch(*kernel, blocks, gather::kKernelThreads, parameters, memory, stream);
 }
 
 DeviceFingerprints CopyEngine::fingerprint(std::span<const fingerprint::DeviceRange> ranges,

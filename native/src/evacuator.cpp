@@ -3,16 +3,36 @@
 #include <algorithm>
 #include <utility>
 
-#include "datastates/copy_batch.hpp"
 #include "datastates/error.hpp"
 
 namespace datastates {
+
+std::optional<Evacuator::Claim> Evacuator::Claim::last(ExtentClaims& claims) {
+    const auto extent = claims.claim_last();
+    if (!extent) return std::nullopt;
+    return Claim(claims, *extent);
+}
+
+Evacuator::Claim::Claim(Claim&& other) noexcept
+    : claims_(std::exchange(other.claims_, nullptr)), extent_(other.extent_) {}
+
+Evacuator::Claim::~Claim() {
+    if (claims_ != nullptr) claims_->give_up(extent_);
+}
+
+void Evacuator::Claim::settle(std::shared_ptr<DeviceImage> image) {
+    std::exchange(claims_, nullptr)->evacuated(extent_, std::move(image));
+}
 
 void Evacuator::evacuate(WriteState& job) {
     if (!enabled()) return;
     const std::scoped_lock lock(mutex_);
     const auto start = Clock::now();
-    if (evacuate_what_fits(job)) job.add_evacuate_seconds(seconds_since(start));
+    try {
+        if (evacuate_what_fits(job)) job.add_evacuate_seconds(seconds_since(start));
+    } catch (...) {
+        job.fail(Error::current());
+    }
 }
 
 /// Whether there was anything.
@@ -20,28 +40,18 @@ bool Evacuator::evacuate_what_fits(WriteState& job) {
     std::map<int, Place> places;
     bool any = false;
     while (!job.stopped()) {
-        const auto index = job.claims().claim_last();
-        if (!index) break;
+        std::optional<Claim> claim = Claim::last(job.claims());
+        if (!claim) break;
         any = true;
-        const int device = job.device_of(*index);
-        std::shared_ptr<DeviceImage> image;
-        try {
-            auto place = places.find(device);
-            if (place == places.end()) place = places.emplace(device, open(job, device)).first;
-            image = copy(job, *index, device, place->second);
-        } catch (...) {
-            job.claims().give_up(*index);
-            job.fail(Error::current());
-            break;
-        }
-        if (!image) {  // no room: this one and those before it wait for the bus
-            job.claims().give_up(*index);
-            break;
-        }
-        const auto ready = image->ready();
-        job.claims().evacuated(*index, std::move(image));
-        job.extent_evacuated(*index, device, ready);
+        const int device = job.device_of(claim->extent());
+        auto place = places.find(device);
+        if (place == places.end()) place = places.emplace(device, open(job, device)).first;
+        const std::uint64_t bytes = job.plan().extents()[claim->extent()].length;
+        auto image = Evacuator::image(job, device, bytes, place->second);
+        if (!image) break;  // no room: this one and those before it wait for the bus
+        add(job, std::move(*claim), std::move(image), place->second);
     }
+    for (auto& [device, place] : places) enqueue(job, device, place);
     return any;
 }
 
@@ -55,10 +65,11 @@ Evacuator::Place Evacuator::open(const WriteState& job, int device) {
 }
 
 /// Null when there is no room.
-std::shared_ptr<DeviceImage> Evacuator::image(const WriteState& job, std::uint64_t bytes,
+std::shared_ptr<DeviceImage> Evacuator::image(WriteState& job, int device, std::uint64_t bytes,
                                               Place& place) {
     auto pointer = place.slab ? place.slab->take(bytes) : std::nullopt;
     if (!pointer) {
+        enqueue(job, device, place);  // the slab is full
         const std::uint64_t wanted = job.plan().max_extent_length() * kExtentsPerSlab;
         const std::uint64_t slab = std::min(wanted, place.room);
         if (slab < bytes) return nullptr;
@@ -71,27 +82,31 @@ std::shared_ptr<DeviceImage> Evacuator::image(const WriteState& job, std::uint64
     return std::make_shared<DeviceImage>(place.slab, *pointer);
 }
 
-std::shared_ptr<DeviceImage> Evacuator::copy(const WriteState& job, std::size_t index, int device,
-                                             Place& place) {
-    const WritePlan::Extent& extent = job.plan().extents()[index];
-    auto image = Evacuator::image(job, extent.length, place);
-    if (!image) return nullptr;
-    CopyEngine& engine = job.engine(device);
-    CopyBatch batch(engine, engine.evacuation_stream());
-    try {
-        for (const WritePlan::Piece& piece : job.plan().pieces(extent)) {
-            if (piece.source < 0) continue;
-            const auto source = static_cast<std::size_t>(piece.source);
-            batch.on_device(image->pointer() + piece.extent_offset,
-                            job.buffers().address[source] + piece.source_offset, piece.length);
-        }
-        batch.flush();
-        image->set_ready(engine.record(batch.stream()));
-    } catch (...) {
-        engine.drain(batch.stream());  // nothing may read the sources after a failure
-        throw;
+void Evacuator::add(const WriteState& job, Claim claim, std::shared_ptr<DeviceImage> image,
+                    Place& place) {
+    for (const WritePlan::Piece& piece : job.plan().pieces(job.plan().extents()[claim.extent()])) {
+        if (piece.source < 0) continue;
+        const auto source = static_cast<std::size_t>(piece.source);
+        gather::add(place.ranges, image->pointer() + piece.extent_offset,
+                    job.buffers().address[source] + piece.source_offset, piece.length);
     }
-    return image;
+    place.moves.push_back({.claim = std::move(claim), .image = std::move(image)});
+}
+
+/// One launch and one event for all that goes to the place's slab. Nobody captures from an image
+/// before its copy is enqueued.
+void Evacuator::enqueue(WriteState& job, int device, Place& place) {
+    if (place.moves.empty()) return;
+    CopyEngine& engine = job.engine(device);
+    const std::shared_ptr<Event> ready =
+        engine.gather(place.ranges, engine.evacuation_stream(), gather::kBlocksOnDevice);
+    for (Move& move : place.moves) {
+        move.image->set_ready(ready);
+        move.claim.settle(std::move(move.image));
+        job.extent_evacuated(move.claim.extent(), device, ready);
+    }
+    place.moves.clear();
+    place.ranges.clear();
 }
 
 }  // namespace datastates

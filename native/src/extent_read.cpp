@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iomanip>
+#include <span>
 #include <sstream>
 #include <string>
 
@@ -31,13 +32,24 @@ void verify(const ReadState& job, const ReadPlan::Extent& extent, const ReadPlan
     if (found != check.crc) throw mismatch(job.path(), extent, check, found);
 }
 
-/// Reads an extent from its beginning on, as far as it is asked to.
+/// Reads the spans of an extent one after the other, as far as it is asked to.
 class Cursor {
   public:
     Cursor(ReadState& job, const ReadPlan::Extent& extent, std::byte* data)
-        : job_(job), extent_(extent), data_(data) {}
+        : job_(job), extent_(extent), data_(data), left_(job.plan().spans(extent)) {}
 
     void advance(std::uint64_t end) {
+        for (; !left_.empty() && left_.front().offset < end; left_ = left_.subspan(1)) {
+            const ReadPlan::Stretch& span = left_.front();
+            at_ = std::max(at_, span.offset);
+            read_to(std::min(end, span.offset + span.length));
+            if (at_ < span.offset + span.length) return;
+        }
+    }
+    std::uint64_t bytes() const { return bytes_; }
+
+  private:
+    void read_to(std::uint64_t end) {
         while (at_ < end) {
             const auto length = static_cast<std::size_t>(std::min(kStep, end - at_));
             const IoRequest request{.kind = IoKind::read,
@@ -51,15 +63,16 @@ class Cursor {
             const IoCompletion completion = transfer(request);
             if (!completion.ok()) throw io_error(completion, request);
             at_ += length;
+            bytes_ += length;
         }
     }
-    std::uint64_t at() const { return at_; }
 
-  private:
     ReadState& job_;
     const ReadPlan::Extent& extent_;
     std::byte* data_;
-    std::uint64_t at_ = 0;
+    std::span<const ReadPlan::Stretch> left_;
+    std::uint64_t at_ = 0;  // in the extent
+    std::uint64_t bytes_ = 0;
 };
 
 }  // namespace
@@ -75,7 +88,7 @@ void verify_extent(ReadState& job, const ReadPlan::Extent& extent, const std::by
     job.timeline().add(Stage::verify, worker, begin, bytes);
 }
 
-std::uint64_t read_cached_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
+std::uint64_t read_through_cache(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
                                  std::uint32_t track, unsigned worker) {
     const auto begin = Clock::now();
     Clock::duration verifying{};
@@ -95,13 +108,13 @@ std::uint64_t read_cached_extent(ReadState& job, const ReadPlan::Extent& extent,
                         .track = track,
                         .begin = begin,
                         .end = end - verifying,
-                        .bytes = extent.length});
+                        .bytes = cursor.bytes()});
     job.timeline().add({.stage = Stage::verify,
                         .track = worker,
                         .begin = end - verifying,
                         .end = end,
                         .bytes = verified});
-    return cursor.at();
+    return cursor.bytes();
 }
 
 void copy_to_host(ReadState& job, const ReadPlan::Extent& extent, const std::byte* data,

@@ -47,6 +47,7 @@ WritePlan::WritePlan(const WritePlanArrays& arrays)
     take_sources(arrays);
     take_extents(arrays);
     take_patches(arrays);
+    take_digests(arrays);
 }
 
 void WritePlan::take_sources(const WritePlanArrays& arrays) {
@@ -187,6 +188,30 @@ void WritePlan::take_patches(const WritePlanArrays& arrays) {
     }
 }
 
+void WritePlan::take_digests(const WritePlanArrays& arrays) {
+    const std::size_t n = arrays.runs_source.size();
+    require_size(arrays.runs.offset.size(), n, "runs_offset");
+    runs_ = make_runs(arrays.runs);
+    digests_ = static_cast<std::size_t>(arrays.runs.digests);
+    first_runs_.assign(source_nbytes_.size() + 1, 0);
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::int32_t source = arrays.runs_source[i];
+        require(source >= 0 && static_cast<std::size_t>(source) < source_nbytes_.size(),
+                "runs_source is out of range", i);
+        require(i == 0 || arrays.runs_source[i - 1] <= source, "runs_source is not ascending", i);
+        ++first_runs_[static_cast<std::size_t>(source) + 1];
+    }
+    for (std::size_t i = 0; i < source_nbytes_.size(); ++i) {
+        first_runs_[i + 1] += first_runs_[i];
+        require_runs(digest_runs(i), source_nbytes_[i], digests_);
+    }
+}
+
+std::span<const DigestRuns> WritePlan::digest_runs(std::size_t source) const {
+    return std::span(runs_).subspan(first_runs_[source],
+                                    first_runs_[source + 1] - first_runs_[source]);
+}
+
 std::span<const WritePlan::Piece> WritePlan::pieces(const Extent& extent) const {
     return std::span(pieces_).subspan(extent.first_piece, extent.end_piece - extent.first_piece);
 }
@@ -204,31 +229,39 @@ ReadPlan::ReadPlan(const ReadPlanArrays& arrays)
     const std::size_t m = arrays.extent_offset.size();
     const std::size_t p = arrays.piece_dest.size();
     const std::size_t c = arrays.check_offset.size();
+    const std::size_t s = arrays.span_offset.size();
     require_size(arrays.extent_length.size(), m, "extent_length");
+    require_size(arrays.span_length.size(), s, "span_length");
     require_size(arrays.piece_dest_offset.size(), p, "piece_dest_offset");
     require_size(arrays.piece_extent_offset.size(), p, "piece_extent_offset");
     require_size(arrays.piece_length.size(), p, "piece_length");
     require_size(arrays.check_length.size(), c, "check_length");
     require_size(arrays.check_crc.size(), c, "check_crc");
     require_size(arrays.check_record.size(), c, "check_record");
+    require_index(arrays.extent_span, m, s, "extent_span");
     require_index(arrays.extent_piece, m, p, "extent_piece");
     require_index(arrays.extent_check, m, c, "extent_check");
     extents_.reserve(m);
+    spans_.reserve(s);
     pieces_.reserve(p);
     checks_.reserve(c);
     std::uint64_t previous = 0;
     for (std::size_t i = 0; i < m; ++i) {
-        const Extent extent{.offset = arrays.extent_offset[i],
-                            .length = arrays.extent_length[i],
-                            .first_piece = arrays.extent_piece[i],
-                            .end_piece = arrays.extent_piece[i + 1],
-                            .first_check = arrays.extent_check[i],
-                            .end_check = arrays.extent_check[i + 1]};
+        Extent extent{.offset = arrays.extent_offset[i],
+                      .length = arrays.extent_length[i],
+                      .first_span = arrays.extent_span[i],
+                      .end_span = arrays.extent_span[i + 1],
+                      .first_piece = arrays.extent_piece[i],
+                      .end_piece = arrays.extent_piece[i + 1],
+                      .first_check = arrays.extent_check[i],
+                      .end_check = arrays.extent_check[i + 1],
+                      .bytes = 0};
         require(extent.offset >= previous, "extents are not ascending", i);
         require(extent.offset < kLimit && extent.length < kLimit, "an extent is out of range", i);
         require(extent.length > 0, "extent_length is 0", i);
         require(bytes_ < kLimit, "the plan reads too much", i);
         previous = extent.offset;
+        take_spans(arrays, extent);
         for (std::size_t k = extent.first_piece; k < extent.end_piece; ++k) {
             const Piece piece{.dest = arrays.piece_dest[k],
                               .dest_offset = arrays.piece_dest_offset[k],
@@ -239,22 +272,50 @@ ReadPlan::ReadPlan(const ReadPlanArrays& arrays)
             require(within(piece.dest_offset, piece.length,
                            dest_nbytes_[static_cast<std::size_t>(piece.dest)]),
                     "a piece is outside its destination", k);
-            require(within(piece.extent_offset, piece.length, extent.length),
-                    "a piece is outside its extent", k);
+            require(is_read(extent, piece.extent_offset, piece.length),
+                    "a piece is outside what is read of its extent", k);
             pieces_.push_back(piece);
         }
         for (std::size_t k = extent.first_check; k < extent.end_check; ++k) {
-            require(within(arrays.check_offset[k], arrays.check_length[k], extent.length),
-                    "a check is outside its extent", k);
+            require(is_read(extent, arrays.check_offset[k], arrays.check_length[k]),
+                    "a check is outside what is read of its extent", k);
             checks_.push_back({.offset = arrays.check_offset[k],
                                .length = arrays.check_length[k],
                                .crc = arrays.check_crc[k],
                                .record = arrays.check_record[k]});
         }
         max_extent_length_ = std::max(max_extent_length_, extent.length);
-        bytes_ += extent.length;
         extents_.push_back(extent);
     }
+}
+
+/// Spans begin and end where their extent does, and leave something out between each two.
+void ReadPlan::take_spans(const ReadPlanArrays& arrays, Extent& extent) {
+    std::uint64_t end = 0;
+    for (std::size_t k = extent.first_span; k < extent.end_span; ++k) {
+        const Stretch span{.offset = arrays.span_offset[k], .length = arrays.span_length[k]};
+        const bool first = k == extent.first_span;
+        require(first ? span.offset == 0 : span.offset > end, "a span is not where one can be", k);
+        require(span.length > 0 && within(span.offset, span.length, extent.length),
+                "a span is outside its extent", k);
+        end = span.offset + span.length;
+        extent.bytes += span.length;
+        spans_.push_back(span);
+    }
+    require(end == extent.length, "the spans do not end with their extent", extent.end_span);
+    bytes_ += extent.bytes;
+}
+
+bool ReadPlan::is_read(const Extent& extent, std::uint64_t offset, std::uint64_t length) const {
+    const std::span<const Stretch> all = spans(extent);
+    const auto after = std::ranges::upper_bound(all, offset, {}, &Stretch::offset);
+    if (after == all.begin()) return false;
+    const Stretch& span = *std::prev(after);
+    return within(offset - span.offset, length, span.length);
+}
+
+std::span<const ReadPlan::Stretch> ReadPlan::spans(const Extent& extent) const {
+    return std::span(spans_).subspan(extent.first_span, extent.end_span - extent.first_span);
 }
 
 std::span<const ReadPlan::Piece> ReadPlan::pieces(const Extent& extent) const {

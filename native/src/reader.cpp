@@ -13,6 +13,9 @@ namespace {
 constexpr std::uint64_t kPage = 4096;
 // Below this a direct read of its own costs more than a copy out of a block.
 constexpr std::uint64_t kInPlaceMinimum = std::uint64_t{64} << 10;
+// A read is widened to whole pages, so that it can go past the page cache, where that adds no more
+// than one byte for so many.
+constexpr std::uint64_t kWidening = 64;
 
 }  // namespace
 
@@ -108,8 +111,9 @@ bool Reader::start_next(ReadState& job, std::size_t index) {
     }
     reading->track = tracks_.take();
     reading->begin = Clock::now();
-    if (cached) {
-        stats_.cached_bytes += extent.length;
+    if (cached) stats_.cached_bytes += extent.bytes;
+    if (extent.sparse() && !cached) job.file().will_need(extent.offset, extent.length);
+    if (extent.sparse() || cached) {
         start_work(job, reading, true);
     } else {
         start_direct(job, reading);
@@ -120,7 +124,7 @@ bool Reader::start_next(ReadState& job, std::size_t index) {
 /// Where an extent can be read to without a block between, or null.
 std::byte* Reader::in_place(ReadState& job, const ReadPlan::Extent& extent, bool cached) {
     const auto pieces = job.plan().pieces(extent);
-    if (pieces.size() != 1) return nullptr;
+    if (pieces.size() != 1 || extent.sparse()) return nullptr;
     const ReadPlan::Piece& piece = pieces.front();
     const auto dest = static_cast<std::size_t>(piece.dest);
     if (job.buffers().device[dest] >= 0 || piece.length != extent.length) return nullptr;
@@ -148,11 +152,12 @@ void Reader::start_direct(ReadState& job, const std::shared_ptr<Reading>& readin
             submit(job, reading, reading->data + whole, extent.offset + whole, rest, rest);
         return;
     }
-    std::uint64_t begin = extent.offset;
-    std::uint64_t end = extent.offset + extent.length;
-    if (file.direct() && file.offset_alignment() <= kPage) {
-        begin = begin / kPage * kPage;
-        end = (end + kPage - 1) / kPage * kPage;
+    std::uint64_t begin = extent.offset / kPage * kPage;
+    std::uint64_t end = (extent.offset + extent.length + kPage - 1) / kPage * kPage;
+    if (!file.direct() || file.offset_alignment() > kPage ||
+        (end - begin - extent.length) * kWidening > extent.length) {
+        begin = extent.offset;
+        end = extent.offset + extent.length;
     }
     std::byte* const memory = reading->data;
     reading->data = memory + (extent.offset - begin);
@@ -201,12 +206,12 @@ void Reader::reap(ReadState& job) {
     }
 }
 
-void Reader::start_work(ReadState& job, std::shared_ptr<Reading> reading, bool cached) {
+void Reader::start_work(ReadState& job, std::shared_ptr<Reading> reading, bool through_cache) {
     ++working_;
     workers_.submit(WorkerPool::Task(
-        [this, &job, cached, reading = std::move(reading)](unsigned worker) mutable {
+        [this, &job, through_cache, reading = std::move(reading)](unsigned worker) mutable {
             try {
-                work(job, *reading, cached, worker);
+                work(job, *reading, through_cache, worker);
             } catch (...) {
                 job.fail(reading->index, Error::current());
             }
@@ -220,13 +225,13 @@ void Reader::start_work(ReadState& job, std::shared_ptr<Reading> reading, bool c
 
 /// In a worker: brings an extent's bytes in, if need be, verifies them, and puts them in place as
 /// far as the host is concerned.
-void Reader::work(ReadState& job, Reading& reading, bool cached, unsigned worker) {
+void Reader::work(ReadState& job, Reading& reading, bool through_cache, unsigned worker) {
     // Extents before a failed one still count: the first of several failures is the one reported.
     if (job.settled(reading.index)) return;
     const ReadPlan::Extent& extent = job.plan().extents()[reading.index];
-    if (cached) {
+    if (through_cache) {
         reading.begin = Clock::now();
-        reading.cached_bytes = read_cached_extent(job, extent, reading.data, reading.track, worker);
+        reading.cached_bytes = read_through_cache(job, extent, reading.data, reading.track, worker);
     } else {
         verify_extent(job, extent, reading.data, worker);
     }

@@ -62,12 +62,13 @@ WriteState::WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers
       file_(std::move(file)),
       claims_(evacuable_extents(*plan_, buffers_, device_cache)),
       chunk_crcs_(plan_->first_chunk(plan_->sources()), 0),
+      digests_(plan_->digests()),
       before_(plan_->sources(), 0),
       after_(plan_->sources(), 0) {
-    digests_.reserve(plan_->sources());
+    source_crcs_.reserve(plan_->sources());
     for (std::size_t i = 0; i < plan_->sources(); ++i) {
         const std::size_t first = plan_->first_chunk(i);
-        digests_.emplace_back(
+        source_crcs_.emplace_back(
             plan_->chunk_bytes(),
             std::span(chunk_crcs_).subspan(first, plan_->first_chunk(i + 1) - first));
     }
@@ -78,11 +79,11 @@ WriteState::WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers
 }
 
 void WriteState::checksum(std::size_t source, std::span<const std::byte> data) {
-    digests_[source].update(data, plan_->full_chunk());
+    source_crcs_[source].update(data, plan_->full_chunk());
 }
 
 void WriteState::checksum(std::size_t source, const CrcFragment& fragment) {
-    digests_[source].append(fragment, plan_->full_chunk());
+    source_crcs_[source].append(fragment, plan_->full_chunk());
 }
 
 std::uint64_t WriteState::fingerprint_of(const WritePlan::Piece& piece,

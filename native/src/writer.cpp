@@ -31,8 +31,11 @@ void digest(CapturedExtent& captured, unsigned worker) {
     for (const WritePlan::Piece& piece : job.plan().pieces(captured.extent())) {
         if (job.stopped()) return;
         if (!job.on_device(piece)) continue;
-        captured.digests.push_back(fragments(captured_bytes(captured, piece), piece.source_offset,
-                                             job.plan().chunk_bytes()));
+        DigestSweep sweep = job.sweep(piece);
+        captured.digests.push_back(fragments(
+            captured_bytes(captured, piece), piece.source_offset, job.plan().chunk_bytes(),
+            [&](std::span<const std::byte> fragment) { sweep.update(fragment); }));
+        sweep.finish();
         bytes += piece.length;
     }
     job.timeline().add(Stage::checksum, worker, begin, bytes);

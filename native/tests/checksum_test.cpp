@@ -40,6 +40,61 @@ TEST(combine_takes_huge_lengths) {
              zeros(std::uint64_t{1} << 40));
 }
 
+TEST(raw_is_linear) {
+    std::mt19937_64 random(5);
+    for (int round = 0; round < 100; ++round) {
+        const auto a = support::random_bytes(random, random() % 500);
+        auto both = support::random_bytes(random, a.size());
+        const auto b = crc32_raw(both);
+        for (std::size_t i = 0; i < a.size(); ++i) both[i] ^= a[i];
+        CHECK_EQ(crc32_raw(both), crc32_raw(a) ^ b);
+    }
+    CHECK_EQ(crc32_raw({}), 0U);
+    // The definition, bit by bit.
+    const auto data = support::random_bytes(random, 50);
+    std::uint32_t value = 0;
+    for (const std::byte byte : data) {
+        value ^= std::to_integer<std::uint32_t>(byte);
+        for (int bit = 0; bit < 8; ++bit) {
+            value = (value >> 1) ^ ((value & 1U) != 0 ? 0xEDB88320U : 0);
+        }
+    }
+    CHECK_EQ(crc32_raw(data), value);
+}
+
+TEST(shift_appends_zeros) {
+    std::mt19937_64 random(6);
+    for (int round = 0; round < 200; ++round) {
+        auto data = support::random_bytes(random, random() % 100);
+        const auto raw = crc32_raw(data);
+        const std::size_t zeros = random() % 3000;
+        data.resize(data.size() + zeros);
+        CHECK_EQ(Crc32Shift(zeros).shift(raw), crc32_raw(data));
+    }
+    CHECK_EQ(Crc32Shift(0).shift(0x12345678), 0x12345678U);
+}
+
+TEST(shift_takes_huge_lengths) {
+    std::mt19937_64 random(7);
+    constexpr std::uint64_t kMost = std::uint64_t{1} << 62;
+    for (int round = 0; round < 200; ++round) {
+        const std::uint64_t length = round == 0 ? kMost : random() % kMost;
+        const auto raw = static_cast<std::uint32_t>(random());
+        const std::uint64_t first = random() % (length + 1);
+        CHECK_EQ(Crc32Shift(length - first).shift(Crc32Shift(first).shift(raw)),
+                 Crc32Shift(length).shift(raw));
+        // By squaring: 2^k bytes are twice 2^(k-1).
+        std::uint32_t expected = raw;
+        for (unsigned k = 0; k < 63; ++k) {
+            if (((length >> k) & 1U) == 0) continue;
+            const std::uint64_t half = (std::uint64_t{1} << k) / 2;
+            expected = k == 0 ? Crc32Shift(1).shift(expected)
+                              : Crc32Shift(half).shift(Crc32Shift(half).shift(expected));
+        }
+        CHECK_EQ(Crc32Shift(length).shift(raw), expected);
+    }
+}
+
 TEST(chunked_equals_direct) {
     std::mt19937_64 random(3);
     for (int round = 0; round < 200; ++round) {
@@ -74,6 +129,7 @@ TEST(fragments_equal_direct) {
         ChunkedCrc32 direct(chunk, direct_chunks);
         ChunkedCrc32 digest(chunk, chunks);
         const Crc32Shift shift(chunk);
+        support::Bytes seen;
         direct.update(all, shift);
         for (std::size_t at = 0; at < data.size();) {
             const std::size_t take = std::min<std::size_t>(1 + (random() % 900), data.size() - at);
@@ -81,14 +137,21 @@ TEST(fragments_equal_direct) {
             if (random() % 3 == 0)
                 digest.update(all.subspan(at, take), shift);
             else
-                for (const auto& fragment : fragments(all.subspan(at, take), at, chunk)) {
+                for (const auto& fragment : fragments(
+                         all.subspan(at, take), at, chunk,
+                         [&](auto part) { seen.insert(seen.end(), part.begin(), part.end()); })) {
                     digest.append(fragment, shift);
                 }
+            if (seen.size() < at + take) {
+                seen.insert(seen.end(), data.begin() + static_cast<std::ptrdiff_t>(at),
+                            data.begin() + static_cast<std::ptrdiff_t>(at + take));
+            }
             at += take;
             CHECK_EQ(digest.length(), at);
             CHECK_EQ(digest.value(), crc32(0, all.first(at)));
         }
         CHECK(chunks == direct_chunks);
+        CHECK(seen == data);
     }
     CHECK(fragments({}, 5, 7).empty());
 }

@@ -25,6 +25,7 @@ void check_written(WriteJob& job, const WriteCase& written, const std::string& p
     CHECK(job.captured() && job.written());
     const auto crcs = job.source_crcs();
     std::vector<std::uint32_t> chunks;
+    CHECK(job.digests() == written.digests);
     for (std::size_t i = 0; i < crcs.size(); ++i) {
         CHECK_EQ(crcs[i], crc32(0, written.sources[i]));
         const std::span<const std::byte> all(written.sources[i]);
@@ -145,7 +146,7 @@ TEST(torn_sources_are_named) {
             {support::random_bytes(random, 500000), support::random_bytes(random, 400000),
              support::random_bytes(random, 300000)},
             {0, 0, 0}, kBlock, 4096, random);
-        fault::arm("write", "delay", 100, 1, 1);
+        fault::arm("write", "delay", 400, 1, 1);
         auto buffers = written.buffers();
         buffers.witness = {1, 1, 0};
         const auto job = executor->submit_write(dir / "f", written.plan, buffers);

@@ -29,6 +29,14 @@ struct WriteArrays {
     U64 patch_offset{4};
     I32 patch_source{0};
     std::vector<std::uint8_t> eager{1, 0};
+    I32 runs_source{0, 0, 1};
+    U64 runs_offset{0, 64, 0};
+    U64 runs_length{128, 64, 8};
+    U64 runs_each{64, 32, 8};
+    U64 runs_after{500, 100, 0};
+    U64 runs_step{500, 50, 8};
+    std::vector<std::uint32_t> runs_digest{0, 1, 1};
+    std::uint64_t digests = 2;
 
     WritePlan make() const {
         return WritePlan({.source_nbytes = source_nbytes,
@@ -44,7 +52,15 @@ struct WriteArrays {
                           .patch_extent = patch_extent,
                           .patch_offset = patch_offset,
                           .patch_source = patch_source,
-                          .eager = eager});
+                          .eager = eager,
+                          .runs_source = runs_source,
+                          .runs = {.digests = digests,
+                                   .offset = runs_offset,
+                                   .length = runs_length,
+                                   .run_length = runs_each,
+                                   .after = runs_after,
+                                   .step = runs_step,
+                                   .digest = runs_digest}});
     }
 };
 
@@ -52,11 +68,14 @@ struct ReadArrays {
     U64 dest_nbytes{100};
     U64 extent_offset{5, 60};
     U64 extent_length{50, 50};
+    U64 extent_span{0, 1, 3};
+    U64 span_offset{0, 0, 40};
+    U64 span_length{50, 30, 10};
     U64 extent_piece{0, 1, 2};
     I32 piece_dest{0, 0};
     U64 piece_dest_offset{0, 50};
     U64 piece_extent_offset{0, 0};
-    U64 piece_length{50, 50};
+    U64 piece_length{50, 30};
     U64 extent_check{0, 1, 1};
     U64 check_offset{10};
     U64 check_length{40};
@@ -67,6 +86,9 @@ struct ReadArrays {
         return ReadPlan({.dest_nbytes = dest_nbytes,
                          .extent_offset = extent_offset,
                          .extent_length = extent_length,
+                         .extent_span = extent_span,
+                         .span_offset = span_offset,
+                         .span_length = span_length,
                          .extent_piece = extent_piece,
                          .piece_dest = piece_dest,
                          .piece_dest_offset = piece_dest_offset,
@@ -101,6 +123,10 @@ TEST(takes_a_good_write_plan) {
     CHECK_EQ(plan.first_chunk(2), 6U);
     CHECK_EQ(plan.patches(plan.extents()[0]).size(), 0U);
     CHECK_EQ(plan.patches(plan.extents()[1]).size(), 1U);
+    CHECK_EQ(plan.digests(), 2U);
+    CHECK_EQ(plan.digest_runs(0).size(), 2U);
+    CHECK_EQ(plan.digest_runs(1).size(), 1U);
+    CHECK_EQ(plan.digest_runs(0)[1].after, 100U);
 }
 
 TEST(takes_an_empty_write_plan) {
@@ -142,11 +168,33 @@ TEST(refuses_bad_write_plans) {
     refuses<A>([](A& a) { a.patch_extent[0] = 0, a.patch_source[0] = 1; });  // before its source
     refuses<A>([](A& a) { a.eager = {0, 1}; });                              // eager after lazy
     refuses<A>([](A& a) { a.patch_source.clear(); });
+    refuses<A>([](A& a) { a.runs_source.pop_back(); });
+    refuses<A>([](A& a) { a.runs_source[2] = 2; });
+    refuses<A>([](A& a) { a.runs_source[0] = -1; });
+    refuses<A>([](A& a) { a.runs_source = {1, 0, 0}; });
+    refuses<A>([](A& a) { a.runs_offset[2] = 1; });   // outside its source
+    refuses<A>([](A& a) { a.runs_offset[0] = 65; });  // not in order
+    refuses<A>([](A& a) { a.runs_each[0] = 0; });
+    refuses<A>([](A& a) { a.runs_digest[0] = 2; });
+    refuses<A>([](A& a) { a.digests = 4; });
+    refuses<A>([](A& a) { a.runs_step.clear(); });
 }
 
 TEST(refuses_bad_read_plans) {
     using A = ReadArrays;
-    CHECK_EQ(ReadArrays{}.make().bytes(), 100U);
+    refuses<A>([](A& a) { a.extent_span = {0, 1}; });
+    refuses<A>([](A& a) { a.extent_span = {0, 0, 3}; });
+    refuses<A>([](A& a) { a.extent_span = {0, 2, 3}; });
+    refuses<A>([](A& a) { a.span_length.pop_back(); });
+    refuses<A>([](A& a) { a.span_offset[0] = 1; });   // does not begin with its extent
+    refuses<A>([](A& a) { a.span_length[0] = 49; });  // does not end with it
+    refuses<A>([](A& a) { a.span_offset[2] = 30; });  // leaves nothing out
+    refuses<A>([](A& a) { a.span_offset[2] = 41; });
+    refuses<A>([](A& a) { a.span_length[1] = 0; });
+    refuses<A>([](A& a) { a.span_length[1] = kHuge; });
+    refuses<A>([](A& a) { a.piece_length[1] = 31; });  // reaches into a gap
+    refuses<A>([](A& a) { a.piece_extent_offset[1] = 35; });
+    CHECK_EQ(ReadArrays{}.make().bytes(), 90U);
     refuses<A>([](A& a) { a.extent_offset[1] = 4; });
     refuses<A>([](A& a) { a.extent_offset[1] = kHuge; });
     refuses<A>([](A& a) { a.extent_length[0] = 0; });
@@ -155,7 +203,7 @@ TEST(refuses_bad_read_plans) {
     refuses<A>([](A& a) { a.extent_piece = {0, 3, 2}; });
     refuses<A>([](A& a) { a.piece_dest[0] = 1; });
     refuses<A>([](A& a) { a.piece_dest[0] = -1; });
-    refuses<A>([](A& a) { a.piece_dest_offset[1] = 51; });
+    refuses<A>([](A& a) { a.piece_dest_offset[1] = 71; });
     refuses<A>([](A& a) { a.piece_extent_offset[1] = kHuge; });
     refuses<A>([](A& a) { a.piece_length[1] = kHuge; });
     refuses<A>([](A& a) { a.extent_check = {0, 0, 2}; });

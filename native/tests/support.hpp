@@ -121,6 +121,75 @@ class Aligned {
     std::size_t shift_;
 };
 
+/// Stretches of runs anywhere in sources, each of a digest of its own, and their columns.
+struct RandomRuns {
+    std::vector<datastates::DigestRuns> runs;
+    std::vector<std::int32_t> source;
+    std::vector<std::uint64_t> offset, length, run_length, after, step;
+    std::vector<std::uint32_t> digest;
+
+    /// `count` of them in a source that is not empty; digests are numbered from `first` on.
+    static RandomRuns make(std::mt19937_64& random, std::uint64_t nbytes, std::size_t count,
+                           std::size_t first);
+    void add(std::int32_t to, const RandomRuns& other);
+    datastates::DigestRunsArrays arrays() const {
+        return {.digests = runs.size(),
+                .offset = offset,
+                .length = length,
+                .run_length = run_length,
+                .after = after,
+                .step = step,
+                .digest = digest};
+    }
+};
+
+inline RandomRuns RandomRuns::make(std::mt19937_64& random, std::uint64_t nbytes, std::size_t count,
+                                   std::size_t first) {
+    RandomRuns made;
+    for (std::size_t i = 0; i < count; ++i) {
+        const std::uint64_t each = 1 + (random() % std::min<std::uint64_t>(nbytes, 5000));
+        const std::uint64_t offset = random() % (nbytes - each + 1);
+        const std::uint64_t number = 1 + (random() % ((nbytes - offset) / each));
+        const std::uint64_t step = each + (random() % 1000);
+        made.runs.push_back({.offset = offset,
+                             .length = each * number,
+                             .run_length = each,
+                             .after = ((number - 1) * step) + (random() % 5000),
+                             .step = step,
+                             .digest = static_cast<std::uint32_t>(first + i)});
+    }
+    std::ranges::sort(made.runs, {}, &datastates::DigestRuns::offset);
+    return made;
+}
+
+inline void RandomRuns::add(std::int32_t to, const RandomRuns& other) {
+    for (const datastates::DigestRuns& run : other.runs) {
+        runs.push_back(run);
+        source.push_back(to);
+        offset.push_back(run.offset);
+        length.push_back(run.length);
+        run_length.push_back(run.run_length);
+        after.push_back(run.after);
+        step.push_back(run.step);
+        digest.push_back(run.digest);
+    }
+}
+
+/// What the runs of one digest contribute, by definition.
+inline std::uint32_t digest_of(std::span<const datastates::DigestRuns> runs, std::size_t digest,
+                               std::span<const std::byte> data) {
+    std::uint32_t value = 0;
+    for (const datastates::DigestRuns& run : runs) {
+        if (run.digest != digest) continue;
+        for (std::uint64_t k = 0; k < run.length / run.run_length; ++k) {
+            const auto raw = datastates::crc32_raw(
+                data.subspan(run.offset + (k * run.run_length), run.run_length));
+            value ^= datastates::Crc32Shift(run.after - (k * run.step)).shift(raw);
+        }
+    }
+    return value;
+}
+
 /// Sources laid out one after the other with literal bytes between, eager ones first, each followed
 /// by a literal place for its CRC.
 struct WriteCase {
@@ -129,6 +198,7 @@ struct WriteCase {
     Bytes literal;
     std::vector<std::size_t> order;
     std::vector<std::uint64_t> source_at;  // file offset of each source
+    std::vector<std::uint32_t> digests;    // what the plan's runs must come to
     Bytes expected;
     std::shared_ptr<datastates::WritePlan> plan;
 
@@ -208,6 +278,15 @@ inline WriteCase WriteCase::make(std::vector<Bytes> sources, std::vector<std::ui
     }
     if (random() % 2 == 0) place_literal(random() % 5000);
     if (!extent_offset.empty()) extent_piece.push_back(piece_source.size());
+    RandomRuns runs;
+    for (std::size_t i = 0; i < n; ++i) {
+        if (nbytes[i] == 0) continue;
+        const auto some = RandomRuns::make(random, nbytes[i], random() % 4, made.digests.size());
+        for (std::size_t k = 0; k < some.runs.size(); ++k) {
+            made.digests.push_back(digest_of(some.runs, made.digests.size(), made.sources[i]));
+        }
+        runs.add(static_cast<std::int32_t>(i), some);
+    }
     made.plan = std::make_shared<datastates::WritePlan>(
         datastates::WritePlanArrays{.source_nbytes = nbytes,
                                     .chunk_bytes = chunk_bytes,
@@ -222,7 +301,9 @@ inline WriteCase WriteCase::make(std::vector<Bytes> sources, std::vector<std::ui
                                     .patch_extent = patch_extent,
                                     .patch_offset = patch_offset,
                                     .patch_source = patch_source,
-                                    .eager = made.eager});
+                                    .eager = made.eager,
+                                    .runs_source = runs.source,
+                                    .runs = runs.arrays()});
     return made;
 }
 
@@ -282,6 +363,9 @@ inline ReadCase ReadCase::make(const WriteCase& written, std::uint64_t extent_by
         datastates::ReadPlanArrays{.dest_nbytes = made.nbytes,
                                    .extent_offset = extent_offset,
                                    .extent_length = extent_length,
+                                   .extent_span = index,
+                                   .span_offset = zero,
+                                   .span_length = extent_length,
                                    .extent_piece = index,
                                    .piece_dest = dest,
                                    .piece_dest_offset = dest_offset,

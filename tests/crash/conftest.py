@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import datastates as ds
-from datastates import _native, faults, manifest
-from datastates.restoring import open_checkpoint
+from datastates import _native, directories, faults
+from datastates.opened import open_checkpoint
 from datastates.verifying import verify_container
 
 SCRIPT_SECONDS = 30
@@ -103,9 +103,9 @@ def audit(training: ModuleType) -> Callable[[Path], list[int]]:
     """Check all that a crash may leave in a directory of the training loop's checkpoints; gives the committed steps."""
 
     def check(root: Path) -> list[int]:
-        committed = manifest.committed(root)
-        checkpoints = {*committed.values(), *manifest.superseded(root)}
-        assert set(manifest.debris(root)) == set(root.iterdir()) - checkpoints
+        committed = directories.committed(root)
+        checkpoints = {*committed.values(), *directories.superseded(root)}
+        assert set(directories.debris(root)) == set(root.iterdir()) - checkpoints
         for step, path in committed.items():
             opened, containers = open_checkpoint(path)
             assert opened.step == step
@@ -122,12 +122,12 @@ def resume(training: ModuleType, audit: Callable[[Path], list[int]]) -> Callable
     """Be the next run in a directory: it cleans up, loses no checkpoint, restores the newest and saves one more."""
 
     def next_run(root: Path) -> None:
-        before = manifest.committed(root)
+        before = directories.committed(root)
         state = training.state_of(0)
         providers = training.providers_of(state)
         with ds.Checkpointer(root, **training.OPTIONS) as ckpt:
-            assert manifest.debris(root) == []
-            assert manifest.committed(root) == before
+            assert directories.debris(root) == []
+            assert directories.committed(root) == before
             restored = ckpt.restore(providers)
             assert restored == (max(before) if before else None)
             assert training.differences(state, restored or 0) == []
@@ -136,6 +136,6 @@ def resume(training: ModuleType, audit: Callable[[Path], list[int]]) -> Callable
                 training.update(state, step)
             ckpt.snapshot(providers, step=step)
         assert audit(root)[-1] == step
-        assert manifest.debris(root) == []
+        assert directories.debris(root) == []
 
     return next_run

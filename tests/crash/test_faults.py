@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 import datastates as ds
-from datastates import _native, faults, manifest
+from datastates import _native, directories, durable, faults, manifest
 from datastates.errors import StorageError
 from datastates.faults import Fault
+from datastates.opened import open_checkpoint
 from datastates.protocol import StateProvider
 from datastates.providers import HostTensorProvider
-from datastates.restoring import open_checkpoint
 from datastates.verifying import verify_container
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
@@ -81,8 +81,8 @@ def disarm() -> None:
 
 def assert_holds(root: Path, step: int) -> None:
     """The newest checkpoint is that of ``step``, whole and right."""
-    assert manifest.find(root) == manifest.committed(root)[step]
-    _, containers = open_checkpoint(manifest.find(root))
+    assert directories.find(root) == directories.committed(root)[step]
+    _, containers = open_checkpoint(directories.find(root))
     assert [p for c in containers for p in verify_container(c, lambda _: None)] == []
     loaded = ds.load(root)["model"]
     assert all(np.array_equal(loaded[key], array) for key, array in state_of(step).items())
@@ -117,7 +117,7 @@ def fail_one_of_three(
         ckpt.snapshot(providers_of(state), step=3).wait_committed()
         assert_holds(root, 3)
         assert 2 not in ckpt.steps()
-    assert manifest.debris(root) == []
+    assert directories.debris(root) == []
     return caught.value
 
 
@@ -144,8 +144,8 @@ def test_a_failing_container_fails_its_snapshot_only(
 
 
 def test_every_step_of_the_commit_is_broken_here() -> None:
-    source = inspect.getsource(manifest.begin) + inspect.getsource(manifest.commit)
-    named = set(re.findall(r'_step\("(\w+)"', source)) | {"sync_directory"}
+    steps = (manifest.begin, manifest.commit, manifest._rename, durable.write_file, durable.sync_directory)
+    named = set(re.findall(r'\bstep\("(\w+)"', "".join(map(inspect.getsource, steps))))
     assert named == {operation for _, operation, _ in COMMIT_STEPS}
 
 
@@ -231,7 +231,7 @@ def test_a_failing_deletion_is_logged_and_made_up_for(
             ckpt.snapshot(providers_of(state), step=3).wait_committed()
     assert any(operation in record.getMessage() for record in caplog.records)
     assert ckpt.failures == 0
-    assert list(manifest.committed(tmp_path)) == [3]
+    assert list(directories.committed(tmp_path)) == [3]
     ds.Checkpointer(tmp_path, **OPTIONS).close()
     assert entries(tmp_path) == ["step-00000003"]
 
@@ -336,7 +336,7 @@ FULL = """
 import os, subprocess, sys
 import numpy as np
 import datastates as ds
-from datastates import manifest
+from datastates import directories
 from datastates.errors import StorageError
 from datastates.providers import HostTensorProvider
 root, backend = sys.argv[1:]
@@ -352,7 +352,7 @@ with ds.Checkpointer(root, host_cache="2MiB", block="1MiB", io_backend=backend) 
         print(error.errno, error.operation, error.filename)
     print(os.listdir(root))
     ckpt.restore(providers)
-    manifest.remove(manifest.committed(ckpt.directory)[1])
+    directories.remove(directories.committed(ckpt.directory)[1])
     ckpt.snapshot(providers, step=3).wait_committed()
     print(os.listdir(root))
     assert np.array_equal(ds.load(root)["model"]["a"], np.arange(500_000))

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import datastates as ds
-from datastates import manifest
+from datastates import directories
 
 PRELUDE = """
 import os, signal, sys, time
 import numpy as np
 import datastates as ds
-from datastates import _native, manifest
+from datastates import _native, directories
 from datastates.errors import SnapshotAbandonedError
 from datastates.providers import HostTensorProvider
 
@@ -73,8 +73,8 @@ with ds.Checkpointer(root, io_backend={backend!r}, **OPTIONS) as ckpt:
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(manifest.committed(tmp_path)) == [1, 2, *STEPS_OF_THE_CHILD.get(work, [])]
-    assert manifest.debris(tmp_path) == []
+    assert list(directories.committed(tmp_path)) == [1, 2, *STEPS_OF_THE_CHILD.get(work, [])]
+    assert directories.debris(tmp_path) == []
 
 
 def test_a_multiprocessing_child_uses_the_inherited_checkpointer(tmp_path: Path, run: Callable[..., Any]) -> None:
@@ -94,7 +94,7 @@ with ds.Checkpointer(root, **OPTIONS) as ckpt:
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(manifest.committed(tmp_path)) == [1, 2, 10]
+    assert list(directories.committed(tmp_path)) == [1, 2, 10]
 
 
 IN_FLIGHT = f"""
@@ -131,8 +131,8 @@ ckpt.close()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(manifest.committed(tmp_path)) == [1, 2]
-    assert manifest.debris(tmp_path) == []
+    assert list(directories.committed(tmp_path)) == [1, 2]
+    assert directories.debris(tmp_path) == []
 
 
 @pytest.mark.parametrize("point", ["write", "sync"])
@@ -156,7 +156,7 @@ begun.wait_committed()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(manifest.committed(tmp_path)) == [1, 2]
+    assert list(directories.committed(tmp_path)) == [1, 2]
 
 
 def test_a_child_that_exits_at_once_does_not_disturb_the_snapshot_in_flight(
@@ -170,7 +170,7 @@ assert not begun.committed
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(manifest.committed(tmp_path)) == [1]
+    assert list(directories.committed(tmp_path)) == [1]
 
 
 def test_an_abandoned_snapshot_counts_as_no_failure_in_the_child(tmp_path: Path, run: Callable[..., Any]) -> None:
@@ -219,9 +219,9 @@ time.sleep(60)
 """
     parent = start("-c", script, tmp_path)
     assert parent.stdout.readline() == "forked\n"  # says the child, which has let go of what it inherited
-    assert manifest.debris(tmp_path) == []
+    assert directories.debris(tmp_path) == []
     parent.kill()
     parent.wait()
-    assert len(manifest.debris(tmp_path)) == 1
+    assert len(directories.debris(tmp_path)) == 1
     ds.Checkpointer(tmp_path).close()
     assert list(tmp_path.iterdir()) == []

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 import datastates as ds
-from datastates import _native, manifest
+from datastates import _native, directories, durable, manifest
 
 LOOP = Path(__file__).with_name("training_loop.py")
-OPERATIONS = sorted(set(re.findall(r'_step\("(\w+)"', inspect.getsource(manifest))))
+SOURCES = "".join(map(inspect.getsource, (directories, durable, manifest)))
+OPERATIONS = sorted(set(re.findall(r'\bstep\("(\w+)"', SOURCES)))
 PYTHON_POINTS = [f"manifest.{operation}=kill@{nth}" for operation in OPERATIONS for nth in (1, 3)]
 DIRECTORY_SYNCS = [f"manifest.sync_directory=kill@{nth}" for nth in (4, 5, 6, 7)]
 NATIVE_POINTS = [
@@ -86,7 +87,7 @@ def test_killed_in_the_first_snapshot_leaves_nothing_to_restore(
     ended = run(LOOP, tmp_path, 5, DATASTATES_FAULTS="manifest.rename=kill")
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert audit(tmp_path) == []
-    assert len(manifest.debris(tmp_path)) >= 1
+    assert len(directories.debris(tmp_path)) >= 1
     resume(tmp_path)
 
 

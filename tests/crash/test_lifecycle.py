@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import datastates as ds
-from datastates import _native, manifest
+from datastates import _native, directories
 from datastates.errors import (
     ClosedError,
     SnapshotRefusedError,
@@ -40,7 +40,7 @@ def providers(step: int) -> list[StateProvider]:
 
 
 def assert_holds(root: Path, *steps: int) -> None:
-    committed = manifest.committed(root)
+    committed = directories.committed(root)
     assert list(committed) == list(steps)
     for step, path in committed.items():
         assert np.array_equal(ds.load(path)["model"]["a"], array_of(step))
@@ -202,7 +202,7 @@ def test_sigterm_commits_what_is_in_flight_and_then_ends_the_process(tmp_path: P
     ended = run("-c", sigterm_script("handle_sigterm=True,"), tmp_path)
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr
     assert_holds(tmp_path, 1, 2)
-    assert manifest.debris(tmp_path) == []
+    assert directories.debris(tmp_path) == []
 
 
 def test_sigterm_from_outside_while_waiting_for_a_snapshot(tmp_path: Path, start: Callable[..., Any]) -> None:
@@ -233,7 +233,7 @@ def test_sigterm_calls_the_handler_that_was_there(tmp_path: Path, run: Callable[
 def test_sigterm_is_left_alone_by_default(tmp_path: Path, run: Callable[..., Any]) -> None:
     ended = run("-c", sigterm_script(""), tmp_path)
     assert ended.returncode == -signal.SIGTERM, ended.stderr
-    assert list(manifest.committed(tmp_path)) == []
+    assert list(directories.committed(tmp_path)) == []
 
 
 def test_close_gives_the_signal_back(tmp_path: Path) -> None:
@@ -486,7 +486,7 @@ def test_a_step_saved_twice_at_once_is_superseded_by_the_later_one(tmp_path: Pat
         ckpt.wait()
         assert ckpt.failures == 0
     assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(2))
-    assert manifest.debris(tmp_path) == []
+    assert directories.debris(tmp_path) == []
 
 
 # --- two processes, one directory
@@ -499,7 +499,7 @@ def test_a_second_checkpointer_leaves_what_a_living_one_writes(tmp_path: Path, r
         snapshot.wait_captured()
         partial = [e for e in tmp_path.iterdir() if ".partial-" in e.name]
         assert len(partial) == 1
-        assert manifest.debris(tmp_path) == []
+        assert directories.debris(tmp_path) == []
         ended = run("-c", f"{PRELUDE}\nds.Checkpointer(root, **OPTIONS).close()", tmp_path)
         assert (ended.returncode, ended.stderr) == (0, "")
         assert partial[0].exists() or snapshot.committed
@@ -523,7 +523,7 @@ with ds.Checkpointer(root, **OPTIONS) as ckpt:
         other.join()
     assert ended[0].returncode == 0, ended[0].stderr
     assert_holds(tmp_path, *range(10), *range(100, 110))
-    assert manifest.debris(tmp_path) == []
+    assert directories.debris(tmp_path) == []
 
 
 def test_files_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
@@ -543,7 +543,7 @@ def test_every_step_committed_stays_committed_without_retention(tmp_path: Path) 
     with ds.Checkpointer(tmp_path, max_in_flight=4, **OPTIONS) as ckpt:
         for step in steps:
             ckpt.snapshot([HostTensorProvider("model", {"a": np.full(10, step)})], step=step)
-    assert list(manifest.committed(tmp_path)) == steps
+    assert list(directories.committed(tmp_path)) == steps
 
 
 def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
@@ -553,7 +553,7 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
     ds.snapshot(providers(1), root / "step-00000001", step=1, **OPTIONS).wait_committed()
     ds.snapshot(providers(1), root / "step-00000001.r1", step=1, **OPTIONS).wait_committed()
     shutil.copytree(root / "step-00000001", tmp_path / "spare")
-    real = manifest._entries
+    real = directories._entries
     listings = 0
 
     def entries(folder: Path) -> list[Path]:
@@ -563,8 +563,8 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
         shutil.copytree(tmp_path / "spare", root / f"step-{10 + listings:08d}")
         return found
 
-    monkeypatch.setattr(manifest, "_entries", entries)
-    assert manifest.superseded(root) == [root / "step-00000001"]
+    monkeypatch.setattr(directories, "_entries", entries)
+    assert directories.superseded(root) == [root / "step-00000001"]
     assert listings > 0
 
 
@@ -585,26 +585,26 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
         ckpt.snapshot(providers(100), step=100)
     assert (foreign / "model.safetensors").read_bytes() == b"theirs"
-    assert manifest.committed(tmp_path)[100].name == "step-00000100.r1"
+    assert directories.committed(tmp_path)[100].name == "step-00000100.r1"
 
 
 def test_the_gate_does_not_wait_for_a_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deleting, go_on = threading.Event(), threading.Event()
-    real = manifest.remove
+    real = directories.remove
 
     def slow(path: Path) -> None:
         deleting.set()
         assert go_on.wait(30)
         real(path)
 
-    monkeypatch.setattr(manifest, "remove", slow)
+    monkeypatch.setattr(directories, "remove", slow)
     with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
         for step in (1, 2):
             ckpt.snapshot(providers(step), step=step)
         assert deleting.wait(30)
         ckpt.gate()
         go_on.set()
-    assert list(manifest.committed(tmp_path)) == [2]
+    assert list(directories.committed(tmp_path)) == [2]
 
 
 def test_a_snapshot_that_finds_no_thread_fails_and_blocks_nothing(
@@ -642,4 +642,4 @@ except KeyboardInterrupt:
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "interrupted\n")
-    assert list(manifest.committed(tmp_path)) == [1]
+    assert list(directories.committed(tmp_path)) == [1]

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import datastates as ds
-from datastates import _native, faults, manifest
+from datastates import _native, directories, faults
 from datastates.errors import StorageError
+from datastates.opened import open_checkpoint
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
-from datastates.restoring import open_checkpoint
 from datastates.verifying import verify_container
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
@@ -140,7 +140,7 @@ def test_hundreds_of_random_snapshots_leave_nothing_behind(backend: str, tmp_pat
     assert grown < 64 << 20
     assert 1 <= failures <= 12
     assert (threading.active_count(), native_threads(), descriptors()) == before
-    committed = manifest.committed(tmp_path)
+    committed = directories.committed(tmp_path)
     assert list(committed)[-1] == STEPS
     assert len(committed) >= 5
     assert sorted(tmp_path.iterdir()) == sorted(committed.values())
@@ -178,7 +178,7 @@ def test_checkpointers_opened_and_closed_leave_nothing_behind(backend: str, tmp_
         once(step)
     assert resident() - warm < 64 << 20
     assert (threading.active_count(), native_threads(), descriptors()) == before
-    assert list(manifest.committed(tmp_path)) == [58, 59]
+    assert list(directories.committed(tmp_path)) == [58, 59]
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["committed", "failed"])

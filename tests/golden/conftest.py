@@ -20,3 +20,9 @@ def made() -> SimpleNamespace:
 @pytest.fixture(scope="session")
 def golden() -> dict[str, Path]:
     return {name: HERE / name for name in ("container.pt", "manifest.json")}
+
+
+@pytest.fixture(scope="session")
+def several() -> Path:
+    """A checkpoint of two ranks."""
+    return HERE / "several"

@@ -5,6 +5,7 @@ Only a change of the format may change their bytes.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from datastates import container, dtypes, frames, manifest, pickling, planner
+from datastates import catalog, container, digests, dtypes, frames, manifest, pickling, planner
+from datastates.claims import claims_of, whole_claims
 from datastates.container import ProviderState
 from datastates.index import Index
 from datastates.pickling import ArrayLeaf, StoredArray
 from datastates.plan import CHUNK
-from datastates.shard_table import ShardTable
+from datastates.protocol import Shard
+from datastates.shard_table import ShardTable, table_of
 
 HERE = Path(__file__).parent
 CONTAINER, MANIFEST = "container.pt", "manifest.json"
@@ -36,6 +39,7 @@ RECORDS: dict[str, bytes] = {
     "cupy": np.array([1, 2, 3], "<u2").tobytes(),
     "box": np.arange(4, dtype="<f4").tobytes(),
     "flat": np.arange(5, dtype="<f2").tobytes(),
+    "columns": np.arange(48, dtype="<f4").tobytes(),
     "strings": np.arange(10, 16, dtype="<i4").tobytes(),
     **{f"dtype {d.name}": PATTERN[: 2 * d.itemsize] for d in DENSE},
 }
@@ -59,6 +63,7 @@ ROWS: list[Row] = [
     (1, "lone \ud800", 1, "int32", "strings", 16, (2,), (1,), None),
     (1, "box", 0, "float32", "box", 0, (2, 2), (2, 1), ((4, 6), (2, 4))),
     (1, "flat", 0, "float16", "flat", 0, (5,), (1,), ((3, 7), (9, 14))),
+    (1, "columns", 0, "float32", "columns", 0, (3, 16), (16, 1), ((3, 20), (0, 4))),
     *[(2, d.name, 0, d.name, f"dtype {d.name}", 0, (2,), (1,), None) for d in DENSE],
 ]
 PROVIDERS = ("model", "other/provider", "dtypes")
@@ -96,15 +101,13 @@ def build() -> dict[str, bytes]:
         record_nbytes=sizes[plan.order],
         record_crc=crc,
         chunk_crc=crc[sizes[plan.order] > 0],  # each has one chunk, or none
-        shards=_table(order),
+        shards=_digested(_table(order), [RECORDS[n] for n in order]),
         objects=objects,
         pickle_offset=begin,
         pickle_nbytes=len(pickle),
         pickle_crc=container.crc32(pickle),
     )
-    tail, index_crc = container.encode_tail(index, pickle)
-    framing = frames.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, crc)
-    data = _interleave(framing, index, order) + tail
+    data, index_crc = _file(index, pickle, [RECORDS[n] for n in order])
     entry = manifest.ContainerEntry(file=CONTAINER, rank=0, nbytes=len(data), index_crc32=index_crc)
     made = manifest.Manifest(
         step=120, attempt="9f86d081", created="2026-01-31T12:00:00+00:00", world_size=1, containers=(entry,)
@@ -112,12 +115,122 @@ def build() -> dict[str, bytes]:
     return {CONTAINER: data, MANIFEST: manifest.encode(made)}
 
 
-def _interleave(framing: bytes, index: Index, order: list[str]) -> bytes:
+def _digested(table: ShardTable, records: list[bytes]) -> ShardTable:
+    sizes = np.array([len(r) for r in records], np.uint64)
+    plan = digests.plan_digests(table, sizes, np.arange(len(records)), np.zeros(len(records), np.int64))
+    folded = []
+    for i in plan.folded.tolist():
+        row = table.row(i)
+        part = digests.Contribution(digests.places_of(table), i)
+        part.update(records[row.record][row.offset :][: row.dtype.itemsize * math.prod(row.shape)])
+        folded.append(part.value())
+    crc = np.array([container.crc32(r) for r in records], np.uint32)
+    return plan.filled(crc, np.array(folded, np.uint32), table)
+
+
+def _file(index: Index, pickle: bytes, records: list[bytes]) -> tuple[bytes, int]:
+    """A container, and the CRC-32 of its index."""
+    framing = frames.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, index.record_crc)
+    tail, index_crc = container.encode_tail(index, pickle)
     parts, at, end = [], 0, 0
-    for name, offset in zip(order, index.data_offset.tolist(), strict=True):
-        parts += [framing[at : at + offset - end], RECORDS[name]]
-        at, end = at + offset - end, offset + len(RECORDS[name])
-    return b"".join([*parts, framing[at:]])
+    for record, offset in zip(records, index.data_offset.tolist(), strict=True):
+        parts += [framing[at : at + offset - end], record]
+        at, end = at + offset - end, offset + len(record)
+    return b"".join([*parts, framing[at:], tail]), index_crc
+
+
+# --- a checkpoint of two ranks
+
+SEVERAL = "several"
+WHOLE: dict[str, np.ndarray[Any, Any]] = {
+    "w": np.arange(24, dtype="<f4").reshape(4, 6),
+    "cut": np.arange(10, dtype="<f2"),
+    "alike": np.array([7, -7, 2**40], dtype="<i8"),
+    "none": np.zeros((0, 4), "<f4"),
+}
+"""The logical tensors."""
+PARTS: tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]], ...] = (
+    {
+        "w": ("box", (0, 0), (3, 6)),
+        "cut": ("flat", (0, 4), (4,)),
+        "alike": ("flat", (0, 0), (0,)),  # a replica that does not write it
+        "none": ("box", (0, 0), (0, 4)),
+    },
+    {
+        "w": ("box", (3, 0), (1, 6)),
+        "cut": ("flat", (4, 10), (6,)),
+        "alike": ("box", (0,), (3,)),
+        "none": ("flat", (0, 0), (0,)),
+    },
+)
+"""For each rank, what it holds of each: box or flat, where, and its shape."""
+
+
+def build_several() -> dict[str, bytes]:
+    """The files of a checkpoint of two ranks, by name."""
+    files: dict[str, bytes] = {}
+    claims, nbytes, crcs = [], [], []
+    for rank, held in enumerate(PARTS):
+        data, index, index_crc = _of_rank(rank, held)
+        files[manifest.container_name(rank)] = data
+        claims.append(whole_claims(claims_of(index.shards), index))
+        nbytes.append(len(data))
+        crcs.append(index_crc)
+    encoded, head_crc = catalog.encode_catalog(claims, np.array(nbytes, np.uint64), np.array(crcs, np.uint32))
+    files[catalog.FILE] = encoded
+    made = manifest.Manifest(
+        step=120,
+        attempt="9f86d081",
+        created="2026-01-31T12:00:00+00:00",
+        world_size=2,
+        containers=tuple(
+            manifest.ContainerEntry(file=manifest.container_name(r), rank=r, nbytes=n, index_crc32=c)
+            for r, (n, c) in enumerate(zip(nbytes, crcs, strict=True))
+        ),
+        catalog=manifest.CatalogEntry(file=catalog.FILE, nbytes=len(encoded), head_crc32=head_crc),
+    )
+    return {**files, MANIFEST: manifest.encode(made)}
+
+
+def _of_rank(rank: int, held: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]) -> tuple[bytes, Index, int]:
+    records, shards, stored = [], [], []
+    for i, (key, (kind, where, shape)) in enumerate(held.items()):
+        whole = WHOLE[key]
+        box = tuple(slice(b, b + n) for b, n in zip(where, shape, strict=False))
+        part = whole.reshape(-1)[where[0] : where[1]] if kind == "flat" else whole[box]
+        stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        dtype = whole.dtype.name
+        records.append(part.tobytes())
+        place: dict[str, Any] = {"offset": None, "flat": where} if kind == "flat" else {"offset": where, "flat": None}
+        shards.append(
+            Shard(key, dtype=dtype, kind="torch", shape=shape, stride=stride, global_shape=whole.shape, **place)
+        )
+        stored.append((key, StoredArray(str(i), dtype, 0, shape, stride, part.size)))
+    sizes = np.array([len(r) for r in records], np.uint64)
+    begins, ends, end = [], [], 0
+    for i, size in enumerate(sizes.tolist()):
+        ends.append(end)
+        begins.append(-(-(end + 30 + len(f"archive/data/{i}") + 24) // 64) * 64)
+        end = begins[-1] + size + 24
+    crc = np.array([container.crc32(r) for r in records], np.uint32)
+    begin = frames.pickle_place(end)
+    states = [ProviderState("m", None, tuple(stored)), ProviderState("loop", pickling.dumps({"rank": rank}))]
+    pickle, objects = container.encode_pickle(states, begin)
+    index = Index(
+        identity={**IDENTITY, "rank": rank, "world_size": 2},
+        header_offset=np.array(ends, np.uint64),
+        data_offset=np.array(begins, np.uint64),
+        record_nbytes=sizes,
+        record_crc=crc,
+        chunk_crc=crc[sizes > 0],
+        shards=_digested(table_of(["m", "loop"], [(0, s) for s in shards], list(range(len(shards)))), records),
+        objects=objects,
+        pickle_offset=begin,
+        pickle_nbytes=len(pickle),
+        pickle_crc=container.crc32(pickle),
+    )
+    data, index_crc = _file(index, pickle, records)
+    return data, index, index_crc
 
 
 def _table(order: list[str]) -> ShardTable:
@@ -142,6 +255,8 @@ def _table(order: list[str]) -> ShardTable:
         global_ndim=np.array([0 if p is None else len(p[0]) for p in parts], np.uint8),
         global_dims=flat([p[0] for p in parts if p is not None]),
         place=flat([p[1] for p in parts if p is not None]),
+        digest=np.zeros(len(ROWS), np.uint32),
+        digested=np.zeros(len(ROWS), np.uint8),
     )
 
 
@@ -174,3 +289,6 @@ def _states(order: list[str]) -> list[ProviderState]:
 if __name__ == "__main__":
     for file, content in build().items():
         (HERE / file).write_bytes(content)
+    (HERE / SEVERAL).mkdir(exist_ok=True)
+    for file, content in build_several().items():
+        (HERE / SEVERAL / file).write_bytes(content)

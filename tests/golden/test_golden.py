@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import zipfile
+import zlib
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ import datastates as ds
 from datastates import dtypes, manifest
 from datastates.index import encode_index
 from datastates.opened import open_checkpoint, open_container
-from datastates.verifying import verify_container
+from datastates.stored import Stored
+from datastates.verifying import verify_catalog, verify_container
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
@@ -64,6 +66,25 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("name", ["container.pt", "manifest.json"])
 def test_encoding_gives_the_golden_bytes(made: SimpleNamespace, golden: dict[str, Path], name: str) -> None:
     assert made.build()[name] == golden[name].read_bytes()
+
+
+def test_encoding_gives_the_golden_bytes_of_several_ranks(made: SimpleNamespace, several: Path) -> None:
+    assert made.build_several() == {file.name: file.read_bytes() for file in several.iterdir()}
+
+
+def test_golden_checkpoint_of_several_ranks_loads_and_verifies(made: SimpleNamespace, several: Path) -> None:
+    with ds.open(several) as checkpoint:
+        for key, whole in made.WHOLE.items():
+            assert content(checkpoint[f"m/{key}"]) == whole.tobytes()
+            assert checkpoint.digest(f"m/{key}") == f"{zlib.crc32(whole.tobytes()):08x}"
+    loaded = ds.load(several)
+    assert {key: content(array) for key, array in loaded["m"].items()} == {
+        key: whole.tobytes() for key, whole in made.WHOLE.items()
+    }
+    assert loaded["loop"] == {"rank": 0}
+    head, containers = Stored.open(several).head, open_checkpoint(several)[1]
+    assert [p for one in containers for p in verify_container(one, lambda _: None)] == []
+    assert list(verify_catalog(head, containers, lambda _: None)) == []
 
 
 def test_golden_container_holds_every_element_type(golden: dict[str, Path]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import pickletools
 import shutil
 import struct
@@ -33,7 +35,8 @@ def read_manifest(data: bytes) -> dict[str, Any]:
     assert data == (json.dumps(fields, indent=2) + "\n").encode("ascii")
     crc = fields.pop("crc32")
     assert crc == zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode("ascii"))
-    assert list(fields) == ["format", "step", "attempt", "created", "world_size", "containers"]
+    names = ["format", "step", "attempt", "created", "world_size", "containers"]
+    assert list(fields) == names + (["catalog"] if fields["world_size"] > 1 else [])
     assert fields["format"] == 1
     assert [c["rank"] for c in fields["containers"]] == list(range(fields["world_size"]))
     return fields
@@ -114,6 +117,68 @@ def read_arrays(data: bytes) -> dict[tuple[str, str], tuple[int, int, tuple[int,
         found[names[provider], key] = kind, dtype, shape, [records[record][p : p + size] for p in places]
     assert len(found) == len(text)
     return found
+
+
+def read_digests(data: bytes) -> dict[tuple[str, str], int | None]:
+    """For each array its contribution to the digest of its logical tensor, compared with the definition."""
+    index, _, _ = read_index(data)
+    shards = index["shards"]
+    arrays = read_arrays(data)
+    part, digest, digested = (numbers(shards[n], w) for n, w in (("part", 1), ("digest", 4), ("digested", 1)))
+    wholes = cut(numbers(shards["global_dims"], 8), numbers(shards["global_ndim"], 1))
+    places = cut(numbers(shards["place"], 8), [(0, len(g), 2)[p] for p, g in zip(part, wholes, strict=True)])
+    found: dict[tuple[str, str], int | None] = {}
+    for i, (key, (_, dtype, shape, elements)) in enumerate(arrays.items()):
+        assert digested[i] == 1 or (digested[i], digest[i]) == (0, 0)
+        found[key] = digest[i] if digested[i] else None
+        if not digested[i]:
+            continue
+        # the logical tensor with nothing but this part in it
+        whole, size = wholes[i] if part[i] else shape, ITEMSIZE[dtype]
+        tensor = bytearray(size * math.prod(whole))
+        for number, at in enumerate(product(*map(range, shape))):
+            where = places[i][0] + number if part[i] == 2 else position(at, places[i] or (0,) * len(shape), whole)
+            tensor[where * size : (where + 1) * size] = elements[number]
+        assert digest[i] == zlib.crc32(tensor) ^ zlib.crc32(bytes(len(tensor)))
+    return found
+
+
+def position(at: tuple[int, ...], origin: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Where an element of a part is in the flattened logical tensor."""
+    found = 0
+    for n, begin, length in zip(at, origin, shape, strict=True):
+        found = found * length + begin + n
+    return found
+
+
+def read_catalog(data: bytes, entry: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The columns of a catalog; every checksum is compared."""
+    magic, ranks, tensors, rows, block = struct.unpack("<24s4Q", data[:56])
+    assert magic == b"datastates/catalog 01\n\0\0"
+    assert block == 4096
+    tables = (
+        ("<QI", ranks, ("nbytes", "index_crc")),
+        ("<QQIB", tensors, ("key", "first", "digest", "digested")),
+        ("<QQI", rows, ("begin", "reach", "rank")),
+    )
+    nbytes = sum(struct.calcsize(record) * n for record, n, _ in tables)
+    head = 56 + 4 * -(-nbytes // block)
+    assert len(data) == head + nbytes == entry["nbytes"]
+    assert zlib.crc32(data[:head]) == entry["head_crc32"]
+    body = data[head:]
+    assert list(numbers(data[56:head], 4)) == [zlib.crc32(body[a : a + block]) for a in range(0, nbytes, block)]
+    columns: dict[str, tuple[int, ...]] = {}
+    pieces = cut(body, [struct.calcsize(record) * n for record, n, _ in tables])
+    for (record, _, names), piece in zip(tables, pieces, strict=True):
+        columns |= dict(zip(names, zip(*struct.iter_unpack(record, piece), strict=True), strict=True))
+    assert list(columns["key"]) == sorted(set(columns["key"]))
+    assert columns["first"][0] == 0
+    columns["first"] += (rows,)  # where the last one's rows end
+    return columns
+
+
+def key_number(kind: bytes, full: str) -> int:
+    return int.from_bytes(hashlib.blake2b(kind + full.encode(), digest_size=8).digest(), "little")
 
 
 def values(dtype: int, elements: list[bytes]) -> list[Any]:
@@ -271,11 +336,59 @@ def test_end_of_the_file_is_as_specified(data: bytes) -> None:
     )
 
 
+def test_digests_are_those_of_the_definition(data: bytes) -> None:
+    found = read_digests(data)
+    # not in row-major order, or with gaps
+    assert {key for key, digest in found.items() if digest is None} == {("state", "transposed"), ("state", "column")}
+    elements = read_arrays(data)["state", "large"][3]
+    assert found["state", "large"] == zlib.crc32(b"".join(elements)) ^ zlib.crc32(bytes(800_000))
+    assert found["state", "empty"] == 0
+
+
+def test_golden_digests_are_those_of_the_definition(golden: dict[str, Path]) -> None:
+    found = read_digests(golden["container.pt"].read_bytes())
+    unknown = {key for _, key in (k for k, digest in found.items() if digest is None)}
+    assert unknown == {"transposed", "repeated", "box"}
+    assert found["other/provider", "columns"]
+    assert found["other/provider", "flat"]
+
+
 def test_golden_container_reads_too(golden: dict[str, Path]) -> None:
     found = read_arrays(golden["container.pt"].read_bytes())
     assert values(*found["model", "repeated"][1::2]) == [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
     assert values(*found["other/provider", "ключ"][1::2]) == [12, 13]
     assert {dtype for _, dtype, _, _ in found.values()} == set(range(27))
+
+
+def test_golden_catalog_says_who_holds_what(several: Path) -> None:
+    fields = read_manifest((several / "manifest.json").read_bytes())
+    entry = fields["catalog"]
+    columns = read_catalog((several / entry["file"]).read_bytes(), entry)
+    containers = [(several / c["file"]).read_bytes() for c in fields["containers"]]
+    assert [c["file"] for c in fields["containers"]] == ["rank-00000.pt", "rank-00001.pt"]
+    assert list(columns["nbytes"]) == [len(data) for data in containers]
+    assert list(columns["index_crc"]) == [read_index(data)[2] for data in containers]
+    found = {}
+    for key in ("m/w", "m/cut", "m/alike", "m/none"):
+        tensor = columns["key"].index(key_number(b"a", key))
+        rows = range(columns["first"][tensor], columns["first"][tensor + 1])
+        found[key] = [(columns["rank"][i], columns["begin"][i], columns["reach"][i]) for i in rows]
+        # the digests of the parts together are those of the catalog, and that of the tensor but for a constant
+        contributed = 0
+        for data in containers:
+            contributed ^= read_digests(data)["m", key[2:]] or 0
+        assert columns["digested"][tensor] == 1
+        assert columns["digest"][tensor] == contributed
+    assert found == {
+        "m/w": [(0, 0, 18), (1, 18, 24)],
+        "m/cut": [(0, 0, 4), (1, 4, 10)],
+        "m/alike": [(1, 0, 3)],
+        "m/none": [(0, 0, 0)],
+    }
+    loop = columns["key"].index(key_number(b"o", "loop"))
+    assert [columns["rank"][i] for i in range(columns["first"][loop], columns["first"][loop + 1])] == [0, 1]
+    assert columns["digested"][loop] == 0
+    assert len(columns["key"]) == 5
 
 
 @pytest.mark.parametrize("mmap", [False, True])

@@ -14,16 +14,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import datastates as ds
 from datastates import manifest, unpickling
 from datastates.errors import DatastatesError, FormatError
 from datastates.opened import open_checkpoint, open_container
-from datastates.providers import PickledObjectProvider, from_state_dict
+from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
 from datastates.verifying import verify_container
 
 SMALL = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_threads": 1}
+PARTS = [("w", (4, 6), torch.float32), ("cut", (10,), torch.float16), ("alike", (3,), torch.int64)]
+PARTS.append(("none", (0, 4), torch.float32))
 MEMORY = 1 << 30
 SECONDS = 3
 RUNS_CODE = {"os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "exec", "compile", "import"}
@@ -55,6 +58,15 @@ def attack(action: str, path: str, data: bytes, trust: Any) -> object:
         case "restore_state":
             ds.restore(path, [from_state_dict("m", {"w": torch.zeros(4)})], trust=trust, **SMALL)
             return None
+        case "restore_parts":
+            # a part of each tensor of the golden checkpoint of two ranks, so that its catalog is asked
+            ds.restore(path, [HostTensorProvider("m", {k: torch.zeros(n, dtype=t) for k, n, t in PARTS})], **SMALL)
+            return None
+        case "open_arrays":
+            with ds.open(path, **SMALL) as checkpoint:
+                if missing := [key for key, _, _ in PARTS if f"m/{key}" not in checkpoint]:
+                    raise DatastatesError(f"no {missing}")
+                return [(checkpoint[f"m/{key}"], checkpoint.digest(f"m/{key}")) for key, _, _ in PARTS]
         case "restore_built":
             ds.restore(path, [from_state_dict("m", lambda: {"a": 5})], trust=trust, **SMALL)
             return None
@@ -97,6 +109,7 @@ def perform(request: dict[str, Any]) -> dict[str, Any]:
 def serve() -> None:
     for name in ("utf-8-sig", "utf-16", "utf-32"):  # what is imported lazily is here before the audit begins
         codecs.lookup(name)
+    np.unique(np.zeros(1))
     for line in sys.stdin:
         request = json.loads(line)
         read_end, write_end = os.pipe()

@@ -16,9 +16,9 @@ Resigned = Callable[[Edit | bytes], Path]
 
 WIDTH = {"header_offset": 8, "data_offset": 8, "record_nbytes": 8, "record_crc": 4, "chunk_crc": 4, "key_nbytes": 4}
 WIDTH |= {"provider": 4, "kind": 1, "dtype": 1, "record": 4, "offset": 8, "part": 1, "ndim": 1, "dims": 8, "strides": 8}
-WIDTH |= {"global_ndim": 1, "global_dims": 8, "place": 8}
+WIDTH |= {"global_ndim": 1, "global_dims": 8, "place": 8, "digest": 4, "digested": 1}
 COLUMNS = ("provider", "kind", "dtype", "record", "offset", "part", "ndim", "dims", "strides")
-COLUMNS += ("global_ndim", "global_dims", "place")
+COLUMNS += ("global_ndim", "global_dims", "place", "digest", "digested")
 FIELDS = ("format", "identity", "chunk", "header_offset", "data_offset", "record_nbytes", "record_crc", "chunk_crc")
 FIELDS += ("providers", "key_nbytes", "keys", "shards", "objects", "pickle")
 LAST = 2**64 - 1
@@ -159,7 +159,7 @@ LIES: dict[str, Edit] = {
     "library 255": put("kind", 0, 255),
     "unknown element type": put("dtype", 0, 27),
     "element type 255": put("dtype", 0, 255),
-    "record out of range": put("record", 0, 35),
+    "record out of range": put("record", 0, 36),
     "record 2**32-1": put("record", 0, 2**32 - 1),
     "unknown part": put("part", 0, 3),
     "offset beyond its record": put("offset", 0, 4096),
@@ -193,6 +193,11 @@ LIES: dict[str, Edit] = {
     "flat range at 2**64-1": of_row("flat", place=(LAST - 5, LAST)),
     "flat range of another length": of_row("flat", place=(9, 15)),
     "flat range of a tensor that wraps around": of_row("flat", global_dims=(2**33, 2**33)),
+    "flat range of a tensor of 2**62 bytes": of_row("flat", global_dims=(2**31, 2**30)),
+    "box of a tensor of 2**62 bytes": of_row("box", global_dims=(2**30, 2**30)),
+    "digest that is known twice": put("digested", 0, 2),
+    "digest that is known 255 times": put("digested", 0, 255),
+    "digest that is not known": put("digested", 0, 0),
     # keys
     "the same key twice": same_keys,
     "keys shorter than their lengths": lambda f: f.update(keys=f["keys"][:-1]),
@@ -269,6 +274,28 @@ def test_lie_in_the_index_is_refused(resigned: Resigned, refused: Any, lie: str)
 
 def test_untouched_index_is_accepted(resigned: Resigned, attack: Any) -> None:
     assert attack("open_checkpoint", resigned(lambda fields: None)).error is None
+
+
+@pytest.mark.parametrize("key", ["weight", "tail", "flags", "empty", "columns", "flat"])
+def test_digest_that_lies_is_found_by_verification(resigned: Resigned, attack: Any, key: str) -> None:
+    def edit(fields: Fields) -> None:
+        number = row(key)(fields)
+        put("digest", number, read(fields, "digest")[number] ^ 1)(fields)
+
+    outcome = attack("verify", resigned(edit))
+    assert f"{key} " in outcome.message
+    assert "its digest contradicts its data" in outcome.message
+
+
+@pytest.mark.parametrize("key", ["transposed", "repeated", "box"])
+def test_digest_where_there_can_be_none_is_found_by_verification(resigned: Resigned, attack: Any, key: str) -> None:
+    outcome = attack("verify", resigned(of_row(key, digest=1, digested=1)))
+    assert f"{key} has a digest, which its places do not allow" in outcome.message
+
+
+def test_digest_may_be_left_out(resigned: Resigned, attack: Any) -> None:
+    # signed again, the file lacks its directory; of digests there is no complaint
+    assert attack("verify", resigned(of_row("weight", digest=0, digested=0))).message.startswith("file framing")
 
 
 @pytest.mark.parametrize("wrong", WRONG)

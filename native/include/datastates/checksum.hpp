@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -10,20 +11,28 @@ namespace datastates {
 /// CRC-32 as in ZIP and zlib, continued from `value` (0 at the start).
 std::uint32_t crc32(std::uint32_t value, std::span<const std::byte> data);
 
+/// The register of a CRC-32 that begins at 0 and is not inverted at the end. Unlike CRC-32 itself
+/// it is linear: that of the exclusive or of two stretches of one length is the exclusive or of
+/// theirs.
+std::uint32_t crc32_raw(std::span<const std::byte> data);
+
 /// The operator that appends `length` bytes; make it once for a length that is used often.
 class Crc32Shift {
   public:
-    /// O(log length).
+    /// Three multiplications, whatever the length.
     explicit Crc32Shift(std::uint64_t length);
+
+    /// `crc32_raw` of bytes whose own is `raw`, followed by this operator's length of zeros. O(1).
+    std::uint32_t shift(std::uint32_t raw) const;
 
     /// CRC-32 of A followed by B, where B has this operator's length. O(1).
     std::uint32_t combine(std::uint32_t first, std::uint32_t second) const;
 
   private:
-    std::uint32_t operator_;
+    std::uint32_t operator_;  // x^(8 * length)
 };
 
-/// CRC-32 of A followed by B out of theirs alone. O(log second_length).
+/// CRC-32 of A followed by B out of theirs alone.
 std::uint32_t crc32_combine(std::uint32_t first, std::uint32_t second, std::uint64_t second_length);
 
 /// The checksum of some consecutive bytes.
@@ -33,9 +42,11 @@ struct CrcFragment {
 };
 
 /// Checksums of `data`, which begins at `position` of its source, cut where the source's chunks of
-/// `chunk_bytes` begin: what `ChunkedCrc32::append` takes.
-std::vector<CrcFragment> fragments(std::span<const std::byte> data, std::uint64_t position,
-                                   std::uint64_t chunk_bytes);
+/// `chunk_bytes` begin: what `ChunkedCrc32::append` takes. `beside` is shown each stretch in turn,
+/// while it is in the processor's cache.
+std::vector<CrcFragment> fragments(
+    std::span<const std::byte> data, std::uint64_t position, std::uint64_t chunk_bytes,
+    const std::function<void(std::span<const std::byte>)>& beside = [](auto) {});
 
 /// One source's running checksums: its own and one for each `chunk_bytes` of it. Bytes come in
 /// order. Every byte is read once: the source's checksum is combined out of its chunks'.

@@ -9,7 +9,7 @@
 
 namespace datastates {
 
-/// Copies of one extent's pieces off a device, enqueued on one stream: small ones together by the
+/// Copies of one extent's pieces to the host, enqueued on one stream: small ones together by the
 /// gather kernel, larger ones each by the driver. Belongs to one thread.
 class CopyBatch {
   public:
@@ -18,9 +18,8 @@ class CopyBatch {
     CopyEngine& engine() const { return *engine_; }
     cuda::StreamHandle stream() const { return stream_; }
 
-    /// To host memory; `page_locked` says whether the kernel may be used for it.
+    /// `page_locked` says whether the kernel may be used for it.
     void to_host(std::byte* to, cuda::DevicePointer from, std::uint64_t nbytes, bool page_locked);
-    void on_device(cuda::DevicePointer to, cuda::DevicePointer from, std::uint64_t nbytes);
     /// Enqueues what the kernel is to do. Everything is on the stream when it returns.
     void flush();
 

@@ -110,15 +110,14 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
                  cuda::StreamHandle stream) const;
     void to_device(cuda::DevicePointer device, const std::byte* host, std::size_t bytes,
                    cuda::StreamHandle stream) const;
-    void on_device(cuda::DevicePointer to, cuda::DevicePointer from, std::size_t bytes,
-                   cuda::StreamHandle stream) const;
     /// Blocks until the stream is idle, or its device has failed.
     void drain(cuda::StreamHandle stream) const;
     /// Whether kernels reach page-locked host memory at the host's addresses.
     bool reaches_host() const { return reaches_host_; }
-    /// One kernel launch for all copies: from the device, to it or to page-locked host memory (if
-    /// `reaches_host`).
-    void gather(std::span<const gather::Range> ranges, cuda::StreamHandle stream);
+    /// One kernel launch of at most `max_blocks` for all copies: from the device, to it or to
+    /// page-locked host memory (if `reaches_host`). Returns the event behind it.
+    std::shared_ptr<Event> gather(std::span<const gather::Range> ranges, cuda::StreamHandle stream,
+                                  unsigned max_blocks);
     /// One kernel launch for all ranges.
     DeviceFingerprints fingerprint(std::span<const fingerprint::DeviceRange> ranges,
                                    cuda::StreamHandle stream);
@@ -139,8 +138,9 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
     void destroy_streams() const;
     const Kernels& kernels();
     KernelMemory borrow(std::size_t bytes);
-    void launch(const cuda::Kernel& kernel, unsigned blocks, unsigned threads,
-                std::span<void*> parameters, KernelMemory& memory, cuda::StreamHandle stream);
+    std::shared_ptr<Event> launch(const cuda::Kernel& kernel, unsigned blocks, unsigned threads,
+                                  std::span<void*> parameters, KernelMemory& memory,
+                                  cuda::StreamHandle stream);
 
     const int ordinal_;
     std::shared_ptr<cuda::PrimaryContext> context_;

@@ -5,15 +5,19 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <vector>
 
 #include "datastates/device_cache.hpp"
+#include "datastates/gather.hpp"
 #include "datastates/write_state.hpp"
 
 namespace datastates {
 
 /// Frees a training step from waiting for the bus: what a job has not begun to capture when its
 /// gate is reached is copied to spare device memory, which takes milliseconds, and captured from
-/// there afterwards. Thread-safe.
+/// there afterwards. The driver is asked for a few things for each slab, not for each extent:
+/// beside a training step's kernels every call takes a while. Thread-safe.
 class Evacuator {
   public:
     /// 256 MiB in extents of 8: few allocations, each given back soon.
@@ -27,19 +31,47 @@ class Evacuator {
     void evacuate(WriteState& job);
 
   private:
+    /// An extent that is ours to copy: settled when its copy was enqueued, else free again.
+    class Claim {
+      public:
+        /// Empty when nothing is left.
+        static std::optional<Claim> last(ExtentClaims& claims);
+        Claim(Claim&& other) noexcept;
+        Claim& operator=(Claim&&) = delete;
+        Claim(const Claim&) = delete;
+        Claim& operator=(const Claim&) = delete;
+        ~Claim();
+
+        std::size_t extent() const { return extent_; }
+        void settle(std::shared_ptr<DeviceImage> image);
+
+      private:
+        Claim(ExtentClaims& claims, std::size_t extent) : claims_(&claims), extent_(extent) {}
+
+        ExtentClaims* claims_;  // null: settled
+        std::size_t extent_;
+    };
+    struct Move {
+        Claim claim;
+        std::shared_ptr<DeviceImage> image;
+    };
     /// One device, during one evacuation.
     struct Place {
         std::shared_ptr<DevicePool> pool;
         std::uint64_t room = 0;
         std::shared_ptr<DeviceSlab> slab;  // the one that images are taken from
+        // What goes to the slab and was not enqueued yet.
+        std::vector<Move> moves{};
+        std::vector<gather::Range> ranges{};
     };
 
     bool evacuate_what_fits(WriteState& job);
     Place open(const WriteState& job, int device);
-    static std::shared_ptr<DeviceImage> image(const WriteState& job, std::uint64_t bytes,
+    static std::shared_ptr<DeviceImage> image(WriteState& job, int device, std::uint64_t bytes,
                                               Place& place);
-    static std::shared_ptr<DeviceImage> copy(const WriteState& job, std::size_t index, int device,
-                                             Place& place);
+    static void add(const WriteState& job, Claim claim, std::shared_ptr<DeviceImage> image,
+                    Place& place);
+    static void enqueue(WriteState& job, int device, Place& place);
 
     DeviceCache cache_;
     std::mutex mutex_;  // one at a time: they share the room

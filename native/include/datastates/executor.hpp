@@ -54,6 +54,8 @@ class WriteJob {
     /// Per source, and per chunk of all sources in order. Valid once written.
     std::vector<std::uint32_t> source_crcs() const;
     std::span<const std::uint32_t> chunk_crcs() const { return state_->chunk_crcs(); }
+    /// Of the plan's runs. Valid once written.
+    std::vector<std::uint32_t> digests() const { return state_->digests(); }
     /// Waits until written; appends `tail` to the last extent's bytes, cuts the file to its exact
     /// length, syncs and closes it.
     void finish(std::span<const std::byte> tail) { state_->finish(tail); }

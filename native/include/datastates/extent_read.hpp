@@ -14,9 +14,10 @@ namespace datastates {
 void verify_extent(ReadState& job, const ReadPlan::Extent& extent, const std::byte* data,
                    unsigned worker);
 
-/// Reads an extent that is in memory already, in steps that stay in the processor's cache, each
-/// verified right after. Returns the bytes read; throws like `verify_extent` and for failing reads.
-std::uint64_t read_cached_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
+/// Reads the spans of an extent through the page cache, in steps that stay in the processor's
+/// cache, each verified right after. Returns the bytes read; throws like `verify_extent` and for
+/// failing reads.
+std::uint64_t read_through_cache(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
                                  std::uint32_t track, unsigned worker);
 
 /// Copies the parts of an extent that go to host memory.

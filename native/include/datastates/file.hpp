@@ -55,6 +55,8 @@ class File {
     /// Whether the range can be had without the storage device, as far as the kernel tells. It only
     /// chooses between two ways to read, both right. Thread-safe.
     bool cached(std::uint64_t offset, std::uint64_t length) const;
+    /// Lets the kernel read the range into the page cache, if it cares to. Thread-safe.
+    void will_need(std::uint64_t offset, std::uint64_t length) const;
     /// Whether direct I/O is in use. Thread-safe.
     bool direct() const { return direct_.load(std::memory_order_relaxed); }
     /// What direct I/O asks of a memory address, and of an offset and a length.

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "datastates/checksum.hpp"
+#include "datastates/digest.hpp"
 
 namespace datastates {
 
@@ -25,6 +26,8 @@ struct WritePlanArrays {
     std::span<const std::uint64_t> patch_offset{};
     std::span<const std::int32_t> patch_source{};
     std::span<const std::uint8_t> eager{};
+    std::span<const std::int32_t> runs_source{};
+    DigestRunsArrays runs{};
 };
 
 /// What goes where in a container file: sources, cut into pieces, tiled into extents that go
@@ -67,6 +70,11 @@ class WritePlan {
     std::span<const Patch> patches(const Extent& extent) const;
     std::span<const std::byte> literal(const Piece& piece) const;
 
+    /// How many digests of logical tensors' parts are folded out of runs.
+    std::size_t digests() const { return digests_; }
+    /// A source's, by offset.
+    std::span<const DigestRuns> digest_runs(std::size_t source) const;
+
     /// Extents, from the first, that hold all eager sources; the last of them may hold lazy ones
     /// too.
     std::size_t eager_extents() const { return eager_extents_; }
@@ -79,6 +87,7 @@ class WritePlan {
     void take_sources(const WritePlanArrays& arrays);
     void take_extents(const WritePlanArrays& arrays);
     void take_patches(const WritePlanArrays& arrays);
+    void take_digests(const WritePlanArrays& arrays);
     Piece checked_piece(const WritePlanArrays& arrays, std::size_t index) const;
 
     std::vector<std::uint64_t> source_nbytes_;
@@ -90,6 +99,9 @@ class WritePlan {
     std::vector<Extent> extents_;
     std::vector<Piece> pieces_;
     std::vector<Patch> patches_;
+    std::size_t digests_ = 0;
+    std::vector<DigestRuns> runs_;
+    std::vector<std::size_t> first_runs_;  // of each source, and [sources()] their number
     std::size_t eager_extents_ = 0;
     std::size_t source_extents_ = 0;
     std::uint64_t max_extent_length_ = 0;
@@ -101,6 +113,9 @@ struct ReadPlanArrays {
     std::span<const std::uint64_t> dest_nbytes{};
     std::span<const std::uint64_t> extent_offset{};
     std::span<const std::uint64_t> extent_length{};
+    std::span<const std::uint64_t> extent_span{};
+    std::span<const std::uint64_t> span_offset{};
+    std::span<const std::uint64_t> span_length{};
     std::span<const std::uint64_t> extent_piece{};
     std::span<const std::int32_t> piece_dest{};
     std::span<const std::uint64_t> piece_dest_offset{};
@@ -128,11 +143,18 @@ class ReadPlan {
         std::uint32_t crc;
         std::int32_t record;
     };
+    struct Stretch {
+        std::uint64_t offset;  // in its extent
+        std::uint64_t length;
+    };
     struct Extent {
         std::uint64_t offset;  // in the file
         std::uint64_t length;
+        std::size_t first_span, end_span;
         std::size_t first_piece, end_piece;
         std::size_t first_check, end_check;
+        std::uint64_t bytes;  // of its spans
+        bool sparse() const { return bytes < length; }
     };
 
     /// Throws Error "invalid" for arrays that disagree.
@@ -141,15 +163,20 @@ class ReadPlan {
     std::size_t dests() const { return dest_nbytes_.size(); }
     std::uint64_t dest_nbytes(std::size_t dest) const { return dest_nbytes_[dest]; }
     std::span<const Extent> extents() const { return extents_; }
+    std::span<const Stretch> spans(const Extent& extent) const;
     std::span<const Piece> pieces(const Extent& extent) const;
     std::span<const Check> checks(const Extent& extent) const;
     std::uint64_t max_extent_length() const { return max_extent_length_; }
-    /// Sum of the extents' lengths.
+    /// Sum of the spans' lengths.
     std::uint64_t bytes() const { return bytes_; }
 
   private:
+    void take_spans(const ReadPlanArrays& arrays, Extent& extent);
+    bool is_read(const Extent& extent, std::uint64_t offset, std::uint64_t length) const;
+
     std::vector<std::uint64_t> dest_nbytes_;
     std::vector<Extent> extents_;
+    std::vector<Stretch> spans_;
     std::vector<Piece> pieces_;
     std::vector<Check> checks_;
     std::uint64_t max_extent_length_ = 0;

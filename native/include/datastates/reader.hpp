@@ -23,9 +23,9 @@ namespace datastates {
 
 /// The thread that owns the read backend: it decides how each extent is read and starts what must
 /// be done with it, jobs one after the other, many extents of one job at a time. Extents that are
-/// in memory already (the page cache, tmpfs) are read by workers, which also verify all extents
-/// and fill host destinations; copies to devices are started here. It holds blocks only for its
-/// own reads and copies, which need nothing else, so it can always go on.
+/// in memory already (the page cache, tmpfs), and those of many small spans, are read by workers,
+/// which also verify all extents and fill host destinations; copies to devices are started here. It
+/// holds blocks only for its own reads and copies, which need nothing else, so it can always go on.
 class Reader {
   public:
     Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,
@@ -72,8 +72,8 @@ class Reader {
     void submit(ReadState& job, const std::shared_ptr<Reading>& reading, std::byte* buffer,
                 std::uint64_t offset, std::size_t length, std::size_t required);
     void reap(ReadState& job);
-    void start_work(ReadState& job, std::shared_ptr<Reading> reading, bool cached);
-    static void work(ReadState& job, Reading& reading, bool cached, unsigned worker);
+    void start_work(ReadState& job, std::shared_ptr<Reading> reading, bool through_cache);
+    static void work(ReadState& job, Reading& reading, bool through_cache, unsigned worker);
     void take_worked(ReadState& job, bool wait);
     void copy_to_devices(ReadState& job, const std::shared_ptr<Reading>& reading);
     void release_copied(ReadState& job, bool wait);

@@ -14,6 +14,7 @@
 
 #include "datastates/checksum.hpp"
 #include "datastates/copy_engine.hpp"
+#include "datastates/digest.hpp"
 #include "datastates/error.hpp"
 #include "datastates/extent_claims.hpp"
 #include "datastates/file.hpp"
@@ -31,9 +32,9 @@ struct WriteStats {
     bool direct = false;
 };
 
-/// What the threads share about one write. Sources' digests and fingerprints belong to the thread
+/// What the threads share about one write. Sources' checksums and fingerprints belong to the thread
 /// that holds the extent at hand (extents are handed over in order, and a source's bytes are
-/// digested by one thread only); everything else is guarded here.
+/// checksummed by one thread only); everything else is guarded here.
 class WriteState {
   public:
     /// `device_cache`: whether gates may copy extents to spare device memory.
@@ -52,12 +53,17 @@ class WriteState {
     // Captured bytes, told by the capture thread for host sources, by the writer for device ones.
     void checksum(std::size_t source, std::span<const std::byte> data);
     void checksum(std::size_t source, const CrcFragment& fragment);
+    /// For the digests that a piece's bytes are part of.
+    DigestSweep sweep(const WritePlan::Piece& piece) {
+        return {plan_->digest_runs(static_cast<std::size_t>(piece.source)), piece.source_offset,
+                digests_};
+    }
     void fingerprint(const WritePlan::Piece& piece, const std::byte* data);
     /// Of all device sources' pieces, in their order, when `memory` holds the extent; for
     /// extent_landed.
     std::vector<std::uint64_t> device_fingerprints(const WritePlan::Extent& extent,
                                                    const std::byte* memory) const;
-    std::uint32_t source_crc(std::size_t source) const { return digests_[source].value(); }
+    std::uint32_t source_crc(std::size_t source) const { return source_crcs_[source].value(); }
     /// The last extent's bytes beyond a multiple of 4096; `finish` writes them before the tail.
     void keep_residual(std::span<const std::byte> data) {
         residual_.assign(data.begin(), data.end());
@@ -113,6 +119,7 @@ class WriteState {
     bool quiescent() const;
     std::vector<int> torn() const;
     std::span<const std::uint32_t> chunk_crcs() const { return chunk_crcs_; }
+    std::vector<std::uint32_t> digests() const { return {digests_.begin(), digests_.end()}; }
     void finish(std::span<const std::byte> tail);
     /// Closes the file of a job that was not finished. REQUIRES: quiescent.
     void abandon();
@@ -144,9 +151,10 @@ class WriteState {
     std::vector<std::pair<int, std::shared_ptr<Event>>> producers_;
     bool captures_ordered_ = false;  // the capture thread's
     mutable ExtentClaims claims_;
-    std::vector<ChunkedCrc32> digests_;
+    std::vector<ChunkedCrc32> source_crcs_;
     std::vector<std::uint32_t> chunk_crcs_;
-    std::vector<std::uint64_t> before_;  // fingerprints at submit, host sources
+    std::vector<std::atomic<std::uint32_t>> digests_;  // the plan's
+    std::vector<std::uint64_t> before_;                // fingerprints at submit, host sources
     std::vector<Before> device_before_;
     std::vector<std::uint64_t> after_;  // fingerprints of what was captured
     std::vector<std::byte> residual_;

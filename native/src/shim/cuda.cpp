@@ -45,7 +45,6 @@ class Library {
         load(driver_.event_synchronize, "cuEventSynchronize");
         load(driver_.memcpy_to_host, "cuMemcpyDtoHAsync_v2");
         load(driver_.memcpy_to_device, "cuMemcpyHtoDAsync_v2");
-        load(driver_.memcpy_on_device, "cuMemcpyDtoDAsync_v2");
         load(driver_.memory_info, "cuMemGetInfo_v2");
         load(driver_.memory_allocate, "cuMemAlloc_v2");
         load(driver_.memory_free, "cuMemFree_v2");

@@ -70,8 +70,6 @@ struct Driver {
                              StreamHandle stream);
     Result (*memcpy_to_device)(DevicePointer device, const void* host, std::size_t bytes,
                                StreamHandle stream);
-    Result (*memcpy_on_device)(DevicePointer to, DevicePointer from, std::size_t bytes,
-                               StreamHandle stream);
     Result (*memory_info)(std::size_t* free, std::size_t* total);
     Result (*memory_allocate)(DevicePointer* pointer, std::size_t bytes);
     Result (*memory_free)(DevicePointer pointer);

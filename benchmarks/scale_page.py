@@ -1,0 +1,309 @@
+"""The page about scale: every figure on it comes out of ``scale.json``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from commit_model import pauses
+from datastates.polling import slowest
+from tables import Benchmark, column, markdown, spread
+
+_PAGE = """# Scale
+
+What a commit and an open cost at {ranks:,} ranks with {tensors:,} shards each. Made by `make bench-scale` from
+[`scale.json`](benchmarks/scale.json), which holds every sample; figures are medians with the range over the rounds.
+
+{trial}{machine} Load of the machine when each part was begun, other work included, and rounds that there was time for:
+{loads}.
+
+Measured on that one machine: CPU seconds of the project's own code for one rank, for the coordinator (rank 0) with the
+votes of all ranks, and for a rank that restores, and the throughput of torch's Store over the loopback. Nobody ran
+{ranks:,} processes: how a commit takes its time is simulated out of these figures, and the network and the shared file
+system are assumptions of the model, named below.
+
+Layouts, bf16, each rank with {tensors:,} shards:
+
+- FSDP: {tensors:,} tensors, each split by rows over all ranks;
+- own keys: each rank has tensors that no other has, as stages of a pipeline and experts have; hashes of keys are drawn;
+- ZeRO: {tensors:,} tensors, each flattened and split into as many ranges as there are ranks, the last one shorter.
+
+The claims of all ranks are made in columns, by the rules of one rank's table; covers are numbers that add up to 0.
+
+## Each rank
+
+{rank}
+
+Claims are made once for a structure, the vote and the index for every snapshot. None of it depends on how many ranks
+there are. `token` asks nobody, once the run's name is known.
+
+## The Store
+
+{agreement}
+
+Counted with threads as ranks, in one `agree`. A rank's calls do not grow with the ranks: its vote and mark, the answer,
+taking the vote back, and the mark that it has read. A look is a question that is asked again until the answer is there:
+at first after 1 ms, then ever more seldom down to every {interval:.2g} s at {ranks:,} ranks. The coordinator's calls
+are one question about all keys, one `multi_get` for every 64 votes, the gate, and the answer and its mark; its looks
+are left out.
+
+{store}
+
+One server process, its clients threads of another one, {vote} bytes a vote, on cores that both share with whatever else
+ran: the server's CPU seconds say what it would do with a core of its own. One that is reached through {ranks:,}
+connections may do worse: that was not measured.
+
+## The coordinator
+
+{coordinator}
+
+`decode` is `Vote.decode` of all, `cover` the check that parts tile tensors, `catalog` `encode_catalog`, `manifest` the
+making and encoding of `manifest.json`. Memory is the largest resident set less that before there were votes: the votes
+as they came, decoded, and all that is made of them; the Store's server, in the same process most often, holds the votes
+once more.
+
+## A rank that restores
+
+{restore}
+
+For all {tensors:,} tensors of one rank: `find`, `holders`, and the identity of each container that is to be opened. A
+block is {block:,} bytes; files were in the page cache. Each block is one read.
+
+`manifest.json` is the one file that grows with the ranks and that is parsed as a whole: {manifest_bytes:,.0f} bytes in
+{manifest_ms:.0f} ms. The coordinator alone reads it; all ranks would read {manifest_total:.1f} GB together. What others
+need of it, the step, the attempt and the catalog's entry, fits into some {needed} bytes, and is told
+by the Store. The length and the index checksum of each container are in the catalog as well.
+
+## A commit in simulated time
+
+A discrete model, `benchmarks/commit_model.py`, follows the messages of one `agree`:
+
+- ranks persist at moments spread evenly over {skew:g} s; times below count from the last one;
+- a call takes the latency to the server, waits for those that came before, is served, and takes the latency back;
+- the server is busy {request:.0f} µs a request (its CPU, measured), {key:.2f} µs more for each key of a question
+  about many (measured), and 1 ns for a byte, that is 1 GB/s (assumed);
+- the coordinator decides in the CPU seconds that were measured for as many ranks of FSDP, and in addition asks the file
+  system for each container's length, {metadata:.1f} ms each time (assumed), {at_once} at a time, and writes catalog and
+  manifest at {storage:g} GB/s (assumed);
+- ranks pause between looks as `polling.until` does;
+- left out is what the coordinator's own process takes to receive votes: the last table has it at the measured rate.
+
+{commit}
+
+`heard`: the coordinator has all votes in memory. `decided` is what it then takes; `committed` is the moment at which
+the checkpoint stands; `last knows`: every rank has been told.
+
+## Limits
+
+What ends first, as ranks grow, and what to do then:
+
+| what | today | at {ranks:,} ranks | what to do |
+| --- | --- | --- | --- |
+{limits}
+
+Two costs stay O(ranks) whatever is done here, on rank 0 and its Store only: one vote and one mark for each rank, and
+one entry for each in the manifest.
+"""
+
+
+def page(report: dict[str, Any], machine: str) -> str:
+    """The page, given the line about the machine."""
+    benchmarks: dict[str, Benchmark] = report["benchmarks"]
+    if missing := {"rank", "agreement", "store", "coordinator", "restore", "commit"} - set(benchmarks):
+        raise ValueError(f"scale.json lacks {', '.join(sorted(missing))}")
+    rank, store, restore, commit = (benchmarks[n] for n in ("rank", "store", "restore", "commit"))
+    model = commit["parameters"]
+    ranks, tensors = rank["parameters"]["ranks"], rank["parameters"]["tensors"]
+    manifest_bytes = _median(restore, "manifest.json", "bytes")
+    return _PAGE.format(
+        ranks=ranks,
+        tensors=tensors,
+        trial="**A trial with few ranks: its figures mean nothing.**\n\n" if report["tiny"] else "",
+        machine=machine,
+        loads=", ".join(_circumstances(name, b) for name, b in benchmarks.items()),
+        rank=_table(rank, _RANK),
+        agreement=_table(benchmarks["agreement"], _AGREEMENT),
+        interval=slowest(ranks),
+        store=_store(store),
+        vote=f"{store['parameters']['vote']:,}",
+        coordinator=_table(benchmarks["coordinator"], _COORDINATOR),
+        restore=_table(restore, _RESTORE, skip=("manifest.json",)),
+        block=restore["parameters"]["block"],
+        manifest_bytes=manifest_bytes,
+        manifest_ms=_median(restore, "manifest.json", "seconds") * 1e3,
+        manifest_total=manifest_bytes * ranks / 1e9,
+        needed=restore["parameters"]["needed"],
+        skew=model["skew"],
+        request=model["request"] * 1e6,
+        key=model["key"] * 1e6,
+        metadata=model["metadata"] * 1e3,
+        storage=model["storage"] / 1e9,
+        at_once=model["at_once"],
+        commit=_table(commit, _COMMIT),
+        limits="\n".join(" ".join(("|", " | ".join(row), "|")) for row in _limits(benchmarks, ranks)),
+    )
+
+
+def _circumstances(name: str, benchmark: Benchmark) -> str:
+    rounds = max(map(len, benchmark["samples"].values()), default=0)
+    return f"{name} {benchmark['parameters']['load']:.1f}, {rounds}×"
+
+
+def _median(benchmark: Benchmark, system: str, figure: str) -> float:
+    return statistics.median(column(benchmark, system, figure))
+
+
+_Figure = tuple[str, Callable[[dict[str, float]], float], str]
+
+
+def _of(figure: str, factor: float = 1.0) -> Callable[[dict[str, float]], float]:
+    return lambda sample: sample[figure] * factor
+
+
+_RANK: tuple[_Figure, ...] = (
+    ("claims_of, ms", _of("claims", 1e3), ".1f"),
+    ("vote, ms", _of("vote", 1e3), ".2f"),
+    ("vote, bytes", _of("vote_bytes"), ",.0f"),
+    ("tail with index, ms", _of("index", 1e3), ".2f"),
+    ("tail with index, bytes", _of("index_bytes"), ",.0f"),
+    ("token, µs", _of("token", 1e6), ".1f"),
+)
+_AGREEMENT: tuple[_Figure, ...] = (
+    ("calls of a rank, least", _of("rank_calls_least"), ".0f"),
+    ("most", _of("rank_calls"), ".0f"),
+    ("calls of the coordinator", _of("coordinator_calls"), ".0f"),
+)
+_COORDINATOR: tuple[_Figure, ...] = (
+    ("votes, MB", _of("vote_bytes", 1e-6), ".1f"),
+    ("decode, s", _of("decode"), ".3f"),
+    ("cover, ms", _of("cover", 1e3), ".2f"),
+    ("catalog, s", _of("catalog"), ".3f"),
+    ("catalog, MB", _of("catalog_bytes", 1e-6), ".1f"),
+    ("manifest, ms", _of("manifest", 1e3), ".1f"),
+    ("manifest, kB", _of("manifest_bytes", 1e-3), ".1f"),
+    ("memory, MiB", _of("memory", 2**-20), ",.0f"),
+)
+_RESTORE: tuple[_Figure, ...] = (
+    ("catalog, MB", _of("catalog_bytes", 1e-6), ".1f"),
+    ("head, kB", _of("head_bytes", 1e-3), ".1f"),
+    ("open, ms", _of("open", 1e3), ".2f"),
+    ("look-ups, ms", _of("seconds", 1e3), ".1f"),
+    ("blocks", _of("blocks"), ",.0f"),
+    ("MB read", _of("bytes", 1e-6), ".1f"),
+    ("containers", _of("containers"), ",.0f"),
+)
+_COMMIT: tuple[_Figure, ...] = (
+    ("heard, s", _of("heard"), ".2f"),
+    ("decided, s", _of("decide"), ".2f"),
+    ("committed, s", _of("committed"), ".2f"),
+    ("last knows, s", _of("last"), ".2f"),
+    ("requests", _of("requests"), ",.0f"),
+    ("server busy, s", _of("busy"), ".2f"),
+)
+
+
+def _table(benchmark: Benchmark, figures: Sequence[_Figure], skip: Sequence[str] = ()) -> str:
+    """A line for each system, and one for each that failed."""
+    rows = [
+        [name, *(_cell([value(sample) for sample in samples], digits) for _, value, digits in figures)]
+        for name, samples in benchmark["samples"].items()
+        if name not in skip
+    ]
+    rows += [[name, f"failed: {error}", *[""] * (len(figures) - 1)] for name, error in benchmark["errors"].items()]
+    return markdown(("", *(title for title, _, _ in figures)), rows)
+
+
+def _cell(values: list[float], digits: str) -> str:
+    shown = spread(values, digits)
+    middle = f"{statistics.median(values):{digits}}"
+    return middle if shown == f"{middle} ({middle}–{middle})" else shown
+
+
+def _store(store: Benchmark) -> str:
+    lines = (
+        ("votes left (set, add)", "votes", "in_bytes_per_s", 1e-6, "MB/s"),
+        ("votes left, the server's CPU", "votes", "in_cpu_seconds", 1e6 / store["parameters"]["votes"], "µs a vote"),
+        ("votes read by the coordinator", "votes", "out_bytes_per_s", 1e-6, "MB/s"),
+        ("votes read, the server's CPU", "votes", "out_cpu_seconds", 1e6 / store["parameters"]["votes"], "µs a vote"),
+        ("looks of one client", "looks of one client", "requests_per_s", 1e-3, "thousand/s"),
+        ("looks of 8 clients", "looks of 8 clients", "requests_per_s", 1e-3, "thousand/s"),
+        ("looks of 8 clients, the server's CPU", "looks of 8 clients", "request_seconds", 1e6, "µs a request"),
+        (
+            "a question about many keys, the server's CPU",
+            "one question about many keys",
+            "key_seconds",
+            1e6,
+            "µs a key",
+        ),
+    )
+    rows = [
+        [what, _cell([v * factor for v in column(store, system, figure)], ".1f") + " " + unit]
+        for what, system, figure, factor, unit in lines
+    ]
+    return markdown(("", "of one server"), rows)
+
+
+def _limits(benchmarks: dict[str, Benchmark], ranks: int) -> list[list[str]]:
+    store, restore, commit = benchmarks["store"], benchmarks["restore"], benchmarks["commit"]
+    fsdp = f"FSDP, {ranks:,} ranks"
+    coordinator, model = benchmarks["coordinator"], commit["parameters"]
+    votes = _median(coordinator, fsdp, "vote_bytes")
+    rate = 1 / _median(store, "looks of 8 clients", "request_seconds")
+    read = _median(store, "votes", "out_bytes_per_s")
+    memory = max(
+        _median(coordinator, name, "memory") for name in coordinator["samples"] if name.endswith(f", {ranks:,} ranks")
+    )
+    longest = slowest(ranks)
+    early = next(i for i, pause in enumerate(pauses(ranks)) if pause >= longest)
+    manifest = _median(restore, "manifest.json", "bytes")
+    return [
+        [
+            "open files at the Store's server",
+            "two connections for each rank, torch's and ours",
+            f"{2 * ranks:,}; a limit of 1,024 ends at 512 ranks, one of 65,536 at 32,768",
+            "raise the limit of rank 0's process or the launcher's; `StoreBoard` over one connection for each host",
+        ],
+        [
+            "requests when all begin to wait",
+            f"{early} looks of each rank before its pause is {longest:.2g} s",
+            f"{early * ranks:,} looks, {early * ranks / rate:.1f} s of the server's at {rate / 1e3:.0f} thousand/s",
+            "let one rank of each host look",
+        ],
+        [
+            "asking for each container's length",
+            f"{model['at_once']} at a time, {model['metadata'] * 1e3:.1f} ms each (assumed)",
+            f"{ranks * model['metadata'] / model['at_once']:.2f} s",
+            "ask for more at a time",
+        ],
+        [
+            "votes through one server",
+            f"{votes / ranks:,.0f} bytes a rank",
+            f"{votes / 1e6:.0f} MB, {votes / read:.1f} s to read at the measured {read / 1e6:.0f} MB/s",
+            "read votes while others are awaited; tell of a structure that has not changed only a hash and the digests",
+        ],
+        [
+            "memory of the coordinator",
+            f"up to {memory / votes:.1f} times the votes",
+            f"{memory / 2**30:.1f} GiB; 16 GiB at {int(ranks * 16 * 2**30 / memory):,} ranks",
+            "decode votes as views of what was received; one coordinator for each group of ranks",
+        ],
+        [
+            "`manifest.json`, read by the coordinator",
+            f"{manifest / ranks:.0f} bytes a rank",
+            f"{manifest / 1e6:.1f} MB",
+            "leave the containers to the catalog, which has them, too",
+        ],
+        [
+            "head of the catalog",
+            f"4 bytes for each {restore['parameters']['block']:,}",
+            f"{_median(restore, 'FSDP, as saved', 'head_bytes') / 1e3:.0f} kB for every rank that restores",
+            "a second level of checksums",
+        ],
+        [
+            "tensors split by columns over all ranks",
+            "parts of all ranks reach over the whole tensor: every rank is a holder",
+            f"{ranks:,} containers to open",
+            "split by rows first, as two-dimensional meshes do: then only ranks of one row are holders",
+        ],
+    ]

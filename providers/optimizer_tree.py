@@ -1,0 +1,114 @@
+"""Nested state dicts of optimizers: of each parameter its states, and for each group the parameters in it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from datastates import arrays, dtensors
+from datastates.keys import component, join
+from datastates.protocol import ArrayRef, Saved
+from datastates.providers.stored_states import StoredStates
+
+
+def state_key(parameter: object, state: str) -> str:
+    """The key of one state of one parameter."""
+    return join(join("state", parameter), state)
+
+
+def group_differences(stored: Any, live: Any) -> dict[str, str]:
+    """Parameter groups of another number or size: the states would be given to other parameters."""
+    try:
+        sizes = [[len(g["params"]) for g in s["param_groups"]] for s in (stored, live)]
+    except (KeyError, TypeError):
+        return {}
+    if sizes[0] == sizes[1]:
+        return {}
+    return {"param_groups": f"groups of {sizes[0]} parameters in the checkpoint, of {sizes[1]} in the live state"}
+
+
+def sharded_parameters(stored: Any, optimizer: Any) -> dict[str, Any]:
+    """By the keys of an optimizer's stored states, the parameters that they are states of, where those are DTensors."""
+    try:
+        numbers = [number for group in stored["param_groups"] for number in group["params"]]
+        states = {number: list(state) for number, state in stored["state"].items()}
+    except (KeyError, TypeError, AttributeError):
+        return {}  # not what torch's optimizers make
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        state_key(number, name): parameter
+        for number, parameter in zip(numbers, parameters, strict=True)
+        if dtensors.is_dtensor(parameter)
+        for name in states.get(number, ())
+    }
+
+
+def fresh(ref: ArrayRef, like: Any) -> Any:
+    """An array of undefined contents to restore a state into, like its parameter if that is a DTensor of its shape."""
+    if like is None or ref.shape != tuple(like.shape):
+        return arrays.empty(ref)
+    torch: Any = sys.modules["torch"]
+    return torch.empty_like(like, dtype=getattr(torch, ref.dtype), requires_grad=False)
+
+
+def with_all_states(stored: Any, saved: Saved) -> tuple[Any, list[tuple[object, str]]]:
+    """A stored value with the states that its parameters have, too, from ranks other than the one it is of.
+
+    Returns the value, and the parameters and states that were added.
+    """
+    try:
+        numbers = [number for group in stored["param_groups"] for number in group["params"]]
+        listed = {number: dict(states) for number, states in stored["state"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return stored, []  # not what torch's optimizers make
+    if len({tuple(listed.get(number, ())) for number in numbers}) <= 1 and (listed or not numbers):
+        return stored, []  # each has what the others have
+    known, states = saved.arrays(), StoredStates(saved)
+    look = states.probe if listed else states.find  # without any there are no names to go by
+    look([number for number in numbers if isinstance(number, (int, str))])
+    added = []
+    for number in numbers:
+        for state, key in states.of.get(component(number), {}).items():
+            if state not in listed.get(number, {}):
+                listed.setdefault(number, {})[state] = known[key]
+                added.append((number, state))
+    return ({**stored, "state": listed}, added) if added else (stored, [])
+
+
+def of_live_names(stored: Any, live: Any) -> Any:
+    """A stored value by names, cut down to the live parameters, where those are in the same groups; others as they are.
+
+    Other ranks may have had, and may have now, other parameters: what a tree says of them is not to be compared.
+    """
+    groups, live_groups = _names(stored), _names(live)
+    if groups is None or live_groups is None or len(groups) != len(live_groups):
+        return stored
+    stored_in = {name: i for i, names in enumerate(groups) for name in names}
+    if any(stored_in.get(name, i) != i for i, names in enumerate(live_groups) for name in names):
+        return stored
+    every = {name for names in live_groups for name in names}
+    return {
+        **stored,
+        "state": {name: states for name, states in stored["state"].items() if name in every or name not in stored_in},
+        "param_groups": [
+            {**group, "params": list(names)} for group, names in zip(stored["param_groups"], live_groups, strict=True)
+        ],
+    }
+
+
+def states_left_out(stored: Any, cut: Any) -> list[str]:
+    """Keys of the parameters whose states :func:`of_live_names` has left out."""
+    return [] if cut is stored else [join("state", name) for name in stored["state"] if name not in cut["state"]]
+
+
+def _names(value: Any) -> list[list[str]] | None:
+    """The parameters' names by group, of an optimizer's state by names; None for another value."""
+    if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
+        return None
+    groups = value.get("param_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    ):
+        return None
+    names = [group["params"] for group in groups]
+    return names if all(isinstance(name, str) for group in names for name in group) else None

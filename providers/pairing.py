@@ -1,0 +1,115 @@
+"""A stored value beside a live one: what of them belongs together, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from datastates import arrays
+from datastates.keys import join
+from datastates.protocol import ArrayRef
+from datastates.unpickling import Unbuilt
+
+
+@dataclass
+class Differences:
+    """What :func:`pair` found, by key within the provider.
+
+    Attributes:
+        pairs: Arrays that both have.
+        missing, unexpected: What only the live value has, and only the stored one.
+        mismatched: What differs otherwise, and how.
+        leaves: Other values that both have.
+        added: Live values with arrays that are stored, but not in that value: another rank had them. With their paths.
+    """
+
+    pairs: list[tuple[ArrayRef, object]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    leaves: list[tuple[str, object, object]] = field(default_factory=list)
+    added: list[tuple[tuple[object, ...], object]] = field(default_factory=list)
+
+
+def pair(stored: object, live: object, known: Mapping[str, ArrayRef]) -> Differences:
+    """Compare a stored value with a live one, container by container.
+
+    Args:
+        stored: The stored value, an ArrayRef for each array.
+        live: The live one.
+        known: The stored arrays, whichever rank had them.
+    """
+    result = Differences()
+    seen: set[tuple[int, int]] = set()
+
+    def walk(s: Any, v: Any, key: str, path: tuple[object, ...]) -> None:
+        if type(s) is ArrayRef or arrays.kind_of(v) is not None:
+            meet(s, v, key)
+        elif (id(s), id(v)) in seen:
+            return
+        elif isinstance(s, dict) and isinstance(v, dict):
+            seen.add((id(s), id(v)))
+            result.unexpected += [join(key, k) for k in s if k not in v]
+            for k in v:
+                if k not in s:
+                    seek(v[k], join(key, k), (*path, k))
+            for k in s:
+                if k in v:
+                    walk(s[k], v[k], join(key, k), (*path, k))
+        elif isinstance(v, (list, tuple)) and isinstance(s, (list, tuple, Unbuilt)):
+            s = s.arguments if isinstance(s, Unbuilt) else s
+            seen.add((id(s), id(v)))
+            result.unexpected += [join(key, i) for i in range(len(v), len(s))]
+            for i in range(len(s), len(v)):
+                seek(v[i], join(key, i), (*path, i) if type(s) is list else None)
+            for i in range(min(len(s), len(v))):
+                walk(s[i], v[i], join(key, i), (*path, i))
+        elif isinstance(s, (dict, list, tuple)) or isinstance(v, (dict, list, tuple)):
+            result.mismatched[key] = f"{type(s).__name__} in the checkpoint, {type(v).__name__} in the live state"
+        else:
+            result.leaves.append((key, s, v))
+
+    def meet(s: object, v: object, key: str) -> None:
+        if not isinstance(s, ArrayRef):
+            result.mismatched[key] = "no array in the checkpoint, one in the live state"
+        elif arrays.kind_of(v) is None:
+            result.mismatched[key] = "an array in the checkpoint, none in the live state"
+        else:
+            # the same memory may be stored under several keys, and the reference name another of them
+            result.pairs.append((replace(s, key=key) if s.key != key and key in known else s, v))
+
+    def seek(v: Any, key: str, path: tuple[object, ...] | None) -> None:
+        """Find what another rank had of a live value that the stored one lacks; without a path it cannot be added."""
+        leaves = list(_leaves(v, key))
+        if path is None or not any(arrays.kind_of(leaf) is not None and k in known for k, leaf in leaves):
+            result.missing.append(key)
+            return
+        for k, leaf in leaves:
+            if arrays.kind_of(leaf) is not None and k in known:
+                result.pairs.append((known[k], leaf))
+            else:
+                result.missing.append(k)
+        result.added.append((path, v))
+
+    walk(stored, live, "", ())
+    return result
+
+
+def _leaves(value: Any, key: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, (dict, list, tuple)):
+        yield key, value
+    elif id(value) not in above:
+        for k, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(item, join(key, k), (*above, id(value)))
+
+
+def add(value: Any, path: tuple[Any, ...], item: object) -> None:
+    """Put a value where its path says, in dicts that are made as needed; at the end of a list it is appended."""
+    *above, last = path
+    for k in above:
+        value = value.setdefault(k, {}) if isinstance(value, dict) else value[k]
+    if isinstance(value, list) and last == len(value):
+        value.append(item)
+    else:
+        value[last] = item

@@ -1,0 +1,125 @@
+"""Ranks as threads that save and restore a split state, an object that they share, and one that each has for itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from split_state import Split
+
+import datastates as ds
+from datastates import catalog, container, manifest
+from datastates.claims import claims_of, whole_claims
+from datastates.opened import open_container
+from datastates.plan import CHUNK
+from datastates.providers import PickledObjectProvider
+from datastates.restoring import Restored
+
+LAYOUTS = ("rows", "columns", "ranges", "grid", "whole", "mixed")
+SHAPES = {"w": (96, 40), "b": (33,), "odd": (7, 3, 5), "scalar": (), "none": (0, 4), "one": (1, 1)}
+SMALL: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_threads": 1}
+
+
+class Own(PickledObjectProvider):
+    """Something that each rank has for itself."""
+
+    per_rank = True
+
+
+class Rank:
+    """The state of one rank: parts of tensors, an object that ranks have alike, and one of its own."""
+
+    def __init__(self, layout: str, rank: int, ranks: int, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+        self.model = getattr(Split, layout)("model", SHAPES if shapes is None else shapes, rank, ranks)
+        self.loop = {"rank": rank}
+        self.own = {"rank": rank}
+
+    @property
+    def providers(self) -> list[ds.StateProvider]:
+        return [
+            self.model,
+            PickledObjectProvider("loop", lambda: dict(self.loop), self.loop.update),
+            Own("own", lambda: dict(self.own), self.own.update),
+        ]
+
+
+def save(threads: Any, path: Path, layout: str, n: int, step: int = 3, shapes: Any = None) -> None:
+    """Save a step by ``n`` ranks."""
+
+    def one(rank: int) -> None:
+        state = Rank(layout, rank, n, shapes)
+        state.model.fill(step)
+        ds.snapshot(state.providers, path, step=step, **SMALL).wait_committed()
+
+    assert threads(n, one) == [None] * n
+
+
+def restore(threads: Any, path: Path, layout: str, m: int, shapes: Any = None, **options: Any) -> list[Any]:
+    """Restore by ``m`` ranks: what came of it and the state, or the error, of each."""
+
+    def one(rank: int) -> tuple[Restored, Rank]:
+        state = Rank(layout, rank, m, shapes)
+        state.loop["rank"] = state.own["rank"] = -1
+        return ds.restore(path, state.providers, **{**SMALL, **options}), state
+
+    return threads(m, one)  # type: ignore[no-any-return]
+
+
+def live_nbytes(state: Rank) -> int:
+    return sum(a.nbytes for a in state.model.arrays.values())
+
+
+def check(outcomes: list[Any], n: int, step: int = 3) -> None:
+    """All ranks have the step's contents, and the objects that they are to have."""
+    for rank, outcome in enumerate(outcomes):
+        assert not isinstance(outcome, Exception), outcome
+        restored, state = outcome
+        assert (int(restored), state.model.wrong(step)) == (step, [])
+        assert restored.unexpected_keys == []
+        assert restored.mismatched_keys == {}
+        assert state.loop == {"rank": rank if rank < n else 0}
+        assert state.own == {"rank": rank if rank < n else -1}
+        assert restored.missing_keys == ([] if rank < n else ["own"])
+
+
+# --- files that lie
+
+
+def reseal(path: Path, rank: int, key: str, at: int = 0) -> None:
+    """Flip a byte of what a rank stored of an array, and make all checksums right again: only its digest is wrong."""
+    file = path / manifest.container_name(rank)
+    index, data = open_container(file).index, bytearray(file.read_bytes())
+    row = index.shards.row(index.shards.by_key[key])
+    begin, first = int(index.data_offset[row.record]), int(index.first_chunk[row.record])
+    data[begin + row.offset + at] ^= 1
+    content = bytes(data[begin : begin + int(index.record_nbytes[row.record])])
+    record_crc, chunk_crc = index.record_crc.copy(), index.chunk_crc.copy()
+    record_crc[row.record] = container.crc32(content)
+    chunks = [container.crc32(content[a : a + CHUNK]) for a in range(0, len(content), CHUNK)]
+    chunk_crc[first : first + len(chunks)] = chunks
+    index = replace(index, record_crc=record_crc, chunk_crc=chunk_crc)
+    for offset, frame in container.frame_ranges(index):
+        data[offset : offset + len(frame)] = frame
+    pickle = bytes(data[index.pickle_offset : index.pickle_offset + index.pickle_nbytes])
+    file.write_bytes(bytes(data[: index.records_end]) + container.encode_tail(index, pickle)[0])
+    sign(path)
+
+
+def sign(path: Path) -> None:
+    """Write the manifest and the catalog anew, as the containers say."""
+    signed = manifest.open(path)
+    sources = [open_container(path / c.file) for c in signed.containers]
+    claims = [whole_claims(claims_of(one.index.shards), one.index) for one in sources]
+    nbytes = np.array([one.nbytes for one in sources], np.uint64)
+    crcs = np.array([one.index_crc for one in sources], np.uint32)
+    data, head = catalog.encode_catalog(claims, nbytes, crcs)
+    entries = tuple(
+        entry.model_copy(update={"nbytes": one.nbytes, "index_crc32": one.index_crc})
+        for entry, one in zip(signed.containers, sources, strict=True)
+    )
+    found = manifest.CatalogEntry(file=catalog.FILE, nbytes=len(data), head_crc32=head)
+    (path / catalog.FILE).write_bytes(data)
+    made = signed.model_copy(update={"containers": entries, "catalog": found})
+    (path / manifest.FILE).write_bytes(manifest.encode(made))

@@ -1,0 +1,158 @@
+"""One rank of a training loop over a split state, for tests that kill, starve and confuse ranks.
+
+Arguments: directories (one, or several joined by ``:``, each in turn), then words: ``STEP`` saves that step,
+``STEP/WHAT`` saves it while something is wrong on the rank that CONFUSED names, ``restore`` restores the newest, and so
+does ``restore/FAULT``. Prints one JSON line a word, and one for closing.
+
+WHAT is a fault point (``write=fail:28``, see datastates/faults.py), or: ``shape``, ``overlap``, ``gap`` (it holds
+another part than the others think), ``step`` (it saves another step), ``late`` (it comes after LATE seconds),
+``shards``, ``serialize`` (a provider raises there), ``die`` (a provider kills it while it serializes), ``torn`` (its
+state changes while it is captured).
+
+The environment says RANK and WORLD_SIZE, and may say LAYOUT (rows, columns, ranges, replicas), SHAPES, and OPTIONS of
+the checkpointer. All ranks begin together: a short ``rank_timeout`` need not cover how long a process takes to start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from split_state import Split
+
+import datastates as ds
+from datastates import _native, faults
+from datastates.protocol import Shard, StateProvider, object_shard
+from datastates.providers import PickledObjectProvider, RngProvider
+
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+SHAPES = {"w": (96, 40), "b": (33,), "odd": (7, 3, 5)}
+IS_CONFUSED = os.environ.get("CONFUSED") == str(RANK)
+OPTIONS = {"host_cache": "8MiB", "block": "1MiB", "on_error": "warn", **json.loads(os.environ.get("OPTIONS", "{}"))}
+if RANKS > 1:
+    OPTIONS |= {"rank": RANK, "world_size": RANKS}
+
+
+class Broken(StateProvider):
+    """A provider that raises, or kills its process, where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        """Break in ``"shards"``, in ``"serialize"``, or ``"die"`` when it serializes in the background."""
+        super().__init__("broken")
+        self._where = where
+
+    def shards(self) -> Sequence[Shard]:
+        """One object."""
+        if self._where == "shards":
+            raise LookupError("no shards today")
+        return [object_shard(lazy=True)]
+
+    def serialize(self, shard: Shard) -> bytes:
+        """Break."""
+        if self._where == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise LookupError("cannot be serialized")
+
+
+def begin_together(directory: Path) -> None:
+    """Wait until all ranks are here."""
+    folder = directory.with_name(f"{directory.name}-present-{os.environ.get('MASTER_PORT', '')}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(RANK)).touch()
+    while len(os.listdir(folder)) < RANKS:
+        time.sleep(0.01)
+
+
+def make(wrong: str = "") -> Split:
+    """This rank's part of the state, or one that is not what the others think."""
+    shapes = {k: tuple(v) for k, v in json.loads(os.environ["SHAPES"]).items()} if "SHAPES" in os.environ else SHAPES
+    layout = getattr(Split, os.environ.get("LAYOUT", "rows"))
+    if wrong == "shape":
+        shapes = {**shapes, "w": (96, 44)}
+    state = layout("model", shapes, RANK - 1 if wrong == "overlap" else RANK, RANKS)
+    if wrong == "gap":
+        state.drop("w")
+    return state
+
+
+def arm(fault: str) -> None:
+    """Arm a fault point, on either side, for the next time that it is passed."""
+    (parsed,) = faults.parse(fault)
+    if "." in parsed.point:
+        faults.arm(parsed)
+    else:
+        _native.arm_fault(parsed.point, parsed.action, parsed.value, parsed.nth, 1)
+
+
+def save(ckpt: ds.Checkpointer, step: int, state: Split, rest: list[StateProvider], wrong: str) -> str:
+    """Save a step, and say what it is called."""
+    providers: list[StateProvider] = [state.fill(step), *rest]
+    if "=" in wrong:
+        arm(wrong)
+    elif wrong in ("shape", "overlap", "gap"):
+        providers[0] = make(wrong).fill(step)
+    elif wrong == "step":
+        step += 100
+    elif wrong == "late":
+        time.sleep(float(os.environ["LATE"]))
+    elif wrong in ("shards", "serialize", "die"):
+        providers.append(Broken(wrong))
+    elif wrong == "torn":
+        large = Split("large", {"x": ((4 << 20,), "box", ((0,), (4 << 20,)))})  # larger than the cache
+        providers.append(large)
+        arm("write=delay:300")
+        snap = ckpt.snapshot(providers, step=step)
+        large.fill(step)
+        snap.wait_committed()
+    elif wrong:
+        raise ValueError(wrong)
+    snap = ckpt.snapshot(providers, step=step)
+    snap.wait_committed()
+    return snap.path.name
+
+
+def tell(word: str, call: Callable[[], object]) -> None:
+    """Do something, and print what came of it: a mapping that it gives, or its error."""
+    begin = time.monotonic()
+    try:
+        found = call()
+        said = found if isinstance(found, dict) else {}
+    except Exception as error:
+        said = {"error": type(error).__name__, "text": str(error)}
+    print(json.dumps({"word": word, **said, "seconds": time.monotonic() - begin}), flush=True)
+
+
+def run(directory: Path, words: list[str]) -> None:
+    """Do what the words say."""
+    state, loop = make(), {"epoch": -1}
+    rest = [PickledObjectProvider("loop", lambda: dict(loop), loop.update), RngProvider()]
+    begin_together(directory)
+    ckpt = ds.Checkpointer(directory, **OPTIONS)
+
+    def do(word: str) -> dict[str, object]:
+        if word.startswith("restore"):
+            if IS_CONFUSED and "/" in word:
+                arm(word.partition("/")[2])
+            found = ckpt.restore([state, *rest])
+            said: dict[str, object] = {"step": found, "epoch": loop["epoch"]}
+            return said if found is None else {**said, "wrong": state.wrong(found), "missing": found.missing_keys}
+        step, _, wrong = word.partition("/")
+        loop["epoch"] = int(step)
+        return {"committed": save(ckpt, int(step), state, rest, wrong if IS_CONFUSED else "")}
+
+    for word in words:
+        tell(word, partial(do, word))
+    tell("close", ckpt.close)
+
+
+if __name__ == "__main__":
+    for directory in sys.argv[1].split(":"):
+        run(Path(directory), sys.argv[2:])

@@ -1,0 +1,210 @@
+"""Checkpoints of several ranks, read without providers: array by array, as a whole, and each container by itself."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from elastic_state import LAYOUTS, SHAPES, SMALL, save
+from split_state import Split, logical
+
+import datastates as ds
+from datastates import stored
+from datastates.errors import CommitError, CorruptError, DatastatesError, StorageError
+from datastates.opened import open_container
+from datastates.protocol import Buffer, Shard
+from datastates.providers import PickledObjectProvider, ReplicatedProvider, RngProvider, from_state_dict
+
+LARGE = {"w": (2048, 1024), "b": (33,)}
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 32
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shapes", [SHAPES, LARGE])
+def test_every_array_is_put_together_from_its_parts(
+    threads: Any, tmp_path: Path, layout: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    save(threads, tmp_path / "run" / "step-00000003", layout, 3, shapes=shapes)
+    with ds.open(tmp_path / "run", **SMALL) as checkpoint:
+        assert checkpoint.step == 3
+        for key, shape in shapes.items():
+            found = checkpoint[f"model/{key}"]
+            expected = logical(key, shape, step=3)
+            assert (found.dtype, found.shape) == (expected.dtype, shape)
+            assert found.tobytes() == expected.tobytes()
+            digest = checkpoint.digest(f"model/{key}")
+            assert digest in (f"{zlib.crc32(expected.tobytes()):08x}", None)
+            assert digest or layout in ("columns", "grid", "mixed")
+        assert set(checkpoint) == {f"model/{key}" for key in shapes}
+        assert len(checkpoint) == len(shapes)
+        for absent in ("model", "loop", "own", "own@00001", "model/", "model/x", ""):
+            assert absent not in checkpoint
+            with pytest.raises(KeyError):
+                checkpoint[absent]
+            with pytest.raises(KeyError):
+                checkpoint.digest(absent)
+    loaded = ds.load(tmp_path / "run", **SMALL)
+    assert {key: value.tobytes() for key, value in loaded.pop("model").items()} == {
+        key: logical(key, shape, step=3).tobytes() for key, shape in shapes.items()
+    }
+    assert loaded == {"loop": {"rank": 0}, **{f"own@{rank:05d}": {"rank": rank} for rank in range(3)}}
+
+
+def test_an_array_is_read_without_opening_the_containers_of_others(
+    threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c"
+    save(threads, path, "ranges", 8)  # "b" and what follows are with the last ranks
+    opened: list[str] = []
+
+    def opening(file: Path) -> Any:
+        opened.append(file.name)
+        return open_container(file)
+
+    monkeypatch.setattr(stored, "open_container", opening)
+    with ds.open(path, **SMALL) as checkpoint:
+        assert "model/w" in checkpoint
+        assert opened == []
+        assert checkpoint["model/one"] == logical("one", (1, 1), step=3)
+        assert opened == ["rank-00007.pt"]
+
+
+def test_a_missing_container_is_named_where_it_is_needed(threads: Any, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save(threads, path, "ranges", 4)
+    (path / "rank-00002.pt").unlink()
+    with ds.open(path, **SMALL) as checkpoint:
+        assert checkpoint["model/one"] == logical("one", (1, 1), step=3)
+        assert "model/w" in checkpoint
+        with pytest.raises(DatastatesError, match=r"'model/w' cannot be read from .*: rank-00002\.pt is missing"):
+            checkpoint["model/w"]
+        for look in (list, len):
+            with pytest.raises(StorageError, match=r"rank-00002\.pt"):
+                look(checkpoint)
+    with pytest.raises(StorageError, match=r"rank-00002\.pt"):
+        ds.load(path, **SMALL)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_container_is_read_by_itself(threads: Any, tmp_path: Path, rank: int) -> None:
+    save(threads, tmp_path / "c", "rows", 2)
+    file = tmp_path / "c" / f"rank-{rank:05d}.pt"
+    model = Split.rows("model", SHAPES, rank, 2).fill(3)
+    loaded, by_torch = ds.load(file, **SMALL), torch.load(file, weights_only=True)
+    assert loaded["loop"] == by_torch["loop"] == loaded[f"own@{rank:05d}"] == {"rank": rank}
+    for key, array in model.arrays.items():
+        if key != "scalar":  # written by one of those that hold it
+            assert loaded["model"][key].tobytes() == by_torch["model"][key].numpy().tobytes() == array.tobytes()
+    with ds.open(file, **SMALL) as checkpoint:
+        assert checkpoint.step == 3
+        assert set(checkpoint) == {f"model/{key}" for key in SHAPES}
+        with pytest.raises(DatastatesError, match=r"'model/w' cannot be read .* only a part of .* \(96, 40\)"):
+            checkpoint["model/w"]
+        assert checkpoint.digest("model/w") is None
+
+
+class Narrow(Split):
+    """Parts that are columns of wide memory, of which little is theirs."""
+
+    def shards(self) -> Sequence[Shard]:
+        found = []
+        for shard in super().shards():
+            wide = np.zeros((*shard.shape[:-1], shard.shape[-1] * 16), np.float32)
+            columns = wide[..., : shard.shape[-1]]
+            columns[...] = self.arrays[shard.key]
+            buffer = Buffer(wide.ctypes.data, wide.nbytes, owner=wide)
+            stride = tuple(n // 4 for n in wide.strides)
+            found.append(replace(shard, stride=stride, buffer=buffer, source=columns, lazy=False))
+        return found
+
+
+def test_whatever_is_read_is_verified(threads: Any, tmp_path: Path) -> None:
+    """Also where most of what the checksums cover is not wanted."""
+    path, shapes = tmp_path / "c", {"w": (1024, 1024)}
+
+    def one(rank: int) -> None:
+        ds.snapshot([Narrow.columns("model", shapes, rank, 2).fill(3)], path, **SMALL).wait_committed()
+
+    assert threads(2, one) == [None] * 2
+    assert ds.load(path, **SMALL)["model"]["w"].tobytes() == logical("w", (1024, 1024), step=3).tobytes()
+    source = open_container(path / "rank-00001.pt")
+    flip(source.path, int(source.index.data_offset[0]) + 2 + 4 * 512 * 16 * 300)
+    with pytest.raises(CorruptError, match="model/w"):
+        ds.load(path, **SMALL)
+    with ds.open(path, **SMALL) as checkpoint, pytest.raises(CorruptError, match="model/w"):
+        checkpoint["model/w"]
+
+
+# --- state that ranks hold alike
+
+
+def tied(scale: float) -> dict[str, Any]:
+    square, long = torch.arange(36.0).reshape(6, 6) * scale, torch.arange(50_000.0) * scale
+    empty = {"empty": torch.zeros(0, 3), "other_empty": torch.zeros(0, 5), "flat_empty": torch.zeros(0)}
+    views = {"transposed": square.t(), "top": square[:3], "flat": square.reshape(-1), "half": long[:100]}
+    return {"square": square, "tied": square, "long": long, "long_tied": long, "number": 1, **views, **empty}
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_views_and_ties_of_replicas_stay_what_they_are(threads: Any, tmp_path: Path, n: int) -> None:
+    """One of the ranks writes what shares memory, and the others' references to it are not mixed up."""
+    path, expected = tmp_path / "c", tied(1.0)
+
+    def one(rank: int) -> None:
+        providers = [ReplicatedProvider(from_state_dict("m", tied(1.0)), range(n))]
+        ds.snapshot(providers, path, **SMALL).wait_committed()
+
+    assert threads(n, one) == [None] * n
+    loaded = ds.load(path, **SMALL)["m"]
+    assert list(loaded) == list(expected)
+    assert loaded["square"] is loaded["tied"]
+    assert loaded["long"] is loaded["long_tied"]
+    sizes = sum(file.stat().st_size for file in path.glob("rank-*"))
+    assert sizes < 200_000 + n * 20_000  # what is tied is there once
+    with ds.open(path, **SMALL) as checkpoint:
+        for key, value in expected.items():
+            if key != "number":
+                assert torch.equal(loaded[key], value), key
+                assert torch.equal(checkpoint[f"m/{key}"], value), key
+
+    for m in (1, 2, 5):
+
+        def two(rank: int, m: int = m) -> dict[str, Any]:
+            state = tied(0.0)
+            ds.restore(path, [ReplicatedProvider(from_state_dict("m", state), range(m))], verify="digest", **SMALL)
+            return state
+
+        for state in threads(m, two):
+            assert not isinstance(state, Exception), state
+            assert all(k == "number" or torch.equal(state[k], v) for k, v in expected.items())
+
+
+def test_a_tensor_that_two_ranks_write_is_named(threads: Any, tmp_path: Path) -> None:
+    def one(rank: int) -> None:
+        ds.snapshot([Split.whole("m", {"a": (3,), "b": (4,)}, 0, 1)], tmp_path / "c", **SMALL).wait_committed()
+
+    for error in threads(2, one):
+        assert isinstance(error, CommitError)
+        assert "'m/a': ranks 0 and 1 both hold elements 0 to 3" in str(error)
+
+
+def test_random_states_of_all_ranks_are_loaded(threads: Any, tmp_path: Path) -> None:
+    def one(rank: int) -> None:
+        providers = [RngProvider(), PickledObjectProvider("loop", lambda: {"rank": rank}, lambda value: None)]
+        ds.snapshot(providers, tmp_path / "c", **SMALL).wait_committed()
+
+    assert threads(2, one) == [None] * 2
+    loaded = ds.load(tmp_path / "c", **SMALL)
+    assert list(loaded) == ["rng@00000", "loop", "rng@00001"]
+    assert all(torch.equal(loaded[f"rng@{rank:05d}"]["torch"], torch.get_rng_state()) for rank in range(2))

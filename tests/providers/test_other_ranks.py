@@ -1,0 +1,259 @@
+"""Restoring what other ranks had: it is not in the nested value that this one finds, or it was saved key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import datastates as ds
+from datastates import arrays
+from datastates.keys import join, parts
+from datastates.protocol import ArrayRef, Saved
+from datastates.providers import FlatLayout, Partition, ShardedZeroProvider, from_state_dict, from_stateful
+from datastates.testing import equal
+
+STATES = ("step", "exp_avg", "exp_avg_sq")
+
+
+def _states(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, torch.Tensor]]:
+    """The states by number and name, in this order."""
+    return {n: {k: states[k] for k in STATES} for n, states in sorted(optimizer.state_dict()["state"].items())}
+
+
+@given(st.lists(st.one_of(st.text(max_size=4), st.integers()), min_size=1))
+def test_keys_are_taken_apart(path: list[str | int]) -> None:
+    key = ""
+    for part in path:
+        key = join(key, part)
+    assert parts(key) == path
+
+
+@pytest.mark.parametrize("part", [1.5, (1, 2), None])
+def test_keys_of_other_components_are_refused(part: object) -> None:
+    with pytest.raises(ValueError, match="no path"):
+        parts(join("a", part))
+
+
+def _trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _zero(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ShardedZeroProvider:
+    """The same state in one flat partition, the parameters numbered."""
+    parameters = list(model.parameters())
+    layout = FlatLayout.concatenated([(i, tuple(p.shape)) for i, p in enumerate(parameters)], 0, 1)
+    master = torch.nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]))
+    flat = torch.optim.AdamW([master], lr=optimizer.param_groups[0]["lr"])
+    if states := list(optimizer.state.values()):
+        flat.state[master] = {k: torch.cat([s[k].reshape(-1) for s in states]) for k in STATES[1:]}
+        flat.state[master]["step"] = states[0]["step"].clone()
+    return ShardedZeroProvider("optim", [Partition(layout, parameter=master)], optimizer=flat)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_what_was_saved_key_by_key_restores_into_an_optimizer(is_fresh: bool, tmp_path: Path) -> None:
+    model, optimizer = _trained(1)
+    ds.snapshot([_zero(model, optimizer)], tmp_path / "c").wait_committed()
+    other = torch.optim.AdamW(model.parameters()) if is_fresh else _trained(2)[1]
+    ds.restore(tmp_path / "c", [from_stateful("optim", other)])
+    assert equal(_states(other), _states(optimizer))
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_what_was_saved_key_by_key_restores_into_containers(tmp_path: Path) -> None:
+    model, optimizer = _trained(1)
+    ds.snapshot([_zero(model, optimizer)], tmp_path / "c").wait_committed()
+    live = {**_trained(2)[1].state_dict()}
+    del live["param_groups"][0]["decoupled_weight_decay"], live["param_groups"][0]["lr"]
+    restored = ds.restore(tmp_path / "c", [from_state_dict("optim", live)], strict=False)
+    assert restored.unexpected_keys == ["optim/param_groups/0/lr", "optim/param_groups/0/decoupled_weight_decay"]
+    assert equal(live["state"], optimizer.state_dict()["state"])
+
+
+class Merged(Saved):
+    """A checkpoint of several ranks: one's nested value, whose arrays are listed, and the arrays of others."""
+
+    strict = True
+
+    def __init__(self, base: Any, others: dict[str, torch.Tensor]) -> None:
+        self.whole: dict[str, torch.Tensor] = {}
+        self.reported: list[Any] = []
+        self.value = self._walk(base, "")
+        self.listed = list(self.whole)
+        self.whole |= others
+
+    def _walk(self, value: Any, key: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            self.whole[key] = value.clone()
+            return self._reference(key)
+        if isinstance(value, dict):
+            return {k: self._walk(v, join(key, k)) for k, v in value.items()}
+        return [self._walk(v, join(key, i)) for i, v in enumerate(value)] if isinstance(value, list) else value
+
+    def _reference(self, key: str) -> ArrayRef:
+        t = self.whole[key]
+        return ArrayRef(key, "torch", str(t.dtype)[6:], tuple(t.shape), tuple(t.stride()))
+
+    def arrays(self) -> Mapping[str, ArrayRef]:
+        saved = self
+
+        class Found(Mapping[str, ArrayRef]):
+            def __len__(self) -> int:
+                return len(saved.listed)
+
+            def __iter__(self) -> Iterator[str]:
+                return iter(saved.listed)
+
+            def __contains__(self, key: object) -> bool:
+                return key in saved.whole
+
+            def __getitem__(self, key: str) -> ArrayRef:
+                return saved._reference(key)
+
+        return Found()
+
+    def every_key(self) -> Sequence[str]:
+        return list(self.whole)
+
+    def objects(self) -> Sequence[str]:
+        return [""]
+
+    def report(self, **differences: Any) -> None:
+        self.reported += [(k, v) for k, v in differences.items() if v]
+
+    def structure(self, key: str) -> object:
+        return self.value
+
+    def restore(self, provider: ds.StateProvider) -> set[str]:
+        """As an engine restores; returns the keys that were read."""
+        shards = provider.destinations(self)
+        into = {shard.key: shard.source for shard in shards if not shard.is_object}
+        for shard in shards:
+            if not shard.is_object:
+                whole = self.whole[shard.key]
+                arrays.assign(shard.source, whole if shard.flat is None else whole.reshape(-1)[slice(*shard.flat)])
+
+        def build(value: Any) -> Any:
+            if isinstance(value, ArrayRef):
+                return into.get(value.key, value)
+            if isinstance(value, dict):
+                return {k: build(v) for k, v in value.items()}
+            return [build(v) for v in value] if isinstance(value, list) else value
+
+        for shard in shards:
+            if shard.is_object:
+                provider.restore(shard, build(self.value))
+        return set(into)
+
+
+def _without(state: Any, number: int) -> tuple[Any, dict[str, torch.Tensor]]:
+    """An optimizer's state without one parameter's, and that by key."""
+    gone = {f"state/{number}/{name}": tensor for name, tensor in state["state"][number].items()}
+    return {**state, "state": {n: s for n, s in state["state"].items() if n != number}}, gone
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_states_that_another_rank_had_are_not_dropped(is_fresh: bool) -> None:
+    model, optimizer = _trained(1)
+    other = torch.optim.AdamW(model.parameters()) if is_fresh else _trained(2)[1]
+    Merged(*_without(optimizer.state_dict(), 2)).restore(from_stateful("optim", other))
+    assert equal(_states(other), _states(optimizer))
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_a_rank_that_had_no_states_stands_for_none(is_fresh: bool) -> None:
+    model, optimizer = _trained(1)
+    other = torch.optim.AdamW(model.parameters()) if is_fresh else _trained(2)[1]
+    state = optimizer.state_dict()
+    others = {f"state/{n}/{name}": t for n, states in state["state"].items() for name, t in states.items()}
+    Merged({**state, "state": {}}, others).restore(from_stateful("optim", other))
+    assert equal(_states(other), _states(optimizer))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_partition_takes_what_any_rank_had(number: int) -> None:
+    """What one rank lists may lack a parameter, or have only states of which another rank has the number."""
+    model, optimizer = _trained(1)
+    saved = Merged(*_without(optimizer.state_dict(), number))
+    for provider in (_zero(*_trained(2)), _zero(model, torch.optim.AdamW(model.parameters()))):
+        assert len(saved.restore(provider)) == 4 * len(STATES)
+        found = provider._optimizer.state
+        (states,) = found.values()
+        for state in STATES[1:]:
+            expected = [optimizer.state[p][state].reshape(-1) for p in model.parameters()]
+            assert torch.equal(states[state], torch.cat(expected))
+        assert states["step"] == 1
+    assert saved.reported == []
+
+
+def test_layers_that_another_rank_had_are_restored() -> None:
+    model, other = _trained(1)[0], _trained(2)[0]
+    state = model.state_dict()
+    saved = Merged({k: v for k, v in state.items() if k[0] == "0"}, {k: v for k, v in state.items() if k[0] == "1"})
+    saved.restore(from_stateful("model", other))
+    assert saved.reported == []
+    assert equal(dict(other.state_dict()), dict(state))
+
+
+def test_what_no_rank_had_is_missing() -> None:
+    live = {
+        "a": torch.zeros(2),
+        "new": {"b": torch.zeros(3), "c": torch.zeros(4), "n": 7},
+        "gone": {"d": torch.zeros(1)},
+    }
+    saved = Merged({"a": torch.ones(2)}, {"new/b": torch.ones(3)})
+    assert saved.restore(from_state_dict("s", live)) == {"a", "new/b"}
+    assert saved.reported == [("missing", ["new/c", "new/n", "gone"])]
+    assert live["new"]["b"].sum() == 3  # type: ignore[index]
+
+
+class ByName:
+    """An optimizer whose state is by the parameters' names."""
+
+    def __init__(self, *names: str) -> None:
+        self.value: Any = {
+            "state": {name: {"m": torch.zeros(2)} for name in names},
+            "param_groups": [{"params": list(names), "lr": 0.0}],
+        }
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+def _saved_by_name(*names: str, others: Sequence[str] = ()) -> Merged:
+    base = ByName(*names).state_dict()
+    for i, name in enumerate(names):
+        base["state"][name]["m"].fill_(i + 1)
+    base["param_groups"][0]["lr"] = 0.5
+    return Merged(base, {f"state/{name}/m": torch.full((2,), 9.0) for name in others})
+
+
+def test_a_stage_takes_only_its_own_parameters() -> None:
+    stage, saved = ByName("c", "b"), _saved_by_name("a", "b", "c")
+    assert saved.restore(from_stateful("optim", stage)) == {"state/b/m", "state/c/m"}
+    expected = {"c": {"m": torch.full((2,), 3.0)}, "b": {"m": torch.full((2,), 2.0)}}
+    assert equal(dict(sorted(stage.value["state"].items())), dict(sorted(expected.items())))
+    assert stage.value["param_groups"] == [{"params": ["c", "b"], "lr": 0.5}]
+    assert saved.reported == [("unexpected", ["state/a"])]
+
+
+def test_stages_are_merged() -> None:
+    stage, saved = ByName("a", "b"), _saved_by_name("a", others=["b"])
+    assert saved.restore(from_stateful("optim", stage)) == {"state/a/m", "state/b/m"}
+    assert equal(stage.value["state"], {"a": {"m": torch.ones(2)}, "b": {"m": torch.full((2,), 9.0)}})
+    assert stage.value["param_groups"] == [{"params": ["a", "b"], "lr": 0.5}]
+    assert saved.reported == []

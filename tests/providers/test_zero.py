@@ -1,0 +1,598 @@
+"""ZeRO: the layouts tile every parameter, padding is never saved, and any number of ranks restores from any other."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import datastates as ds
+from datastates.errors import ProviderError
+from datastates.protocol import HOST, Shards, StateProvider
+from datastates.providers import FlatLayout, Partition, ShardedZeroProvider, Slice, from_stateful
+from datastates.testing import ProviderTests, equal
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while the module is imported
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+_spec = importlib.util.spec_from_file_location("in_memory", Path(__file__).parents[1] / "in_memory.py")
+assert _spec is not None
+assert _spec.loader is not None
+in_memory = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(in_memory)
+
+SHAPES = {"embedding": (5, 3), "scale": (), "none": (0, 4), "bias": (7,), "head": (2, 3, 2)}
+
+shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8)
+worlds = st.integers(1, 8)
+
+
+# --- layouts
+
+
+def _concatenated(tensors: list[np.ndarray], world: int, alignment: int) -> list[np.ndarray]:
+    """By hand: lay them end to end, pad with -1, cut."""
+    flat = np.concatenate([t.reshape(-1) for t in tensors]) if tensors else np.empty(0)
+    padded = math.ceil(len(flat) / (alignment * world)) * alignment * world
+    return np.split(np.concatenate([flat, np.full(padded - len(flat), -1.0)]), world)
+
+
+def _each_split(tensors: list[np.ndarray], world: int) -> list[np.ndarray]:
+    """By hand: pad each with -1, cut it, and lay a rank's cuts end to end."""
+    cuts = [_concatenated([t], world, 1) for t in tensors]
+    return [np.concatenate([c[rank] for c in cuts]) if cuts else np.empty(0) for rank in range(world)]
+
+
+@given(shapes, worlds, st.integers(1, 6), st.booleans())
+@settings(deadline=None)
+def test_layouts_hold_what_splitting_by_hand_gives(
+    given_shapes: list[tuple[int, ...]], world: int, alignment: int, each: bool
+) -> None:
+    parameters = [(f"p{i}", shape) for i, shape in enumerate(given_shapes)]
+    first = np.cumsum([0, *map(math.prod, given_shapes)])
+    tensors = [np.arange(first[i], first[i + 1], dtype=np.float64) for i in range(len(given_shapes))]
+    flats = _each_split(tensors, world) if each else _concatenated(tensors, world, alignment)
+    seen = [np.zeros(t.size, int) for t in tensors]
+    owned: list[object] = []
+    for rank, flat in enumerate(flats):
+        if each:
+            layout = FlatLayout.each_split(parameters, rank, world)
+        else:
+            layout = FlatLayout.concatenated(parameters, rank, world, alignment=alignment)
+        assert layout.numel == len(flat)
+        is_padding = np.ones(len(flat), bool)
+        for piece in layout.slices:
+            number = int(str(piece.name)[1:])
+            here = slice(piece.at, piece.at + piece.end - piece.begin)
+            assert np.array_equal(flat[here], tensors[number][piece.begin : piece.end])
+            seen[number][piece.begin : piece.end] += 1
+            is_padding[here] = False
+        assert np.array_equal(is_padding, flat == -1)
+        runs = layout.runs()
+        assert [piece for _, _, pieces in runs for piece in pieces] == list(layout.slices)
+        assert all(not is_padding[begin:end].any() for begin, end, _ in runs)
+        assert sum(end - begin for begin, end, _ in runs) == int((~is_padding).sum())
+        owned += layout.owned
+    assert all((times == 1).all() for times in seen)
+    assert sorted(map(str, owned)) == sorted(name for name, _ in parameters)
+
+
+def test_deepspeed_layouts_by_hand() -> None:
+    """Two ranks, three parameters: the numbers are worked out on paper from DeepSpeed's rules."""
+    parameters = [("a", (3,)), ("b", (2, 3)), ("c", (4,))]
+    # ZeRO-1 and 2: 13 elements, padded to a multiple of 2 ranks x 2, are 16: 8 for each
+    first, second = (FlatLayout.concatenated(parameters, rank, 2, alignment=2) for rank in range(2))
+    assert (first.numel, second.numel) == (8, 8)
+    assert first.slices == (Slice("a", (3,), 0, 3, 0), Slice("b", (2, 3), 0, 5, 3))
+    assert second.slices == (Slice("b", (2, 3), 5, 6, 0), Slice("c", (4,), 0, 4, 1))
+    assert second.runs() == [(0, 5, list(second.slices))]
+    # ZeRO-3: 2 of 3, 3 of 6, 2 of 4; the second rank's part of a has one element and one of padding
+    first, second = (FlatLayout.each_split(parameters, rank, 2) for rank in range(2))
+    assert (first.numel, second.numel) == (7, 7)
+    assert first.slices == (Slice("a", (3,), 0, 2, 0), Slice("b", (2, 3), 0, 3, 2), Slice("c", (4,), 0, 2, 5))
+    assert second.slices == (Slice("a", (3,), 2, 3, 0), Slice("b", (2, 3), 3, 6, 2), Slice("c", (4,), 2, 4, 5))
+    assert [(begin, end) for begin, end, _ in second.runs()] == [(0, 1), (2, 7)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FlatLayout.concatenated([("a", (2,))], 2, 2), "rank=2"),
+        (lambda: FlatLayout.concatenated([("a", (2,))], 0, 1, alignment=0), "alignment=0"),
+        (lambda: FlatLayout.each_split([("a", (2,)), ("a", (3,))], 0, 1), "two parameters are named 'a'"),
+        (lambda: FlatLayout.each_split([("a", (2, -1))], 0, 1), "'a' has a negative dimension"),
+        (lambda: FlatLayout((("a", (2,)),), (Slice("b", (2,), 0, 2, 0),), 2), "'b' is of shape"),
+        (lambda: FlatLayout((("a", (2,)),), (Slice("a", (2,), 0, 3, 0),), 3), "'a' has no elements 0 to 3"),
+        (lambda: FlatLayout((("a", (2,)),), (Slice("a", (2,), 0, 2, 1),), 2), "reach to 3"),
+        (
+            lambda: FlatLayout((("a", (2,)),), (Slice("a", (2,), 0, 1, 1), Slice("a", (2,), 1, 2, 1)), 2),
+            "before the end of another",
+        ),
+    ],
+)
+def test_impossible_layouts_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# --- a hand-rolled loop: flat tensors by the state's name
+
+
+def _layout(kind: str, rank: int, world: int) -> FlatLayout:
+    if kind == "concatenated":
+        return FlatLayout.concatenated(SHAPES.items(), rank, world, alignment=2)
+    return FlatLayout.each_split(SHAPES.items(), rank, world)
+
+
+def _logical(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+PADDING = -77.0
+
+
+def _flat(layout: FlatLayout, logical: dict[str, torch.Tensor]) -> torch.Tensor:
+    flat = torch.full((layout.numel,), PADDING)
+    for piece in layout.slices:
+        part = logical[str(piece.name)].reshape(-1)[piece.begin : piece.end]
+        flat[piece.at : piece.at + len(part)] = part
+    return flat
+
+
+def _hand_rolled(kind: str, rank: int, world: int, *, filled: bool = True) -> ShardedZeroProvider:
+    layout = _layout(kind, rank, world)
+    tensors = {"fp32": _flat(layout, _logical(0)), "exp_avg": _flat(layout, _logical(1)), "step": torch.tensor(4.0)}
+    if not filled:
+        tensors = {state: torch.full_like(tensor, PADDING) for state, tensor in tensors.items()}
+    hyper = {"lr": 0.1 if filled else 9.0, "betas": (0.9, 0.99), "loops": 3 if filled else 0}
+    provider = ShardedZeroProvider("zero", [Partition(layout, tensors)], param_groups=[hyper])
+    provider.live = tensors, hyper  # type: ignore[attr-defined]
+    return provider
+
+
+@pytest.mark.parametrize("kind", ["concatenated", "each_split"])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_a_hand_rolled_loop_saves_logical_tensors_once_and_no_padding(kind: str, world: int) -> None:
+    checkpoint = in_memory.Checkpoint.of([_hand_rolled(kind, rank, world) for rank in range(world)])
+    expected = {
+        f"state/{name}/{state}": t for state, s in (("fp32", 0), ("exp_avg", 1)) for name, t in _logical(s).items()
+    }
+    expected |= {f"state/{name}/step": torch.tensor(4.0) for name in SHAPES}
+    assert checkpoint.is_tiled
+    assert equal(dict(sorted(checkpoint.arrays.items())), dict(sorted(expected.items())))
+    steps = sum(bool(_layout(kind, rank, world).owned) for rank in range(world))
+    assert checkpoint.nbytes == 4 * (2 * sum(map(math.prod, SHAPES.values())) + steps)
+
+
+@pytest.mark.parametrize("source", ["concatenated", "each_split"])
+@pytest.mark.parametrize("kind", ["concatenated", "each_split"])
+@pytest.mark.parametrize(("before", "after"), [(n, m) for n in (1, 2, 3, 8) for m in (1, 2, 5, 8)])
+def test_any_number_of_ranks_restores_from_any_other(source: str, kind: str, before: int, after: int) -> None:
+    checkpoint = in_memory.Checkpoint.of([_hand_rolled(source, rank, before) for rank in range(before)])
+    for rank in range(after):
+        provider = _hand_rolled(kind, rank, after, filled=False)
+        saved = checkpoint.restore(provider, rank)
+        assert saved.differences == []
+        tensors, hyper = provider.live  # type: ignore[attr-defined]
+        # what is padding stays as it was
+        layout = _layout(kind, rank, after)
+        wanted = {"fp32": _flat(layout, _logical(0)), "exp_avg": _flat(layout, _logical(1)), "step": torch.tensor(4.0)}
+        assert equal(tensors, wanted)
+        assert hyper == {"lr": 0.1, "betas": (0.9, 0.99), "loops": 3}
+
+
+def test_what_lies_in_one_flat_tensor_shares_a_record() -> None:
+    provider = _hand_rolled("concatenated", 0, 1)
+    buffers = {(s.key.split("/")[2], s.buffer.pointer) for s in provider.shards() if s.buffer is not None}
+    assert sorted(state for state, _ in buffers) == ["exp_avg", "fp32", "step"]
+    assert all(shard.lazy for shard in provider.shards() if not shard.is_object)
+
+
+def test_unchanged_memory_gives_the_same_layout_again() -> None:
+    provider = _hand_rolled("concatenated", 1, 2)
+    first = provider.shards()
+    provider.live[0]["fp32"] += 1  # type: ignore[attr-defined]
+    second = provider.shards()
+    assert isinstance(first, Shards)
+    assert isinstance(second, Shards)
+    assert second.layout is first.layout
+    changed = {
+        s.key.split("/")[2] for s, a, b in zip(first.layout, first.versions, second.versions, strict=True) if a != b
+    }
+    assert changed == {"fp32"}
+    provider.live[0]["fp32"] = provider.live[0]["fp32"].clone()  # type: ignore[attr-defined]
+    third = provider.shards()
+    assert isinstance(third, Shards)
+    assert third.layout is not first.layout
+
+
+def test_numpy_partitions_are_copied_at_once() -> None:
+    layout = FlatLayout.concatenated({"w": (2, 2)}.items(), 0, 1, alignment=3)
+    flat = np.arange(6.0)
+    provider = ShardedZeroProvider("zero", [Partition(layout, {"m": flat})])
+    (shard,) = (s for s in provider.shards() if not s.is_object)
+    assert (shard.lazy, shard.flat, shard.global_shape) == (False, (0, 4), (2, 2))
+    assert shard.buffer is not None
+    assert (shard.buffer.nbytes, shard.buffer.device) == (32, HOST)
+    checkpoint = in_memory.Checkpoint.of([provider])
+    flat[:] = 0
+    checkpoint.restore(provider)
+    assert flat.tolist() == [0, 1, 2, 3, 0, 0]
+
+
+def test_differences_are_reported_by_key() -> None:
+    checkpoint = in_memory.Checkpoint.of([_hand_rolled("concatenated", rank, 2) for rank in range(2)])
+    layout = FlatLayout.concatenated([("bias", (7,)), ("head", (2, 3)), ("new", (3,))], 0, 1)
+    flats = {state: torch.zeros(layout.numel) for state in ("fp32", "exp_avg_sq")}
+    saved = checkpoint.restore(ShardedZeroProvider("zero", [Partition(layout, flats)], param_groups=[{}]))
+    squares = [f"state/{name}/exp_avg_sq" for name in ("bias", "head", "new")]
+    assert sorted(saved.missing) == sorted([*squares, "state/new/fp32"])
+    strange = [
+        f"state/{name}/{state}" for name in ("embedding", "scale", "none") for state in ("fp32", "exp_avg", "step")
+    ]
+    strange += [f"state/{name}/{state}" for name in ("bias", "head") for state in ("exp_avg", "step")]
+    assert sorted(saved.unexpected) == sorted(strange)
+    assert list(saved.mismatched) == ["state/head/fp32"]
+    groups = ShardedZeroProvider("zero", [Partition(layout, flats)], param_groups=[{}, {}])
+    assert list(checkpoint.restore(groups).mismatched) == ["param_groups", "state/head/fp32"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"m": torch.zeros(5)}, r"'m': an array of shape \(5,\)"),
+        ({"m": torch.zeros(8)[::2]}, r"strides \(2,\)"),
+        ({"m": torch.zeros(2, 2)}, r"shape \(2, 2\)"),
+        ({"m": 3}, "'state/w/m' is a int"),
+    ],
+)
+def test_what_is_no_partition_is_refused(tensors: dict[str, Any], message: str) -> None:
+    layout = FlatLayout.concatenated([("w", (4,))], 0, 1)
+    with pytest.raises(ProviderError, match=message):
+        ShardedZeroProvider("zero", [Partition(layout, tensors)]).shards()
+
+
+def test_contradictions_are_refused() -> None:
+    layout = FlatLayout.concatenated([("w", (4,))], 0, 1)
+    flat = torch.zeros(4)
+    with pytest.raises(ValueError, match="'w' is in two shares"):
+        ShardedZeroProvider("zero", [Partition(layout), Partition(layout)])
+    with pytest.raises(ValueError, match="no optimizer that knows it"):
+        ShardedZeroProvider("zero", [Partition(layout, parameter=flat)])
+    with pytest.raises(ValueError, match="no parameter group 1"):
+        ShardedZeroProvider("zero", [Partition(layout, group=1)], param_groups=[{}])
+    with pytest.raises(ValueError, match="of no parameters"):
+        ShardedZeroProvider("zero", [Partition(FlatLayout.concatenated([], 0, 1))])
+    with pytest.raises(ValueError, match="its own param_groups"):
+        ShardedZeroProvider("zero", [Partition(layout)], optimizer=torch.optim.SGD([flat]), param_groups=[{}])
+
+
+# --- an optimizer over flat partitions, as hand-rolled loops and DeepSpeed have
+
+
+def _train(optimizer: torch.optim.Optimizer, layouts: list[FlatLayout], steps: int, begin: int = 0) -> None:
+    for step in range(begin, begin + steps):
+        for group, layout in zip(optimizer.param_groups, layouts, strict=True):
+            group["params"][0].grad = _flat(layout, _logical(10 + step))
+        optimizer.step()
+
+
+def _groups(rank: int, world: int) -> list[FlatLayout]:
+    """Two parameter groups; the second of one parameter, so that some ranks hold nothing of it but padding."""
+    items = list(SHAPES.items())
+    return [
+        FlatLayout.concatenated(items[1:], rank, world, alignment=2),
+        FlatLayout.concatenated([("tiny", (1,))], rank, world, alignment=2),
+    ]
+
+
+def _with_optimizer(
+    rank: int, world: int, *, steps: int, lr: float = 0.1, **options: Any
+) -> tuple[ShardedZeroProvider, Any, list[FlatLayout]]:
+    logical = {"tiny": torch.tensor([2.5]), **_logical(0)}
+    layouts = _groups(rank, world)
+    flats = [torch.nn.Parameter(_flat(layout, logical)) for layout in layouts]
+    optimizer = torch.optim.AdamW(
+        [{"params": [flat], "weight_decay": 0.1 * i} for i, flat in enumerate(flats)], lr=lr, **options
+    )
+    for step in range(steps):
+        for flat, layout in zip(flats, layouts, strict=True):
+            flat.grad = _flat(layout, {"tiny": torch.tensor([0.5 + step]), **_logical(10 + step)})
+        optimizer.step()
+    partitions = [
+        Partition(layout, {"fp32": flat}, parameter=flat, group=i)
+        for i, (layout, flat) in enumerate(zip(layouts, flats, strict=True))
+    ]
+    return ShardedZeroProvider("zero", partitions, optimizer=optimizer), optimizer, layouts
+
+
+@pytest.mark.parametrize("steps_before", [0, 1], ids=["fresh", "stepped"])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4), (4, 4), (8, 2)])
+def test_an_optimizer_goes_on_as_if_nothing_had_happened(before: int, after: int, steps_before: int) -> None:
+    """Restored on another number of ranks, and stepped once more, it has what an unbroken run on that number has."""
+    checkpoint = in_memory.Checkpoint.of([_with_optimizer(rank, before, steps=3)[0] for rank in range(before)])
+    assert checkpoint.is_tiled
+    restored, unbroken = [], []
+    for rank in range(after):
+        provider, optimizer, layouts = _with_optimizer(rank, after, steps=steps_before, lr=7.0)
+        saved = checkpoint.restore(provider, rank)
+        assert saved.differences == []
+        assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.1]
+        for flat, layout in zip((g["params"][0] for g in optimizer.param_groups), layouts, strict=True):
+            flat.grad = _flat(layout, {"tiny": torch.tensor([3.5]), **_logical(13)})
+        optimizer.step()
+        restored.append(provider)
+        unbroken.append(_with_optimizer(rank, after, steps=4)[0])
+    got, wanted = in_memory.Checkpoint.of(restored), in_memory.Checkpoint.of(unbroken)
+    assert equal(got.arrays, wanted.arrays)
+    assert got.objects == wanted.objects
+    assert got.is_tiled
+
+
+def test_an_optimizer_without_state_takes_the_state_away() -> None:
+    checkpoint = in_memory.Checkpoint.of([_with_optimizer(rank, 2, steps=0)[0] for rank in range(2)])
+    provider, optimizer, _ = _with_optimizer(0, 1, steps=2)
+    saved = checkpoint.restore(provider)
+    assert saved.differences == []
+    assert not optimizer.state
+
+
+def test_states_that_the_checkpoint_lacks_go_away() -> None:
+    checkpoint = in_memory.Checkpoint.of([_with_optimizer(0, 1, steps=2)[0]])
+    provider, optimizer, _ = _with_optimizer(0, 1, steps=1, amsgrad=True)
+    checkpoint.restore(provider)
+    assert {name for state in optimizer.state.values() for name in state} == {"step", "exp_avg", "exp_avg_sq"}
+    assert not optimizer.param_groups[0]["amsgrad"]
+
+
+def test_python_numbers_of_an_optimizer_stay_what_they_are(tmp_path: Path) -> None:
+    def provider(value: dict[str, Any]) -> tuple[ShardedZeroProvider, Any]:
+        layout = FlatLayout.concatenated([("w", (3,))], 0, 1)
+        flat = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([flat], lr=0.1)
+        optimizer.state[flat].update(value)
+        return ShardedZeroProvider("zero", [Partition(layout, parameter=flat)], optimizer=optimizer), optimizer
+
+    saving, _ = provider({"step": 12, "scale": 0.5, "m": torch.arange(3.0)})
+    ds.snapshot([saving], tmp_path / "saved").wait_committed()
+    for live in ({}, {"step": 1, "scale": 1.0, "m": torch.zeros(3)}, {"step": torch.tensor(3.0)}):
+        restored, optimizer = provider(live)
+        ds.restore(tmp_path / "saved", [restored])
+        (state,) = optimizer.state.values()
+        kind = type(live.get("step", 0))
+        assert (type(state["step"]), float(state["step"]), state["scale"]) == (kind, 12.0, 0.5)
+        assert state["m"].tolist() == [0, 1, 2]
+    refused, _ = provider({"history": [1, 2]})
+    with pytest.raises(ProviderError, match="'state/w/history' is a list"):
+        refused.shards()
+
+
+def test_a_tensor_for_a_learning_rate_stays_that_tensor() -> None:
+    provider, optimizer, _ = _with_optimizer(0, 1, steps=1, capturable=False)
+    rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    checkpoint = in_memory.Checkpoint.of([provider])
+    rate.fill_(3)
+    checkpoint.restore(provider)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.25
+
+
+def _plain_optimizer(steps: int) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]:
+    logical = _logical(0)
+    parameters = [torch.nn.Parameter(t.clone()) for t in logical.values()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, _logical(10 + step).values(), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return optimizer, parameters
+
+
+@pytest.mark.parametrize("tensor_rate", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_an_unsharded_optimizer_restores_into_partitions(world: int, tensor_rate: bool) -> None:
+    """A state dict by parameter's name, as of one process or of FSDP2, is taken apart by ranges."""
+    optimizer, _ = _plain_optimizer(3)
+    state = optimizer.state_dict()
+    if tensor_rate:
+        state["param_groups"][0]["lr"] = torch.tensor(0.1, dtype=torch.float64)
+    names = list(SHAPES)
+    state["state"] = {names[i]: s for i, s in state["state"].items()}
+    state["param_groups"][0]["params"] = names
+    checkpoint = in_memory.of_state_dict(state)
+    ranks = []
+    for rank in range(world):
+        layout = _layout("concatenated", rank, world)
+        flat = torch.nn.Parameter(torch.zeros(layout.numel))
+        sharded = torch.optim.AdamW([flat], lr=7.0)
+        provider = ShardedZeroProvider("zero", [Partition(layout, parameter=flat)], optimizer=sharded)
+        saved = checkpoint.restore(provider, rank)
+        assert saved.differences == []
+        assert sharded.param_groups[0]["lr"] == 0.1
+        ranks.append(provider)
+    arrays = {key: tensor for key, tensor in checkpoint.arrays.items() if key.startswith("state/")}
+    assert equal(dict(sorted(in_memory.Checkpoint.of(ranks).arrays.items())), dict(sorted(arrays.items())))
+
+
+# --- torch's ZeroRedundancyOptimizer, here on one rank
+
+
+@pytest.fixture
+def _process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _zero_redundancy(steps: int) -> tuple[Any, list[torch.nn.Parameter]]:
+    logical = _logical(0)
+    parameters = [torch.nn.Parameter(t.clone()) for t in logical.values()]
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.01}]
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.1)
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, _logical(10 + step).values(), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return optimizer, parameters
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_zero_redundancy_saves_what_its_consolidated_state_dict_has() -> None:
+    optimizer, _ = _zero_redundancy(2)
+    provider = ShardedZeroProvider.from_zero_redundancy("zero", optimizer)
+    checkpoint = in_memory.Checkpoint.of([provider])
+    optimizer.consolidate_state_dict()
+    expected = in_memory.of_state_dict(optimizer.state_dict())
+    assert equal(dict(sorted(checkpoint.arrays.items())), dict(sorted(expected.arrays.items())))
+    assert checkpoint.objects[0]["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_zero_redundancy_by_names() -> None:
+    optimizer, parameters = _zero_redundancy(1)
+    named = list(zip(SHAPES, parameters, strict=True))
+    provider = ShardedZeroProvider.from_zero_redundancy("zero", optimizer, named)
+    assert {s.key.split("/")[1] for s in provider.shards() if not s.is_object} == set(SHAPES)
+    with pytest.raises(ValueError, match="lacks a parameter"):
+        ShardedZeroProvider.from_zero_redundancy("zero", optimizer, named[1:])
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_a_plain_optimizer_restores_into_zero_redundancy(tmp_path: Path) -> None:
+    """Through files: both number their parameters alike."""
+    plain, parameters = _plain_optimizer(3)
+    ds.snapshot([from_stateful("optim", plain)], tmp_path / "saved").wait_committed()
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    optimizer = ZeroRedundancyOptimizer(twins, torch.optim.AdamW, lr=5.0)
+    ds.restore(tmp_path / "saved", [ShardedZeroProvider.from_zero_redundancy("optim", optimizer)])
+    for parameter, twin, gradient in zip(parameters, twins, _logical(13).values(), strict=True):
+        parameter.grad, twin.grad = gradient, gradient.clone()
+    plain.step()
+    optimizer.step()
+    assert equal([p.detach() for p in parameters], [p.detach() for p in twins])
+    optimizer.consolidate_state_dict()
+    assert equal(plain.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_channels_last_states_are_saved_by_element_not_by_memory() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+
+    def make() -> tuple[Any, ShardedZeroProvider]:
+        optimizer = ZeroRedundancyOptimizer([weight], torch.optim.AdamW, lr=0.1)
+        return optimizer, ShardedZeroProvider.from_zero_redundancy("zero", optimizer)
+
+    saving, provider = make()
+    weight.grad = torch.randn(4, 3, 2, 2)
+    saving.step()
+    checkpoint = in_memory.Checkpoint.of([provider])
+    average = saving.optim.state[weight]["exp_avg"]
+    assert not average.is_contiguous()
+    assert equal(checkpoint.arrays["state/0/exp_avg"], average)
+    fresh, provider = make()
+    checkpoint.restore(provider)
+    assert fresh.optim.state[weight]["exp_avg"].stride() == average.stride()
+    assert equal(fresh.optim.state[weight]["exp_avg"], average)
+
+
+# --- what every provider promises
+
+
+class TestHandRolled(ProviderTests):
+    kind = "concatenated"
+
+    def provider(self) -> StateProvider:
+        return _hand_rolled(self.kind, 0, 1)
+
+    def perturb(self, provider: Any) -> None:
+        tensors, hyper = provider.live
+        for name, tensor in tensors.items():
+            for piece in self.pieces() if tensor.ndim else ():
+                tensor[piece] += 1
+            if name == "step":
+                tensor += 1
+        hyper["lr"] *= 2
+
+    def pieces(self) -> list[slice]:
+        return [slice(p.at, p.at + p.end - p.begin) for p in _layout(self.kind, 0, 1).slices]
+
+    def state(self, provider: Any) -> object:
+        return copy.deepcopy(provider.live)
+
+
+class TestHandRolledEachSplit(TestHandRolled):
+    kind = "each_split"
+
+
+class TestFlatOptimizer(ProviderTests):
+    steps = 2
+
+    def provider(self) -> StateProvider:
+        provider, optimizer, layouts = _with_optimizer(0, 1, steps=self.steps)
+        provider.live = optimizer, layouts  # type: ignore[attr-defined]
+        return provider
+
+    def perturb(self, provider: Any) -> None:
+        optimizer, layouts = provider.live
+        for group, layout in zip(optimizer.param_groups, layouts, strict=True):
+            group["params"][0].grad = _flat(layout, {"tiny": torch.tensor([1.0]), **_logical(30)})
+            group["lr"] *= 0.5
+        optimizer.step()
+
+    def state(self, provider: Any) -> object:
+        """Without what is padding."""
+        optimizer, layouts = provider.live
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        held = []
+        for group, layout in zip(optimizer.param_groups, layouts, strict=True):
+            (flat,) = group["params"]
+            every = {"fp32": flat.detach(), **optimizer.state.get(flat, {})}
+            held.append({k: t.clone() if not t.ndim else self.cut(t, layout) for k, t in every.items()})
+        return [copy.deepcopy(groups), held]
+
+    def cut(self, flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+        return [flat[p.at : p.at + p.end - p.begin].clone() for p in layout.slices]
+
+
+class TestFlatOptimizerWithoutState(TestFlatOptimizer):
+    steps = 0
+
+
+@pytest.mark.usefixtures("_process_group")
+class TestZeroRedundancy(ProviderTests):
+    steps = 2
+
+    def provider(self) -> StateProvider:
+        optimizer, parameters = _zero_redundancy(self.steps)
+        provider = ShardedZeroProvider.from_zero_redundancy("zero", optimizer)
+        provider.live = optimizer, parameters  # type: ignore[attr-defined]
+        return provider
+
+    def perturb(self, provider: Any) -> None:
+        optimizer, parameters = provider.live
+        for parameter, gradient in zip(parameters, _logical(30).values(), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    def state(self, provider: Any) -> object:
+        optimizer, parameters = provider.live
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        return copy.deepcopy([groups, [dict(optimizer.optim.state.get(p, {})) for p in parameters]])
+
+
+class TestZeroRedundancyWithoutState(TestZeroRedundancy):
+    steps = 0

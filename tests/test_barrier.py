@@ -1,0 +1,609 @@
+"""Ranks that agree: threads as ranks, over torch's stores and over a shared directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from datastates import directories, file_board, joining
+from datastates.agreement import BoardWorld
+from datastates.barrier import SoloWorld, World, world_of
+from datastates.errors import (
+    ClosedError,
+    CommitError,
+    DatastatesError,
+    RanksMissingError,
+    SettingsError,
+    StorageError,
+    UnreachableError,
+    rank_names,
+)
+from datastates.joining import FOLDER
+from datastates.store_board import PIECE, StoreBoard
+
+SIZE = 4
+SECONDS = 20.0
+SLACK = 2.0
+"""Seconds that a busy machine may add."""
+Worlds = Callable[[], list[World]]
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Call all at once, each on a thread; gives what each returned or raised."""
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except DatastatesError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(outcome, calls))
+
+
+def agree(worlds: list[World], name: str = "name", timeout: float = SECONDS, **options: Any) -> list[Any]:
+    """All these worlds agree at once on the sum of what they say."""
+    options = {"decide": joined, **options}
+    return together(*(lambda w=w: w.agree(name, f"<{w.rank}>".encode(), timeout=timeout, **options) for w in worlds))
+
+
+def joined(votes: dict[int, bytes]) -> bytes:
+    assert all(vote == f"<{rank}>".encode() for rank, vote in votes.items())
+    return b"".join(votes[rank] for rank in sorted(votes))
+
+
+ALL = b"<0><1><2><3>"
+
+
+def store_of(kind: str, path: Path) -> Any:
+    if kind == "hash":
+        return dist.HashStore()
+    if kind == "file":
+        return dist.FileStore(str(path / "store"), -1)
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def over_store(store: Any, silence: float = SECONDS) -> list[World]:
+    boards = [StoreBoard(dist.PrefixStore("job", store), rank, "ckpts/1", silence=silence) for rank in range(SIZE)]
+    return [BoardWorld(rank, SIZE, board, timeout=SECONDS) for rank, board in enumerate(boards)]
+
+
+def over_directory(path: Path, timeout: float = SECONDS) -> list[Any]:
+    return together(*(lambda rank=rank: world_of(rank, SIZE, path, timeout) for rank in range(SIZE)))
+
+
+@pytest.fixture(params=["hash", "tcp", "directory"])
+def worlds(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[World]]:
+    """One world for each rank."""
+    made = over_directory(tmp_path) if request.param == "directory" else over_store(store_of(request.param, tmp_path))
+    yield made
+    for world in reversed(made):
+        world.close()
+
+
+def test_all_learn_what_rank_0_decides(worlds: list[World]) -> None:
+    deciders = []
+
+    def decide(votes: dict[int, bytes]) -> bytes:
+        deciders.append(threading.current_thread())
+        return joined(votes)
+
+    assert agree(worlds, decide=decide) == [ALL] * SIZE
+    assert len(deciders) == 1
+
+
+def test_ranks_may_come_in_any_order(worlds: list[World]) -> None:
+    for late in range(SIZE):
+
+        def come(world: World, late: int = late) -> bytes:
+            time.sleep(0.1 if world.rank == late else 0)
+            return world.agree(f"late {late}", f"<{world.rank}>".encode(), joined, timeout=SECONDS)
+
+        assert together(*(lambda w=w: come(w) for w in worlds)) == [ALL] * SIZE
+
+
+def test_missing_ranks_are_named_to_all_that_wait(worlds: list[World]) -> None:
+    begin = time.monotonic()
+    outcomes = agree([w for w in worlds if w.rank in (0, 2)], timeout=0.5)
+    assert time.monotonic() - begin < 0.5 + SLACK
+    assert [type(o) for o in outcomes] == [RanksMissingError] * 2
+    assert [o.ranks for o in outcomes] == [(1, 3)] * 2
+    assert {str(o) for o in outcomes} == {"name: no answer from ranks 1, 3 within 0.4 s"}
+    # late, they learn it at once, and their votes count for nothing
+    begin = time.monotonic()
+    late = agree([w for w in worlds if w.rank in (1, 3)])
+    assert [str(o) for o in late] == [str(o) for o in outcomes]
+    assert time.monotonic() - begin < SLACK
+    assert agree(worlds, "next") == [ALL] * SIZE
+
+
+def test_without_the_coordinator_it_is_named(worlds: list[World]) -> None:
+    outcomes = agree(worlds[1:], timeout=0.5)
+    assert [o.ranks for o in outcomes] == [(0,)] * 3
+    # what they took back does not count when it comes after all
+    (late,) = agree(worlds[:1])
+    assert isinstance(late, RanksMissingError)
+    assert late.ranks in {(1,), (2,), (3,)}
+    assert "stopped waiting" in str(late)
+    assert agree(worlds, "next") == [ALL] * SIZE
+
+
+def test_who_runs_out_of_time_while_it_is_decided_waits_for_the_answer(worlds: list[World]) -> None:
+    def decide(votes: dict[int, bytes]) -> bytes:
+        time.sleep(0.6)
+        return joined(votes)
+
+    assert agree(worlds, decide=decide, timeout=0.5) == [ALL] * SIZE
+
+
+@pytest.mark.parametrize("failed", [0, 2])
+def test_a_failed_vote_ends_the_wait(worlds: list[World], failed: int) -> None:
+    def decide(votes: dict[int, bytes]) -> bytes:
+        raise ValueError(f"of rank {[r for r, vote in votes.items() if vote == b'failed']}")
+
+    def vote(world: World) -> bytes:
+        text = b"failed" if world.rank == failed else b"fine"
+        return world.agree("name", text, decide, timeout=SECONDS, enough=lambda vote: vote == b"failed")
+
+    begin = time.monotonic()
+    outcomes = together(*(lambda w=w: vote(w) for w in worlds if w.rank != 3))
+    assert time.monotonic() - begin < SLACK
+    assert [str(o) for o in outcomes] == [f"ValueError: of rank [{failed}]"] * 3
+    assert [str(o) for o in together(lambda: vote(worlds[3]))] == [f"ValueError: of rank [{failed}]"]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(KeyError("k"), "KeyError: 'k'"), (StorageError(28, "write", "f"), "write f: No space left on device [errno 28]")],
+)
+def test_all_raise_what_the_decision_raised(worlds: list[World], error: Exception, text: str) -> None:
+    def decide(votes: dict[int, bytes]) -> bytes:
+        raise error
+
+    outcomes = agree(worlds, decide=decide)
+    assert [type(o) for o in outcomes] == [CommitError] * SIZE
+    assert {str(o) for o in outcomes} == {text}
+    assert outcomes[0].__cause__ is error
+    assert agree(worlds, "next") == [ALL] * SIZE
+
+
+def test_an_interrupted_coordinator_tells_the_others(worlds: list[World]) -> None:
+    def decide(votes: dict[int, bytes]) -> bytes:
+        raise KeyboardInterrupt
+
+    def interrupted() -> str:
+        with pytest.raises(KeyboardInterrupt):
+            worlds[0].agree("name", b"<0>", decide, timeout=SECONDS)
+        return "interrupted"
+
+    others = (lambda w=w: w.agree("name", b"", decide, timeout=SECONDS) for w in worlds[1:])
+    assert [str(o) for o in together(interrupted, *others)] == ["interrupted"] + ["KeyboardInterrupt"] * 3
+
+
+def test_several_agreements_at_once_on_any_threads(worlds: list[World]) -> None:
+    names = [f"name {i}" for i in range(6)]
+
+    def all_names(world: World) -> list[bytes]:
+        order = names[world.rank :] + names[: world.rank]
+        calls = (lambda n=n: world.agree(n, f"<{world.rank}>".encode(), joined, timeout=SECONDS) for n in order)
+        return together(*calls)
+
+    assert together(*(lambda w=w: all_names(w) for w in worlds)) == [[ALL] * len(names)] * SIZE
+
+
+@pytest.mark.parametrize("nbytes", [0, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5])
+def test_payloads_of_any_length(worlds: list[World], nbytes: int) -> None:
+    data = os.urandom(nbytes)
+
+    def decide(votes: dict[int, bytes]) -> bytes:
+        assert votes == {rank: bytes([rank]) + data for rank in range(SIZE)}
+        return data
+
+    calls = (lambda w=w: w.agree("name", bytes([w.rank]) + data, decide, timeout=SECONDS) for w in worlds)
+    assert together(*calls) == [data] * SIZE
+
+
+def test_names_may_hold_anything(worlds: list[World]) -> None:
+    for name in ("../up", "a/b", "", ".", "x" * 5000, "é\n\0"):
+        assert agree(worlds, name) == [ALL] * SIZE
+
+
+def test_tokens_are_alike_on_all_ranks_and_of_one_run(worlds: list[World], tmp_path: Path) -> None:
+    tokens = {name: {w.token(name) for w in worlds} for name in ("a", "b")}
+    assert [len(t) for t in tokens.values()] == [1, 1]
+    assert tokens["a"] != tokens["b"]
+    assert all(len(token) == 8 and int(token, 16) >= 0 for each in tokens.values() for token in each)
+    others = over_store(dist.HashStore())
+    assert others[0].token("a") not in tokens["a"]
+    for world in others:
+        world.close()
+
+
+def test_a_closed_world_is_refused(worlds: list[World]) -> None:
+    worlds[1].close()
+    with pytest.raises(ClosedError):
+        worlds[1].agree("name", b"", joined, timeout=1)
+    with pytest.raises(ClosedError):
+        worlds[1].token("name")
+    worlds[1].close()
+
+
+def test_a_forked_child_is_no_rank(worlds: list[World]) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            worlds[1].agree("name", b"", joined, timeout=1)
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        worlds[0].close()
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as told:
+        assert told.read() == "CommitError: this process was forked off rank 1 and is no rank of its own"
+    assert agree(worlds) == [ALL] * SIZE
+
+
+# --- what is left behind
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_keys_do_not_pile_up_and_none_is_left(kind: str, tmp_path: Path) -> None:
+    store = store_of(kind, tmp_path)
+    before = store.num_keys()
+    worlds = over_store(store)
+    most = 0
+    for i in range(20):
+        large = os.urandom(PIECE + 1 if i % 5 == 0 else 10)
+        outcomes = agree(worlds, f"name {i}", decide=lambda votes, large=large: large)
+        assert outcomes == [large] * SIZE
+        if i % 4 == 0:
+            assert agree(worlds[:2], f"missing {i}", timeout=0.1)[1].ranks == (2, 3)
+            assert agree(worlds[2:], f"missing {i}")[0].ranks == (2, 3)
+        most = max(most, store.num_keys())
+    assert most - before < 20
+    for world in worlds:
+        world.close()
+    assert store.num_keys() == before
+
+
+def test_no_file_is_left(tmp_path: Path) -> None:
+    worlds = over_directory(tmp_path)
+    for i in range(10):
+        assert agree(worlds, f"name {i}") == [ALL] * SIZE
+        assert len(list((tmp_path / FOLDER).rglob("*"))) < 20
+    for world in worlds:
+        world.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_the_ranks_is_no_checkpoint(tmp_path: Path) -> None:
+    worlds = over_directory(tmp_path)
+    assert (tmp_path / FOLDER).is_dir()
+    assert directories.committed(tmp_path) == {}
+    assert directories.debris(tmp_path) == []
+    assert directories.target(tmp_path, 1) == tmp_path / "step-00000001"
+    for world in worlds:
+        world.close()
+
+
+def test_the_coordinator_closes_last(worlds: list[World]) -> None:
+    told = threading.Event()
+
+    def slow() -> float:
+        told.wait()
+        time.sleep(0.3)
+        worlds[3].agree("name", b"<3>", joined, timeout=SECONDS)
+        return time.monotonic()
+
+    def closing() -> float:
+        with pytest.raises(RanksMissingError):
+            worlds[0].agree("name", b"<0>", joined, timeout=0.1)
+        told.set()
+        worlds[0].close()
+        return time.monotonic()
+
+    others = (lambda w=w: w.agree("name", f"<{w.rank}>".encode(), joined, timeout=SECONDS) for w in worlds[1:3])
+    closed, read, *_ = together(closing, lambda: together(slow)[0] and time.monotonic(), *others)
+    assert read - 0.05 <= closed
+
+
+# --- the store
+
+
+def test_over_a_file_of_torch(tmp_path: Path) -> None:
+    worlds = over_store(store_of("file", tmp_path))
+    for name in ("a", "b"):
+        assert agree(worlds, name) == [ALL] * SIZE
+    assert agree(worlds[:2], "missing", timeout=0.1)[1].ranks == (2, 3)
+    assert agree(worlds[2:], "missing")[0].ranks == (2, 3)
+    for world in worlds:
+        world.close()
+
+
+def test_a_store_that_ends_is_told_in_words(tmp_path: Path) -> None:
+    store = store_of("tcp", tmp_path)
+    clients = [dist.TCPStore("localhost", store.port, is_master=False) for _ in range(SIZE)]
+    worlds = [
+        BoardWorld(rank, SIZE, StoreBoard(client, rank, "ckpts/1", silence=SECONDS), timeout=SECONDS)
+        for rank, client in enumerate(clients)
+    ]
+    assert agree(worlds) == [ALL] * SIZE
+    del store
+    outcomes = agree(worlds[1:], "next")
+    assert [type(o) for o in outcomes] == [UnreachableError] * 3
+    for rank, outcome in enumerate(outcomes, 1):
+        assert f"the Store of torch.distributed is out of rank {rank}'s reach (" in str(outcome)
+    for world in worlds:
+        world.close()
+
+
+class Stalled:
+    """A store that stops answering when told."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.go = threading.Event()
+        self.go.set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            raise AttributeError(name)
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            self.go.wait()
+            return method(*arguments)
+
+        return call
+
+
+def test_a_store_that_does_not_answer_holds_up_nobody_for_long() -> None:
+    store = Stalled(dist.HashStore())
+    worlds = [BoardWorld(r, 2, StoreBoard(store, r, "c/1", silence=0.3), timeout=SECONDS) for r in range(2)]
+    assert agree(worlds) == [b"<0><1>"] * 2
+    store.go.clear()
+    begin = time.monotonic()
+    outcomes = agree(worlds, "next")
+    assert time.monotonic() - begin < SLACK
+    assert ["no answer within 0.3 s" in str(o) for o in outcomes] == [True, True]
+    store.go.set()
+    time.sleep(0.1)
+    assert agree(worlds, "later") == [b"<0><1>"] * 2
+    for world in worlds:
+        world.close()
+
+
+def test_training_that_blocks_in_the_store_does_not_block_the_ranks(tmp_path: Path) -> None:
+    store = store_of("tcp", tmp_path)
+    worlds = over_store(store)
+    blocked = threading.Thread(target=store.get, args=("training",))
+    blocked.start()
+    time.sleep(0.1)
+    begin = time.monotonic()
+    assert agree(worlds) == [ALL] * SIZE
+    assert time.monotonic() - begin < SLACK
+    other = dist.TCPStore("localhost", store.port, is_master=False)
+    assert blocked.is_alive()
+    other.set("training", "goes on")
+    blocked.join()
+    for world in reversed(worlds):
+        world.close()
+
+
+# --- who belongs to a run in a shared directory
+
+
+def session_of(path: Path) -> dict[str, Any]:
+    (session,) = (path / FOLDER).glob("session-*")
+    told: dict[str, Any] = json.loads(session.read_text())
+    return told
+
+
+def debris_of_a_killed_run(path: Path, *, until: str) -> None:
+    """What a run of all ranks leaves that is killed while it joins, or after it has agreed."""
+    root = path / FOLDER
+    run = "0123456789abcdef"
+    processes = [f"{rank}-{rank:016x}" for rank in range(1, SIZE)]
+    for process in processes if until == "joins" else []:
+        rank, _, nonce = process.partition("-")
+        (root / f"hello-{rank}-{SIZE}-{nonce}").parent.mkdir(exist_ok=True)
+        (root / f"hello-{rank}-{SIZE}-{nonce}").touch()
+    (root / run / "joined").mkdir(parents=True)
+    for process in processes:
+        (root / run / "joined" / process).touch()
+    told = {"run": run, "seen": processes, "members": processes, "missing": None, "failure": ""}
+    if until == "joins":
+        told["members"] = None
+    (root / f"session-{run}").write_text(json.dumps(told))
+    (root / f".session-{run}.{'ab' * 4}").write_text("cut sho")
+    (root / "hello-7-9-0123456789abcdef").touch()
+    for box in ("name.votes", "name.answer"):
+        (root / run / box).mkdir()
+        (root / run / box / "0").write_bytes(b"dstale")
+
+
+@pytest.mark.parametrize("until", ["joins", "agreed"])
+@pytest.mark.parametrize("late", [0, 1, 3, None])
+def test_files_of_a_killed_run_do_not_count(tmp_path: Path, until: str, late: int | None) -> None:
+    debris_of_a_killed_run(tmp_path, until=until)
+
+    def begin(rank: int) -> World:
+        time.sleep(0.2 if rank == late else 0)
+        return world_of(rank, SIZE, tmp_path, SECONDS)
+
+    worlds = together(*(lambda r=r: begin(r) for r in range(SIZE)))
+    assert agree(worlds) == [ALL] * SIZE
+    run = session_of(tmp_path)["run"]
+    assert {p.name for p in (tmp_path / FOLDER).iterdir()} == {f"session-{run}", run}
+    for world in worlds:
+        world.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"run": 3, "seen": []}', b'{"run": "../x", "seen": []}']
+)
+def test_a_session_that_cannot_be_read_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / f"session-{'0' * 16}").write_bytes(content)
+    worlds = over_directory(tmp_path)
+    assert agree(worlds) == [ALL] * SIZE
+    for world in worlds:
+        world.close()
+
+
+def test_a_rank_killed_while_joining_may_start_again(tmp_path: Path) -> None:
+    """It has said hello and answered, is killed, and comes again before the last rank comes."""
+    pool = ThreadPoolExecutor(SIZE)
+    first = [pool.submit(world_of, rank, SIZE, tmp_path, SECONDS) for rank in (0, 1)]
+    root = tmp_path / FOLDER
+    for rank in (2, 3):
+        (root / f"hello-{rank}-{SIZE}-{rank:016x}").touch()
+    while not list(root.glob("session-*")):
+        time.sleep(0.01)
+    (root / session_of(tmp_path)["run"] / "joined" / f"2-{2:016x}").touch()  # 3 is killed before that
+    time.sleep(0.1)
+    rest = [pool.submit(world_of, 2, SIZE, tmp_path, SECONDS)]
+    while len(list(root.glob("hello-2-*"))) < 2:
+        time.sleep(0.001)
+    rest.append(pool.submit(world_of, 3, SIZE, tmp_path, SECONDS))
+    worlds = [each.result() for each in first + rest]
+    assert agree(worlds) == [ALL] * SIZE
+    for world in worlds:
+        world.close()
+    pool.shutdown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_follow_each_other_in_one_directory(tmp_path: Path) -> None:
+    def several(rank: int) -> list[bytes]:
+        outcomes = []
+        for _ in range(5):
+            world = world_of(rank, SIZE, tmp_path, SECONDS)
+            outcomes.append(world.agree("name", f"<{rank}>".encode(), joined, timeout=SECONDS))
+            world.close()
+        return outcomes
+
+    assert together(*(lambda r=r: several(r) for r in range(SIZE))) == [[ALL] * 5] * SIZE
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_may_end_while_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the one deletes is not the other's, however long that takes."""
+
+    def late(path: Path) -> None:
+        time.sleep(0.1)
+        file_board.remove(path)
+
+    monkeypatch.setattr(joining, "remove", late)
+    worlds = over_directory(tmp_path)
+    ending = threading.Thread(target=worlds[0].close)
+    ending.start()
+    later = over_directory(tmp_path)
+    assert agree(later) == [ALL] * SIZE
+    ending.join()
+    for world in worlds[1:] + later:
+        world.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_does_not_come_is_named(tmp_path: Path) -> None:
+    debris_of_a_killed_run(tmp_path, until="joins")
+    outcomes = together(*(lambda r=r: world_of(r, SIZE, tmp_path, 1) for r in (0, 1)))
+    assert [type(o) for o in outcomes] == [RanksMissingError] * 2
+    assert [o.ranks for o in outcomes] == [(2, 3)] * 2
+    assert {str(o) for o in outcomes} == {f"{tmp_path / FOLDER}: ranks 2-3 of 4 did not come within 0.8 s"}
+    (alone,) = together(lambda: world_of(1, SIZE, tmp_path, 0.2))
+    assert alone.ranks == (0,)
+    worlds = over_directory(tmp_path)
+    assert agree(worlds) == [ALL] * SIZE
+    for world in worlds:
+        world.close()
+
+
+def test_two_processes_of_one_rank_are_refused(tmp_path: Path) -> None:
+    def begin(rank: int) -> World:
+        time.sleep(0.2 if rank == 3 else 0)  # so that both are seen before the run is complete
+        return world_of(rank, SIZE, tmp_path, SECONDS)
+
+    outcomes = together(*(lambda r=r: begin(r) for r in (0, 1, 1, 2, 3)))
+    (refused,) = (o for o in outcomes[1:3] if isinstance(o, DatastatesError))
+    assert isinstance(refused, SettingsError)
+    assert str(refused) == f"rank: another process in {tmp_path / FOLDER} says that it is rank 1, too"
+    worlds = [o for o in outcomes if isinstance(o, BoardWorld)]
+    assert agree(worlds) == [ALL] * SIZE
+    for world in worlds:
+        world.close()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file"):
+        world_of(0, 2, tmp_path / "file", 1)
+
+
+def test_a_run_whose_folder_is_gone_is_told_so(tmp_path: Path) -> None:
+    worlds = over_directory(tmp_path)
+    worlds[0].close()
+    with pytest.raises(UnreachableError, match="is gone: rank 0 has closed this run"):
+        worlds[1].agree("name", b"", joined, timeout=SECONDS)
+    for world in worlds[1:]:
+        world.close()
+
+
+# --- which world this is
+
+
+def test_alone(tmp_path: Path) -> None:
+    for world in (world_of(None, None, tmp_path, 1), world_of(0, 1, tmp_path, 1)):
+        assert isinstance(world, SoloWorld)
+        assert (world.rank, world.size) == (0, 1)
+        assert world.agree("name", b"<0>", joined, timeout=0) == b"<0>"
+        with pytest.raises(AttributeError):  # there is nobody whom it has to be told
+            world.agree("name", b"", lambda votes: votes.nothing, timeout=0)  # type: ignore[attr-defined]
+        assert world.token("a") == world.token("a") != world.token("b")
+        world.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "text"),
+    [
+        (None, 2, "rank: rank and world_size are given together or not at all"),
+        (1, None, "world_size: rank and world_size are given together or not at all"),
+        (2, 2, "rank: 2 is not from 0 to 1"),
+        (-1, 2, "rank: -1 is not from 0 to 1"),
+        (0, 0, "world_size: 0 is less than 1"),
+        ("0", 2, "rank: '0' is not an integer"),
+        (0, True, "world_size: True is not an integer"),
+    ],
+)
+def test_impossible_numbers_are_named(tmp_path: Path, rank: Any, world_size: Any, text: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        world_of(rank, world_size, tmp_path, 1)
+    assert str(caught.value).startswith(text)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([2], "rank 2"),
+        ([0, 1, 2, 7, 9, 10], "ranks 0-2, 7, 9-10"),
+        (range(4096), "ranks 0-4095"),
+        (range(0, 100, 2), f"ranks {', '.join(map(str, range(0, 32, 2)))} and 34 more"),
+    ],
+)
+def test_ranks_in_messages(ranks: list[int], text: str) -> None:
+    assert rank_names(ranks) == text

@@ -1,0 +1,40 @@
+"""What providers describe, as one of several ranks saves it: who writes what is shared, and what has its own record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+import datastates as ds
+from datastates.collecting import collect
+from datastates.protocol import Buffer, Shard
+from datastates.providers import ReplicatedProvider, from_state_dict
+
+
+def test_what_shares_memory_is_written_by_one_rank() -> None:
+    flat = np.arange(12.0)
+    state = {"a": np.ones(5), "embed": flat[:8], "b": np.ones(6), "head": flat[:8], "rest": flat[8:], "c": np.ones(7)}
+    provider = ReplicatedProvider(from_state_dict("m", state), ranks=(0, 1))
+    written = [
+        {structure.key(i): shard.nbytes for i, (_, shard) in enumerate(structure.arrays) if shard.nbytes}
+        for structure in (collect([provider], rank=rank, ranks=2).structure for rank in (0, 1))
+    ]
+    assert sorted(key for keys in written for key in keys) == sorted(f"m/{key}" for key in state)
+    shared = {"m/embed", "m/head", "m/rest"}
+    assert sorted(len(shared & keys.keys()) for keys in written) == [0, 3]
+
+
+class _Last(ds.StateProvider):
+    """A rank behind the last rows of two tensors, as torch shards them: both of its parts are empty, at no address."""
+
+    def shards(self) -> Sequence[Shard]:
+        return [
+            Shard(key, "float32", "numpy", (0, 3), (3, 1), (2, 3), (2, 0), buffer=Buffer(0, 0), source=np.ones((0, 3)))
+            for key in ("exp_avg", "exp_avg_sq")
+        ]
+
+
+def test_empty_parts_have_records_of_their_own() -> None:
+    structure = collect([_Last("optim")], rank=2, ranks=3).structure
+    assert structure.source == [0, 1]

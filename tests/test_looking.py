@@ -1,0 +1,187 @@
+"""Tensors that are looked at all at once are described, saved and restored as those that are looked at one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import datastates as ds
+from datastates import arrays, dtypes, looking
+from datastates.describing import Describer
+from datastates.errors import RestoreError
+from datastates.protocol import HOST, Shards, is_dense
+from datastates.providers import HostTensorProvider, from_state_dict, from_stateful
+from datastates.testing import equal
+
+BASE = torch.arange(48.0)
+TENSORS = {
+    "matrix": torch.arange(6.0).reshape(2, 3),
+    "scalar": torch.tensor(7),
+    "empty": torch.zeros(0, 3),
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "strided": torch.arange(24.0).reshape(4, 6)[:, ::2],
+    "one row": torch.arange(8.0).reshape(8, 1)[:1].expand(1, 1),
+    "view": BASE[:8],
+    "its neighbour": BASE[4:16].view(3, 4),
+    "parameter": torch.nn.Parameter(torch.ones(3)),
+    "half": torch.ones(5, dtype=torch.bfloat16),
+}
+
+
+@pytest.fixture(params=["at once", "one by one"])
+def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways: what cannot be looked at all at once is looked at one by one."""
+    if request.param == "one by one":
+        monkeypatch.setattr(looking, "layout", lambda values: None)
+    return str(request.param)
+
+
+def test_a_layout_is_what_torch_says() -> None:
+    tensors = list(TENSORS.values())
+    seen = looking.layout(tensors)
+    assert seen is not None
+    assert seen.address.tolist() == [t.data_ptr() for t in tensors]
+    assert seen.device.tolist() == [HOST] * len(tensors)
+    assert [dtypes.ALL[code].name for code in seen.dtype.tolist()] == [str(t.dtype)[6:] for t in tensors]
+    assert seen.ndim.tolist() == [t.ndim for t in tensors]
+    assert seen.dims.tolist() == [n for t in tensors for n in t.shape]
+    assert seen.strides.tolist() == [n for t in tensors for n in t.stride()]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [d.name for d in dtypes.ALL if hasattr(torch, d.name)])
+def test_every_element_type_is_told_from_every_other(dtype: str) -> None:
+    seen = looking.layout([torch.empty(2, dtype=getattr(torch, dtype))])
+    if "complex" in dtype or dtype.startswith("bits"):
+        assert seen is None  # may be conjugated; cannot be exchanged
+    else:
+        assert seen is not None
+        assert dtypes.ALL[int(seen.dtype[0])].name == dtype
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        np.ones(2),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.ones(2)),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        type("Own", (torch.Tensor,), {})(2),
+        3,
+    ],
+    ids=["NumPy", "conjugated", "negated", "sparse", "meta", "a subclass", "no array"],
+)
+def test_other_arrays_are_not_looked_at_at_once(other: object) -> None:
+    assert looking.layout([torch.ones(2), other]) is None
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=4), max_size=5))
+def test_contiguous_is_what_torch_calls_so(shapes: list[list[tuple[int, int]]]) -> None:
+    ndim = np.array([len(s) for s in shapes], np.uint8)
+    dims, strides = ([d[i] for s in shapes for d in s] for i in range(2))
+    counts, contiguous = looking.contiguous(ndim, np.array(dims, np.uint64), np.array(strides, np.uint64))
+    for shape, count, is_contiguous in zip(shapes, counts.tolist(), contiguous.tolist(), strict=True):
+        sizes, steps = [d for d, _ in shape], [s for _, s in shape]
+        meta = torch.empty_strided(sizes, steps, device="meta")
+        assert count == meta.numel()
+        if count:
+            assert is_contiguous == meta.is_contiguous()
+            assert is_dense(sizes, steps) or not is_contiguous
+
+
+def test_arrays_are_described_alike_on_both_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {k: t for k, t in TENSORS.items() if k != "strided"}  # which is copied to be saved
+    lazy = [i % 2 == 0 for i in range(len(tensors))]
+    at_once = Describer().describe(list(tensors), list(tensors.values()), lazy)
+    monkeypatch.setattr(looking, "layout", lambda values: None)
+    one_by_one = Describer().describe(list(tensors), list(tensors.values()), lazy)
+    assert isinstance(at_once, Shards)
+    assert isinstance(one_by_one, Shards)
+    assert [repr(s) for s in at_once.layout] == [repr(s) for s in one_by_one.layout]
+
+
+def test_a_snapshot_is_restored_whichever_way_the_arrays_lie(route: str, tmp_path: Path) -> None:
+    ds.snapshot([HostTensorProvider("s", TENSORS)], tmp_path / "c").wait_committed()
+    base = torch.zeros(40)
+    live: dict[str, Any] = {k: torch.zeros_like(t.detach()) for k, t in TENSORS.items()}
+    live |= {"matrix": torch.zeros(3, 2).t(), "view": base[:8], "its neighbour": base[4:16].view(3, 4)}
+    ds.restore(tmp_path / "c", [HostTensorProvider("s", live)])
+    assert equal(live, {k: t.detach() for k, t in TENSORS.items()})
+
+
+def test_tied_tensors_are_restored_into_tied_and_into_separate_ones(route: str, tmp_path: Path) -> None:
+    weight = torch.arange(4.0)
+    ds.snapshot([from_state_dict("s", {"a": weight, "b": [weight], "c": weight[:2]})], tmp_path / "c").wait_committed()
+    tied = torch.zeros(4)
+    live: dict[str, Any] = {"a": tied, "b": [tied], "c": tied[:2]}
+    ds.restore(tmp_path / "c", [from_state_dict("s", live)])
+    assert tied.tolist() == [0, 1, 2, 3]
+    live = {"a": torch.zeros(4), "b": [torch.zeros(4)], "c": torch.zeros(2)}
+    ds.restore(tmp_path / "c", [from_state_dict("s", live)])
+    assert equal(live, {"a": weight, "b": [weight], "c": weight[:2]})
+    other = torch.zeros(6)
+    with pytest.raises(RestoreError, match="shares live memory"):
+        ds.restore(tmp_path / "c", [from_state_dict("s", {"a": other[:4], "b": [torch.zeros(4)], "c": other[3:5]})])
+    assert not other.any()
+
+
+def test_tied_states_of_an_optimizer_stay_tied_when_it_has_none_yet(route: str, tmp_path: Path) -> None:
+    class Loader:
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    full, fresh = Loader(), Loader()
+    shared = torch.arange(3.0)
+    full.state = {"a": shared, "b": {"c": shared}}
+    ds.snapshot([from_stateful("l", full)], tmp_path / "c").wait_committed()
+    ds.restore(tmp_path / "c", [from_stateful("l", fresh)], strict=False)
+    assert equal(fresh.state, full.state)
+    assert fresh.state["a"].data_ptr() == fresh.state["b"]["c"].data_ptr()
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, 1)])
+def test_one_that_differs_is_named_on_both_routes(route: str, other: torch.Tensor, tmp_path: Path) -> None:
+    ds.snapshot([from_state_dict("s", {"a": torch.ones(2), "b": torch.ones(2)})], tmp_path / "c").wait_committed()
+    live = {"a": torch.zeros(2), "b": other}
+    with pytest.raises(RestoreError, match=r"'s/b': float32 of shape \(2,\) in the checkpoint"):
+        ds.restore(tmp_path / "c", [from_state_dict("s", live)])
+    assert not live["a"].any()
+    assert list(ds.restore(tmp_path / "c", [from_state_dict("s", live)], strict=False).mismatched_keys) == ["s/b"]
+    assert live["a"].all()
+
+
+def test_no_array_of_a_state_that_fits_is_looked_at_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {"a": torch.ones(2), "n": [torch.ones(3), {"b": torch.ones(2)}], "lr": 0.1}
+    ds.snapshot([from_state_dict("s", state)], tmp_path / "c").wait_committed()
+    state["a"].zero_()
+    looked: list[object] = []
+    view = arrays._view
+    monkeypatch.setattr(arrays, "_view", lambda array: looked.append(array) or view(array))
+    ds.restore(tmp_path / "c", [from_state_dict("s", state)])
+    assert state["a"].all()
+    assert looked == []
+
+
+def test_element_types_are_known_in_deterministic_mode() -> None:
+    known = looking._exchanged_dtypes().__self__  # type: ignore[attr-defined]
+    looking._exchanged_dtypes.cache_clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        anew = looking._exchanged_dtypes().__self__  # type: ignore[attr-defined]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert anew == known
+    assert len(known) > 10
