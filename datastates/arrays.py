@@ -388,7 +388,7 @@ def view(block: Any, ref: ArrayRef, offset: int) -> Any:
     if ref.kind == "torch" and kind_of(block) == "torch":
         import torch
 
-        made = torch.empty(0, dtype=getattr(torch, ref.dtype))
+        made = torch.empty(0, dtype=getattr(torch, ref.dtype), device=block.device)
         return made.set_(block.untyped_storage(), offset // itemsize, ref.shape, ref.stride)
     if kind_of(block) == "torch":
         block = block.numpy()

@@ -41,9 +41,14 @@ class ProviderState:
     items: tuple[tuple[str, bytes | StoredArray], ...] = ()
 
 
-def encode_pickle(states: Sequence[ProviderState], offset: int) -> tuple[bytes, tuple[StoredObject, ...]]:
-    """Splice the providers' pickles into one ``data.pkl`` that will lie at ``offset``, and say where each object is."""
-    parts = [pickling.stream(b"")[:-1], pickling.MAPPING_BEGIN]
+def encode_pickle(
+    states: Sequence[ProviderState], offset: int, *, bare: bool = False
+) -> tuple[bytes, tuple[StoredObject, ...]]:
+    """Splice the providers' pickles into one ``data.pkl`` that will lie at ``offset``, and say where each object is.
+
+    ``bare``: it is the value of the one provider, not a mapping of providers.
+    """
+    parts = [pickling.stream(b"")[:-1]]
     position = offset + sum(map(len, parts))
     objects = []
 
@@ -57,6 +62,13 @@ def encode_pickle(states: Sequence[ProviderState], offset: int) -> tuple[bytes, 
         objects.append(StoredObject(provider, key, position, len(spliced), crc32(spliced)))
         add(spliced)
 
+    if bare:
+        (state,) = states
+        assert state.whole is not None
+        add_object(0, "", state.whole)
+        add(pickling.END)
+        return b"".join(parts), tuple(objects)
+    add(pickling.MAPPING_BEGIN)
     for number, state in enumerate(states):
         add(pickling.mapping_frame(state.name))
         if state.whole is not None:
@@ -70,7 +82,7 @@ def encode_pickle(states: Sequence[ProviderState], offset: int) -> tuple[bytes, 
             else:
                 add(pickling.encode_array(item))
         add(pickling.MAPPING_END)
-    add(pickling.MAPPING_END + b".")
+    add(pickling.MAPPING_END + pickling.END)
     return b"".join(parts), tuple(objects)
 
 

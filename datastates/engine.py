@@ -17,6 +17,7 @@ from datastates.barrier import World
 from datastates.collecting import Collected, collect
 from datastates.committing import Ballot
 from datastates.config import IoSettings
+from datastates.ending import CheckpointEnding, Ending, FileEnding
 from datastates.errors import DeviceError, StorageError
 from datastates.executor import Executor
 from datastates.futures import Snapshot
@@ -101,17 +102,28 @@ class Engine:
             begin: When the user's call began, on the monotonic clock.
         """
         snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
-        try:
+
+        def open_ending() -> Ending:
             snapshot.path = place.expected()
-            running = self._begin(collected, snapshot, ballot, place, retain)
+            pending = manifest.begin(snapshot.path, ballot.attempt)
+            return CheckpointEnding(pending, ballot, place.final, retain)
+
+        try:
+            self._take(self._saver, collected, snapshot, open_ending)
         except (StorageError, DeviceError) as error:
             snapshot.fail(error)
             self.decline(ballot, error)
-        else:
-            with self._lock:
-                self._in_flight.append(snapshot)
-            gate.guard(snapshot, automatic=self._auto_gate)
-            self._finish_later(snapshot, running)
+        snapshot.called()
+        return snapshot
+
+    def take_file(self, saver: Saver, collected: Collected, ending: FileEnding, step: int, *, begin: float) -> Snapshot:
+        """Write one container by itself; otherwise as :meth:`take`."""
+        snapshot = Snapshot(step, collected.structure.nbytes, begin)
+        snapshot.path = ending.path
+        try:
+            self._take(saver, collected, snapshot, lambda: ending)
+        except (StorageError, DeviceError) as error:
+            snapshot.fail(error)
         snapshot.called()
         return snapshot
 
@@ -120,15 +132,17 @@ class Engine:
         if ballot.ranks > 1:
             self._pool.submit(ballot.decline, error)
 
-    def _begin(
-        self, collected: Collected, snapshot: Snapshot, ballot: Ballot, place: Place, retain: Callable[[], None]
-    ) -> Running:
-        pending = manifest.begin(snapshot.path, ballot.attempt)
+    def _take(self, saver: Saver, collected: Collected, snapshot: Snapshot, open_ending: Callable[[], Ending]) -> None:
+        ending = open_ending()
         try:
-            return self._saver.begin(collected, snapshot, pending, ballot, place.final, retain)
+            running = saver.begin(collected, snapshot, ending)
         except BaseException:
-            manifest.abandon(pending)
+            ending.abandon()
             raise
+        with self._lock:
+            self._in_flight.append(snapshot)
+        gate.guard(snapshot, automatic=self._auto_gate)
+        self._finish_later(snapshot, running)
 
     def _finish_later(self, snapshot: Snapshot, running: Running) -> None:
         try:

@@ -18,11 +18,16 @@ from datastates.stored_rows import Place, logical, place_of, reference
 
 
 @collector.paused()
-def load(path: Path, executor: Callable[[int], Executor], *, trust: Trust) -> dict[str, Any]:
-    """Read a checkpoint directory, or one container file, as nested host arrays and objects."""
+def load(
+    path: Path, executor: Callable[[int], Executor], *, trust: Trust, place: Callable[[Any], Any] = lambda block: block
+) -> dict[str, Any]:
+    """Read a checkpoint directory, or one container file, as nested host arrays and objects.
+
+    ``place`` says of each array of bytes that torch tensors of one file are to lie in which one to fill instead.
+    """
     sources = open_all(path)
     pickles = [(source, _read_pickle(source)) for source in sources]
-    blocks: _Records | _Tensors = _Records(sources[0]) if len(sources) == 1 else _Tensors(sources)
+    blocks: _Records | _Tensors = _Records(sources[0], place) if len(sources) == 1 else _Tensors(sources)
 
     # over arrays that are still to be read: what is not trusted or damaged is refused before
     surveyed = [_survey(source, data, blocks, trust) for source, data in pickles]
@@ -93,7 +98,7 @@ class _Tensors:
 class _Records:
     """Every storage record in fresh host memory, and the arrays that lie in it, sharing it."""
 
-    def __init__(self, source: Container) -> None:
+    def __init__(self, source: Container, place: Callable[[Any], Any]) -> None:
         self._source = source
         table = source.index.shards
         self._rows = {place_of(row): row for row in map(table.row, range(len(table)))}
@@ -102,6 +107,7 @@ class _Records:
         kinds |= {row.record: row.kind for row in self._rows.values() if row.kind == "torch"}
         sizes = source.index.record_nbytes.tolist()
         self._blocks = [arrays.allocate(kinds.get(r, "numpy"), n) for r, n in enumerate(sizes)]
+        self._blocks = [place(b) if kinds.get(r) == "torch" else b for r, b in enumerate(self._blocks)]
         self._made: dict[Place, Any] = {}
 
     def array(self, stored: StoredArray) -> object:

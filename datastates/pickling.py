@@ -191,7 +191,7 @@ def body(stream: bytes) -> bytes:
 
 def stream(spliced: bytes) -> bytes:
     """The mirror of :func:`body`."""
-    return _HEADER + spliced + pickle.STOP
+    return _HEADER + spliced + END
 
 
 def mapping_frame(key: str) -> bytes:
@@ -201,3 +201,4 @@ def mapping_frame(key: str) -> bytes:
 
 MAPPING_BEGIN = pickle.EMPTY_DICT + pickle.MARK
 MAPPING_END = pickle.SETITEMS
+END = pickle.STOP

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from datastates import arrays, collector, container, frames, manifest, planner
+from datastates import arrays, collector, container, frames, planner
 from datastates.claims import Claims, claims_of, whole_claims
 from datastates.collecting import Collected, Structure, collect
-from datastates.committing import Ballot, Vote
+from datastates.committing import Vote
 from datastates.container import ProviderState
 from datastates.digests import DigestPlan, plan_digests
 from datastates.dtypes import BY_NAME
+from datastates.ending import Ending
 from datastates.errors import DatastatesError, DeviceError, FormatError, ProviderError, TornSnapshotError
 from datastates.executor import Executor, PreparedWrite, WriteJob, prepare_write
 from datastates.futures import Snapshot
@@ -46,44 +45,26 @@ class _Plan:
 class Saver:
     """Takes snapshots with one executor; keeps the plan of the last structure. Not thread-safe."""
 
-    def __init__(self, executor: Executor, rank: int, ranks: int) -> None:
+    def __init__(self, executor: Executor, rank: int, ranks: int, *, bare: bool = False) -> None:
+        """``bare``: ``data.pkl`` is the value of the one provider, not a mapping of providers."""
         self._executor = executor
         self._rank = rank
         self._ranks = ranks
+        self._bare = bare
         self._last: _Plan | None = None
 
     def collect(self, providers: Sequence[StateProvider]) -> Collected:
         """What :func:`collect` gives, the structure of the last snapshot taken again where it still holds."""
         return collect(providers, self._last.structure if self._last else None, rank=self._rank, ranks=self._ranks)
 
-    def begin(
-        self,
-        collected: Collected,
-        snapshot: Snapshot,
-        pending: manifest.Pending,
-        ballot: Ballot,
-        target: Callable[[], Path],
-        retain: Callable[[], None],
-    ) -> Running:
-        """Start capturing; what returns is the rest, to be run in the background. Raises what fails at once.
-
-        ``target`` says, at the commit, where the checkpoint is to stand. ``retain`` is called once it is committed,
-        before anybody is told: what it deletes is then gone.
-        """
+    def begin(self, collected: Collected, snapshot: Snapshot, ending: Ending) -> Running:
+        """Start capturing; what returns is the rest, to be run in the background. Raises what fails at once."""
         eager_objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
         structure = collected.structure
         planned = self._planned(structure)
-        identity: dict[str, int | str] = {
-            "step": snapshot.step,
-            "rank": ballot.rank,
-            "world_size": ballot.ranks,
-            "attempt": pending.attempt,
-        }
         versions = _Versions(collected)
-        path = pending.file(manifest.container_name(ballot.rank))
-        job = self._executor.submit_write(path, planned.prepared, structure.columns, structure.witness)
-        end = _Ending(pending, ballot, target, retain)
-        work = Running(collected, snapshot, planned, job, eager_objects, versions, identity, end)
+        job = self._executor.submit_write(ending.path, planned.prepared, structure.columns, structure.witness)
+        work = Running(collected, snapshot, planned, job, eager_objects, versions, ending, self._bare)
         snapshot.attach(work.gate, job.stats, job.timeline)
         return work
 
@@ -173,37 +154,6 @@ class _Versions:
 
 
 @dataclass(slots=True, eq=False)
-class _Ending:
-    """How a snapshot ends: the directory it is written into, and how it is committed."""
-
-    pending: manifest.Pending
-    ballot: Ballot
-    target: Callable[[], Path]
-    retain: Callable[[], None]
-    voted: bool = False
-    committed: float | None = None
-
-    def commit(self, vote: Vote) -> Path:
-        """Make it a checkpoint, with the other ranks; returns where it stands."""
-
-        def retain() -> None:
-            self.committed = time.monotonic()
-            self.retain()
-
-        if self.pending.shared:
-            manifest.leave(self.pending)
-        self.voted = True
-        path = self.ballot.cast(vote, self.pending, self.target, retain)
-        self.pending.close()
-        return path
-
-    def decline(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed, unless they know."""
-        if not self.voted:
-            self.ballot.decline(error)
-
-
-@dataclass(slots=True, eq=False)
 class Running:
     """One snapshot after ``snapshot()`` has returned: serialize, wait, append the tail, commit."""
 
@@ -213,8 +163,8 @@ class Running:
     job: WriteJob
     objects: list[tuple[int, Shard, bytes | Encoder | None]]
     versions: _Versions
-    identity: dict[str, int | str]
-    ending: _Ending
+    ending: Ending
+    bare: bool
     lazy_serialized: threading.Event = field(default_factory=threading.Event)
     devices: list[int] = field(init=False)
 
@@ -252,7 +202,7 @@ class Running:
         """Stop at once, leave nothing behind, and let the snapshot fail."""
         self.lazy_serialized.set()
         self.job.abort()
-        manifest.abandon(self.ending.pending)
+        self.ending.abandon()
         self.snapshot.fail(error)
         self.ending.decline(error)
 
@@ -279,16 +229,15 @@ class Running:
         """Encode the metadata while the data is being written; returns the tail, and what to say of the container."""
         begin = frames.pickle_place(self.planned.plan.end)
         with self.snapshot.stage("serialize"):
-            pickle, objects = container.encode_pickle(self._states(), begin)
+            pickle, objects = container.encode_pickle(self._states(), begin, bare=self.bare)
         self._release()
         self.job.wait_written()
         with self.snapshot.stage("encode"):
             index = self._index(pickle, objects, begin)
             tail, index_crc = container.encode_tail(index, pickle)
-        ballot = self.ending.ballot
         return tail, Vote(
             step=self.snapshot.step,
-            file=manifest.container_name(ballot.rank),
+            file=self.ending.path.name,
             nbytes=self.planned.plan.end + len(tail),
             index_crc32=index_crc,
             claims=self.planned.claims and whole_claims(self.planned.claims, index),
@@ -298,7 +247,7 @@ class Running:
         plan = self.planned.plan
         crcs, chunk_crcs = self.job.checksums()
         return Index(
-            identity=self.identity,
+            identity=self.ending.identity,
             header_offset=plan.header_offset,
             data_offset=plan.data_offset,
             record_nbytes=plan.source_nbytes[plan.order],

@@ -1,0 +1,99 @@
+"""Containers by themselves: a file with the name and the top level of whoever asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import datastates as ds
+from datastates import _native, loading, verifying
+from datastates.barrier import SoloWorld
+from datastates.config import IoSettings
+from datastates.ending import FileEnding
+from datastates.engine import Engine, make_executor
+from datastates.errors import CorruptError, StorageError
+from datastates.futures import Snapshot
+from datastates.opened import open_container
+from datastates.providers import from_state_dict
+from datastates.saving import Saver
+
+SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")
+
+
+def state() -> dict[Any, Any]:
+    flat = torch.arange(4096, dtype=torch.float32)
+    return {
+        "module": OrderedDict(a=flat[:1000].view(10, 100), b=flat[1000:]),
+        3: {"array": np.arange(5), "text": "ä"},
+        "tied": flat[:1000].view(10, 100),
+    }
+
+
+def save(path: Path, value: object) -> Snapshot:
+    executor = make_executor(SETTINGS)
+    engine = Engine(executor, SoloWorld(), threads=1, auto_gate=False)
+    saver = Saver(executor, 0, 1, bare=True)
+    collected = saver.collect([from_state_dict("file", value)])
+    identity: dict[str, int | str] = {"step": 0, "rank": 0, "world_size": 1, "attempt": "0123abcd"}
+    snapshot = engine.take_file(saver, collected, FileEnding(path, identity), 7, begin=time.monotonic())
+    engine.close()
+    return snapshot
+
+
+def test_it_is_the_value_for_torch_and_for_this_package(tmp_path: Path) -> None:
+    path = tmp_path / "of_another_name.pt"
+    snapshot = save(path, state())
+    assert snapshot.committed
+    assert snapshot.path == path
+    assert snapshot.step == 7
+    for found in (torch.load(path, weights_only=False), ds.load(path)):
+        assert list(found) == ["module", 3, "tied"]
+        assert type(found["module"]) is OrderedDict
+        assert torch.equal(found["module"]["b"], state()["module"]["b"])
+        assert found["tied"].data_ptr() == found["module"]["a"].data_ptr()
+        assert found[3]["text"] == "ä"
+        assert (found[3]["array"] == np.arange(5)).all()
+    assert list(tmp_path.iterdir()) == [path]
+    assert list(verifying.verify_container(open_container(path), lambda _: None)) == []
+
+
+def test_single_tensors_are_read_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    save(path, state())
+    with ds.open(path) as opened:
+        assert (np.asarray(opened["file/module/b"]) == np.arange(1000, 4096)).all()
+    data = bytearray(path.read_bytes())
+    at = data.index(np.float32(1234).tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"file/module/a|file/module/b"):
+        ds.load(path)
+
+
+def test_its_memory_may_be_placed_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    save(path, state())
+    placed: list[Any] = []
+
+    def place(block: Any) -> Any:
+        placed.append(torch.full_like(block, 255))
+        return placed[-1]
+
+    found: Any = loading.load(path, lambda n: make_executor(SETTINGS, n), trust=(), place=place)
+    assert len(placed) == 1
+    assert found["module"]["b"].untyped_storage().data_ptr() == placed[0].data_ptr()
+    assert torch.equal(found["module"]["b"], state()["module"]["b"])
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    _native.arm_fault("write", "fail", 28, 1, 1)
+    snapshot = save(tmp_path / "file.pt", state())
+    with pytest.raises(StorageError, match="No space left on device"):
+        snapshot.wait_committed()
+    assert list(tmp_path.iterdir()) == []
