@@ -5,10 +5,8 @@ Without GPUs the same runs on the CPU, over gloo, with ``DATASTATES_TEST_RANKS=c
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,18 +15,6 @@ import torch
 DISTRIBUTED = Path(__file__).parents[1] / "distributed"
 SCRIPT = DISTRIBUTED / "torch_layouts.py"
 DEVICE = os.environ.get("DATASTATES_TEST_RANKS", "cuda")
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"ranks_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ranks = _load(DISTRIBUTED / "conftest.py").ranks
 gpus = torch.cuda.device_count()
 two = pytest.mark.skipif(DEVICE == "cuda" and gpus < 2, reason=f"needs 2 GPUs, {gpus} here: did NOT run")
 four = pytest.mark.skipif(DEVICE == "cuda" and gpus < 4, reason=f"needs 4 GPUs, {gpus} here: did NOT run")
