@@ -40,7 +40,7 @@ demo: .venv/installed ## Train, be killed in the middle of a checkpoint, and res
 # A regular install, for the tests and mypy see what a user gets. Folders are among PACKAGE: their time changes
 # when a file goes. What is compiled stays in build/.
 .venv/installed: .venv/base pyproject.toml setup.py $(PACKAGE)
-	$(BIN)/pip install --quiet --no-build-isolation '.[dev]'
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-build-isolation '.[dev]'
 	touch $@
 
 # --- checks ------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ lint: .venv/installed ## ruff, clang-format, clang-tidy, mypy, stubtest; changes
 	cd build/mypy && ../../$(BIN)/stubtest --mypy-config-file ../../pyproject.toml \
 	    --allowlist ../../.ci/stubtest-allowlist datastates._native
 	cd benchmarks && MYPYPATH=. ../$(BIN)/mypy --cache-dir ../build/mypy/benchmarks --config-file ../pyproject.toml \
-	    run.py report.py suite.py peers/*.py
+	    run.py report.py suite.py deepspeed_loop.py peers/*.py
 
 build/tidy/%.ok: native/src/%.cpp $(HEADERS) .clang-tidy build/plain/compile_commands.json
 	$(BIN)/clang-tidy --quiet -p build/plain $<

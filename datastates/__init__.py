@@ -1,5 +1,7 @@
 """Lazy, asynchronous checkpoints of large-model training state, through composable state providers."""
 
+from typing import Any
+
 from datastates.arrays import array_shard
 from datastates.checkpoint import Checkpointer, load, open, restore, snapshot
 from datastates.config import IoSettings, Settings
@@ -14,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Buffer",
     "Checkpoint",
+    "CheckpointEngine",
     "Checkpointer",
     "DatastatesError",
     "IoSettings",
@@ -30,3 +33,12 @@ __all__ = [
     "restore",
     "snapshot",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The engine that DeepSpeed asks for by its entry ``datastates_ckpt``; nothing of DeepSpeed is imported before."""
+    if name == "CheckpointEngine":
+        from datastates.adapters.deepspeed import CheckpointEngine
+
+        return CheckpointEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

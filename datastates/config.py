@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -31,6 +32,12 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(lambda v: v if v == "auto" else parse_size(v))]
 
 ENVIRONMENT_PREFIX = "DATASTATES_"
+
+
+def from_environment(fields: Iterable[str]) -> dict[str, str]:
+    """What the environment says of these fields; nothing of those that it does not name."""
+    found = {field: os.environ.get(ENVIRONMENT_PREFIX + field.upper()) for field in fields}
+    return {field: value for field, value in found.items() if value is not None}
 
 
 _S = TypeVar("_S", bound="IoSettings")
@@ -67,8 +74,7 @@ class IoSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _environment(cls, given: Any) -> Any:
-        found = {f: os.environ.get(ENVIRONMENT_PREFIX + f.upper()) for f in cls.model_fields}
-        return {**{f: v for f, v in found.items() if v is not None}, **given}
+        return {**from_environment(cls.model_fields), **given}
 
     @model_validator(mode="after")
     def _blocks_fit(self: _S) -> _S:

@@ -1,0 +1,296 @@
+"""The engine that DeepSpeed saves its files with, and loads them."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from datastates import arrays, gate, loading
+from datastates.adapters.deepspeed import glue
+from datastates.adapters.deepspeed.map_location import placed
+from datastates.adapters.deepspeed.saves import Save, debris, partial
+from datastates.adapters.deepspeed.settings import DeepSpeedSettings
+from datastates.adapters.deepspeed.state_file import StateFileProvider, buffer_storages
+from datastates.barrier import SoloWorld, World, world_of
+from datastates.ending import FileEnding, Identity
+from datastates.engine import Engine, make_executor
+from datastates.errors import CommitError, FormatError
+from datastates.opened import open_container
+from datastates.saving import Saver
+
+_log = logging.getLogger("datastates")
+
+
+class _Writer:
+    """What is kept from one checkpoint to the next for a file of one name."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.provider = StateFileProvider(name)
+        self.saver = Saver(engine.executor, 0, 1, bare=True)
+
+
+class CheckpointEngine:
+    """Saves DeepSpeed's files lazily, and loads them. DeepSpeed makes one for each of its engines.
+
+    ``save_checkpoint()`` returns once it has copied what may change at any time; parameters and optimizer states are
+    captured while training goes on, and the first optimizer step waits for that, by a hook that torch calls before
+    every step of every optimizer. In the background each rank writes its files under other names. Once all ranks have
+    them on stable storage, they get their names, and then ``latest`` is replaced.
+
+    Not thread-safe: to be called on the training thread, as DeepSpeed does. Its :attr:`saves` may be asked on any.
+    """
+
+    def __init__(self, deepspeed_config: Any, rank: int, *, settings: DeepSpeedSettings | None = None) -> None:
+        """Make it for one DeepSpeed engine; all ranks make theirs in the same order.
+
+        Args:
+            deepspeed_config: A ``DeepSpeedConfig``; its ``datastates_config.config`` is the JSON file's entry, see
+                :class:`~datastates.adapters.deepspeed.settings.DeepSpeedSettings`.
+            rank: This process's rank among all.
+            settings: In the place of that entry, where :func:`~datastates.adapters.deepspeed.attach` makes it.
+
+        Raises:
+            SettingsError: The entry is impossible; the message names the field.
+            RuntimeError: This version of DeepSpeed has another interface than those known here.
+        """
+        glue.bind(entry=settings is None)
+        self.settings = settings or DeepSpeedSettings.of_entry(deepspeed_config.datastates_config.config)
+        self.rank = rank
+        self.saves: list[Save] = []
+        """The last checkpoints that were begun, oldest first: as many as may be in flight."""
+        self.failures = 0
+        """How many checkpoints have failed so far."""
+        self._numbers = itertools.count()
+        self._opened: Save | None = None
+        self._spoiled: Exception | None = None
+        self._context: tuple[Any, Path | None] | None = None
+        self._writers: dict[str, _Writer] = {}
+        self._swept: set[Path] = set()
+        self._engine: Engine | None = None
+        self._world: World = SoloWorld()
+        self._closed = False
+        # one thread: checkpoints end in the order in which they were begun; its exit hook waits for them
+        self._ending = ThreadPoolExecutor(1, thread_name_prefix="datastates-deepspeed")
+        if self.settings.enabled:
+            self._world = world_of(None, None, Path("deepspeed"), self.settings.rank_timeout)
+            executor = make_executor(self.settings)
+            device = arrays.current_device()
+            if device is not None and self.settings.host_cache != "auto":
+                executor.prepare(device, self.settings.host_cache)
+            # a thread for each file in flight: with fewer, a gate would wait for the storage of others
+            self._engine = Engine(executor, SoloWorld(), threads=1024, auto_gate=True)
+            atexit.register(_close_at_exit, weakref.ref(self))
+
+    # --- saving
+
+    def begin(self, engine: Any, latest: Path | None) -> None:
+        """Note that a DeepSpeed engine begins ``save_checkpoint()``; ``latest`` is the file that is to name it."""
+        self._context = engine, latest
+
+    def create(self, tag: str) -> None:
+        """Begin a checkpoint.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed; nothing is begun. All ranks
+                raise the same at the same call.
+        """
+        if not self.settings.enabled:
+            return
+        if self._opened is not None:
+            self.seal(CommitError(f"the checkpoint {self._opened.tag} was not given to its end"))
+        self._wait_for_room()
+        latest = self._context[1] if self._context else None
+        name = f"save/{next(self._numbers)}"
+        self._opened = Save(name, tag, latest, self._world, self.settings.rank_timeout)
+        self.saves.append(self._opened)
+        if latest is not None and self.rank == 0 and latest.parent not in self._swept:
+            self._swept.add(latest.parent)
+            self._remove_debris(latest.parent)
+
+    def _wait_for_room(self) -> None:
+        while len(self.saves) >= self.settings.max_in_flight:
+            oldest = self.saves.pop(0)
+            oldest.wait()
+            self._deliver(oldest)
+
+    def _deliver(self, save: Save) -> None:
+        failure = save.undelivered()
+        if failure is not None:
+            self.failures += 1
+            if self.settings.on_error == "raise":
+                raise failure
+
+    def _remove_debris(self, root: Path) -> None:
+        folders = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))]
+        for path in debris(folders):
+            _log.warning("removing what an interrupted run left: %s", path)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # no reason for this rank to fail where the others go on
+                _log.warning("what an interrupted run left could not be removed: %s", error)
+
+    def save(self, state_dict: dict[Any, Any], path: str) -> None:
+        """Begin to write one file of the checkpoint; copies now what is not lazy.
+
+        Within ``save_checkpoint()`` an error is raised at the end of that: before, other ranks would wait for this one.
+
+        Raises:
+            TypeError: ``state_dict`` is no dict.
+            ProviderError: Something in it does not pickle; the message names it.
+        """
+        if not self.settings.enabled:
+            torch.save(state_dict, path)
+            return
+        try:
+            self._begin_file(state_dict, path)
+        except Exception as error:
+            if self._context is None:
+                raise
+            self._spoiled = self._spoiled or error
+
+    def _begin_file(self, state_dict: dict[Any, Any], path: str) -> None:
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"{path}: a state dict is wanted, not a {type(state_dict).__name__}")
+        begin = time.monotonic()
+        assert self._engine is not None
+        # by itself where nobody has begun a checkpoint: then other ranks need not save anything
+        save = self._opened or Save("alone", "", None, SoloWorld(), self.settings.rank_timeout)
+        final = Path(path).absolute()
+        writer = self._writers.get(final.name)
+        if writer is None:
+            writer = self._writers[final.name] = _Writer(self._engine, final.name.removesuffix(".pt"))
+        buffers = buffer_storages(self._context[0].module) if self._context else frozenset()
+        writer.provider.hold(state_dict, buffers)
+        try:
+            collected = writer.saver.collect([writer.provider])
+            identity: Identity = {"step": 0, "rank": 0, "world_size": 1, "attempt": save.attempt}
+            ending = FileEnding(partial(final, save.attempt), identity)
+            save.add(self._engine.take_file(writer.saver, collected, ending, 0, begin=begin), final)
+        finally:
+            writer.provider.let_go()
+        if self._opened is None:
+            save.finish()
+            if save.exception is not None:
+                raise save.exception
+
+    def commit(self, tag: str) -> bool:
+        """End a checkpoint that is not one of ``save_checkpoint()``: ``save_16bit_model``; waits until it is complete.
+
+        Raises:
+            DatastatesError: It has failed.
+        """
+        del tag
+        if self._context is None and self._opened is not None:
+            save = self._opened
+            self.seal()
+            save.wait()
+            self._deliver(save)
+        return True
+
+    def seal(self, given_up: BaseException | None = None) -> None:
+        """Note that all files of the checkpoint have been given, or why not; the rest goes on in the background.
+
+        Raises the error of a :meth:`save` that was put off, unless there is another one.
+        """
+        self._context = None
+        spoiled, self._spoiled = self._spoiled, None
+        if self._opened is not None:
+            self._ending.submit(self._opened.finish, given_up or spoiled)
+            self._opened = None
+        if spoiled is not None and given_up is None:
+            raise spoiled
+
+    def wait(self, persist: bool = True) -> bool:
+        """Wait until the training state may change, or, to ``persist``, until every checkpoint is complete.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, one has failed and nobody has been told.
+        """
+        if persist:
+            for save in self.saves:
+                if save is not self._opened:
+                    save.wait()
+            for save in list(self.saves):
+                self._deliver(save)
+        else:
+            gate.pass_all()
+        return True
+
+    # --- loading
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read a file that this or any other engine saved, as ``torch.load`` does, with every class trusted.
+
+        Args:
+            path: The file.
+            map_location: As of ``torch.load``. What this engine saved is on the CPU by default.
+
+        Raises:
+            CorruptError: It is one of this engine's, and does not match its checksums; the message names the tensor.
+            FormatError: It is no file of torch's; the message names it.
+            StorageError: It cannot be read.
+        """
+        file = Path(path)
+        self.wait_for(file)
+        gate.pass_all()  # what is loaded is about to be copied over the training state
+        if _is_ours(file):
+            return loading.load(
+                file, lambda nbytes: make_executor(self.settings, nbytes), trust="all", place=placed(map_location)
+            )
+        try:
+            return torch.load(path, map_location=map_location, weights_only=False)
+        except Exception as error:  # a damaged file makes torch, tarfile and pickle raise almost anything
+            raise FormatError(f"{path}: {type(error).__name__}: {error}") from error
+
+    def wait_for(self, file: Path) -> None:
+        """Wait until a file that is being written has its name."""
+        for save in list(self.saves):
+            if save is not self._opened and file.absolute() in save.snapshots:
+                save.wait()
+
+    # --- ending
+
+    def close(self) -> None:
+        """Wait until every checkpoint is complete, and give threads and memory back. Idempotent.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, a checkpoint failed and nobody has been told.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._opened is not None:
+            self.seal(CommitError(f"the checkpoint {self._opened.tag} was not given to its end"))
+        try:
+            self.wait()
+        finally:
+            self._ending.shutdown(wait=True)
+            if self._engine is not None:
+                self._engine.close()
+            self._world.close()
+
+
+def _close_at_exit(engine: weakref.ref[CheckpointEngine]) -> None:
+    """Let the other ranks hear how the last checkpoint ended: this process may host the Store that they ask."""
+    if (found := engine()) is not None:
+        try:
+            found.close()
+        except Exception:
+            _log.exception("a checkpoint failed, and nobody asked")
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        open_container(file)
+    except FormatError:
+        return False
+    return True

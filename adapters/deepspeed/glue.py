@@ -1,0 +1,189 @@
+"""Binds DeepSpeed to this package: what its own engine for ``datastates_ckpt`` leaves out.
+
+That engine reports to be decoupled but hands no checkpoint to DeepSpeed's commit, so that ``latest`` is never written;
+and DeepSpeed itself truncates ``latest`` in place, before other ranks have written their files. So here
+
+- its ``create``, ``commit`` and ``cleanup`` are handed on to :class:`~.checkpoint_engine.CheckpointEngine`, and
+- ``DeepSpeedEngine.save_checkpoint`` is told that ``latest`` is not its to write, and says where a save begins and
+  ends; ``load_checkpoint`` and ``destroy`` wait for the saves that are under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_ENTRY = "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine"
+_INTERFACE = "deepspeed.runtime.checkpoint_engine.checkpoint_engine"
+_BOUND = "_datastates_bound"
+
+
+def bind(*, entry: bool) -> None:
+    """Bind the DeepSpeed that is installed. Idempotent.
+
+    ``entry``: bind also what it makes for the JSON file's entry, which not every version knows.
+
+    Raises:
+        RuntimeError: Its interface is another than the one known here; the message says what.
+    """
+    engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    if _BOUND not in vars(engine):
+        _check_interface(engine, interface())
+        engine.save_checkpoint = _saving(engine.save_checkpoint)
+        engine.load_checkpoint = _loading(engine.load_checkpoint)
+        engine.destroy = _destroying(engine.destroy)
+        setattr(engine, _BOUND, True)
+    if entry:
+        _bind_entry()
+
+
+def _bind_entry() -> None:
+    try:
+        own = importlib.import_module(_ENTRY).DataStatesCheckpointEngine
+    except (ImportError, AttributeError) as error:
+        raise _unknown(f"no DataStatesCheckpointEngine ({error})") from error
+    if _BOUND in vars(own):
+        return
+    _check(own, save=["state_dict", "path"], load=["path", "map_location"])
+    for name in ("create", "commit", "cleanup", "is_decoupled", "get_commit_info", "preserves_storage_sharing"):
+        setattr(own, name, vars(Calls)[name])
+    setattr(own, _BOUND, True)
+
+
+def interface() -> Any:
+    """The class that the checkpoint engines of this DeepSpeed derive from."""
+    return importlib.import_module(_INTERFACE).CheckpointEngine
+
+
+def _check_interface(engine: Any, base: Any) -> None:
+    _check(
+        engine,
+        save_checkpoint=["save_dir", "tag", "client_state", "save_latest"],
+        load_checkpoint=["load_dir", "tag"],
+        destroy=[],
+    )
+    if hasattr(base, "is_decoupled"):
+        _check(engine, _commit_decoupled_checkpoint=[])
+        _check(base, create=["info"], commit=["info"], is_decoupled=[], get_commit_info=[], cleanup=[])
+    else:  # up to 0.17.0: commit() ends every save_checkpoint(), and destroy() calls nothing
+        _check(base, create=["tag"], commit=["tag"])
+    _check(base, save=["state_dict", "path"], load=["path", "map_location"])
+
+
+def _check(cls: Any, **methods: Sequence[str]) -> None:
+    for name, parameters in methods.items():
+        method = getattr(cls, name, None)
+        found = list(inspect.signature(method).parameters)[1:] if callable(method) else None
+        if found is None or found[: len(parameters)] != list(parameters):
+            takes = "is not there" if found is None else f"takes ({', '.join(found)})"
+            raise _unknown(f"{cls.__name__}.{name} {takes}, where ({', '.join(parameters)}, …) is known")
+
+
+def _unknown(what: str) -> RuntimeError:
+    version = importlib.import_module("deepspeed").__version__
+    return RuntimeError(
+        f"DeepSpeed {version}: {what}: checkpoints would not be safe. Use a version of the list in docs/deepspeed.md, "
+        "or leave datastates_ckpt out"
+    )
+
+
+class Calls:
+    """What DeepSpeed calls, handed on to the :class:`~.checkpoint_engine.CheckpointEngine` beside it."""
+
+    ckpt_engine: Any
+
+    def create(self, info: Any) -> None:
+        """``info``: a ``CheckpointCommitInfo``; up to 0.17.0, the tag."""
+        self.ckpt_engine.create(getattr(info, "tag", info))
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """One file."""
+        self.ckpt_engine.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """One file."""
+        return self.ckpt_engine.load(path, map_location)
+
+    def commit(self, info: Any) -> Any:
+        """``info``: as of :meth:`create`; or None, from an optimizer step."""
+        return None if info is None else self.ckpt_engine.commit(getattr(info, "tag", info))
+
+    def cleanup(self) -> None:
+        """Called twice: by ``destroy()`` and as this goes."""
+        engine = getattr(self, "ckpt_engine", None)
+        if engine is not None:  # None where making it has failed
+            engine.close()
+
+    def is_decoupled(self) -> bool:
+        """Whether ``save_checkpoint()`` is to return before the checkpoint is complete."""
+        engine = getattr(self, "ckpt_engine", None)
+        return engine is not None and engine.settings.enabled
+
+    def get_commit_info(self) -> None:
+        """Nothing for an optimizer step to commit: that goes on in the background."""
+
+    def preserves_storage_sharing(self) -> bool:
+        """DeepSpeed clones views of large storages for those that do."""
+        return not self.ckpt_engine.settings.enabled
+
+
+# --- around the methods of DeepSpeedEngine
+
+
+def engine_of(engine: Any) -> Any:
+    """The CheckpointEngine of a DeepSpeed engine, if it has one and that is enabled."""
+    found = getattr(getattr(engine, "checkpoint_engine", None), "ckpt_engine", None)
+    return found if found is not None and found.settings.enabled else None
+
+
+def _saving(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = engine_of(self)
+        if ours is None:
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        latest = None
+        if given.arguments["save_latest"] and given.arguments["save_dir"]:
+            latest = Path(os.path.abspath(given.arguments["save_dir"]), "latest")
+        given.arguments["save_latest"] = False
+        ours.begin(self, latest)
+        try:
+            result = original(*given.args, **given.kwargs)
+        except BaseException as error:
+            ours.seal(error)
+            raise
+        ours.seal()
+        return result
+
+    return save_checkpoint
+
+
+def _loading(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = engine_of(self)
+        if ours is not None:
+            ours.wait()
+        return original(self, *args, **kwargs)
+
+    return load_checkpoint
+
+
+def _destroying(original: Any) -> Any:
+    @functools.wraps(original)
+    def destroy(self: Any) -> None:
+        original(self)
+        ours = engine_of(self)
+        if ours is not None:
+            ours.close()  # 0.17.0 has no cleanup() of its checkpoint engine to call
+
+    return destroy

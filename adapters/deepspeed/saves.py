@@ -1,0 +1,216 @@
+"""One checkpoint of DeepSpeed on its way: files that appear together, then ``latest``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+
+from datastates import durable
+from datastates.agreement import text_of
+from datastates.barrier import World
+from datastates.errors import CommitError, StorageError
+from datastates.futures import Report, Snapshot
+
+_log = logging.getLogger("datastates")
+_under_way: set[str] = set()
+"""The attempts of this process's saves that have not ended, of all of its engines."""
+_PARTIAL = re.compile(r"\.(.+)\.partial-([0-9a-f]{8})\Z", re.DOTALL)
+
+
+def partial(final: Path, attempt: str) -> Path:
+    """Where a file is written before it gets its name; DeepSpeed's patterns do not match it."""
+    return final.with_name(f".{final.name}.partial-{attempt}")
+
+
+def debris(folders: Iterable[Path]) -> list[Path]:
+    """Files that killed runs were writing, in these folders; not those of saves that are under way."""
+    found = []
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            matches = ((name, _PARTIAL.match(name)) for name in os.listdir(folder))
+            found += [folder / name for name, match in matches if match and match[2] not in _under_way]
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _File:
+    snapshot: Snapshot
+    partial: Path
+    final: Path
+
+
+class Save:
+    """One ``save_checkpoint()``: its files are captured, written, and named together once all ranks have written.
+
+    Thread-safe for its users; what is for the checkpoint engine is called by one thread at a time.
+    """
+
+    def __init__(self, name: str, tag: str, latest: Path | None, world: World, timeout: float) -> None:
+        """Begin with no file.
+
+        Args:
+            name: What all ranks call this save, and no other.
+            tag: DeepSpeed's tag.
+            latest: The file that is to name the tag in the end; None: none.
+            world: The ranks.
+            timeout: Seconds to wait for them.
+        """
+        self.tag = tag
+        """DeepSpeed's tag."""
+        self.attempt = world.token(name)
+        _under_way.add(self.attempt)
+        self._name = name
+        self._latest = latest
+        self._world = world
+        self._timeout = timeout
+        self._files: list[_File] = []
+        self._failure: BaseException | None = None
+        self._ended = threading.Event()
+        self._delivered = False
+
+    # --- for users
+
+    @property
+    def snapshots(self) -> dict[Path, Snapshot]:
+        """This rank's files, each with its snapshot: *committed* there means that the file is on stable storage."""
+        return {file.final: file.snapshot for file in self._files}
+
+    @property
+    def reports(self) -> dict[Path, Report]:
+        """What each of this rank's files cost so far."""
+        return {path: snapshot.report for path, snapshot in self.snapshots.items()}
+
+    @property
+    def stall_seconds(self) -> float:
+        """What training waited for on this rank so far: for copies inside ``save_checkpoint()``, and at the gate."""
+        return sum(report.stall_seconds for report in self.reports.values())
+
+    @property
+    def ended(self) -> bool:
+        """Whether the checkpoint is complete, ``latest`` written, or has failed."""
+        return self._ended.is_set()
+
+    @property
+    def exception(self) -> BaseException | None:
+        """Why it has failed; None as long as it has not."""
+        return self._failure
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended; False when ``timeout`` seconds pass first."""
+        return self._ended.wait(timeout)
+
+    # --- for the checkpoint engine
+
+    def add(self, snapshot: Snapshot, final: Path) -> None:
+        """Take one file along."""
+        self._files.append(_File(snapshot, snapshot.path, final))
+
+    def undelivered(self) -> BaseException | None:
+        """Its failure, once."""
+        if self._delivered:
+            return None
+        self._delivered = self._failure is not None
+        return self._failure
+
+    def finish(self, given_up: BaseException | None = None) -> None:
+        """Wait until this rank's files are written, and name them with the other ranks; a failure lands on this.
+
+        ``given_up``: what kept this rank from giving all of its files.
+        """
+        try:
+            self._finish(given_up)
+        except BaseException as error:
+            self._failure = error
+            for file in self._files:
+                with contextlib.suppress(OSError):  # what cannot be removed is debris for the next run
+                    file.partial.unlink()
+            _log.warning("the checkpoint %s has failed: %s", self.tag, error)
+        finally:
+            _under_way.discard(self.attempt)
+            self._ended.set()
+
+    def _finish(self, given_up: BaseException | None) -> None:
+        error = given_up
+        for file in self._files:
+            file.snapshot.wait_ended()
+            error = error or file.snapshot.exception()
+        replaces = any(file.final.exists() for file in self._files)
+        try:
+            somebody_replaces = self._agree("written", error, replaces)
+        except CommitError:
+            if error is not None:
+                raise error from None
+            raise
+        folders = {file.final.parent for file in self._files}
+        if somebody_replaces:
+            # else a crash between two renames would leave files of two checkpoints beside each other
+            self._agree("cleared", self._attempt(lambda: self._remove_old(folders)))
+        named = self._attempt(lambda: self._rename(folders))
+        self._agree("named", named, publish=True)
+
+    def _attempt(self, change: Callable[[], None]) -> BaseException | None:
+        try:
+            change()
+        except OSError as error:
+            return error
+        return None
+
+    def _remove_old(self, folders: Iterable[Path]) -> None:
+        for file in self._files:
+            with durable.step("unlink", file.final):
+                file.final.unlink(missing_ok=True)
+        for folder in folders:
+            durable.sync_directory(folder)
+
+    def _rename(self, folders: Iterable[Path]) -> None:
+        for file in self._files:
+            with durable.step("rename", file.final):
+                os.rename(file.partial, file.final)
+        for folder in folders:
+            durable.sync_directory(folder)
+
+    def _agree(self, stage: str, error: BaseException | None, flag: bool = False, *, publish: bool = False) -> bool:
+        """Hear all ranks; whether any of them raised its flag. Raises CommitError, the same on all, if one has failed.
+
+        ``publish``: write ``latest`` before anybody hears that all is well.
+        """
+
+        def decide(votes: dict[int, bytes]) -> bytes:
+            heard = {rank: msgpack.unpackb(vote) for rank, vote in sorted(votes.items())}
+            if failed := [f"rank {rank}: {text}" for rank, (text, _) in heard.items() if text]:
+                raise CommitError("; ".join(failed))
+            if publish and self._latest is not None:
+                _publish(self._latest, self.tag, self.attempt)
+            return b"1" if any(flagged for _, flagged in heard.values()) else b"0"
+
+        text = "" if error is None else text_of(error) or type(error).__name__
+        vote = msgpack.packb([text.encode(errors="replace").decode(), flag])
+        name = f"{self._name}/{stage}"
+        answer = self._world.agree(name, vote, decide, timeout=self._timeout, enough=_tells_failure)
+        return answer == b"1"
+
+
+def _tells_failure(vote: bytes) -> bool:
+    text, _ = msgpack.unpackb(vote)
+    return bool(text)
+
+
+def _publish(latest: Path, tag: str, attempt: str) -> None:
+    """Let ``latest`` name a tag: the old one or the new one, whatever happens."""
+    new = partial(latest, attempt)
+    try:
+        durable.write_file(new, tag.encode())
+        with durable.step("rename", latest):
+            os.rename(new, latest)
+    except StorageError:
+        new.unlink(missing_ok=True)
+        raise
+    durable.sync_directory(latest.parent)

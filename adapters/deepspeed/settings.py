@@ -1,0 +1,64 @@
+"""What stands in DeepSpeed's JSON file below ``"datastates_ckpt"``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from datastates.config import IoSettings, from_environment
+from datastates.errors import SettingsError
+
+ENTRY = "datastates_ckpt"
+
+
+class DeepSpeedSettings(IoSettings):
+    """How DeepSpeed's checkpoints are made: the fields of :class:`~datastates.config.IoSettings`, and these.
+
+    ``true``, ``null`` and ``{}`` in the JSON file mean the defaults.
+    """
+
+    enabled: bool = Field(True, description="false: save as DeepSpeed's own torch engine does, without this package.")
+    host_cache_size: float | None = Field(
+        None, gt=0, description="GiB of host memory that checkpoints stream through; in the place of host_cache."
+    )
+    on_error: Literal["raise", "warn"] = Field(
+        "raise",
+        description="Raise the failure of a checkpoint at a later save_checkpoint() or at destroy(), on all ranks, or "
+        "only log it.",
+    )
+    max_in_flight: int = Field(
+        2, ge=1, le=64, description="Checkpoints that may be under way at once; a further save_checkpoint() waits."
+    )
+    rank_timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a rank waits for the others to have written; then it names the missing.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _host_cache_size(cls, given: Any) -> Any:
+        size = given.get("host_cache_size")
+        if size is None and "host_cache" not in given:
+            size = from_environment(["host_cache_size"]).get("host_cache_size")
+        if size is None:
+            return given
+        if "host_cache" in given:
+            raise ValueError("host_cache_size: host_cache says the same; give one of them")
+        try:
+            return {**given, "host_cache": int(float(size) * (1 << 30))}
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"host_cache_size: {size!r:.40} is not a number of GiB") from None
+
+    @classmethod
+    def of_entry(cls, entry: object) -> DeepSpeedSettings:
+        """Validate what the JSON file says; raises SettingsError that names each bad field."""
+        if entry is None or entry is True:
+            entry = {}
+        if not isinstance(entry, dict):
+            raise SettingsError(f"{ENTRY}: {entry!r:.40} is neither a JSON object nor true nor null")
+        try:
+            return cls.of(entry)
+        except SettingsError as error:
+            raise SettingsError(f"{ENTRY}: {error}") from None

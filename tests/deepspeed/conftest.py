@@ -1,0 +1,66 @@
+"""Training with DeepSpeed on the CPU, as each of several ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# the first run on a machine compiles DeepSpeed's operation for shared memory
+SECONDS = 180
+HERE = Path(__file__).parent
+VARIABLES = {"DS_ACCELERATOR": "cpu", "DEEPSPEED_LOG_LEVEL": "warning"}
+
+Train = Callable[..., "list[subprocess.CompletedProcess[str]]"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    found = importlib.util.find_spec("deepspeed")
+    if found is not None and found.origin is not None:  # without one it is this folder
+        return
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.skip(reason="DeepSpeed is not installed: its tests did NOT run"))
+
+
+def _train(ranks: Any) -> Train:
+    def run(n: int, script: str, *arguments: object, **options: Any) -> list[subprocess.CompletedProcess[str]]:
+        begin = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nfrom training import *\nbegin()\n"
+        source = begin + textwrap.dedent(script) + "\nend()\n"
+        done: list[subprocess.CompletedProcess[str]]
+        done = ranks(n, source, *arguments, **{"timeout": SECONDS, **VARIABLES, **options})
+        return done
+
+    return run
+
+
+@pytest.fixture
+def train(ranks: Any) -> Train:
+    """Run a script that has all of training.py, as each of ``n`` ranks: ``train(n, script, *arguments, **variables)``.
+
+    Further options are those of ``ranks``. What a rank asserts fails the test with its output.
+    """
+    return _train(ranks)
+
+
+@pytest.fixture(scope="module")
+def module_train(module_ranks: Any) -> Train:
+    """As ``train``, for what all tests of a module look at."""
+    return _train(module_ranks)
+
+
+@pytest.fixture(scope="session")
+def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
+    """What a rank has said, by word."""
+
+    def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"word"')]
+        return {line["word"]: line["value"] for line in lines}
+
+    return read

@@ -1,0 +1,235 @@
+"""What the tests train with DeepSpeed, and how they tell two states apart: a script begins with all of this."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from datastates import _native, faults
+
+OURS: dict[str, Any] = {"host_cache_size": 0.0625}
+TORCH = "torch"
+ROWS = 4
+TOKENS = 48
+# latest names the newest complete checkpoint, so a test may wait for it at most so long, in seconds
+PATIENCE = 60.0
+
+
+class Net(torch.nn.Module):
+    """Tied embeddings, a frozen layer, and a buffer that every forward pass changes."""
+
+    def __init__(self, width: int = 32, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(TOKENS, width)
+        self.hidden = torch.nn.Linear(width, width + 8)
+        self.register_buffer("mean", torch.zeros(width + 8))
+        self.back = torch.nn.Linear(width + 8, width)
+        self.frozen = torch.nn.Linear(width, width).requires_grad_(False)
+        self.head = torch.nn.Linear(width, TOKENS, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Any) -> Any:
+        # of the same tokens on all ranks: DeepSpeed saves rank 0's buffers only
+        hidden = self.hidden(self.embedding(torch.cat([torch.arange(2, device=tokens.device), tokens])))
+        self.mean.mul_(0.9).add_(0.1 * hidden[:2].detach().mean(0).to(self.mean.dtype))
+        return self.head(self.frozen(self.back(torch.relu(hidden[2:] - self.mean.to(hidden.dtype)))))
+
+
+def begin() -> None:
+    """Join the other ranks."""
+    deepspeed.init_distributed()
+
+
+def end() -> None:
+    """Leave together, and without the interpreter's end, in which torch may abort."""
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def say(word: str, value: Any) -> None:
+    """Tell the test."""
+    print(json.dumps({"word": word, "value": value}), flush=True)
+
+
+def engine(stage: int = 2, entry: Any = OURS, dtype: str = "bf16", *, model: Any = None, **changed: Any) -> Any:
+    """A DeepSpeed engine. ``entry``: what stands below datastates_ckpt, TORCH for nothing; ``changed``: other keys."""
+    torch.manual_seed(7)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 1000000,
+        **changed,
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    if entry != TORCH:
+        config["datastates_ckpt"] = entry
+    net = Net() if model is None else model
+    parameters = list(net.parameters())
+    return deepspeed.initialize(model=net, config=config, model_parameters=parameters)[0]
+
+
+def ours(trained: Any) -> Any:
+    """The checkpoint engine of this package that a DeepSpeed engine saves with."""
+    return trained.checkpoint_engine.ckpt_engine
+
+
+def tokens(number: int) -> Any:
+    """This rank's micro-batch of a number."""
+    generator = torch.Generator().manual_seed(1000 * number + rank())
+    return torch.randint(0, TOKENS, (ROWS,), generator=generator)
+
+
+def step(trained: Any, number: int) -> float:
+    """Train on the micro-batch of a number; the loss."""
+    batch = tokens(number).to(trained.device)
+    loss = torch.nn.functional.cross_entropy(trained(batch).float(), batch)
+    trained.backward(loss)
+    trained.step()
+    return float(loss.detach())
+
+
+def steps(trained: Any, first: int, end: int) -> list[float]:
+    """Train on several micro-batches; their losses."""
+    return [step(trained, number) for number in range(first, end)]
+
+
+# --- what a state is
+
+
+def leaves(value: Any, at: str = "") -> dict[str, str]:
+    """Everything in a nested value by its place: tensors with type, shape, gradient and digest; objects by fields."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        shape = f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {value.device} grad={value.requires_grad}"
+        return {at: f"{shape} {hashlib.sha256(data).hexdigest()[:16]}"}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, dict):
+        found = {at: f"{kind} of {list(map(repr, value))}"}
+        for key, item in value.items():
+            found |= leaves(item, f"{at}/{key}")
+    elif isinstance(value, (list, tuple)):
+        found = {at: f"{kind} of {len(value)}"}
+        for number, item in enumerate(value):
+            found |= leaves(item, f"{at}/{number}")
+    elif hasattr(value, "__dict__") and not isinstance(value, (Enum, type)):
+        found = {at: kind}
+    else:
+        return {at: f"{kind} {value!r}"}
+    for name, item in getattr(value, "__dict__", {}).items():  # containers may have some too
+        found |= leaves(item, f"{at}.{name}")
+    return found
+
+
+def state(trained: Any) -> dict[str, str]:
+    """All that a checkpoint is to bring back."""
+    return leaves(
+        {
+            "module": dict(trained.module.state_dict()),
+            "optimizer": trained.optimizer.state_dict(),
+            "scheduler": trained.lr_scheduler.state_dict(),
+            "steps": (trained.global_steps, trained.global_samples, trained.skipped_steps),
+        }
+    )
+
+
+def differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
+    """Where two sets of leaves differ, and how."""
+    places = [*first, *(place for place in second if place not in first)]
+    found = ((place, first.get(place), second.get(place)) for place in places)
+    return [f"{place}: {a} | {b}" for place, a, b in found if a != b]
+
+
+def content(file: Path) -> dict[str, str]:
+    """The leaves of a file, as torch reads it."""
+    return leaves(torch.load(file, map_location="cpu", weights_only=False))
+
+
+def names(directory: Path) -> list[str]:
+    """All files below a directory."""
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+# --- time and faults
+
+
+def together(action: Any) -> Any:
+    """Let rank 0 do something, while the others wait."""
+    result = action() if rank() == 0 else None
+    dist.barrier()
+    return result
+
+
+def wait_for(condition: Any, what: str) -> None:
+    """Wait until something holds; fails the rank if it does not come."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain: {what}"
+        time.sleep(0.005)
+
+
+def latest(directory: Path) -> str | None:
+    """The tag that the newest complete checkpoint has."""
+    file = directory / "latest"
+    return file.read_text() if file.exists() else None
+
+
+def arm(point: str, action: str, value: int = 0, nth: int = 1) -> None:
+    """Break every hit of a fault point from the nth one on."""
+    if "." in point:
+        faults.arm(faults.Fault(point, action, value, nth))
+    else:
+        _native.arm_fault(point, action, value, nth)
+
+
+@contextlib.contextmanager
+def fault(point: str, action: str, value: int = 0, *, on: int | None = None) -> Iterator[None]:
+    """Break or slow every system call of a point of the native core, on one rank or on all."""
+    if on is None or on == rank():
+        _native.arm_fault(point, action, value)
+    try:
+        yield
+    finally:
+        _native.clear_faults()
+
+
+@contextlib.contextmanager
+def watched(seen: list[str], look: Any) -> Iterator[None]:
+    """Look again and again from another thread, and note each new sight."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            sight = look()
+            if not seen or seen[-1] != sight:
+                seen.append(sight)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
