@@ -58,6 +58,8 @@ def _fill(value: object, resolve: Callable[[ArrayRef], object]) -> bool:
         if id(container) in seen:
             continue
         seen.add(id(container))
+        if type(container) is OrderedDict and vars(container):
+            left.append(vars(container))
         for k, item in container.items() if isinstance(container, dict) else enumerate(container):
             if type(item) is ArrayRef:
                 container[k] = resolve(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,19 +12,22 @@ from datastates import arrays
 from datastates.keys import join
 
 _ARRAY, _PLAIN = object(), object()
+_NO_ATTRIBUTES: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Container:
     """One dict, list or tuple: its type, its keys (their number for a list), and what is in it.
 
-    ``all`` is :data:`_ARRAY` or :data:`_PLAIN` when everything in it is that.
+    ``all`` is :data:`_ARRAY` or :data:`_PLAIN` when everything in it is that; ``attributes`` are those of an
+    OrderedDict, all of them dicts and plain values.
     """
 
     kind: type
     keys: list[Any] | int
     children: list[Any]
     all: object
+    attributes: dict[str, Any]
 
 
 class _OtherStructureError(Exception):
@@ -72,8 +76,12 @@ class Skeleton:
                     children.append(build(child, child_key))
                     if children[-1] is None:
                         return None
+            attributes = attributes_of(item)
+            if not _is_all_plain(attributes, plain):
+                return None
             uniform = children[0] if children and all(c is children[0] for c in children) else None
-            return _Container(type(item), list(item) if is_mapping else len(item), children, uniform)
+            shape = list(item) if is_mapping else len(item)
+            return _Container(type(item), shape, children, uniform, copy.deepcopy(attributes))
 
         root = build(value, "")
         return None if root is None else cls(root, keys, plain)
@@ -98,7 +106,7 @@ class Skeleton:
             raise _OtherStructureError
         inside: Any = value.values() if isinstance(value, dict) else value
         keys = list(value) if isinstance(value, dict) else len(inside)
-        if keys != bones.keys:
+        if keys != bones.keys or (bones.kind is OrderedDict and vars(value) != bones.attributes):
             raise _OtherStructureError
         if bones.kind is not tuple:
             seen.append(id(value))
@@ -125,6 +133,20 @@ def _clothe(bones: _Container, leaves: Iterator[object], plain: Iterator[object]
         next(leaves) if child is _ARRAY else next(plain) if child is _PLAIN else _clothe(child, leaves, plain)
         for child in bones.children
     ]
-    if isinstance(bones.keys, list):
-        return bones.kind(zip(bones.keys, inside, strict=True))
-    return bones.kind(inside)
+    if not isinstance(bones.keys, list):
+        return bones.kind(inside)
+    made = bones.kind(zip(bones.keys, inside, strict=True))
+    if bones.attributes:
+        vars(made).update(bones.attributes)
+    return made
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """The attributes of an OrderedDict, such as the versions of its modules in a ``state_dict()``; else nothing."""
+    return vars(value) if type(value) is OrderedDict else _NO_ATTRIBUTES
+
+
+def _is_all_plain(value: object, plain: Callable[[object], bool]) -> bool:
+    if type(value) is dict or (type(value) is OrderedDict and not vars(value)):
+        return all(plain(k) and _is_all_plain(v, plain) for k, v in value.items())
+    return plain(value)

@@ -21,7 +21,7 @@ from datastates.keys import join
 from datastates.pickling import PROTOCOL, ArrayLeaf, StoredArray, dumps
 from datastates.protocol import Encoder, Saved, Shard, Shards, StateProvider, object_shard
 from datastates.providers.by_key import ByKey
-from datastates.providers.skeleton import Skeleton
+from datastates.providers.skeleton import Skeleton, attributes_of
 
 Lazy = Callable[[str, object], bool]
 """Says of an array, by its key, whether it stays unchanged until the snapshot is captured."""
@@ -155,6 +155,9 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
             mapping = copies[id(item)] = type(item)()
             for k, v in item.items():
                 mapping[k] = walk(v, join(key, k))
+            if attributes := attributes_of(item):
+                inner_key = f"{_INNER}{len(found)}"
+                vars(mapping).update((k, walk(v, join(inner_key, k))) for k, v in attributes.items())
             return mapping
         if type(item) is list:
             sequence: list[object] = []
@@ -243,6 +246,8 @@ def _fill(item: Any, objects: list[object], seen: dict[int, object]) -> object:
         seen[id(item)] = item
         for k, v in item.items():
             item[k] = _fill(v, objects, seen)
+        for k, v in attributes_of(item).items():
+            setattr(item, k, _fill(v, objects, seen))
     elif type(item) is list:
         seen[id(item)] = item
         item[:] = [_fill(v, objects, seen) for v in item]

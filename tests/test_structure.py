@@ -67,6 +67,8 @@ def written(value: Any) -> tuple[bytes, StoredRows]:
         if isinstance(item, dict):
             copies[id(item)] = made = type(item)()
             made.update((k, put(v)) for k, v in item.items())
+            if isinstance(item, OrderedDict):
+                vars(made).update((k, put(v)) for k, v in vars(item).items())
             return made
         if isinstance(item, list):
             copies[id(item)] = made = []
@@ -161,6 +163,27 @@ def test_anything_else_is_left(value: object) -> None:
     ],
 )  # fmt: skip
 def test_broken_opcodes_are_left(opcodes: bytes) -> None:
+    assert read_plain(opcodes, rows_of({})) is None
+
+
+def test_attributes_of_an_ordered_mapping_are_read_at_once() -> None:
+    array = StoredArray("0", "float32", 0, (2,), (1,), 2)
+    value = OrderedDict(a=(array, False, False))
+    value._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    value.array = (array, False, False)  # type: ignore[attr-defined]
+    value.again = value._metadata  # type: ignore[attr-defined]
+    opcodes, rows = written({"module": value})
+    found: Any = read_plain(opcodes, rows)
+    assert found is not None
+    module = found[0]["module"]
+    assert list(vars(module)) == ["_metadata", "array", "again"]
+    assert module._metadata == OrderedDict({"": {"version": 1}})
+    assert module.again is module._metadata
+    assert module.array.key == "array 1"
+
+
+@pytest.mark.parametrize("opcodes", [b"}}b", b"]}b", b"b", b"}b", b"ccollections\nOrderedDict\n)R]b", b"NNb"])
+def test_attributes_of_anything_else_are_left(opcodes: bytes) -> None:
     assert read_plain(opcodes, rows_of({})) is None
 
 

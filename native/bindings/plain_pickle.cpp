@@ -136,6 +136,8 @@ class PlainReader {
                 return read_global();
             case 'R':
                 return reduce();
+            case 'b':
+                return build();
             default:
                 return false;
         }
@@ -290,6 +292,21 @@ class PlainReader {
         if (!empty || !stack_[stack_.size() - 2].is(ordered_dict_)) return false;
         stack_.pop_back();
         stack_.back() = owned(PyObject_CallNoArgs(ordered_dict_.ptr()));
+        return true;
+    }
+
+    /// Gives an ordered mapping the attributes in the dict above it: a module's state_dict() has
+    /// some.
+    bool build() {
+        if (available() < 2) return false;
+        const py::object attributes = std::move(stack_.back());
+        stack_.pop_back();
+        PyObject* const target = stack_.back().ptr();
+        const bool ordered =
+            Py_TYPE(target) == reinterpret_cast<PyTypeObject*>(ordered_dict_.ptr());
+        if (!ordered || PyDict_CheckExact(attributes.ptr()) == 0) return false;
+        const py::object own = owned(PyObject_GetAttrString(target, "__dict__"));
+        if (PyDict_Update(own.ptr(), attributes.ptr()) != 0) throw py::error_already_set();
         return true;
     }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +77,14 @@ def test_one_gpu_resumes_what_two_have_saved_and_the_other_way_round(ranks: Any,
     ranks(2, loop, tmp_path, "save", "load=2", timeout=150)
     ranks(1, loop, tmp_path, "load=2", "save", timeout=150)
     ranks(2, loop, tmp_path, "load=1", "refuse", timeout=150)
+
+
+@needs_deepspeed
+def test_files_are_loaded_onto_the_gpu(tmp_path: Path) -> None:
+    """What is tested without a GPU as well: in a process of its own, for those tests are not in this folder."""
+    tests = TESTS / "deepspeed" / "test_map_location.py"
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", str(tests)]
+    done = subprocess.run([*command, "-k", "cuda"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
