@@ -118,6 +118,12 @@ def encode_tail(index: Index, pickle: bytes) -> tuple[bytes, int]:
 
 # --- opening
 
+
+def is_ending(tail: bytes) -> bool:
+    """Whether the last bytes of a file, some hundreds of them, are a container's, though they may be damaged."""
+    return frames.INDEX_NAME in tail or tail[-FOOTER_NBYTES:].startswith(b"datastates/")
+
+
 Read = Callable[[int, int], bytes]
 """Reads (offset, length) of the file."""
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from datastates import arrays, gate, loading
+from datastates import arrays, container, gate, loading
 from datastates.adapters.deepspeed import glue
 from datastates.adapters.deepspeed.map_location import placed
 from datastates.adapters.deepspeed.saves import Save, debris, partial
@@ -23,11 +23,12 @@ from datastates.adapters.deepspeed.state_file import StateFileProvider, buffer_s
 from datastates.barrier import SoloWorld, World, world_of
 from datastates.ending import FileEnding, Identity
 from datastates.engine import Engine, make_executor
-from datastates.errors import CommitError, FormatError
+from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
 from datastates.opened import open_container
 from datastates.saving import Saver
 
 _log = logging.getLogger("datastates")
+_TAIL = 4096
 
 
 class _Writer:
@@ -78,6 +79,7 @@ class CheckpointEngine:
         self._engine: Engine | None = None
         self._world: World = SoloWorld()
         self._closed = False
+        self._process = os.getpid()
         # one thread: checkpoints end in the order in which they were begun; its exit hook waits for them
         self._ending = ThreadPoolExecutor(1, thread_name_prefix="datastates-deepspeed")
         if self.settings.enabled:
@@ -88,7 +90,7 @@ class CheckpointEngine:
                 executor.prepare(device, self.settings.host_cache)
             # a thread for each file in flight: with fewer, a gate would wait for the storage of others
             self._engine = Engine(executor, SoloWorld(), threads=1024, auto_gate=True)
-            atexit.register(_close_at_exit, weakref.ref(self))
+            atexit.register(self._close_at_exit)
 
     # --- saving
 
@@ -105,6 +107,7 @@ class CheckpointEngine:
         """
         if not self.settings.enabled:
             return
+        self._refuse_children()
         if self._opened is not None:
             self.seal(CommitError(f"the checkpoint {self._opened.tag} was not given to its end"))
         self._wait_for_room()
@@ -115,6 +118,10 @@ class CheckpointEngine:
         if latest is not None and self.rank == 0 and latest.parent not in self._swept:
             self._swept.add(latest.parent)
             self._remove_debris(latest.parent)
+
+    def _refuse_children(self) -> None:
+        if os.getpid() != self._process:
+            raise SnapshotAbandonedError(f"this process was forked off rank {self.rank}, which saves its checkpoints")
 
     def _wait_for_room(self) -> None:
         while len(self.saves) >= self.settings.max_in_flight:
@@ -130,13 +137,13 @@ class CheckpointEngine:
                 raise failure
 
     def _remove_debris(self, root: Path) -> None:
-        folders = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))]
-        for path in debris(folders):
-            _log.warning("removing what an interrupted run left: %s", path)
-            try:
+        try:
+            folders = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))]
+            for path in debris(folders):
+                _log.warning("removing what an interrupted run left: %s", path)
                 path.unlink(missing_ok=True)
-            except OSError as error:  # no reason for this rank to fail where the others go on
-                _log.warning("what an interrupted run left could not be removed: %s", error)
+        except OSError as error:  # no reason for this rank to fail where the others go on
+            _log.warning("what an interrupted run left could not be removed: %s", error)
 
     def save(self, state_dict: dict[Any, Any], path: str) -> None:
         """Begin to write one file of the checkpoint; copies now what is not lazy.
@@ -203,9 +210,15 @@ class CheckpointEngine:
         """
         self._context = None
         spoiled, self._spoiled = self._spoiled, None
-        if self._opened is not None:
-            self._ending.submit(self._opened.finish, given_up or spoiled)
-            self._opened = None
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            why = given_up or spoiled
+            if why is not None and not isinstance(why, Exception):  # an interrupt is not to be raised once more later
+                why = CommitError(f"the checkpoint {opened.tag} was interrupted: {type(why).__name__}")
+            try:
+                self._ending.submit(opened.finish, why)
+            except RuntimeError:  # the interpreter is ending, and begins no work any more
+                opened.finish(why)
         if spoiled is not None and given_up is None:
             raise spoiled
 
@@ -215,6 +228,7 @@ class CheckpointEngine:
         Raises:
             DatastatesError: With ``on_error="raise"``, one has failed and nobody has been told.
         """
+        self._refuse_children()
         if persist:
             for save in self.saves:
                 if save is not self._opened:
@@ -224,6 +238,13 @@ class CheckpointEngine:
         else:
             gate.pass_all()
         return True
+
+    def wait_captured(self) -> None:
+        """Wait until nothing reads the training state's memory any more; a failure is told elsewhere."""
+        for save in list(self.saves):
+            for snapshot in save.snapshots.values():
+                with contextlib.suppress(Exception):
+                    snapshot.wait_captured()
 
     # --- loading
 
@@ -265,12 +286,13 @@ class CheckpointEngine:
         Raises:
             DatastatesError: With ``on_error="raise"``, a checkpoint failed and nobody has been told.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        if self._opened is not None:
-            self.seal(CommitError(f"the checkpoint {self._opened.tag} was not given to its end"))
+        atexit.unregister(self._close_at_exit)
         try:
+            if self._opened is not None:
+                self.seal(CommitError(f"the checkpoint {self._opened.tag} was not given to its end"))
             self.wait()
         finally:
             self._ending.shutdown(wait=True)
@@ -278,19 +300,23 @@ class CheckpointEngine:
                 self._engine.close()
             self._world.close()
 
-
-def _close_at_exit(engine: weakref.ref[CheckpointEngine]) -> None:
-    """Let the other ranks hear how the last checkpoint ended: this process may host the Store that they ask."""
-    if (found := engine()) is not None:
+    def _close_at_exit(self) -> None:
+        """Let the other ranks hear how the last checkpoint ended: this process may host the Store that they ask."""
         try:
-            found.close()
+            self.close()
         except Exception:
             _log.exception("a checkpoint failed, and nobody asked")
 
 
 def _is_ours(file: Path) -> bool:
+    """Whether this package wrote a file; raises FormatError where it did, but its index is damaged."""
     try:
         open_container(file)
     except FormatError:
+        with file.open("rb") as opened:
+            opened.seek(max(0, file.stat().st_size - _TAIL))
+            tail = opened.read()
+        if container.is_ending(tail):
+            raise
         return False
     return True

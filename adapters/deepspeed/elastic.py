@@ -145,8 +145,15 @@ def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepS
         verify="checksum",
         replicas="read",
     )
-    for share in live.shares:
-        live.put(share, saved.plain(share.scalar_source))
+    plain: list[Any] = []
+    error = None
+    try:
+        plain = [saved.plain(share.scalar_source) for share in live.shares]
+    except Exception as failure:
+        error = failure
+    meeting.settle("plain", error, b"", lambda _: b"")  # before DeepSpeed's collectives
+    for share, states in zip(live.shares, plain, strict=True):
+        live.put(share, states)
     _log.info(
         "%s: saved on %d ranks, restored on %d; rank %d needed %d bytes of it and read %d",
         *(saved.path, saved.ranks, live.ranks, live.rank, result.needed_nbytes, result.read_nbytes),

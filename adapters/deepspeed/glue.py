@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from datastates.errors import SettingsError
+
 _ENTRY = "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine"
 _INTERFACE = "deepspeed.runtime.checkpoint_engine.checkpoint_engine"
 _BOUND = "_datastates_bound"
@@ -37,6 +39,10 @@ def bind(*, entry: bool) -> None:
         engine.save_checkpoint = _saving(engine.save_checkpoint)
         engine.load_checkpoint = _loading(engine.load_checkpoint)
         engine.destroy = _destroying(engine.destroy)
+        engine.save_16bit_model = _saving_16bit(engine.save_16bit_model)
+        for name in ("offload_states", "reload_states"):
+            if hasattr(engine, name):
+                setattr(engine, name, _moving(getattr(engine, name)))
         setattr(engine, _BOUND, True)
     if entry:
         _bind_entry()
@@ -52,6 +58,8 @@ def _bind_entry() -> None:
     _check(own, save=["state_dict", "path"], load=["path", "map_location"])
     for name in ("create", "commit", "cleanup", "is_decoupled", "get_commit_info", "preserves_storage_sharing"):
         setattr(own, name, vars(Calls)[name])
+    # the collector may run it on any thread, one that a checkpoint waits for among them: destroy() is what waits
+    own.__del__ = lambda self: None
     setattr(own, _BOUND, True)
 
 
@@ -66,6 +74,7 @@ def _check_interface(engine: Any, base: Any) -> None:
         save_checkpoint=["save_dir", "tag", "client_state", "save_latest"],
         load_checkpoint=["load_dir", "tag"],
         destroy=[],
+        save_16bit_model=["save_dir"],
     )
     if hasattr(base, "is_decoupled"):
         _check(engine, _commit_decoupled_checkpoint=[])
@@ -149,6 +158,7 @@ def _saving(original: Any) -> Any:
         ours = engine_of(self)
         if ours is None:
             return original(self, *args, **kwargs)
+        _refuse_ungated(self)
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
         latest = None
@@ -165,6 +175,42 @@ def _saving(original: Any) -> Any:
         return result
 
     return save_checkpoint
+
+
+def _refuse_ungated(engine: Any) -> None:
+    """Refuse, on all ranks alike, what steps its optimizer in other ways than by torch's ``step()``."""
+    offload = engine._config.zero_config.offload_optimizer
+    for wrong, what in (
+        (getattr(engine, "zenflow", False), "zero_optimization.zenflow"),
+        (getattr(offload, "super_offload", False), "zero_optimization.offload_optimizer.super_offload"),
+    ):
+        if wrong:
+            raise SettingsError(
+                f"{what}: its optimizer does not wait for checkpoints to be captured; leave datastates_ckpt out"
+            )
+
+
+def _saving_16bit(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            if (ours := engine_of(self)) is not None:
+                ours.seal(error)  # the other ranks wait in commit()
+            raise
+
+    return save_16bit_model
+
+
+def _moving(original: Any) -> Any:
+    @functools.wraps(original)
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (ours := engine_of(self)) is not None:
+            ours.wait_captured()  # what is moved is freed
+        return original(self, *args, **kwargs)
+
+    return move
 
 
 def _loading(original: Any) -> Any:

@@ -34,7 +34,7 @@ def debris(folders: Iterable[Path]) -> list[Path]:
     """Files that killed runs were writing, in these folders; not those of saves that are under way."""
     found = []
     for folder in folders:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(OSError):  # gone, or somebody else's
             matches = ((name, _PARTIAL.match(name)) for name in os.listdir(folder))
             found += [folder / name for name, match in matches if match and match[2] not in _under_way]
     return found
@@ -75,6 +75,7 @@ class Save:
         self._failure: BaseException | None = None
         self._ended = threading.Event()
         self._delivered = False
+        self._old_are_gone = False
 
     # --- for users
 
@@ -130,6 +131,9 @@ class Save:
         except BaseException as error:
             self._failure = error
             for file in self._files:
+                if self._old_are_gone and file.partial.exists():
+                    _log.warning("%s is kept: what it was to replace has been removed", file.partial)
+                    continue
                 with contextlib.suppress(OSError):  # what cannot be removed is debris for the next run
                     file.partial.unlink()
             _log.warning("the checkpoint %s has failed: %s", self.tag, error)
@@ -138,23 +142,18 @@ class Save:
             self._ended.set()
 
     def _finish(self, given_up: BaseException | None) -> None:
-        error = given_up
+        errors = [given_up]
         for file in self._files:
             file.snapshot.wait_ended()
-            error = error or file.snapshot.exception()
-        replaces = any(file.final.exists() for file in self._files)
-        try:
-            somebody_replaces = self._agree("written", error, replaces)
-        except CommitError:
-            if error is not None:
-                raise error from None
-            raise
+            errors.append(file.snapshot.exception())
+        replaced: list[_File] = []
+        errors.append(self._attempt(lambda: replaced.extend(f for f in self._files if f.final.exists())))
         folders = {file.final.parent for file in self._files}
-        if somebody_replaces:
+        if self._agree("written", next(filter(None, errors), None), bool(replaced)):
             # else a crash between two renames would leave files of two checkpoints beside each other
             self._agree("cleared", self._attempt(lambda: self._remove_old(folders)))
-        named = self._attempt(lambda: self._rename(folders))
-        self._agree("named", named, publish=True)
+            self._old_are_gone = True
+        self._agree("named", self._attempt(lambda: self._rename(folders)), publish=True)
 
     def _attempt(self, change: Callable[[], None]) -> BaseException | None:
         try:
@@ -174,32 +173,40 @@ class Save:
         for file in self._files:
             with durable.step("rename", file.final):
                 os.rename(file.partial, file.final)
-        for folder in folders:
+        for folder in {*folders, *(folder.parent for folder in folders)}:  # those of new tags, too
             durable.sync_directory(folder)
 
     def _agree(self, stage: str, error: BaseException | None, flag: bool = False, *, publish: bool = False) -> bool:
-        """Hear all ranks; whether any of them raised its flag. Raises CommitError, the same on all, if one has failed.
+        """Hear all ranks; whether any of them raised its flag.
 
-        ``publish``: write ``latest`` before anybody hears that all is well.
+        ``publish``: write ``latest`` before anybody hears that all is well. Raises this rank's own error, or
+        CommitError where another rank has failed.
         """
 
         def decide(votes: dict[int, bytes]) -> bytes:
             heard = {rank: msgpack.unpackb(vote) for rank, vote in sorted(votes.items())}
-            if failed := [f"rank {rank}: {text}" for rank, (text, _) in heard.items() if text]:
+            if failed := [f"rank {rank}: {text}" for rank, (text, _, _) in heard.items() if text]:
                 raise CommitError("; ".join(failed))
+            if other := [f"rank {rank} {tag!r}" for rank, (_, _, tag) in heard.items() if tag != self.tag]:
+                raise CommitError(f"rank 0 saves the tag {self.tag!r}, {', '.join(other[:8])}")
             if publish and self._latest is not None:
                 _publish(self._latest, self.tag, self.attempt)
-            return b"1" if any(flagged for _, flagged in heard.values()) else b"0"
+            return b"1" if any(flagged for _, flagged, _ in heard.values()) else b"0"
 
         text = "" if error is None else text_of(error) or type(error).__name__
-        vote = msgpack.packb([text.encode(errors="replace").decode(), flag])
+        vote = msgpack.packb([text.encode(errors="replace").decode(), flag, self.tag])
         name = f"{self._name}/{stage}"
-        answer = self._world.agree(name, vote, decide, timeout=self._timeout, enough=_tells_failure)
+        try:
+            answer = self._world.agree(name, vote, decide, timeout=self._timeout, enough=_tells_failure)
+        except CommitError:
+            if error is not None:
+                raise error from None
+            raise
         return answer == b"1"
 
 
 def _tells_failure(vote: bytes) -> bool:
-    text, _ = msgpack.unpackb(vote)
+    text, _, _ = msgpack.unpackb(vote)
     return bool(text)
 
 

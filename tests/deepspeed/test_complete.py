@@ -225,3 +225,29 @@ for entry, match in (
 """,
         tmp_path,
     )
+
+
+def test_a_forked_child_neither_saves_nor_waits(train: Any, tmp_path: Path) -> None:
+    train(
+        1,
+        """
+from datastates.errors import SnapshotAbandonedError
+
+trained = engine(2)
+steps(trained, 0, 1)
+with fault("write", "delay", 300):
+    trained.save_checkpoint(sys.argv[1])
+    child = os.fork()
+    if child == 0:
+        try:
+            ours(trained).wait()
+        except SnapshotAbandonedError:
+            ours(trained).close()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    ours(trained).wait()
+assert latest(Path(sys.argv[1])) == "global_step1"
+""",
+        tmp_path,
+    )
