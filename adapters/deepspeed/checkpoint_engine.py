@@ -203,6 +203,14 @@ class CheckpointEngine:
             self._deliver(save)
         return True
 
+    def give_up(self, error: BaseException) -> None:
+        """End a checkpoint that :meth:`commit` was to end, where this rank has raised before: all are told now."""
+        save = self._opened
+        self.seal(error)
+        if save is not None:
+            save.wait()
+            self.failures += save.undelivered() is not None
+
     def seal(self, given_up: BaseException | None = None) -> None:
         """Note that all files of the checkpoint have been given, or why not; the rest goes on in the background.
 

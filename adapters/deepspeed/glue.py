@@ -197,7 +197,7 @@ def _saving_16bit(original: Any) -> Any:
             return original(self, *args, **kwargs)
         except BaseException as error:
             if (ours := engine_of(self)) is not None:
-                ours.seal(error)  # the other ranks wait in commit()
+                ours.give_up(error)  # the other ranks wait in commit()
             raise
 
     return save_16bit_model

@@ -155,3 +155,41 @@ trained.destroy()
 """,
         tmp_path,
     )
+
+
+def test_a_model_that_rank_0_cannot_save(train: Any, tmp_path: Path) -> None:
+    """``save_16bit_model``: the other ranks must not wait for it until the time is up."""
+    train(
+        2,
+        """
+from datastates.errors import DatastatesError
+
+trained = engine(2)
+steps(trained, 0, 1)
+root = Path(sys.argv[1])
+together(lambda: (root / "file").touch())
+
+def fails(folder, error):
+    begin = time.monotonic()
+    try:
+        trained.save_16bit_model(folder)
+    except error as raised:
+        said = str(raised)
+    else:
+        raise AssertionError("it did not fail")
+    assert time.monotonic() - begin < 20, said
+    return said
+
+assert "File exists" in fails(root / "file", FileExistsError if rank() == 0 else DatastatesError)
+with fault("write", "fail", 28):
+    assert "No space left on device" in fails(root / "model", DatastatesError)
+dist.barrier()
+trained.save_16bit_model(root / "model")
+assert names(root / "model") == ["pytorch_model.bin"]
+trained.save_checkpoint(root / "checkpoints")
+ours(trained).wait()
+assert latest(root / "checkpoints") == "global_step1"
+trained.destroy()
+""",
+        tmp_path,
+    )

@@ -145,3 +145,31 @@ assert not [name for name in names(directory) if "partial" in name], names(direc
 """,
         tmp_path,
     )
+
+
+def test_moving_the_state_away_waits_for_capture(train: Any, tmp_path: Path) -> None:
+    """DeepSpeed's ``offload_states`` frees what it has moved; it runs with ZeRO-3 on GPUs only."""
+    train(
+        1,
+        SLOW
+        + """
+from datastates.adapters.deepspeed import glue
+
+trained = wide(2)
+steps(trained, 0, 1)
+with fault("write", "delay", WRITE_MILLISECONDS):
+    trained.save_checkpoint(directory)
+    save = ours(trained).saves[-1]
+
+    def captured(engine):
+        return all(snapshot.captured for snapshot in save.snapshots.values())
+
+    assert not captured(trained)
+    assert glue._moving(captured)(trained), "it did not wait for the capture"
+    ours(trained).wait()
+for name in ("offload_states", "reload_states"):
+    assert getattr(type(trained), name).__wrapped__.__name__ == name
+trained.destroy()
+""",
+        tmp_path,
+    )
