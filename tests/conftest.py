@@ -21,6 +21,8 @@ Ranks = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 AFTERMATH_SECONDS = 5
 
 os.environ.setdefault("DATASTATES_HOST_CACHE", "64MiB")
+# DeepSpeed compiles with the ninja that is installed beside this Python
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 @pytest.fixture(scope="session", autouse=True)
