@@ -124,6 +124,7 @@ def main(arguments: Sequence[str]) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
     begin = time.monotonic()
+    loop: Loop | None = None
     found: dict[str, Any] = {"ranks": dist.get_world_size(), "parameters": 0, "samples": {}, "errors": {}}
     for number in range(chosen.rounds):
         late = torch.tensor([time.monotonic() - begin > chosen.seconds], dtype=torch.int32)
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str]) -> None:
                     loop.engine.destroy()
                 except Exception as error:  # told in the table; it fails on all ranks alike
                     found["errors"][name] = f"{type(error).__name__}: {error}"[:500]
-                loop = None  # type: ignore[assignment]
+                loop = None
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +99,5 @@ def test_they_see_what_they_see_in_torchs_files(saved: Path, train: Any) -> None
     train(1, READ, saved)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("huggingface_hub") is None,
-    reason="huggingface_hub is not installed: safetensors NOT tried",
-)
 def test_safetensors(saved: Path, train: Any) -> None:
     train(1, TENSORS, saved)
