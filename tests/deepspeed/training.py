@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -15,10 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 from datastates import _native, faults
+from datastates.adapters.deepspeed import load_checkpoint
+from datastates.errors import RestoreError
 
 OURS: dict[str, Any] = {"host_cache_size": 0.0625}
 TORCH = "torch"
@@ -170,6 +175,65 @@ def content(file: Path) -> dict[str, str]:
 def names(directory: Path) -> list[str]:
     """All files below a directory."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def unlike(theirs: Path, own: Path) -> list[str]:
+    """Where a file of this package differs from the one of DeepSpeed's torch engine."""
+    saved, found = content(theirs), torch.load(own, map_location="cpu", weights_only=False)
+    # what DeepSpeed clones for torch's has no versions of modules any more, no gradients, and tuples for shapes
+    several = [differences(saved, leaves(value)) for value in (found, clone_tensors_for_torch_save(found))]
+    # the JSON file is part of the files: there stands which engine saves
+    return min(([line for line in lines if not line.startswith("/ds_config")] for lines in several), key=len)
+
+
+def like_torch(root: Path, made: Any, train: Any) -> None:
+    """Files of this package are those of DeepSpeed's torch engine though training goes on, and each reads the other's.
+
+    ``made(entry)`` gives an engine, ``train(engine, first, end)`` its losses. Rank 0 is to save more than 2 MiB.
+    """
+    trained = made(TORCH)
+    train(trained, 0, 2)
+    trained.save_checkpoint(root / "torch", client_state={"next": 2})
+    losses, end_state = train(trained, 2, 4), state(trained)
+    trained.destroy()
+
+    # the files hold more than the cache, and the writes are slow: so is the capture
+    trained = made({"host_cache": "2MiB", "block": "1MiB"})
+    train(trained, 0, 2)
+    with fault("write", "delay", 100):
+        trained.save_checkpoint(root / "ours", client_state={"next": 2})
+        early = [snapshot.captured for snapshot in ours(trained).saves[-1].snapshots.values()]
+        held = sum(report.nbytes for report in ours(trained).saves[-1].reports.values())
+        small = rank() > 0 and held < 6 << 20
+        assert small or not all(early), "nothing was left to capture after save_checkpoint()"
+        assert train(trained, 2, 4) == losses
+        ours(trained).wait()
+    assert state(trained) == end_state
+    trained.destroy()
+    dist.barrier()
+
+    expected = names(root / "torch")
+    assert names(root / "ours") == expected, names(root / "ours")
+    assert latest(root / "ours") == latest(root / "torch") == "global_step2"
+    for name in (name for name in expected if name.endswith(".pt")):
+        different = unlike(root / "torch" / name, root / "ours" / name)
+        assert not different, (name, different)
+
+    for writer, entry in (("ours", OURS), ("ours", TORCH), ("torch", OURS)):
+        trained = made(entry)
+        path, client = trained.load_checkpoint(root / writer)
+        assert path, writer
+        assert train(trained, client["next"], 4) == losses, (writer, entry)
+        assert state(trained) == end_state, (writer, entry)
+        trained.destroy()
+
+
+def refused(trained: Any, directory: Path, why: str) -> None:
+    """Loading on another number of ranks says why it cannot, and changes nothing."""
+    before = state(trained)
+    with pytest.raises(RestoreError, match=re.escape(why)):
+        load_checkpoint(trained, directory)
+    assert state(trained) == before
 
 
 # --- time and faults
