@@ -291,9 +291,11 @@ def place(shard: Shard, stride: Sequence[int]) -> Buffer | None:
 
 
 def memory(array: Any) -> Buffer:
-    """The memory of a fresh host array, from its first element on."""
-    pointer = array.data_ptr() if kind_of(array) == "torch" else array.ctypes.data
-    return Buffer(pointer, array.nbytes, owner=array)
+    """The memory of a fresh array of torch's, wherever it is, or of NumPy's, from its first element on."""
+    if kind_of(array) != "torch":
+        return Buffer(array.ctypes.data, array.nbytes, owner=array)
+    device = array.device.index if array.is_cuda else HOST
+    return Buffer(array.data_ptr(), array.nbytes, device, current_stream("torch", device), array)
 
 
 def is_lazy_kind(array: object) -> bool:
