@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 
 from datastates import catalog, directories, durable, manifest
+from datastates.agreement import text_of
 from datastates.barrier import World
 from datastates.claims import Claims, decode_claims, encode_claims
 from datastates.conflicts import describe_conflicts
@@ -136,7 +137,7 @@ class Ballot:
                 if committed:
                     return committed[0]
                 raise
-            if not _is_told(error):
+            if not is_told(error):
                 pending.files.clear()  # not this rank's to remove: the coordinator may yet commit them
             # it may also have gone, or its answer been lost, after it had committed
             if (path := directories.of_attempt(pending.target, pending.attempt)) is not None:
@@ -176,6 +177,46 @@ class Ballot:
         return manifest.commit(pending, made, target)
 
 
+def settle(
+    world: World,
+    name: str,
+    error: BaseException | None,
+    data: bytes,
+    decide: Callable[[dict[int, bytes]], bytes],
+    *,
+    timeout: float,
+) -> bytes:
+    """Go on together or not at all: returns, on all ranks, what the coordinator makes of every rank's data.
+
+    Args:
+        world: The ranks.
+        name: What all of them call this.
+        error: What keeps this rank from going on.
+        data: What it has to say otherwise.
+        decide: Called on the coordinator where no rank has failed.
+        timeout: Seconds to wait for the others.
+
+    Raises:
+        BaseException: ``error``, once the others know of it.
+        CommitError: Another rank has failed, or ``decide`` has; the same on all ranks.
+        RanksMissingError: Some did not come in time.
+    """
+    text = b"" if error is None else (text_of(error) or type(error).__name__).encode(errors="replace")
+
+    def outcome(told: dict[int, bytes]) -> bytes:
+        if failed := [f"rank {rank}: {t[1:].decode()}" for rank, t in sorted(told.items()) if t[:1] == _FAILED]:
+            raise CommitError("; ".join(failed))
+        return decide({rank: t[1:] for rank, t in told.items()})
+
+    try:
+        said = _DONE + data if error is None else _FAILED + text
+        return world.agree(name, said, outcome, timeout=timeout, enough=lambda told: told[:1] == _FAILED)
+    except DatastatesError:
+        if error is not None:
+            raise error from None
+        raise
+
+
 def meet(world: World, name: str, path: Path, prepare: Callable[[], None], *, timeout: float) -> None:
     """Let the coordinator prepare a path before any rank writes there.
 
@@ -194,7 +235,7 @@ def meet(world: World, name: str, path: Path, prepare: Callable[[], None], *, ti
     world.agree(name, str(path).encode("utf-8", "backslashreplace"), decide, timeout=timeout)
 
 
-def _is_told(error: DatastatesError) -> bool:
+def is_told(error: DatastatesError) -> bool:
     """Whether it is an answer of the coordinator's, or it can no longer decide: then it has not committed."""
     if isinstance(error, RanksMissingError):
         return error.undecided or 0 not in error.ranks

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgpack
 
 from datastates import durable
-from datastates.agreement import text_of
 from datastates.barrier import World
+from datastates.committing import settle
 from datastates.errors import CommitError, StorageError
 from datastates.futures import Report, Snapshot
 
@@ -185,29 +185,14 @@ class Save:
 
         def decide(votes: dict[int, bytes]) -> bytes:
             heard = {rank: msgpack.unpackb(vote) for rank, vote in sorted(votes.items())}
-            if failed := [f"rank {rank}: {text}" for rank, (text, _, _) in heard.items() if text]:
-                raise CommitError("; ".join(failed))
-            if other := [f"rank {rank} {tag!r}" for rank, (_, _, tag) in heard.items() if tag != self.tag]:
+            if other := [f"rank {rank} {tag!r}" for rank, (_, tag) in heard.items() if tag != self.tag]:
                 raise CommitError(f"rank 0 saves the tag {self.tag!r}, {', '.join(other[:8])}")
             if publish and self._latest is not None:
                 _publish(self._latest, self.tag, self.attempt)
-            return b"1" if any(flagged for _, flagged, _ in heard.values()) else b"0"
+            return b"1" if any(flagged for flagged, _ in heard.values()) else b"0"
 
-        text = "" if error is None else text_of(error) or type(error).__name__
-        vote = msgpack.packb([text.encode(errors="replace").decode(), flag, self.tag])
-        name = f"{self._name}/{stage}"
-        try:
-            answer = self._world.agree(name, vote, decide, timeout=self._timeout, enough=_tells_failure)
-        except CommitError:
-            if error is not None:
-                raise error from None
-            raise
-        return answer == b"1"
-
-
-def _tells_failure(vote: bytes) -> bool:
-    text, _, _ = msgpack.unpackb(vote)
-    return bool(text)
+        vote, name = msgpack.packb([flag, self.tag]), f"{self._name}/{stage}"
+        return settle(self._world, name, error, vote, decide, timeout=self._timeout) == b"1"
 
 
 def _publish(latest: Path, tag: str, attempt: str) -> None:
