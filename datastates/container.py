@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from datastates import frames, pickling
 from datastates._native import Digester, crc32, crc32_combine, crc32_shift
 from datastates.errors import FormatError
 from datastates.index import FORMAT_VERSION, Index, StoredObject, decode_index, encode_index
+from datastates.nested import ROOM, Nest
 from datastates.pickling import StoredArray
+from datastates.plan import U32, U64
+from datastates.shard_table import Row
 
 __all__ = ["Digester", "crc32", "crc32_combine", "crc32_shift"]  # the checksums of the format, for those who check it
 
@@ -86,12 +91,52 @@ def encode_pickle(
     return b"".join(parts), tuple(objects)
 
 
+# --- the framing
+
+
+def encode_framing(
+    header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None, nest: Nest | None = None
+) -> memoryview:
+    """All bytes between the records' data, end to end; without ``crc`` the CRC fields are zero, to be filled in."""
+    framing = frames.encode_frames(header_offset, data_offset, nbytes, crc)
+    if nest is not None:
+        nest.put(framing, header_offset, data_offset, nbytes, crc)
+    return framing
+
+
+def pickle_place(records_end: int, nest: Nest | None = None) -> int:
+    """Where the data of ``data.pkl`` begins, given where the records end."""
+    return frames.pickle_place(records_end, ROOM + nest.tail_nbytes if nest else 0)
+
+
+def nest_of(index: Index) -> Nest | None:
+    """The archives that its records are; None where they are none. Raises FormatError where they cannot be."""
+    if not index.nested:
+        return None
+    table = index.shards
+    records, rows = np.unique(table.record, return_index=True)
+    if len(records) != len(index.data_offset):
+        raise FormatError("index: a record without an array cannot be an archive")
+    return Nest([stored_array(row, int(index.record_nbytes[row.record])) for row in map(table.row, rows.tolist())])
+
+
+def stored_array(row: Row, record_nbytes: int) -> StoredArray:
+    """A row as ``data.pkl`` names it."""
+    itemsize = row.dtype.itemsize
+    elements = record_nbytes // itemsize
+    return StoredArray(str(row.record), row.dtype.name, row.offset // itemsize, row.shape, row.stride, elements)
+
+
 # --- the tail
 
 
 def encode_tail(index: Index, pickle: bytes) -> tuple[bytes, int]:
     """Everything from ``index.records_end`` to the end of the file, and the index's CRC-32."""
     begin = index.records_end
+    nest = nest_of(index)
+    nested = (0, b"")
+    if nest is not None:
+        nested = (ROOM, nest.tail(index.header_offset, begin, index.record_nbytes, index.record_crc))
     parts: list[bytes] = []
     position = begin
     directory = [frames.encode_directory(index.header_offset, index.record_nbytes, index.record_crc)]
@@ -99,14 +144,15 @@ def encode_tail(index: Index, pickle: bytes) -> tuple[bytes, int]:
     index_offset = 0
     for name, data in (
         (frames.PICKLE_NAME, pickle),
-        (frames.ROOT + b"byteorder", b"little"),
-        (frames.ROOT + b"version", b"3\n"),
+        *frames.CONSTANTS,
         (frames.INDEX_NAME, encoded),
     ):
-        length = frames.aligned(position + frames.shortest_header(name)) - position
+        shortest = max(nested[0] + len(nested[1]), frames.shortest_header(name))
+        length = frames.aligned(position + shortest) - position
         crc = crc32(data)
         directory.append(frames.central_header(name, 0, crc, len(data), position))
-        parts += [frames.local_header(name, len(data), length, crc=crc, flags=0), data]
+        parts += [frames.local_header(name, len(data), length, crc=crc, flags=0, nested=nested), data]
+        nested = (0, b"")
         index_offset = position + length
         position += length + len(data)
     footer = _FOOTER.format(FORMAT_VERSION, index_offset, len(encoded), crc32(encoded)).encode()
@@ -178,7 +224,9 @@ def open_index(read: Read, file_nbytes: int, *, guess: int = 1 << 16) -> tuple[I
 
 def frame_ranges(index: Index) -> list[tuple[int, memoryview]]:
     """Every stretch between the storage records' data as it must be: (offset in the file, bytes)."""
-    encoded = frames.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, index.record_crc)
+    encoded = encode_framing(
+        index.header_offset, index.data_offset, index.record_nbytes, index.record_crc, nest_of(index)
+    )
     result = []
     position = begin = 0
     for data, nbytes in zip(index.data_offset.tolist(), index.record_nbytes.tolist(), strict=True):

@@ -16,6 +16,8 @@ ROOT = b"archive/"
 """The folder of all records, by torch's convention."""
 PICKLE_NAME = ROOT + b"data.pkl"
 INDEX_NAME = ROOT + b".datastates/index"
+CONSTANTS = ((ROOT + b"byteorder", b"little"), (ROOT + b"version", b"3\n"))
+"""Names and data of the records that all archives of torch have alike."""
 STREAMED = 0x0008
 """The flag of a record whose CRC-32 follows its data, in a descriptor."""
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -24,6 +26,8 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4s4H2IH")
+CENTRAL_CRC = 16
+"""Where in an entry of a central directory the CRC-32 stands."""
 _ZIP64_LOCAL, _ZIP64_CENTRAL, _PADDING = 0x0001, 0x0001, 0x4246  # "FB": the padding field that torch uses
 _NEEDS, _MADE_BY, _EPOCH = 45, 0x031E, 0x0021
 _UNKNOWN = 0xFFFFFFFF
@@ -47,12 +51,19 @@ def shortest_header(name: bytes) -> int:
     return _LOCAL.size + len(name) + 20 + 4
 
 
-def local_header(name: bytes, nbytes: int, length: int, *, crc: int, flags: int) -> bytes:
-    """A local header padded to ``length``, so that the data behind it is aligned."""
+def local_header(
+    name: bytes, nbytes: int, length: int, *, crc: int, flags: int, nested: tuple[int, bytes] = (0, b"")
+) -> bytes:
+    """A local header padded to ``length``, so that the data behind it is aligned.
+
+    ``nested`` are bytes that lie in the padding, after where in the header they begin.
+    """
     extra = length - _LOCAL.size - len(name)
     head = _LOCAL.pack(b"PK\3\4", _NEEDS, flags, 0, 0, _EPOCH, crc, _UNKNOWN, _UNKNOWN, len(name), extra)
     zip64 = struct.pack("<HHQQ", _ZIP64_LOCAL, 16, nbytes, nbytes)
-    return head + name + zip64 + struct.pack("<HH", _PADDING, extra - 24) + bytes(extra - 24)
+    own = head + name + zip64 + struct.pack("<HH", _PADDING, extra - 24)
+    at, data = nested
+    return (own.ljust(at, b"\0") + data).ljust(length, b"\0")
 
 
 def encode_frames(header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None) -> memoryview:
@@ -81,9 +92,9 @@ def encode_frames(header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | 
     return result.data
 
 
-def pickle_place(records_end: int) -> int:
-    """Where the data of ``data.pkl`` begins, given where the records end."""
-    return aligned(records_end + shortest_header(PICKLE_NAME))
+def pickle_place(records_end: int, header_nbytes: int = 0) -> int:
+    """Where the data of ``data.pkl`` begins, given where the records end and how long its header is at least."""
+    return aligned(records_end + max(header_nbytes, shortest_header(PICKLE_NAME)))
 
 
 def aligned(offset: int) -> int:
@@ -106,7 +117,7 @@ def encode_directory(header_offset: U64, nbytes: U64, crc: U32) -> bytes:
         run = slice(first, last)
         entries = _copies(central_header(record_name(first), STREAMED, 0, 0, 0), last - first)
         end = entries.shape[1]
-        _put(entries, 16, "<u4", crc[run])
+        _put(entries, CENTRAL_CRC, "<u4", crc[run])
         _put_digits(entries, end - 28, first)
         _put(entries, end - 24, "<u8", nbytes[run])
         _put(entries, end - 16, "<u8", nbytes[run])

@@ -52,6 +52,7 @@ class Index:
         shards: The arrays that lie in them.
         objects: The objects in ``data.pkl``.
         pickle_offset, pickle_nbytes, pickle_crc: Where the data of ``data.pkl`` is in the file, and its CRC-32.
+        nested: Whether each record is an archive by itself: see :mod:`datastates.nested`.
     """
 
     identity: dict[str, int | str]
@@ -65,6 +66,7 @@ class Index:
     pickle_offset: int
     pickle_nbytes: int
     pickle_crc: int
+    nested: bool = False
 
     @property
     def records_end(self) -> int:
@@ -133,6 +135,7 @@ def encode_index(index: Index) -> bytes:
                 [o.provider, o.key.encode("utf-8", "surrogatepass"), o.offset, o.nbytes, o.crc] for o in index.objects
             ],
             "pickle": [index.pickle_offset, index.pickle_nbytes, index.pickle_crc],
+            **({"nested": True} if index.nested else {}),
         }
     )
 
@@ -168,6 +171,7 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
             pickle_offset=fields["pickle"][0],
             pickle_nbytes=fields["pickle"][1],
             pickle_crc=fields["pickle"][2],
+            nested=_nested(fields.get("nested")),
         )
     except FormatError:
         raise
@@ -184,6 +188,12 @@ def _identity(fields: dict[str, int | str]) -> dict[str, int | str]:
     if not isinstance(fields, dict) or {k: type(v) for k, v in fields.items()} != expected:
         raise FormatError("index: the identity is not step, rank, world_size and attempt")
     return fields
+
+
+def _nested(field: object) -> bool:
+    if field not in (None, True):
+        raise FormatError("index: nested is there and not true")
+    return field is True
 
 
 def _check_records(index: Index, file_nbytes: int) -> None:
@@ -216,7 +226,8 @@ def _check_objects(index: Index, file_nbytes: int) -> None:
     )
     if not all(type(n) is int and 0 <= n <= max(file_nbytes, _MAX_CRC) for n in numbers):
         raise FormatError("index: an object's place is not a number within the file")
-    if begin != pickle_place(index.records_end) or begin + nbytes > file_nbytes:
+    room = pickle_place(index.records_end), pickle_place(index.records_end, 0xFFFF if index.nested else 0)
+    if not room[0] <= begin <= room[1] or begin + nbytes > file_nbytes:
         raise FormatError("index: data.pkl is not where the records end")
     if len({(o.provider, o.key) for o in index.objects}) != len(index.objects):
         raise FormatError("index: two objects have the same key")

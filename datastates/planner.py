@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,11 +36,23 @@ def _u64(values: object) -> U64:
     return np.ascontiguousarray(values, dtype=np.uint64)
 
 
-def plan_write(source_nbytes: U64, eager: U8, header_nbytes: U64, block_nbytes: int) -> WritePlan:
-    """Lay records out in a file and cut the file into extents.
+def file_order(source_nbytes: U64, eager: U8) -> I64:
+    """For each record of the file, the source it holds.
 
     Eager sources come first, so that ``snapshot()`` captures one prefix of the file; then the largest first, so that
-    the copy engine is busy at once and the small ones share the last extents. Large records begin on a page.
+    the copy engine is busy at once and the small ones share the last extents.
+    """
+    return np.lexsort((-source_nbytes.astype(np.int64), eager == 0))
+
+
+def plan_write(
+    source_nbytes: U64,
+    eager: U8,
+    header_nbytes: U64,
+    block_nbytes: int,
+    crc_places: Sequence[int] = (DESCRIPTOR_CRC,),
+) -> WritePlan:
+    """Lay records out in a file, in :func:`file_order`, and cut the file into extents. Large records begin on a page.
 
     Args:
         source_nbytes: Length of each source in bytes.
@@ -47,11 +60,11 @@ def plan_write(source_nbytes: U64, eager: U8, header_nbytes: U64, block_nbytes: 
         header_nbytes: Length of the shortest local header of the first, second, … record of the file; headers are
             padded up to the data's alignment.
         block_nbytes: The longest extent in bytes, a multiple of :data:`~datastates.plan.PAGE`.
+        crc_places: Where a record's CRC-32 stands, from its descriptor's begin; beyond the last descriptor it does not.
     """
-    sizes = source_nbytes.astype(np.int64)
+    order = file_order(source_nbytes, eager)
+    sizes = source_nbytes.astype(np.int64)[order]
     large = sizes >= LARGE_RECORD
-    order = np.lexsort((-sizes, eager == 0))
-    sizes, large = sizes[order], large[order]
     data_offset = _place(sizes, np.where(large, PAGE, SMALL), header_nbytes.astype(np.int64) + DESCRIPTOR)
     descriptor = data_offset + sizes
     header_offset = np.concatenate(([0], descriptor[:-1] + DESCRIPTOR)) if len(sizes) else data_offset
@@ -71,7 +84,10 @@ def plan_write(source_nbytes: U64, eager: U8, header_nbytes: U64, block_nbytes: 
     filled = lengths > 0
     starts, segment_source, base = starts[filled], segment_source[filled], base[filled]
 
-    cuts = _cuts(end, descriptor + DESCRIPTOR_CRC, block_nbytes)
+    patch = (descriptor[:, None] + np.array(crc_places, np.int64)).ravel()
+    patch_source = np.repeat(order, len(crc_places))[patch < end]
+    patch = patch[patch < end]
+    cuts = _cuts(end, patch, block_nbytes)
     # a piece is a segment, or what is left of it between two cuts: most cuts fall inside of one
     before = np.searchsorted(starts, cuts[:-1])
     inside = np.flatnonzero(np.append(starts, end)[before] != cuts[:-1])
@@ -79,7 +95,6 @@ def plan_write(source_nbytes: U64, eager: U8, header_nbytes: U64, block_nbytes: 
     segment = np.insert(np.arange(len(starts)), before[inside], before[inside] - 1)
     extent_piece = np.searchsorted(piece_start, cuts)
     extent_begin = np.repeat(cuts[:-1], np.diff(extent_piece))
-    patch = descriptor + DESCRIPTOR_CRC
     patch_extent = np.repeat(np.arange(len(cuts) - 1), np.diff(np.searchsorted(patch, cuts)))
     return WritePlan(
         order=order,
@@ -97,7 +112,7 @@ def plan_write(source_nbytes: U64, eager: U8, header_nbytes: U64, block_nbytes: 
         piece_length=_u64(np.diff(piece_start, append=end)),
         patch_extent=_u64(patch_extent),
         patch_offset=_u64(patch - cuts[patch_extent]),
-        patch_source=order.astype(np.int32),
+        patch_source=patch_source.astype(np.int32),
         literal_offset=_u64(literal_offset),
         literal_length=_u64(literal_length),
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays, collector, container, frames, planner
+from datastates import arrays, collector, container, frames, nested, planner
 from datastates.claims import Claims, claims_of, whole_claims
 from datastates.collecting import Collected, Structure, collect
 from datastates.committing import Vote
@@ -22,8 +22,9 @@ from datastates.errors import DatastatesError, DeviceError, FormatError, Provide
 from datastates.executor import Executor, PreparedWrite, WriteJob, prepare_write
 from datastates.futures import Snapshot
 from datastates.index import Index, StoredObject
+from datastates.nested import Nest
 from datastates.pickling import ArrayLeaf, StoredArray, is_dialect
-from datastates.plan import WritePlan
+from datastates.plan import DESCRIPTOR_CRC, WritePlan
 from datastates.protocol import HOST, Encoder, Shard, Shards, StateProvider, full_key
 from datastates.shard_table import ShardTable, table_of
 
@@ -40,17 +41,24 @@ class _Plan:
     claims: Claims | None
     digests: DigestPlan
     stored: dict[tuple[int, str], StoredArray]
+    pickle_offset: int
+    nested: bool
 
 
 class Saver:
     """Takes snapshots with one executor; keeps the plan of the last structure. Not thread-safe."""
 
-    def __init__(self, executor: Executor, rank: int, ranks: int, *, bare: bool = False) -> None:
-        """``bare``: ``data.pkl`` is the value of the one provider, not a mapping of providers."""
+    def __init__(self, executor: Executor, rank: int, ranks: int, *, bare: bool = False, nested: bool = False) -> None:
+        """Make one for this rank.
+
+        ``bare``: ``data.pkl`` is the value of the one provider, not a mapping of providers. ``nested``: each record is
+        an archive by itself, see :mod:`datastates.nested`; arrays that share memory then are alike.
+        """
         self._executor = executor
         self._rank = rank
         self._ranks = ranks
         self._bare = bare
+        self._nested = nested
         self._last: _Plan | None = None
 
     def collect(self, providers: Sequence[StateProvider]) -> Collected:
@@ -84,12 +92,16 @@ class Saver:
     def _plan(self, structure: Structure, key: tuple[Any, ...]) -> _Plan:
         sizes = np.array([b.nbytes for b in structure.buffers], np.uint64)
         eager = np.array(structure.eager, np.uint8)
-        plan = planner.plan_write(sizes, eager, frames.header_nbytes(len(sizes)), self._executor.block)
-        literal = frames.encode_frames(plan.header_offset, plan.data_offset, plan.source_nbytes[plan.order])
-        record = np.argsort(plan.order)[structure.source].tolist() if structure.source else []
+        order = planner.file_order(sizes, eager)
+        record = np.argsort(order)[structure.source].tolist() if structure.source else []
+        nest = _nest(structure, record) if self._nested else None
+        header_nbytes = nest.header_nbytes if nest else frames.header_nbytes(len(sizes))
+        crc_places = nested.CRC_PLACES if nest else (DESCRIPTOR_CRC,)
+        plan = planner.plan_write(sizes, eager, header_nbytes, self._executor.block, crc_places)
+        record_nbytes = plan.source_nbytes[order]
+        literal = container.encode_framing(plan.header_offset, plan.data_offset, record_nbytes, nest=nest)
         try:
             table = table_of(structure.names, structure.arrays, record)
-            record_nbytes = plan.source_nbytes[plan.order]
             table.check(record_nbytes)  # what a reader would refuse is not written
         except (FormatError, ValueError, OverflowError) as error:
             raise ProviderError(f"a shard is described wrongly: {error}") from error
@@ -99,7 +111,17 @@ class Saver:
         claims = claims_of(table) if self._ranks > 1 else None
         digests = plan_digests(table, record_nbytes, plan.order, np.zeros_like(plan.order))
         prepared = prepare_write(plan, literal, digests.runs)
-        return _Plan(structure, key, plan, prepared, table, claims, digests, stored)
+        pickle_offset = container.pickle_place(plan.end, nest)
+        return _Plan(structure, key, plan, prepared, table, claims, digests, stored, pickle_offset, self._nested)
+
+
+def _nest(structure: Structure, record: Sequence[int]) -> Nest:
+    arrays: dict[int, StoredArray] = {}
+    for i, (_, shard) in enumerate(structure.arrays):
+        stored = _stored(shard, record[i])
+        if arrays.setdefault(record[i], stored) != stored:
+            raise ProviderError(f"{structure.key(i)!r} shares memory with an array of another shape or type")
+    return Nest([arrays[i] for i in range(len(arrays))])
 
 
 def _stored(shard: Shard, record: int) -> StoredArray:
@@ -227,7 +249,7 @@ class Running:
 
     def _write(self) -> tuple[bytes, Vote]:
         """Encode the metadata while the data is being written; returns the tail, and what to say of the container."""
-        begin = frames.pickle_place(self.planned.plan.end)
+        begin = self.planned.pickle_offset
         with self.snapshot.stage("serialize"):
             pickle, objects = container.encode_pickle(self._states(), begin, bare=self.bare)
         self._release()
@@ -258,6 +280,7 @@ class Running:
             pickle_offset=begin,
             pickle_nbytes=len(pickle),
             pickle_crc=container.crc32(pickle),
+            nested=self.planned.nested,
         )
 
     def _states(self) -> list[ProviderState]:

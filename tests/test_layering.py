@@ -16,7 +16,7 @@ LINES = [
     {"protocol", "config"},
     {"key_lookup", "looking"},
     {"arrays", "shard_table", "frames"},
-    {"index", "describing", "digest_runs"},
+    {"index", "describing", "digest_runs", "nested"},
     {"stored_rows", "claims"},
     {"structure"},
     {"planner", "executor", "container", "manifest", "providers", "futures"},
