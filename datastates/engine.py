@@ -17,7 +17,7 @@ from datastates.barrier import World
 from datastates.collecting import Collected, collect
 from datastates.committing import Ballot
 from datastates.config import IoSettings
-from datastates.ending import CheckpointEnding, Ending, FileEnding
+from datastates.ending import CheckpointEnding, Ending
 from datastates.errors import DeviceError, StorageError
 from datastates.executor import Executor
 from datastates.futures import Snapshot
@@ -116,16 +116,21 @@ class Engine:
         snapshot.called()
         return snapshot
 
-    def take_file(self, saver: Saver, collected: Collected, ending: FileEnding, step: int, *, begin: float) -> Snapshot:
-        """Write one container by itself; otherwise as :meth:`take`."""
+    def take_file(self, saver: Saver, collected: Collected, ending: Ending, step: int, *, begin: float) -> Snapshot:
+        """Write one container by itself, as ``ending`` says; otherwise as :meth:`take`."""
         snapshot = Snapshot(step, collected.structure.nbytes, begin)
         snapshot.path = ending.path
+        self.fill_file(saver, collected, ending, snapshot)
+        snapshot.called()
+        return snapshot
+
+    def fill_file(self, saver: Saver, collected: Collected, ending: Ending, snapshot: Snapshot) -> None:
+        """The same for a snapshot that was promised before."""
         try:
             self._take(saver, collected, snapshot, lambda: ending)
         except (StorageError, DeviceError) as error:
             snapshot.fail(error)
-        snapshot.called()
-        return snapshot
+            ending.decline(error)
 
     def decline(self, ballot: Ballot, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this one takes no part in a checkpoint."""

@@ -203,6 +203,10 @@ class Snapshot:
 
     # --- for the engine
 
+    def holds(self, nbytes: int) -> None:
+        """Note the bytes of its arrays, where they were not known when it was promised."""
+        self._nbytes = nbytes
+
     @property
     def ended(self) -> bool:
         """Whether it was committed or has failed."""
@@ -245,7 +249,10 @@ class Snapshot:
         if self.captured or self.ended:
             return
         begin = time.monotonic()
-        self._gate()
+        gate = self._gate
+        gate()
+        while gate is not (gate := self._gate):  # it was replaced meanwhile
+            gate()
         end = time.monotonic()
         self._gate_seconds += end - begin
         self._spans.append(Span("gate", "training thread", begin, end, 0))
@@ -280,6 +287,11 @@ class Snapshot:
     def detach(self, figures: dict[str, Any], spans: list[Span]) -> None:
         """Keep the last figures, and let go of everything else: a snapshot that has ended holds no state."""
         self.attach(lambda: None, lambda: figures, lambda: spans)
+
+    def wait_free(self) -> None:
+        """Wait until captured or failed, without raising: the state may change then."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.captured or self.ended)
 
     def wait_ended(self, timeout: float | None = None) -> bool:
         """Wait until committed or failed, without raising; False when ``timeout`` seconds pass first."""

@@ -1,0 +1,108 @@
+"""What a SavePlan tells a rank to write, as shards of one container, and where in its file each of them then is."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from datastates import arrays, container
+from datastates.errors import ProviderError
+from datastates.opened import Container
+from datastates.plan import LARGE_RECORD
+from datastates.protocol import Buffer, Shard, StateProvider
+
+NAME = "state"
+"""What the provider is called: the containers' keys are ``state/`` and the names of the state dict."""
+
+Lazy = Callable[[str, torch.Tensor], bool]
+"""Whether the tensor of a name stays as it is until an optimizer steps: it is then captured while training goes on."""
+
+
+def is_large(name: str, tensor: torch.Tensor) -> bool:
+    """The default: small tensors, among them the buffers that a forward pass changes, are copied at once."""
+    del name
+    return tensor.nbytes >= LARGE_RECORD
+
+
+class ItemsProvider(StateProvider):
+    """The items of one SavePlan: each tensor a box of its logical tensor, each object the bytes that it pickles to."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, lazy: Lazy) -> None:
+        """Take the items of a plan; objects are pickled now.
+
+        Raises:
+            ProviderError: An item is no tensor that has memory; the message names it.
+        """
+        super().__init__(NAME)
+        names = Counter(item.index.fqn for item in plan.items)
+        memory: dict[tuple[object, ...], Shard] = {}
+        self._shards: list[Shard] = []
+        self.indices: dict[str, MetadataIndex] = {}
+        """By key, what DCP calls it."""
+        for item in plan.items:
+            key = item.index.fqn if names[item.index.fqn] == 1 else _key_of_chunk(item)
+            data: Any = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                shard = _bytes_shard(key, data)
+            else:
+                shard = _tensor_shard(key, item, data.detach(), lazy)
+                buffer = shard.buffer
+                assert buffer is not None
+                # a record is the archive of one tensor: what shares its memory in another shape gets memory of its own
+                first = memory.setdefault((buffer.device, buffer.pointer, buffer.nbytes, shard.dtype), shard)
+                if (first.shape, first.stride) != (shard.shape, shard.stride):
+                    shard = _tensor_shard(key, item, data.detach().clone(), lambda *_: False)
+                if not buffer.nbytes:  # nothing of one shape is not nothing of another
+                    shard = replace(shard, buffer=Buffer(len(self._shards) + 1, 0), buffer_offset=0)
+            self._shards.append(shard)
+            self.indices[key] = item.index
+
+    def shards(self) -> Sequence[Shard]:
+        """Each item as an array."""
+        return self._shards
+
+
+def _key_of_chunk(item: WriteItem) -> str:
+    offsets = item.index.offset
+    return item.index.fqn if offsets is None else f"{item.index.fqn}@{','.join(map(str, offsets))}"
+
+
+def _bytes_shard(key: str, data: io.BytesIO) -> Shard:
+    return arrays.array_shard(key, np.frombuffer(data.getbuffer(), np.uint8), lazy=False)
+
+
+def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor, lazy: Lazy) -> Shard:
+    described = item.tensor_data
+    assert described is not None
+    if tuple(tensor.shape) != tuple(described.chunk.sizes):
+        raise ProviderError(
+            f"{key!r}: its tensor has shape {tuple(tensor.shape)}, planned {tuple(described.chunk.sizes)}"
+        )
+    shard = arrays.array_shard(key, tensor, lazy=lazy(item.index.fqn, tensor))
+    return replace(shard, global_shape=tuple(described.size), offset=tuple(described.chunk.offsets))
+
+
+def results(indices: dict[str, MetadataIndex], written: Container) -> list[WriteResult]:
+    """What DCP is told of a container: where in its file each item is, as an archive or as bare bytes."""
+    index = written.index
+    nest = container.nest_of(index)
+    assert nest is not None
+    begin, nbytes = (column.tolist() for column in nest.places(index.header_offset, index.records_end))
+    data, length = index.data_offset.tolist(), index.record_nbytes.tolist()
+    found = []
+    for row in map(index.shards.row, range(len(index.shards))):
+        item = indices[row.key.removeprefix(f"{NAME}/")]
+        is_bytes = row.kind == "numpy"
+        place = (data[row.record], length[row.record]) if is_bytes else (begin[row.record], nbytes[row.record])
+        found.append(WriteResult(item, place[1], _StorageInfo(written.path.name, *place)))
+    return found

@@ -1,0 +1,108 @@
+"""Which rank writes what: agreed on by all ranks through torch's Store, and remembered while nothing changes."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from datastates.barrier import World
+from datastates.committing import settle
+
+_SAME, _NEW = b"=", b"+"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Agreed:
+    """What came out for the plans that have these digests.
+
+    Attributes:
+        digest: That of this rank's.
+        digests: Those of all ranks', on the coordinator.
+        plan: What this rank writes.
+        metadata: What all of them make, on the coordinator.
+    """
+
+    digest: bytes
+    digests: dict[int, bytes]
+    plan: SavePlan
+    metadata: Metadata | None
+
+
+class Planning:
+    """The plans of one rank after another save. Used on the training thread."""
+
+    def __init__(self, world: World, timeout: float) -> None:
+        """Agree in that world; ``timeout`` in seconds for each wait."""
+        self._world = world
+        self._timeout = timeout
+        self._last: _Agreed | None = None
+
+    def agree(
+        self,
+        name: str,
+        planner: SavePlanner,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None,
+        prepare: Callable[[SavePlan], SavePlan],
+        distribute: Callable[[list[SavePlan]], list[SavePlan]],
+    ) -> tuple[SavePlan, Metadata | None]:
+        """Plan a save with all ranks, which call this together.
+
+        One exchange of digests where no rank's plan has changed; otherwise a second one of the plans.
+
+        Args:
+            name: What all ranks call this save, and no other.
+            planner: Makes this rank's plan, and on the coordinator the global one.
+            state_dict: What is to be saved.
+            storage_meta: What the planner is told of the storage.
+            prepare: What the storage writer makes of this rank's plan.
+            distribute: What it makes of those of all, on the coordinator.
+
+        Returns:
+            What this rank is to write, and on the coordinator the checkpoint's metadata.
+
+        Raises:
+            CommitError: Planning failed on another rank; its own error is raised on a rank where it failed.
+        """
+        error: Exception | None = None
+        local = SavePlan([])
+        try:
+            planner.set_up_planner(state_dict, storage_meta, self._world.rank == 0)
+            local = planner.create_local_plan()
+            if not local.usable:
+                raise ValueError("planner: it caches plans itself; plans are remembered here, give one that does not")
+            local = prepare(local)
+        except Exception as failure:  # the others are not to wait for this rank
+            error = failure
+        encoded = pickle.dumps(local)
+        digest = hashlib.blake2b(encoded, digest_size=16).digest()
+        last = self._last if self._last is not None and self._last.digest == digest else None
+        told: dict[int, bytes] = {}
+
+        def compare(digests: dict[int, bytes]) -> bytes:
+            told.update({rank: said[1:] for rank, said in digests.items()})
+            known = all(said[:1] == _SAME for said in digests.values())
+            return _SAME if known and last is not None and last.digests == told else _NEW
+
+        said = (_NEW if last is None else _SAME) + digest
+        answer = settle(self._world, f"{name}/digests", error, said, compare, timeout=self._timeout)
+        if answer == _SAME:
+            assert last is not None
+            return planner.finish_plan(last.plan), last.metadata
+        made: list[Metadata] = []
+
+        def plan(plans: dict[int, bytes]) -> bytes:
+            every, metadata = planner.create_global_plan([pickle.loads(plans[rank]) for rank in sorted(plans)])
+            made.append(metadata)
+            return pickle.dumps(distribute(every))
+
+        answer = settle(self._world, f"{name}/plans", None, encoded, plan, timeout=self._timeout)
+        own: SavePlan = pickle.loads(answer)[self._world.rank]
+        self._last = _Agreed(digest, told, own, made[0] if made else None)
+        return planner.finish_plan(own), self._last.metadata
