@@ -57,6 +57,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
                 "raw": ceiling.once,
                 "plain": systems.plain,
                 "datastates": partial(systems.both, "datastates"),
+                "datastates through DCP": partial(systems.both, "datastates through DCP"),
                 "DCP": partial(systems.durable, "DCP"),
                 "DCP async": partial(systems.training, "DCP async"),
             }

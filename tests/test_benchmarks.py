@@ -23,7 +23,7 @@ from datastates.parts import PRIME
 
 ROOT = Path(__file__).parent.parent
 WRITERS = {"raw", "datastates", "torch.save/load", "safetensors", "DCP", "TorchSnapshot", "torch_checkpointing"}
-RANKS = ("raw", "plain", "datastates", "DCP", "DCP async")
+RANKS = ("raw", "plain", "datastates", "datastates through DCP", "DCP", "DCP async")
 UNDRAWN = {
     "throughput": {"plain", "datastates", "DCP async", "torch_checkpointing async"},
     "ranks": {"plain", "DCP async"},

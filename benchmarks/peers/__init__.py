@@ -17,6 +17,7 @@ __all__ = ["Pending", "Roster", "System", "class_of", "is_peer"]
 _CLASSES = {
     "datastates": "datastates_peer:Datastates",
     "datastates with device_cache": "datastates_peer:DatastatesWithDeviceCache",
+    "datastates through DCP": "dcp_adapter_peer:DatastatesThroughDcp",
     "torch.save/load": "torch_save_peer:TorchSave",
     "torch.save/load mmap": "torch_save_peer:TorchSaveMmap",
     "safetensors": "safetensors_peer:Safetensors",
