@@ -17,7 +17,7 @@ from datastates.barrier import World
 from datastates.collecting import Collected, collect
 from datastates.committing import Ballot
 from datastates.config import IoSettings
-from datastates.ending import CheckpointEnding, Ending
+from datastates.ending import CheckpointEnding, Ending, FileEnding
 from datastates.errors import DeviceError, StorageError
 from datastates.executor import Executor
 from datastates.futures import Snapshot
@@ -116,21 +116,37 @@ class Engine:
         snapshot.called()
         return snapshot
 
-    def take_file(self, saver: Saver, collected: Collected, ending: Ending, step: int, *, begin: float) -> Snapshot:
+    def take_file(self, saver: Saver, collected: Collected, ending: FileEnding, step: int, *, begin: float) -> Snapshot:
         """Write one container by itself, as ``ending`` says; otherwise as :meth:`take`."""
         snapshot = Snapshot(step, collected.structure.nbytes, begin)
         snapshot.path = ending.path
-        self.fill_file(saver, collected, ending, snapshot)
-        snapshot.called()
-        return snapshot
-
-    def fill_file(self, saver: Saver, collected: Collected, ending: Ending, snapshot: Snapshot) -> None:
-        """The same for a snapshot that was promised before."""
         try:
             self._take(saver, collected, snapshot, lambda: ending)
         except (StorageError, DeviceError) as error:
             snapshot.fail(error)
-            ending.decline(error)
+        snapshot.called()
+        return snapshot
+
+    def take_later(self, snapshot: Snapshot, begin: Callable[[], Running]) -> None:
+        """Begin a snapshot on a thread of the engine's, and finish it there; what ``begin`` raises lands on it."""
+        with self._lock:
+            self._in_flight.append(snapshot)
+        try:
+            self._pool.submit(self._begin_and_finish, snapshot, begin)
+        except BaseException as error:  # no thread, or the interpreter is ending: nobody may wait for it
+            snapshot.fail(error)
+            self._forget(snapshot)
+            snapshot.exception()  # told by being raised
+            raise
+
+    def _begin_and_finish(self, snapshot: Snapshot, begin: Callable[[], Running]) -> None:
+        try:
+            running = begin()
+        except BaseException as error:  # on its way to whoever waits for the snapshot
+            snapshot.fail(error)
+            self._forget(snapshot)
+        else:
+            self._finish(snapshot, running)
 
     def decline(self, ballot: Ballot, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this one takes no part in a checkpoint."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,27 +18,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from datastates import arrays, container
 from datastates.errors import ProviderError
 from datastates.opened import Container
-from datastates.plan import LARGE_RECORD
 from datastates.protocol import Buffer, Shard, StateProvider
 
 NAME = "state"
 """What the provider is called: the containers' keys are ``state/`` and the names of the state dict."""
 
-Lazy = Callable[[str, torch.Tensor], bool]
-"""Whether the tensor of a name stays as it is until an optimizer steps: it is then captured while training goes on."""
-
-
-def is_large(name: str, tensor: torch.Tensor) -> bool:
-    """The default: small tensors, among them the buffers that a forward pass changes, are copied at once."""
-    del name
-    return tensor.nbytes >= LARGE_RECORD
-
 
 class ItemsProvider(StateProvider):
     """The items of one SavePlan: each tensor a box of its logical tensor, each object the bytes that it pickles to."""
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, lazy: Lazy) -> None:
-        """Take the items of a plan; objects are pickled now.
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Take the items of a plan: tensors that stay as they are until they are captured; objects are pickled now.
 
         Raises:
             ProviderError: An item is no tensor that has memory; the message names it.
@@ -55,13 +45,13 @@ class ItemsProvider(StateProvider):
             if item.type == WriteItemType.BYTE_IO:
                 shard = _bytes_shard(key, data)
             else:
-                shard = _tensor_shard(key, item, data.detach(), lazy)
+                shard = _tensor_shard(key, item, data.detach())
                 buffer = shard.buffer
                 assert buffer is not None
                 # a record is the archive of one tensor: what shares its memory in another shape gets memory of its own
                 first = memory.setdefault((buffer.device, buffer.pointer, buffer.nbytes, shard.dtype), shard)
                 if (first.shape, first.stride) != (shard.shape, shard.stride):
-                    shard = _tensor_shard(key, item, data.detach().clone(), lambda *_: False)
+                    shard = _tensor_shard(key, item, data.detach().clone())
                 if not buffer.nbytes:  # nothing of one shape is not nothing of another
                     shard = replace(shard, buffer=Buffer(len(self._shards) + 1, 0), buffer_offset=0)
             self._shards.append(shard)
@@ -81,14 +71,14 @@ def _bytes_shard(key: str, data: io.BytesIO) -> Shard:
     return arrays.array_shard(key, np.frombuffer(data.getbuffer(), np.uint8), lazy=False)
 
 
-def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor, lazy: Lazy) -> Shard:
+def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:
     described = item.tensor_data
     assert described is not None
     if tuple(tensor.shape) != tuple(described.chunk.sizes):
         raise ProviderError(
             f"{key!r}: its tensor has shape {tuple(tensor.shape)}, planned {tuple(described.chunk.sizes)}"
         )
-    shard = arrays.array_shard(key, tensor, lazy=lazy(item.index.fqn, tensor))
+    shard = arrays.array_shard(key, tensor, lazy=True)
     return replace(shard, global_shape=tuple(described.size), offset=tuple(described.chunk.offsets))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import pickle
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,18 @@ from torch.distributed.checkpoint.stateful import Stateful
 from datastates import durable
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.file_writer import FileWriter, identity
-from datastates.adapters.dcp.items import Lazy, results
+from datastates.adapters.dcp.items import results
 from datastates.adapters.dcp.planning import Planning
+from datastates.adapters.dcp.staging import Lazy, Staged
 from datastates.adapters.dcp.writer import DataStatesStorageWriter
 from datastates.barrier import World, world_of
 from datastates.committing import Vote, is_told, settle
 from datastates.ending import Identity
+from datastates.engine import Engine, make_executor
 from datastates.errors import DatastatesError
 from datastates.futures import Snapshot
 from datastates.opened import open_container
+from datastates.saving import Running
 
 
 def async_save(
@@ -41,10 +47,10 @@ def async_save(
 ) -> Snapshot:
     """Save a state dict so that ``dcp.load`` and torch's own reader load it; returns before it is captured.
 
-    All ranks of the default process group call it together, on the training thread. They agree on who writes what
-    through torch's Store, not by collectives: in one exchange where nothing but values has changed since the writer's
-    last save. Large tensors are captured while training goes on, and every torch optimizer's ``step()`` waits for that;
-    small ones, a module's buffers and objects are copied before this returns.
+    All ranks of the default process group call it together, on the training thread. Large tensors are captured while
+    training goes on, and every torch optimizer's ``step()`` waits for that; small ones, a module's buffers and objects
+    are copied before this returns. In the background the ranks agree on who writes what, through torch's Store and not
+    by collectives: in one exchange where nothing but values has changed since the writer's last save.
 
     Args:
         state_dict: As for ``dcp.save``: nested, with DTensors, modules, optimizers and other ``Stateful`` objects.
@@ -58,10 +64,11 @@ def async_save(
         The snapshot: *captured* the state may change, *persisted* this rank's file is on stable storage, *committed*
         ``dcp.load`` finds it. The interpreter's exit waits for that.
 
+        It fails with a CommitError where another rank has failed, and with a ProviderError that names it where a tensor
+        cannot be stored.
+
     Raises:
         TypeError: Options were given together with a writer.
-        CommitError: Another rank could not plan its part.
-        ProviderError: A tensor cannot be stored; the message names it.
     """
     if storage_writer is not None and options:
         raise TypeError(f"{', '.join(options)}: given to the storage_writer, or here without one")
@@ -70,11 +77,14 @@ def async_save(
         writer.session = Session(writer, Path(path))
     session = writer.session
     assert isinstance(session, Session)
-    writer.reset(path)
-    taken = session.save(state_dict, planner or DefaultSavePlanner(), step)
+    taken = session.save(state_dict, Path(path), planner or DefaultSavePlanner(), step)
     if storage_writer is None:
         session.close_later()
     return taken
+
+
+_IN_FLIGHT = 2
+"""Saves that may be under way at once; a further one waits for the first of them."""
 
 
 class Session:
@@ -85,38 +95,69 @@ class Session:
         self._writer = writer
         self._timeout = writer.settings.rank_timeout
         self._world = world_of(None, None, directory, self._timeout)
-        self._files = FileWriter(writer.settings, self._world)
+        executor = make_executor(writer.settings)
+        self._engine = Engine(executor, self._world, threads=_IN_FLIGHT, auto_gate=True)
+        self._files = FileWriter(executor)
         self._planning = Planning(self._world, self._timeout)
         self._numbers = itertools.count()
+        self._before = threading.Event()
+        self._before.set()
 
-    def save(self, state_dict: dict[str, Any], planner: SavePlanner, step: int) -> Snapshot:
+    def save(self, state_dict: dict[str, Any], path: Path, planner: SavePlanner, step: int) -> Snapshot:
         """Begin one; see :func:`async_save`."""
-        begin, name, writer = time.monotonic(), f"dcp/{next(self._numbers)}", self._writer
-        lazy = _lazy(state_dict, writer.lazy)
-        state_dict = {key: v.state_dict() if isinstance(v, Stateful) else v for key, v in state_dict.items()}
-        meta = writer.storage_meta()
+        while len(pending := self._engine.pending()) >= _IN_FLIGHT:
+            pending[0].wait_ended()
+        writer = copy.copy(self._writer)  # the next save may name another directory before this one has begun
+        writer.reset(path)
         writer.set_up_storage_writer(self._world.rank == 0, rank=self._world.rank, use_collectives=True)
-        plan, metadata = self._planning.agree(
-            name, planner, state_dict, meta, writer.prepare_local_plan, writer.prepare_global_plan
-        )
-        snapshot = Snapshot(step, 0, begin)
-        ending = DcpEnding(self._world, f"{name}/commit", writer.new_file(plan), metadata, meta, self._timeout)
-        snapshot.path = ending.path.parent
+        lazy = _lazy(state_dict, writer.lazy)
+        plain = {key: v.state_dict() if isinstance(v, Stateful) else v for key, v in state_dict.items()}
+        staged = Staged(plain, lazy, step=step, grace=float("inf"))
+        staged.snapshot.path = Path(writer.path)
+        before, self._before = self._before, threading.Event()
+        begin = partial(self._begin, staged, writer, planner, f"dcp/{next(self._numbers)}", before, self._before)
         try:
-            ending.indices = self._files.begin(plan, planner, ending, snapshot, lazy)
+            self._engine.take_later(staged.snapshot, begin)
         except BaseException as error:
-            ending.decline(error)
+            staged.give_up(error)
             raise
-        snapshot.called()
-        return snapshot
+        return staged.snapshot
+
+    def _begin(
+        self,
+        staged: Staged,
+        writer: DataStatesStorageWriter,
+        planner: SavePlanner,
+        name: str,
+        before: threading.Event,
+        begun: threading.Event,
+    ) -> Running:
+        """Plan a save with the other ranks and begin to write; all ranks do that in the order of the calls."""
+        before.wait()
+        try:
+            with staged.capturing():
+                meta = writer.storage_meta()
+                plan, metadata = self._planning.agree(
+                    name, planner, staged.state_dict, meta, writer.prepare_local_plan, writer.prepare_global_plan
+                )
+                ending = DcpEnding(self._world, f"{name}/commit", Path(writer.path), metadata, meta, self._timeout)
+                try:
+                    ending.path = writer.new_file(plan)
+                    running, ending.indices = self._files.begin(plan, planner, ending, staged.snapshot)
+                except BaseException as error:
+                    ending.decline(error)
+                    raise
+                return running
+        finally:
+            begun.set()
 
     def close(self) -> None:
         """Wait for what is in flight, and give threads and memory back."""
-        self._files.close()
+        self._engine.close()
 
     def close_later(self) -> None:
-        """The same once what is in flight has ended."""
-        self._files.close_later()
+        """Leave the other ranks once what is in flight has ended."""
+        self._engine.close_later()
 
 
 def _lazy(state_dict: dict[str, Any], chosen: Lazy) -> Lazy:

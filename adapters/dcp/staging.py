@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.tensor import DTensor
 
-from datastates import arrays, gate
-from datastates.adapters.dcp.items import Lazy
+from datastates import arrays, dtensors, gate
 from datastates.errors import DatastatesError, TornSnapshotError
 from datastates.futures import Snapshot
+from datastates.plan import LARGE_RECORD
 
 if TYPE_CHECKING:
     from datastates.adapters.dcp.writer import DataStatesStorageWriter
 
-_GRACE = 60.0
+GRACE = 60.0
 """Seconds in which a save must begin after its state was staged."""
 _POLL = 0.05
+
+Lazy = Callable[[str, torch.Tensor], bool]
+"""Whether the tensor of a name stays as it is until an optimizer steps: it is then captured while training goes on."""
+
+
+def is_large(name: str, tensor: torch.Tensor) -> bool:
+    """The default: small tensors, among them the buffers that a forward pass changes, are copied at once."""
+    del name
+    return tensor.nbytes >= LARGE_RECORD
 
 
 class Staged:
@@ -33,27 +44,35 @@ class Staged:
         snapshot: What the gate knows it by; the save that captures it goes on with that.
     """
 
-    def __init__(self, state_dict: dict[str, Any], lazy: Lazy) -> None:
-        """Copy what may change at any time; the rest is guarded by the gate from now on."""
+    def __init__(self, state_dict: dict[str, Any], lazy: Lazy, *, step: int = 0, grace: float = GRACE) -> None:
+        """Copy what may change at any time; the rest is guarded by the gate from now on.
+
+        ``grace``: seconds in which :meth:`saved_by` must be called.
+        """
         begin = time.monotonic()
         self._kept: list[tuple[str, torch.Tensor]] = []
         self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy)
-        self._tensors = [_local(tensor) for _, tensor in self._kept]
+        self._tensors = [tensor for _, tensor in self._kept]
         self._before = arrays.witness(self._tensors)
         self._begun = threading.Event()
         self._saver: threading.Thread | None = None
-        self._since = begin
-        self.snapshot = Snapshot(0, sum(tensor.nbytes for tensor in self._tensors), begin)
+        self._latest = begin + grace
+        self._streams = _side_streams(self._tensors)
+        self.snapshot = Snapshot(step, sum(tensor.nbytes for tensor in self._tensors), begin)
         self.snapshot.attach(self._wait_begun, dict, list)
         gate.guard(self.snapshot, automatic=True)
         self.snapshot.called()
 
     def _copied(self, path: str, value: Any, lazy: Lazy) -> Any:
         if isinstance(value, torch.Tensor):
-            if lazy(path, _local(value)):
-                self._kept.append((path, value))
+            local = dtensors.local(value)
+            if lazy(path, local):
+                self._kept.append((path, local))
                 return value
             return value.detach().clone()
+        if isinstance(value, ShardedTensor):
+            self._kept += [(path, shard.tensor) for shard in value.local_shards()]
+            return value
         if isinstance(value, dict):
             return {key: self._copied(f"{path}.{key}" if path else str(key), item, lazy) for key, item in value.items()}
         if type(value) in (list, tuple):
@@ -64,33 +83,58 @@ class Staged:
         """Note who is to capture it: if that thread ends before, nobody waits any longer."""
         self._saver = thread
 
-    def check(self) -> None:
-        """Raise TornSnapshotError where the state has changed since it was staged; called as its capture begins."""
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Begin to capture within this, on any thread: the copies wait for the work before staging, and for no other.
+
+        Raises:
+            TornSnapshotError: The state has changed since it was staged.
+            BaseException: What is raised inside; then nobody waits for the capture any longer.
+        """
+        try:
+            with contextlib.ExitStack() as stack:
+                for stream in self._streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                self._check()
+                yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self._end()
+
+    def _check(self) -> None:
         versions, addresses = arrays.witness(self._tensors)
         changed = (versions != self._before[0]) | (addresses != self._before[1])
         if changed.any():
             raise TornSnapshotError([self._kept[i][0] for i in changed.nonzero()[0].tolist()])
 
-    def begun(self) -> None:
-        """Its capture has begun, or failed: the snapshot's own gate holds from now on."""
-        self._tensors, self._kept = [], []
-        self._begun.set()
-
     def give_up(self, error: BaseException) -> None:
         """Nobody will capture it."""
         if not self._begun.is_set():
             self.snapshot.fail(error)
-            self.begun()
+            self._end()
+
+    def _end(self) -> None:
+        """From now on it is the snapshot's own gate that holds; or it has failed."""
+        self._tensors, self._kept, self._streams = [], [], []
+        self.state_dict = {}
+        self._begun.set()
 
     def _wait_begun(self) -> None:
         while not self._begun.wait(_POLL):
             ended = self._saver is not None and not self._saver.is_alive()
-            if ended or (self._saver is None and time.monotonic() - self._since > _GRACE):
+            if ended or (self._saver is None and time.monotonic() > self._latest):
                 self.give_up(DatastatesError("the save ended before its state was captured: nothing was written of it"))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _side_streams(tensors: Sequence[torch.Tensor]) -> list[torch.cuda.Stream]:
+    """For each device a stream that has waited for all work that was enqueued on the current one so far."""
+    streams = []
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        streams.append(stream)
+    return streams
 
 
 class _Handed(Future[dict[str, Any]]):

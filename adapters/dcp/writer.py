@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -19,14 +20,18 @@ from torch.futures import Future
 from datastates import durable
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.file_writer import FileWriter, identity
-from datastates.adapters.dcp.items import Lazy, is_large, results
-from datastates.adapters.dcp.staging import Staged
-from datastates.barrier import SoloWorld
+from datastates.adapters.dcp.items import results
+from datastates.adapters.dcp.staging import Lazy, Staged, is_large
 from datastates.config import IoSettings
 from datastates.ending import FileEnding
+from datastates.engine import make_executor
 from datastates.errors import DatastatesError
+from datastates.executor import Executor
 from datastates.futures import Snapshot
 from datastates.opened import open_container
+
+_OWN = frozenset({"session", "_executor", "_files", "_staged"})
+"""What belongs to one process."""
 
 
 class WriterSettings(IoSettings):
@@ -84,7 +89,8 @@ class DataStatesStorageWriter(FileSystemWriter):
     def _start(self) -> None:
         self.session: Closable | None = None
         """What :func:`~datastates.adapters.dcp.async_save` keeps from one save to the next."""
-        self._files = FileWriter(self.settings, SoloWorld())
+        self._executor: Executor | None = None
+        self._files: FileWriter | None = None
         self._staged: Staged | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,7 +103,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             self._staged.give_up(error)
             self._staged = None
             raise error
-        return {name: value for name, value in vars(self).items() if name not in ("session", "_files", "_staged")}
+        return {name: value for name, value in vars(self).items() if name not in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The mirror of :meth:`__getstate__`."""
@@ -106,7 +112,9 @@ class DataStatesStorageWriter(FileSystemWriter):
 
     def close(self) -> None:
         """Wait for saves in flight, and give threads and memory back; the next save takes them again. Idempotent."""
-        self._files.close()
+        if self._executor is not None:
+            self._executor.close()
+        self._executor = self._files = None
         if self.session is not None:
             self.session.close()
             self.session = None
@@ -155,17 +163,13 @@ class DataStatesStorageWriter(FileSystemWriter):
         """
         staged, self._staged = self._staged, None
         snapshot = staged.snapshot if staged else Snapshot(0, 0, time.monotonic())
-        ending = FileEnding(self.new_file(plan), identity(self.save_id[:8]))
-        try:
-            if staged is not None:
-                staged.check()
-            indices = self._files.begin(plan, planner, ending, snapshot, lambda *_: True)
-        except BaseException as error:
-            if staged is not None:
-                staged.give_up(error)
-            raise
-        if staged is not None:
-            staged.begun()
+        with staged.capturing() if staged else contextlib.nullcontext():
+            ending = FileEnding(self.new_file(plan), identity(self.save_id[:8]))
+            if self._files is None:
+                self._executor = make_executor(self.settings)
+                self._files = FileWriter(self._executor)
+            running, indices = self._files.begin(plan, planner, ending, snapshot)
+        running.run()
         snapshot.wait_committed()
         durable.sync_directory(ending.path.parent)
         written: Future[list[WriteResult]] = Future()
