@@ -28,7 +28,12 @@ from gpt import Gpt
 ENTRIES: dict[str, dict[str, Any]] = {
     "datastates": {"datastates_ckpt": {"host_cache_size": 8}},
     "torch": {},
-    "fast, decoupled": {"checkpoint": {"writer": {"type": "fast", "decoupled": True, "io_buffer_size": 1 << 30}}},
+    "fast, decoupled": {
+        "checkpoint": {
+            # without a parallel unit, data-parallel ranks fail in DeepSpeed 0.19.8
+            "writer": {"type": "fast", "decoupled": True, "io_buffer_size": 1 << 30, "data_parallel": "replica"}
+        }
+    },
 }
 WARM_UP = 3
 
