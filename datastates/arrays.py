@@ -341,6 +341,17 @@ def address(array: Any) -> int:
     return int(dtensors.local(array).data_ptr() if kind_of(array) == "torch" else _view(array).pointer)
 
 
+def memory_of(values: Sequence[Any]) -> list[object]:
+    """What keeps the memory of torch's tensors alive, whatever other memory a tensor is given meanwhile."""
+    torch: Any = _loaded("torch")
+    if torch is None:
+        return []
+    types = set(map(type, values))
+    if not types <= {torch.Tensor, torch.nn.Parameter}:  # the usual ones need not be sorted out
+        values = [dtensors.local(value) for value in values if isinstance(value, torch.Tensor)]
+    return list(map(torch.Tensor.untyped_storage, values))
+
+
 def is_parameter(array: object) -> bool:
     """Whether an array is a ``torch.nn.Parameter``."""
     torch: Any = _loaded("torch")

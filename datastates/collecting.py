@@ -72,6 +72,7 @@ class Collected:
         structure: The arrays; it may be that of an earlier snapshot.
         described: What each provider gave, which keeps the memory alive.
         sources: For each array shard, the live array.
+        memory: What keeps the memory of those alive that can be given other memory.
         objects: Object shards, each with its provider's number.
     """
 
@@ -79,6 +80,7 @@ class Collected:
     structure: Structure
     described: list[Sequence[Shard]]
     sources: list[object]
+    memory: list[object]
     objects: list[tuple[int, Shard]]
 
 
@@ -123,7 +125,7 @@ def collect(
     if last is None or names != last.names or None in layouts or not all(map(operator.is_, layouts, last.layouts)):
         structure = _structure(names, layouts, described, sources, rank if ranks > 1 else None)
     assert structure is not None
-    return Collected(chosen, structure, described, sources, objects)
+    return Collected(chosen, structure, described, sources, arrays.memory_of(sources), objects)
 
 
 @collector.paused()

@@ -308,7 +308,7 @@ class Running:
     def _release(self) -> None:
         """Let go of the state: nothing reads it any more."""
         collected, structure = self.collected, self.collected.structure
-        for part in (collected.providers, collected.described, collected.sources, collected.objects):
+        for part in (collected.providers, collected.described, collected.sources, collected.memory, collected.objects):
             part.clear()
         if None in structure.layouts:  # then its shards hold the state, and it serves this snapshot only
             structure.arrays.clear()

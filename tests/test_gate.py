@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import errno
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -371,3 +373,32 @@ def test_extra_state_is_not_lazy(tmp_path: Path) -> None:
         module.total.add_(1)
         snapshot.wait_committed()
     assert ds.load(tmp_path)["m"]["_extra_state"]["total"].sum() == 0
+
+
+MOVED = """
+import gc, sys
+import torch
+import datastates as ds
+from datastates import _native
+from datastates.errors import TornSnapshotError
+from datastates.providers import from_stateful
+
+layer = torch.nn.Linear(4096, 4096)
+with ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB", on_error="warn") as ckpt:
+    _native.arm_fault("write", "delay", 100, 1, 1)
+    snapshot = ckpt.snapshot([from_stateful("layer", layer)], step=1)
+    assert not snapshot.captured
+    layer.weight.data = torch.empty(0)  # as moving a model to another device does: 64 MiB go back to the system
+    gc.collect()
+    try:
+        snapshot.wait_committed(60)
+    except TornSnapshotError as error:
+        assert "layer/weight" in str(error), error
+    else:
+        raise AssertionError("a parameter that was given other memory was taken for what it had been")
+"""
+
+
+def test_memory_is_kept_until_captured_whatever_a_tensor_is_given_instead(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", MOVED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (done.returncode, done.stderr)
