@@ -9,10 +9,26 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Sequence
+from types import FunctionType
+from typing import Any, cast
 
 
 class DatastatesError(Exception):
-    """Base of all errors raised by datastates."""
+    """Base of all errors raised by datastates. They pickle: torch.distributed.checkpoint tells other ranks so."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Message and attributes as they are, where a constructor makes the message of other arguments."""
+        if not isinstance(type(self).__init__, FunctionType):
+            return cast("tuple[Any, ...]", super().__reduce__())
+        given = (self.errno, self.strerror, self.filename) if isinstance(self, OSError) and self.filename else self.args
+        return _again, (type(self), given, vars(self))
+
+
+def _again(cls: type[DatastatesError], args: tuple[Any, ...], attributes: dict[str, Any]) -> DatastatesError:
+    error = cls.__new__(cls, *args)
+    (OSError if issubclass(cls, OSError) else Exception).__init__(error, *args)
+    vars(error).update(attributes)
+    return error
 
 
 class SettingsError(DatastatesError, ValueError):
