@@ -37,9 +37,23 @@ def pass_all(*, automatic_only: bool = False) -> None:
                 _pending.pop(snapshot, None)
 
 
-def _before_step(*_: Any) -> None:
-    if _pending:
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _pending:
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
         pass_all(automatic_only=True)
+        return None
+
+    # torch's own optimizers change nothing before they have called it, and it is what runs forward and backward
+    def closure_and_gate() -> Any:
+        value = closure()
+        pass_all(automatic_only=True)
+        return value
+
+    if len(args) > 1:
+        return (args[0], closure_and_gate, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure_and_gate}
 
 
 def _after_fork() -> None:

@@ -64,9 +64,9 @@ def each_backend(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {**OPTIONS, "io_backend": request.param}
 
 
-def hold_capture_up() -> None:
+def hold_capture_up(milliseconds: int = HELD) -> None:
     """Let the first write, for whose block capture waits, take its time."""
-    _native.arm_fault("write", "delay", HELD, 1, 1)
+    _native.arm_fault("write", "delay", milliseconds, 1, 1)
 
 
 class Training:
@@ -128,6 +128,51 @@ def test_the_gate_is_on_by_itself_and_no_optimizer_tears_a_snapshot(
         snapshot.wait_committed()
         assert snapshot.report.gate_seconds > 0
     assert differences(training.state(), before) != []
+    assert differences(ds.load(tmp_path), before) == []
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword"])
+@pytest.mark.parametrize("make", [*OPTIMIZERS.values(), lambda p: torch.optim.LBFGS(p, max_iter=3)])
+def test_forward_and_backward_in_a_closure_do_not_wait_and_the_update_does(
+    make: Callable[[Any], Any], how: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    training = Training(make) if make in OPTIMIZERS.values() else Training(OPTIMIZERS["SGD plain"])
+    optimizer = training.optimizer if make in OPTIMIZERS.values() else make(training.model.parameters())
+    captured: list[bool] = []
+    with ds.Checkpointer(tmp_path, **options) as ckpt:
+        hold_capture_up(5 * HELD)
+        before = training.state()
+        snapshot = ckpt.snapshot(training.providers(), step=1)
+
+        def closure() -> Any:
+            captured.append(snapshot.captured)
+            training.backward()
+            return sum(p.grad.square().sum() for p in training.model.parameters())
+
+        given: Any = {"positional": ((closure,), {}), "keyword": ((), {"closure": closure})}[how]
+        loss = optimizer.step(*given[0], **given[1])
+        assert float(loss) > 0
+        snapshot.wait_committed()
+    assert captured[0] is False
+    assert all(captured[1:])
+    assert differences(ds.load(tmp_path), before) == []
+    assert differences(training.state(), before) != []
+
+
+def test_an_optimizer_of_ones_own_waits_before_it_calls_a_closure(options: dict[str, Any], tmp_path: Path) -> None:
+    class Own(torch.optim.SGD):  # type: ignore[misc, name-defined]
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(1)  # as one that looks ahead does
+            return super().step(closure)
+
+    training = Training(lambda p: Own(p, lr=0.1))
+    with ds.Checkpointer(tmp_path, **options) as ckpt:
+        hold_capture_up()
+        before = training.state()
+        ckpt.snapshot(training.providers(), step=1)
+        training.optimizer.step(lambda: torch.zeros(()))
     assert differences(ds.load(tmp_path), before) == []
 
 
