@@ -6,6 +6,8 @@ SHELL := bash
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 TORCH := torch==2.13.0
+# What is tested without all that it asks for: that would pull another torch, or what no test needs.
+ALONE := torchtitan==0.3.0 tyro docstring-parser typeguard
 BIN := .venv/bin
 
 PACKAGE := $(shell find datastates providers adapters native/include native/src native/bindings \
@@ -41,6 +43,7 @@ demo: .venv/installed ## Train, be killed in the middle of a checkpoint, and res
 # when a file goes. What is compiled stays in build/.
 .venv/installed: .venv/base pyproject.toml setup.py $(PACKAGE)
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-build-isolation '.[dev]'
+	$(BIN)/pip install --quiet --no-deps $(ALONE)
 	touch $@
 
 # --- checks ------------------------------------------------------------------------------------------------

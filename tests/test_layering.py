@@ -32,7 +32,7 @@ LINES = [
     {"testing", "adapters"},
 ]
 LEVEL = {name: level for level, line in enumerate(LINES) for name in line}
-FRAMEWORKS = {"torch", "cupy", "ml_dtypes", "deepspeed", "megatron"}
+FRAMEWORKS = {"torch", "cupy", "ml_dtypes", "deepspeed", "megatron", "lightning", "transformers"}
 
 
 def _sources() -> list[tuple[str, Path]]:

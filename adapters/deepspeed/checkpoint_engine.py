@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from datastates import arrays, container, gate, loading
+from datastates import arrays, gate
+from datastates.adapters import torch_files
 from datastates.adapters.deepspeed import glue
-from datastates.adapters.deepspeed.map_location import placed
 from datastates.adapters.deepspeed.saves import Save, debris, partial
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.deepspeed.state_file import StateFileProvider, buffer_storages
@@ -24,11 +24,9 @@ from datastates.barrier import SoloWorld, World, world_of
 from datastates.ending import FileEnding, Identity
 from datastates.engine import Engine, make_executor
 from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
-from datastates.opened import open_container
 from datastates.saving import Saver
 
 _log = logging.getLogger("datastates")
-_TAIL = 4096
 
 
 class _Writer:
@@ -270,11 +268,9 @@ class CheckpointEngine:
         """
         file = Path(path)
         self.wait_for(file)
+        if torch_files.is_ours(file):
+            return torch_files.load(file, self.settings, map_location, trust="all")
         gate.pass_all()  # what is loaded is about to be copied over the training state
-        if _is_ours(file):
-            return loading.load(
-                file, lambda nbytes: make_executor(self.settings, nbytes), trust="all", place=placed(map_location)
-            )
         try:
             return torch.load(path, map_location=map_location, weights_only=False)
         except Exception as error:  # a damaged file makes torch, tarfile and pickle raise almost anything
@@ -314,17 +310,3 @@ class CheckpointEngine:
             self.close()
         except Exception:
             _log.exception("a checkpoint failed, and nobody asked")
-
-
-def _is_ours(file: Path) -> bool:
-    """Whether this package wrote a file; raises FormatError where it did, but its index is damaged."""
-    try:
-        open_container(file)
-    except FormatError:
-        with file.open("rb") as opened:
-            opened.seek(max(0, file.stat().st_size - _TAIL))
-            tail = opened.read()
-        if container.is_ending(tail):
-            raise
-        return False
-    return True

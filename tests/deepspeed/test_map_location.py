@@ -23,7 +23,7 @@ DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 
 
 def load(path: Path, map_location: Any) -> Any:
-    map_location_of = pytest.importorskip("datastates.adapters.deepspeed.map_location")
+    map_location_of = pytest.importorskip("datastates.adapters.map_location")
     place = map_location_of.placed(map_location)
     return loading.load(path, lambda nbytes: make_executor(SETTINGS, nbytes), trust="all", place=place)
 

@@ -147,17 +147,17 @@ def test_folders_that_cannot_be_listed_hold_no_debris(tmp_path: Path, monkeypatc
 
 
 def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(engine: Engine, tmp_path: Path) -> None:
-    from datastates.adapters.deepspeed import checkpoint_engine
+    from datastates.adapters import torch_files
 
     save = saves.Save("save/0", "tag", None, SoloWorld(), 5.0)
     file = tmp_path / "tag" / "a.pt"
     give(engine, save, file, 1)
     save.finish()
-    assert checkpoint_engine._is_ours(file)
+    assert torch_files.is_ours(file)
     good = file.read_bytes()
     for at in (good.rindex(b"datastates/"), good.index(b"chunk_crc"), len(good) - 2):
         file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
         with pytest.raises(FormatError):
-            checkpoint_engine._is_ours(file)
+            torch_files.is_ours(file)
     torch.save({"a": torch.zeros(5)}, file)
-    assert not checkpoint_engine._is_ours(file)
+    assert not torch_files.is_ours(file)

@@ -1,0 +1,170 @@
+"""Lightning: a ``CheckpointIO`` whose checkpoints are Lightning's own files, captured while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from datastates import durable
+from datastates.adapters import torch_files
+from datastates.adapters.torch_files import FileSettings, Lazy, TorchFiles
+from datastates.futures import Snapshot
+from datastates.plan import LARGE_RECORD
+
+try:
+    from lightning.fabric.plugins import CheckpointIO
+except ImportError:
+    from lightning_fabric.plugins import CheckpointIO
+
+_log = logging.getLogger("datastates")
+_STATE = ("state_dict", "optimizer_states")
+_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{8}\Z", re.DOTALL)
+
+
+def is_state(key: str, tensor: torch.Tensor) -> bool:
+    """The default: large tensors of the module and of its optimizers; what callbacks and loops keep is copied."""
+    section, *path = key.split("/")
+    return section in _STATE and "param_groups" not in path and tensor.nbytes >= LARGE_RECORD
+
+
+class DataStatesCheckpointIO(CheckpointIO):
+    """``Trainer(plugins=[DataStatesCheckpointIO()])``: checkpoints are captured and written while training goes on.
+
+    Each is one file that ``torch.load``, and Lightning without this package, reads. It gets its name once it is on
+    stable storage. What Lightning removes is removed once all that was saved before is, and only if that has succeeded.
+
+    Large tensors under ``state_dict`` and ``optimizer_states`` are captured lazily: every torch optimizer's update
+    waits for that. Everything else is copied at once.
+    """
+
+    def __init__(self, *, lazy: Lazy = is_state, **options: Any) -> None:
+        """Take settings; threads and memory are taken by the first save.
+
+        Args:
+            lazy: Given the key of a tensor in Lightning's checkpoint, such as ``state_dict/layer.weight``, and the
+                tensor, whether only an optimizer step changes it.
+            **options: Fields of :class:`~datastates.adapters.torch_files.FileSettings`.
+
+        Raises:
+            SettingsError: An option is unknown or impossible; the message names it.
+        """
+        super().__init__()
+        self.lazy = lazy
+        self.files = TorchFiles(FileSettings.of(options))
+        self.snapshots: dict[Path, Snapshot] = {}
+        """The last checkpoints that were begun: *committed* there means that the file is on stable storage."""
+        self._last_failed = False
+        self._swept: set[Path] = set()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Begin to save a checkpoint; returns once what may change at any time is copied.
+
+        Raises:
+            TypeError: There are ``storage_options``.
+            ValueError: ``path`` is on no file system of this machine.
+            ProviderError: Something in the checkpoint does not pickle; the message names it.
+            DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed; nothing is saved.
+        """
+        if storage_options is not None:
+            raise TypeError(f"storage_options: {type(self).__name__} writes to file systems, and takes none")
+        final = _local(path)
+        durable.make_directory(final.parent)
+        self.files.begin()
+        self._sweep(final.parent)
+        partial = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
+        snapshot = self.files.write("checkpoint", checkpoint, partial, self.lazy)
+        self.snapshots = {p: s for p, s in self.snapshots.items() if not s.ended} | {final: snapshot}
+
+        def name(failure: BaseException | None) -> None:
+            self._last_failed = True
+            if failure is not None:
+                raise failure
+            try:
+                with durable.step("rename", final):
+                    os.replace(partial, final)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
+            durable.sync_directory(final.parent)
+            self._last_failed = False
+
+        self.files.then(f"the checkpoint {final}", [snapshot], name)
+
+    def _sweep(self, folder: Path) -> None:
+        if folder in self._swept:
+            return
+        self._swept.add(folder)
+        for left in [path for path in folder.iterdir() if _PARTIAL.match(path.name)]:
+            _log.warning("removing what an interrupted run left: %s", left)
+            left.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, verified where this package has written it, and otherwise as ``torch.load`` does.
+
+        Args:
+            path: The file.
+            map_location: As of ``torch.load``; without it, in host memory.
+            weights_only: False trusts every class in the file; True and None those that torch's ``safe_globals`` name.
+
+        Raises:
+            FileNotFoundError: There is none.
+            CorruptError: It does not match its checksums; the message names the tensor.
+            TrustError: It holds an object of a class that is not trusted.
+        """
+        file = _local(path)
+        self.files.wait()
+        if not file.exists():
+            raise FileNotFoundError(f"there is no checkpoint {path}")
+        if not torch_files.is_ours(file):
+            found: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=weights_only)
+            return found
+        named = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
+        trust = [name or f"{item.__module__}.{item.__qualname__}" for item, name in named]
+        found = torch_files.load(file, self.files.settings, map_location, "all" if weights_only is False else trust)
+        return found
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint once those that were begun before have their names; it stays if the last has failed."""
+        file = _local(path)
+
+        def remove(_: BaseException | None) -> None:
+            if self._last_failed:
+                _log.warning("%s is kept: what was saved after it has failed", file)
+            elif file.is_dir() and not file.is_symlink():
+                shutil.rmtree(file)
+            else:
+                file.unlink(missing_ok=True)
+
+        self.files.then(f"removing {file}", None, remove)
+
+    def teardown(self) -> None:
+        """Wait until all checkpoints have their names, and give threads and memory back; a later save takes them again.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and nobody has been told.
+        """
+        self.files.close()
+
+
+def _local(path: Any) -> Path:
+    text = os.fspath(path).removeprefix("file://")
+    if "://" in text:
+        raise ValueError(f"{path}: checkpoints are written to file systems of this machine")
+    return Path(text).absolute()
+
+
+with contextlib.suppress(ImportError):  # the Trainer of the other package looks for a class of its own
+    from lightning_fabric.plugins import CheckpointIO as _OfTheOther
+
+    if not issubclass(DataStatesCheckpointIO, _OfTheOther):
+        _OfTheOther.register(DataStatesCheckpointIO)

@@ -1,0 +1,201 @@
+"""Files that ``torch.load`` reads, captured while training goes on: for frameworks that save whole state dicts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from pydantic import Field
+
+from datastates import container, gate, loading
+from datastates.adapters.map_location import placed
+from datastates.barrier import SoloWorld
+from datastates.config import IoSettings
+from datastates.ending import FileEnding, Identity
+from datastates.engine import Engine, make_executor
+from datastates.errors import FormatError, SnapshotAbandonedError
+from datastates.futures import Snapshot
+from datastates.opened import open_container
+from datastates.protocol import Saved
+from datastates.providers.tree import TreeProvider
+from datastates.saved import Trust
+from datastates.saving import Saver
+
+_log = logging.getLogger("datastates")
+_TAIL = 4096
+
+Lazy = Callable[[str, torch.Tensor], bool]
+"""Given the key of a tensor in what is saved (``state_dict/layer.weight``), whether only an optimizer changes it."""
+
+
+class FileSettings(IoSettings):
+    """How checkpoints are made: the fields of :class:`~datastates.config.IoSettings`, and these."""
+
+    on_error: Literal["raise", "warn"] = Field(
+        "raise", description="Raise the failure of a checkpoint at a later save or at the end, or only log it."
+    )
+    max_in_flight: int = Field(
+        2, ge=1, le=64, description="Checkpoints that may be under way at once; a further save waits."
+    )
+
+
+class _Held(TreeProvider):
+    """A state dict on its way into a file; its framework puts it back."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.state: Any = None
+        self.lazy: Lazy = lambda *_: False
+
+    def value(self) -> object:
+        return self.state
+
+    def is_lazy(self, key: str, array: object) -> bool:
+        return isinstance(array, torch.Tensor) and self.lazy(key, array)
+
+    def match(self, stored: object, saved: Saved) -> NoReturn:
+        raise NotImplementedError
+
+    def accept(self, value: Any) -> NoReturn:
+        raise NotImplementedError
+
+
+class TorchFiles:
+    """Writes such files in the background, and does in order what is to be done once they are written.
+
+    Used on the training thread. Threads and memory are taken by the first file, and again after :meth:`close`.
+    """
+
+    def __init__(self, settings: FileSettings) -> None:
+        """Nothing is started yet."""
+        self.settings = settings
+        self.failures = 0
+        """How many checkpoints have failed so far."""
+        self._engine: Engine | None = None
+        self._process = os.getpid()
+
+    def _start(self) -> Engine:
+        if self._engine is not None:
+            if os.getpid() != self._process:
+                raise SnapshotAbandonedError("this process was forked off one that saves, and cannot save with it")
+            return self._engine
+        # a thread for each file in flight: with fewer, a gate would wait for the storage of others
+        self._engine = Engine(make_executor(self.settings), SoloWorld(), threads=1024, auto_gate=True)
+        self._process = os.getpid()
+        self._writers: dict[str, tuple[_Held, Saver]] = {}
+        # one thread: checkpoints get their names in the order in which they were begun; its exit hook waits for them
+        self._in_order = ThreadPoolExecutor(1, thread_name_prefix="datastates-files")
+        self._under_way: list[Future[None]] = []
+        self._saves: list[Future[None]] = []
+        return self._engine
+
+    def begin(self) -> None:
+        """Begin a checkpoint: wait until there is room for it.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, the one ``max_in_flight`` before has failed; nothing is begun.
+                Where several ranks save together, all of them raise at the same call.
+        """
+        self._start()
+        while len(self._saves) >= self.settings.max_in_flight:
+            self._tell(self._saves.pop(0).exception())
+
+    def _tell(self, failure: BaseException | None) -> None:
+        if failure is not None and self.settings.on_error == "raise":
+            raise failure
+
+    def write(self, kind: str, state: Any, path: Path, lazy: Lazy) -> Snapshot:
+        """Begin to write one file; returns once what is not lazy is copied.
+
+        Args:
+            kind: Files of one kind have the same structure from one checkpoint to the next.
+            state: Nested dicts, lists and tuples, with tensors in them.
+            path: Where; a file that nobody looks for yet.
+            lazy: Which tensors are captured while training goes on.
+
+        Raises:
+            ProviderError: Something in it does not pickle; the message names it.
+        """
+        begin, engine = time.monotonic(), self._start()
+        held, saver = self._writers.setdefault(kind, (_Held(kind), Saver(engine.executor, 0, 1, bare=True)))
+        held.state, held.lazy = state, lazy
+        try:
+            collected = saver.collect([held])
+            identity: Identity = {"step": 0, "rank": 0, "world_size": 1, "attempt": secrets.token_hex(4)}
+            return engine.take_file(saver, collected, FileEnding(path, identity), 0, begin=begin)
+        finally:
+            held.state, held.lazy = None, lambda *_: False
+
+    def then(
+        self, name: str, snapshots: Sequence[Snapshot] | None, act: Callable[[BaseException | None], None]
+    ) -> None:
+        """End a checkpoint: do something in the background, after all that was to be done before, once it is written.
+
+        ``act`` is given what has failed, and raises it; what it raises is told later. ``snapshots`` are this rank's
+        files; None where it is about no checkpoint, and nothing is told.
+        """
+
+        def end() -> None:
+            for snapshot in snapshots or ():
+                snapshot.wait_ended()
+            try:
+                act(next(filter(None, [snapshot.exception() for snapshot in snapshots or ()]), None))
+            except Exception as error:
+                _log.warning("%s has failed: %s", name, error)
+                self.failures += snapshots is not None
+                raise
+
+        if self._engine is None and snapshots is None:  # nothing is under way
+            end()
+            return
+        self._start()
+        ended = self._in_order.submit(end)
+        self._under_way = [*(future for future in self._under_way if not future.done()), ended]
+        if snapshots is not None:
+            self._saves.append(ended)
+
+    def wait(self) -> None:
+        """Wait until everything begun is done; failures are told by :meth:`begin` and :meth:`close`."""
+        while self._engine is not None and self._under_way:
+            self._under_way.pop(0).exception()
+
+    def close(self) -> None:
+        """Wait, and give threads and memory back. Idempotent.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and nobody has been told.
+        """
+        if self._engine is None or os.getpid() != self._process:
+            return
+        self.wait()
+        self._in_order.shutdown(wait=True)
+        self._engine.close()
+        self._engine = None
+        self._tell(next(filter(None, [save.exception() for save in self._saves]), None))
+
+
+def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> Any:
+    """Read such a file, verified; FormatError where it is damaged."""
+    gate.pass_all()  # what is loaded is about to be copied over the training state
+    return loading.load(path, lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location))
+
+
+def is_ours(file: Path) -> bool:
+    """Whether this package wrote a file; raises FormatError where it did, but its index is damaged."""
+    try:
+        open_container(file)
+    except FormatError:
+        with file.open("rb") as opened:
+            opened.seek(max(0, file.stat().st_size - _TAIL))
+            tail = opened.read()
+        if container.is_ending(tail):
+            raise
+        return False
+    return True

@@ -1,0 +1,224 @@
+"""transformers: the checkpoints of a ``Trainer``, in its own files, captured while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from pydantic import Field
+from transformers import trainer_callback, trainer_utils
+
+from datastates import durable
+from datastates.adapters.torch_files import FileSettings, TorchFiles
+from datastates.barrier import World, world_of
+from datastates.committing import settle
+from datastates.futures import Snapshot
+
+_log = logging.getLogger("datastates")
+_METHODS = ("_get_output_dir", "_load_best_model", "_save", "_save_checkpoint", "_save_rng_state", "_save_scaler")
+
+
+class TrainerSettings(FileSettings):
+    """How a Trainer's checkpoints are made: as :class:`~datastates.adapters.torch_files.FileSettings`, and this."""
+
+    rank_timeout: float = Field(
+        600.0, gt=0, description="Seconds that a rank waits for the others to have written; then it names the missing."
+    )
+
+
+def attach(trainer: Any, **options: Any) -> TrainerCheckpoints:
+    """Let a Trainer save lazily, whenever it saves by itself; all else about it stays as it is.
+
+    Its checkpoints are the folders it writes by itself, with the weights in ``pytorch_model.bin``, so that
+    ``trainer.train(resume_from_checkpoint=True)`` and ``from_pretrained`` read them, with or without this package. A
+    folder gets its name once all in it is on stable storage; ``save_total_limit`` deletes old ones after that.
+
+    Args:
+        trainer: A ``transformers.Trainer``, before ``train()``. On several ranks all attach.
+        **options: Fields of :class:`TrainerSettings`.
+
+    Raises:
+        SettingsError: An option is unknown or impossible; the message names it.
+        ValueError: This Trainer saves in a way that is not known here; the message says what.
+    """
+    settings = TrainerSettings.of(options)
+    unknown = [name for name in _METHODS if not hasattr(trainer, name)]
+    args = trainer.args
+    for refused, why in (
+        (unknown, f"this version of transformers ({transformers.__version__}) has no {', '.join(unknown)}"),
+        (trainer.is_deepspeed_enabled, 'with DeepSpeed, give its JSON file the entry "datastates_ckpt" instead'),
+        (trainer.is_fsdp_enabled, "with FSDP the Trainer writes files of torch.distributed.checkpoint"),
+        (getattr(trainer, "is_distributed_loading_by_transformers", False), "the model was sharded as it was loaded"),
+        (args.push_to_hub, "push_to_hub copies files before they are written"),
+        (args.save_on_each_node and args.world_size > 1, "save_on_each_node: each node's folder is one of its own"),
+    ):
+        if refused:
+            raise ValueError(f"{type(trainer).__name__} cannot save lazily: {why}")
+    return TrainerCheckpoints(trainer, settings)
+
+
+class _AtEnd(transformers.TrainerCallback):
+    """Waits at the end of training."""
+
+    def __init__(self, checkpoints: TrainerCheckpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._checkpoints.close()
+
+
+class TrainerCheckpoints:
+    """What :func:`attach` gives: the checkpoints that a Trainer has begun."""
+
+    def __init__(self, trainer: Any, settings: TrainerSettings) -> None:
+        """Take the place of what the Trainer saves with."""
+        self.files = TorchFiles(settings)
+        self.snapshots: dict[Path, list[Snapshot]] = {}
+        """The last checkpoints that were begun, with those of this rank's large files."""
+        self._trainer = trainer
+        self._timeout = settings.rank_timeout
+        self._world: World | None = None
+        self._number = 0
+        self._swept: set[Path] = set()
+        self._begun: set[Path] = set()
+        load_best = trainer._load_best_model
+
+        def wait_and_load_best() -> None:
+            self.files.wait()
+            load_best()
+
+        trainer._save_checkpoint, trainer._load_best_model = self._save, wait_and_load_best
+        trainer.add_callback(_AtEnd(self))
+
+    def wait(self) -> None:
+        """Wait until every checkpoint has its name."""
+        self.files.wait()
+
+    def close(self) -> None:
+        """Wait, and give threads and memory back; the next checkpoint takes them again.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and nobody has been told.
+        """
+        try:
+            self.files.close()
+        finally:
+            if self._world is not None:
+                self._world.close()
+            self._world = None
+
+    def _save(self, model: Any, trial: Any) -> None:
+        """In the place of ``Trainer._save_checkpoint``."""
+        del model
+        trainer, state = self._trainer, self._trainer.state
+        self.files.begin()
+        root = Path(trainer._get_output_dir(trial=trial)).absolute()
+        if self._world is None:
+            self._world = world_of(None, None, root, self._timeout)
+        world, name = self._world, f"trainer/{self._number}"
+        self._number += 1
+        final = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        staged = root / f".{final.name}.partial-{world.token(name)}"
+        if world.rank == 0 and root not in self._swept:
+            self._swept.add(root)
+            for left in set(root.glob(f".{trainer_utils.PREFIX_CHECKPOINT_DIR}-*.partial-*")) - {staged}:
+                _log.warning("removing what an interrupted run left: %s", left)
+                shutil.rmtree(left, ignore_errors=True)
+        if state.best_global_step:
+            best = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            if best == final or best in self._begun or best.exists():
+                state.best_model_checkpoint = os.path.join(trainer._get_output_dir(trial=trial), best.name)
+        snapshots: list[Snapshot] = []
+        spoiled: Exception | None = None
+        try:
+            self._write(staged, trial, snapshots)
+        except Exception as error:  # the other ranks are not to wait for this one
+            spoiled = error
+        limit, kept = trainer.args.save_total_limit, state.best_model_checkpoint
+
+        def publish(votes: dict[int, bytes]) -> bytes:
+            del votes
+            old = staged.with_name(f"{staged.name}-old")
+            if final.exists():
+                os.rename(final, old)
+            os.rename(staged, final)
+            durable.sync_directory(root)
+            shutil.rmtree(old, ignore_errors=True)
+            trainer_utils.rotate_checkpoints(str(root), limit, kept and str(Path(kept).absolute()), use_mtime=True)
+            return b""
+
+        def end(failure: BaseException | None) -> None:
+            try:
+                failure = spoiled or failure or _synced(staged)
+                settle(world, f"{name}/end", failure, b"", publish, timeout=self._timeout)
+            except Exception:
+                self._begun.discard(final)
+                if world.rank == 0:
+                    shutil.rmtree(staged, ignore_errors=True)
+                raise
+
+        self._begun.add(final)
+        self.snapshots = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)} | {final: snapshots}
+        self.files.then(f"the checkpoint {final}", snapshots, end)
+        if spoiled is not None:
+            raise spoiled
+
+    def _write(self, folder: Path, trial: Any, snapshots: list[Snapshot]) -> None:
+        """Write small files now, as the Trainer does, and begin with the large ones."""
+        trainer, args = self._trainer, self._trainer.args
+        if trainer.hp_search_backend is None and trial is None:
+            trainer.store_flos()
+        if args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+            if hasattr(module, "peft_config"):
+                trainer.save_model(str(folder), _internal_call=True)  # adapters are small
+            else:
+                trainer._save(str(folder), state_dict={})
+                for file in (transformers.utils.SAFE_WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME):
+                    (folder / file).unlink(missing_ok=True)
+                buffers = {b.untyped_storage().data_ptr() for b in module.buffers()}
+                file = folder / transformers.utils.WEIGHTS_NAME
+
+                def is_parameter(_: str, tensor: torch.Tensor) -> bool:
+                    return tensor.untyped_storage().data_ptr() not in buffers
+
+                snapshots.append(self.files.write("model", module.state_dict(), file, is_parameter))
+        if not args.save_only_model:
+            if args.should_save:
+                optimizer = trainer.optimizer.state_dict()
+                file = folder / "optimizer.pt"
+                snapshots.append(self.files.write("optimizer", optimizer, file, _is_state))
+                torch.save(trainer.lr_scheduler.state_dict(), folder / "scheduler.pt")
+            trainer._save_scaler(str(folder))
+            trainer._save_rng_state(str(folder))
+        if args.should_save:
+            every = [*trainer.callback_handler.callbacks, trainer.control]
+            saved: dict[str, Any] = {}
+            for callback in (c for c in every if isinstance(c, trainer_callback.ExportableState)):
+                saved.setdefault(type(callback).__name__, []).append(callback.state())
+            trainer.state.stateful_callbacks |= {k: v if len(v) > 1 else v[0] for k, v in saved.items()}
+            trainer.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def _is_state(key: str, _: torch.Tensor) -> bool:
+    return key.startswith("state/")  # a scheduler changes what is in the groups
+
+
+def _synced(folder: Path) -> BaseException | None:
+    """Put this rank's small files on stable storage; what kept them from it."""
+    try:
+        for path in (folder, *folder.rglob("*")):
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    except OSError as error:
+        return error
+    return None

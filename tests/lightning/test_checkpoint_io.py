@@ -1,0 +1,229 @@
+"""Checkpoints of Lightning's Trainer: lazily captured, complete or absent, and Lightning's own files."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from datastates import _native, faults
+from datastates.errors import CorruptError, ProviderError, SettingsError, StorageError, TrustError
+
+torch = pytest.importorskip("torch")
+
+HERE = Path(__file__).parent
+# what Lightning says of loaders, of this machine's accelerators and of checkpoints that are there is not what is tested
+pytestmark = pytest.mark.filterwarnings("ignore")
+HELD = 2000
+"""Milliseconds for which a first write is held up, and with it the capture of what the cache does not hold."""
+
+
+@pytest.fixture(scope="module")
+def training() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("lightning_training", HERE / "training.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def io(training: ModuleType) -> Iterator[Any]:
+    made = training.DataStatesCheckpointIO(**training.OPTIONS)
+    yield made
+    _native.clear_faults()
+    faults.clear()
+    made.files.settings = made.files.settings.model_copy(update={"on_error": "warn"})
+    made.teardown()
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return bool(torch.equal(found, expected))
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(same(found[k], v) for k, v in expected.items())
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
+
+
+def run(directory: Path, steps: int, **variables: str) -> subprocess.CompletedProcess[str]:
+    directory.mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, HERE / "training.py", directory, str(steps)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["write=kill@7", "sync=kill@2", "manifest.rename=kill@2"])
+def test_killed_in_a_write_it_resumes_bit_for_bit(fault: str, tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", 12)
+    assert whole.returncode == 0, whole.stderr
+    killed = run(tmp_path / "killed", 12, DATASTATES_FAULTS=fault)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [path.name for path in (tmp_path / "killed").glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
+    resumed = run(tmp_path / "killed", 12)
+    assert resumed.returncode == 0, resumed.stderr
+    expected = json.loads(whole.stdout.splitlines()[-1])
+    assert json.loads(resumed.stdout.splitlines()[-1]) == {k: v for k, v in expected.items() if int(k) >= 4}
+    first, second = (torch.load(tmp_path / name / "end.pt") for name in ("whole", "killed"))
+    assert same(second, first)
+    # Lightning does not remove what it went on from
+    assert {p.name for p in (tmp_path / "killed").iterdir()} == {
+        "epoch=0-step=4.ckpt",
+        "epoch=2-step=12.ckpt",
+        "end.pt",
+    }
+
+
+def test_the_files_are_those_that_lightning_writes(training: ModuleType, io: Any, tmp_path: Path) -> None:
+    for name, plugin in (("stock", None), ("ours", io)):
+        training.quiet()
+        training.trainer(tmp_path / name, 8, plugin).fit(training.Module(), training.data())
+    stock, ours = (tmp_path / name / "epoch=1-step=8.ckpt" for name in ("stock", "ours"))
+    expected, found = (torch.load(path, weights_only=True) for path in (stock, ours))
+    for checkpoint in (expected, found):
+        checkpoint.pop("callbacks")  # it holds the path
+    assert same(found, expected)
+    assert type(found["state_dict"]) is type(expected["state_dict"])
+    # Lightning without this package goes on with it, and this package with what Lightning has written
+    ends = []
+    for path, plugin in ((ours, None), (stock, io)):
+        module = training.Module()
+        training.trainer(tmp_path / f"again-{len(ends)}", 12, plugin).fit(module, training.data(), ckpt_path=path)
+        ends.append(dict(module.state_dict()))
+    assert same(ends[0], ends[1])
+    assert same(dict(training.Module.load_from_checkpoint(ours).state_dict()), dict(found["state_dict"]))
+
+
+def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(
+    training: ModuleType, io: Any, tmp_path: Path
+) -> None:
+    captured: dict[int, list[bool]] = {}
+    expected: dict[str, Any] = {}
+
+    class Watch(training.pl.Callback):  # type: ignore[misc, name-defined]
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            captured[trainer.global_step] = [snapshot.captured for snapshot in io.snapshots.values()]
+
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            expected.update({k: v.clone() for k, v in checkpoint["state_dict"].items()})
+            _native.arm_fault("write", "delay", HELD, 1, 1)
+
+    training.quiet()
+    training.trainer(tmp_path, training.BATCHES + 2, io, Watch()).fit(training.Module(1024), training.data())
+    assert captured[training.BATCHES] == [False], "forward or backward waited for the capture"
+    (path,) = tmp_path.glob("*.ckpt")
+    snapshot = io.snapshots[path]
+    assert snapshot.report.gate_seconds > 0
+    assert same(dict(torch.load(path, weights_only=True)["state_dict"]), expected)
+
+
+def test_what_is_removed_stays_until_what_came_after_is_there(
+    training: ModuleType, io: Any, tmp_path: Path, caplog: Any
+) -> None:
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    state = {"state_dict": {"w": torch.arange(1 << 20)}}
+    io.save_checkpoint(state, first)
+    io.files.wait()
+    _native.arm_fault("write", "delay", HELD, 1, 1)
+    io.save_checkpoint(state, second)
+    io.remove_checkpoint(first)
+    assert first.exists()
+    io.files.wait()
+    assert not first.exists()
+    assert second.exists()
+    _native.arm_fault("write", "fail", errno.ENOSPC, 1, 1)
+    io.save_checkpoint(state, first)
+    io.remove_checkpoint(second)
+    io.files.wait()
+    assert [path.name for path in tmp_path.iterdir()] == [second.name]
+    assert "second.ckpt is kept" in caplog.text
+    with pytest.raises(StorageError, match="No space"):
+        io.teardown()
+    io.teardown()  # told once
+    io.save_checkpoint(state, second)  # over one that is there, and after the end of a fit
+    io.teardown()
+    assert same(torch.load(second, weights_only=True), state)
+
+
+def test_removing_without_a_save_takes_no_memory(training: ModuleType, io: Any, tmp_path: Path) -> None:
+    (tmp_path / "folder.ckpt").mkdir()
+    (tmp_path / "folder.ckpt" / "part").write_bytes(b"")
+    io.remove_checkpoint(tmp_path / "folder.ckpt")
+    io.remove_checkpoint(tmp_path / "nothing.ckpt")
+    assert list(tmp_path.iterdir()) == []
+    assert io.files._engine is None
+
+
+def test_a_failure_is_raised_by_a_later_save(training: ModuleType, tmp_path: Path) -> None:
+    io = training.DataStatesCheckpointIO(**training.OPTIONS, max_in_flight=1)
+    faults.arm(faults.Fault("manifest.rename", "fail", errno.EIO))
+    io.save_checkpoint({"state_dict": {}}, tmp_path / "a.ckpt")
+    with pytest.raises(StorageError, match=r"rename.*a\.ckpt"):
+        io.save_checkpoint({"state_dict": {}}, tmp_path / "b.ckpt")
+    io.teardown()
+    assert list(tmp_path.iterdir()) == []
+    assert io.files.failures == 1
+
+
+def test_nothing_is_lost_at_exit(tmp_path: Path) -> None:
+    script = f"""
+import torch
+from datastates.adapters.lightning import DataStatesCheckpointIO
+io = DataStatesCheckpointIO(host_cache="2MiB", block="1MiB")
+for name in "ab":
+    io.save_checkpoint({{"state_dict": {{"w": torch.arange(1 << 20)}}}}, {str(tmp_path)!r} + f"/{{name}}.ckpt")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "DATASTATES_FAULTS": f"write=delay:{HELD}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", "b.ckpt"}
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused(training: ModuleType, io: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no_such"):
+        training.DataStatesCheckpointIO(no_such=1)
+    with pytest.raises(TypeError, match="storage_options"):
+        io.save_checkpoint({}, tmp_path / "a", storage_options={})
+    with pytest.raises(ValueError, match="file systems of this machine"):
+        io.save_checkpoint({}, "s3://bucket/a.ckpt")
+    with pytest.raises(ProviderError, match="hook"):
+        io.save_checkpoint({"hook": lambda: None}, tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        io.load_checkpoint(tmp_path / "nothing")
+    path = tmp_path / "b.ckpt"
+    io.save_checkpoint({"state_dict": {"w": torch.ones(1 << 18)}, "path": Path("x")}, path)
+    with pytest.raises(TrustError, match="pathlib"):
+        io.load_checkpoint(path)
+    assert str(io.load_checkpoint(path, weights_only=False)["path"]) == "x"
+    data = bytearray(path.read_bytes())
+    data[100_000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match="state_dict/w"):
+        io.load_checkpoint(path, weights_only=False)
+
+
+def test_either_package_takes_it(training: ModuleType, io: Any) -> None:
+    pl = pytest.importorskip("pytorch_lightning")
+    assert pl.Trainer(plugins=[io], accelerator="cpu", logger=False).strategy.checkpoint_io is io

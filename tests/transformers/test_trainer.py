@@ -1,0 +1,227 @@
+"""Checkpoints of a Trainer: lazily captured, complete or absent, and what the Trainer goes on from without this."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from datastates import _native, faults
+from datastates.errors import SettingsError, StorageError
+
+torch = pytest.importorskip("torch")
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.filterwarnings("ignore")  # of loaders without pinned memory, and of transformers itself
+HELD = 2000
+"""Milliseconds for which a first write is held up, and with it the capture of what the cache does not hold."""
+
+
+@pytest.fixture(scope="module")
+def training() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("trainer_training", HERE / "training.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _disarmed() -> Iterator[None]:
+    yield
+    _native.clear_faults()
+    faults.clear()
+
+
+def run(directory: Path, steps: int, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, HERE / "training.py", directory, str(steps), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def said(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith('{"from"')))
+
+
+def same(first: Path, second: Path) -> bool:
+    a, b = (torch.load(path, weights_only=True) for path in (first, second))
+    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["write=kill@14", "sync=kill@3", "manifest.sync_directory=kill@2"])
+def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(fault: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = said(run(whole, 12, "stock"))["losses"]
+    done = run(killed, 12, DATASTATES_FAULTS=fault)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    folders = {path.name for path in killed.iterdir() if not path.name.startswith(".")}
+    resumed = said(run(killed, 12))
+    # at the fault in sync_directory the second one has its name already
+    assert resumed["from"] == ("checkpoint-10" if "directory" in fault else "checkpoint-5")
+    assert folders == ({"checkpoint-5", "checkpoint-10"} if "directory" in fault else {"checkpoint-5"})
+    assert resumed["losses"] == expected
+    assert same(tmp_path / "whole-end.pt", tmp_path / "killed-end.pt")
+    assert {path.name for path in killed.iterdir()} == {"checkpoint-10", "checkpoint-12"}
+
+
+@pytest.mark.slow
+def test_several_ranks_commit_one_folder(ranks: Any, tmp_path: Path) -> None:
+    arguments = (HERE / "training.py", tmp_path / "run")
+    (first, *_) = ranks(2, *arguments, 12, timeout=150, TOKENIZERS_PARALLELISM="false")
+    expected = said(first)["losses"]
+    folder = tmp_path / "run" / "checkpoint-10"
+    assert {"rng_state_0.pth", "rng_state_1.pth", "pytorch_model.bin", "optimizer.pt"} <= {
+        path.name for path in folder.iterdir()
+    }
+    (tmp_path / "run-end.pt").rename(tmp_path / "whole-end.pt")
+    (tmp_path / "run" / "checkpoint-12").rename(tmp_path / "last")
+    (second, *_) = ranks(2, *arguments, 12, timeout=150)
+    assert said(second) == {"from": "checkpoint-10", "losses": expected}
+    assert same(tmp_path / "whole-end.pt", tmp_path / "run-end.pt")
+
+
+@pytest.mark.slow
+def test_what_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: Path) -> None:
+    script = f"""
+    import sys
+    sys.path.insert(0, {str(HERE)!r})
+    from pathlib import Path
+    from datastates import DatastatesError, _native
+    from training import OPTIONS, attach, os, trainer
+
+    made = trainer(Path({str(tmp_path / "run")!r}), 6)
+    attach(made, **OPTIONS)
+    if os.environ["RANK"] == "0":
+        _native.arm_fault("write", "fail", {errno.ENOSPC}, 1, 1)
+    try:
+        made.train()
+    except DatastatesError as error:
+        assert made.state.global_step == 6 and "No space" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    """
+    ranks(2, script, timeout=150)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint-6"}
+
+
+def test_the_folders_are_those_of_the_trainer(training: ModuleType, tmp_path: Path) -> None:
+    trained = {name: training.trainer(tmp_path / name, 7) for name in ("stock", "ours")}
+    checkpoints = training.attach(trained["ours"], **training.OPTIONS)
+    for made in trained.values():
+        training.transformers.set_seed(4)
+        made.train()
+    ours, stock = (tmp_path / name / "checkpoint-5" for name in ("ours", "stock"))
+    names = {path.name for path in stock.iterdir()} - {"model.safetensors"} | {"pytorch_model.bin"}
+    assert {path.name for path in ours.iterdir()} == names
+    for name in ("config.json", "trainer_state.json"):
+        first, second = (json.loads((folder / name).read_text()) for folder in (ours, stock))
+        for entry in first.get("log_history", []) + second.get("log_history", []):
+            entry.pop("train_runtime", None)
+        assert first == second
+    first, second = (torch.load(folder / "optimizer.pt", weights_only=True) for folder in (ours, stock))
+    assert str(first) == str(second)
+    loaded = [type(trained["ours"].model).from_pretrained(folder).state_dict() for folder in (ours, stock)]
+    assert all(torch.equal(loaded[0][name], tensor) for name, tensor in loaded[1].items())
+    assert checkpoints.files.failures == 0
+    again = training.trainer(tmp_path / "stock", 7)  # without this package, from its folder
+    training.transformers.set_seed(4)
+    again.train(resume_from_checkpoint=str(ours))
+    assert training.losses(again) == training.losses(trained["stock"])
+
+
+def test_capture_goes_on_in_forward_and_backward_and_the_step_waits(training: ModuleType, tmp_path: Path) -> None:
+    made = training.trainer(tmp_path, training.EVERY + 2, save_strategy="steps")
+    checkpoints = training.attach(made, **training.OPTIONS)
+    captured: dict[int, list[bool]] = {}
+    expected: dict[str, Any] = {}
+
+    class Watch(training.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if control.should_save and not expected:
+                expected.update({k: v.clone() for k, v in made.model.state_dict().items()})
+                _native.arm_fault("write", "delay", HELD, 1, 1)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            found = [snapshot.captured for each in checkpoints.snapshots.values() for snapshot in each]
+            captured[state.global_step] = found
+
+    made.add_callback(Watch())
+    made.train()
+    assert not all(captured[training.EVERY]), "forward or backward waited for the capture"
+    assert len(captured[training.EVERY]) == 2
+    weights = torch.load(tmp_path / f"checkpoint-{training.EVERY}" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(training: ModuleType, tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    made = training.trainer(tmp_path, 6, metric_for_best_model="worse", greater_is_better=True, **best)
+    training.attach(made, **training.OPTIONS)
+    scores = iter([3.0, 2.0, 1.0])
+    evaluate = made.evaluate
+    made.evaluate = lambda *a, **k: {**evaluate(*a, **k), "eval_worse": next(scores)}
+    made.train()
+    assert Path(made.state.best_model_checkpoint).name == "checkpoint-2"
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-6"}
+    weights = torch.load(tmp_path / "checkpoint-2" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in made.model.state_dict().items())
+
+
+def test_a_failure_is_told_and_leaves_nothing(training: ModuleType, tmp_path: Path) -> None:
+    made = training.trainer(tmp_path, 6)
+    training.attach(made, **training.OPTIONS)
+    _native.arm_fault("write", "fail", errno.ENOSPC, 1, 1)
+    with pytest.raises(StorageError, match="No space"):
+        made.train()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-6"}
+
+
+def test_a_module_that_is_no_model_of_transformers(training: ModuleType, tmp_path: Path) -> None:
+    class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Embedding(64, 8)
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            self.seen += 1
+            return {"loss": self.net(input_ids).square().mean()}
+
+    made = training.trainer(tmp_path, 5, Net())
+    training.attach(made, **training.OPTIONS)
+    made.train()
+    weights = torch.load(tmp_path / "checkpoint-5" / "pytorch_model.bin", weights_only=True)
+    assert weights["seen"].tolist() == [5.0] * 3
+    assert torch.equal(weights["net.weight"], made.model.net.weight)
+
+
+def test_what_it_cannot_do_is_refused(training: ModuleType, tmp_path: Path) -> None:
+    made = training.trainer(tmp_path, 5)
+    with pytest.raises(SettingsError, match="no_such"):
+        training.attach(made, no_such=1)
+    for name, hint in (("is_deepspeed_enabled", "datastates_ckpt"), ("is_fsdp_enabled", "FSDP")):
+        refused = training.trainer(tmp_path, 5)
+        setattr(refused, name, True)
+        with pytest.raises(ValueError, match=hint):
+            training.attach(refused)
+    refused = training.trainer(tmp_path, 5)
+    refused.args = SimpleNamespace(**{**vars(refused.args), "push_to_hub": True, "world_size": 1})
+    with pytest.raises(ValueError, match="push_to_hub"):
+        training.attach(refused)

@@ -1,0 +1,77 @@
+"""A tiny language model trained by a Trainer; as a program: DIRECTORY STEPS [stock], goes on with what is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import transformers
+from transformers.trainer_utils import get_last_checkpoint
+
+from datastates.adapters.transformers import attach
+
+OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
+EVERY = 5
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+
+class Data(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 56  # seven batches: the checkpoints are in the middle of an epoch
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(directory: Path, steps: int, model: Any = None, **changed: Any) -> Any:
+    transformers.set_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        attention_dropout=0.1,  # training depends on the random state
+        tie_word_embeddings=True,
+    )
+    arguments = {
+        "max_steps": steps,
+        "per_device_train_batch_size": 8,
+        "save_steps": EVERY,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": [],
+        "save_total_limit": 2,
+        **changed,
+    }
+    return transformers.Trainer(
+        model or transformers.LlamaForCausalLM(config),
+        transformers.TrainingArguments(str(directory), **arguments),
+        train_dataset=Data(),
+        eval_dataset=Data(),
+    )
+
+
+def losses(trained: Any) -> dict[str, float]:
+    return {str(entry["step"]): entry["loss"] for entry in trained.state.log_history if "loss" in entry}
+
+
+if __name__ == "__main__":
+    directory, steps, *stock = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    made = trainer(directory, steps)
+    if not stock:
+        attach(made, **OPTIONS)
+    there = get_last_checkpoint(directory) if directory.exists() else None
+    made.train(resume_from_checkpoint=there)
+    if made.args.process_index == 0:
+        print(json.dumps({"from": there and Path(there).name, "losses": losses(made)}))
+        torch.save(made.model.state_dict(), f"{directory}-end.pt")
