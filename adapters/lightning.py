@@ -22,7 +22,7 @@ from datastates.plan import LARGE_RECORD
 try:
     from lightning.fabric.plugins import CheckpointIO
 except ImportError:
-    from lightning_fabric.plugins import CheckpointIO
+    from lightning_fabric.plugins import CheckpointIO  # type: ignore[assignment]
 
 _log = logging.getLogger("datastates")
 _STATE = ("state_dict", "optimizer_states")

@@ -180,8 +180,8 @@ class TrainerCheckpoints:
                 trainer.save_model(str(folder), _internal_call=True)  # adapters are small
             else:
                 trainer._save(str(folder), state_dict={})
-                for file in (transformers.utils.SAFE_WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME):
-                    (folder / file).unlink(missing_ok=True)
+                for name in (transformers.utils.SAFE_WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME):
+                    (folder / name).unlink(missing_ok=True)
                 buffers = {b.untyped_storage().data_ptr() for b in module.buffers()}
                 file = folder / transformers.utils.WEIGHTS_NAME
 

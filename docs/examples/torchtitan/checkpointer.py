@@ -1,0 +1,133 @@
+"""A checkpoint manager for torchtitan that saves through datastates: give its Config as the trainer's ``checkpoint``.
+
+Written for ``BaseCheckpointManager`` of torchtitan 0.3.0. Checkpoints are those of torchtitan's own manager,
+``step-N`` with ``.metadata`` in it, and each loads the other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpointer.base import (
+    DATALOADER,
+    LR_SCHEDULER,
+    OPTIMIZER,
+    BaseCheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from datastates import DatastatesError
+from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, async_save
+
+
+class DataStatesCheckpointManager(BaseCheckpointManager):
+    """Captures while the next forward and backward passes run, and writes while training goes on."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """torchtitan's own settings, and how much (pinned) host memory checkpoints stream through."""
+
+        host_cache: str = "auto"
+
+        def __post_init__(self) -> None:
+            BaseCheckpointManager.Config.__post_init__(self)
+            if self.initial_load_in_hf or self.last_save_in_hf:
+                raise ValueError("checkpoints in Hugging Face's format are for torchtitan's own manager")
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        del sd_adapter
+        self.enable = config.enable
+        if not self.enable:
+            return
+        self.config = config
+        self.folder = Path(base_folder, config.folder).absolute()
+        self.save_future: Any = None  # the Snapshot that is on its way
+        self.states = {**states, OPTIMIZER: optimizers, DATALOADER: dataloader, LR_SCHEDULER: lr_schedulers}
+        self.model = ModelWrapper(model_parts)
+        # one for all checkpoints: it keeps plans, threads and pinned memory
+        self.writer = DataStatesStorageWriter(self.folder, host_cache=config.host_cache)
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        config = self.config
+        first = curr_step == 1 and config.enable_first_step_checkpoint
+        if config.load_only or not (first or last_step or curr_step % config.interval == 0):
+            return False
+        self.maybe_wait_for_saving()
+        if last_step and config.last_save_model_only:
+            dtype = TORCH_DTYPE_MAP[config.export_dtype]
+            model = self.model.state_dict()
+            state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in model.items()}
+        else:
+            state = {**self.states, **self.model.state_dict()}
+        self.save_future = async_save(state, self._path(curr_step), storage_writer=self.writer, step=curr_step)
+        if last_step:
+            self.maybe_wait_for_saving()
+        return True
+
+    def _maybe_wait_for_staging(self) -> None:
+        # torch's optimizers wait for the capture by themselves; what fails is told where the save is waited for
+        if self.save_future is not None:
+            with contextlib.suppress(DatastatesError):
+                self.save_future.wait_captured()
+
+    def _wait_for_saving(self) -> None:
+        saved, self.save_future = self.save_future, None
+        saved.wait_committed()
+        if self.config.keep_latest_k and dist.get_rank() == 0:
+            for step in self._steps()[: -self.config.keep_latest_k]:
+                (self._path(step) / ".metadata").unlink()  # it is no checkpoint from here on
+                shutil.rmtree(self._path(step), ignore_errors=True)
+
+    def _load(self, step: int = -1) -> bool:
+        steps = self._steps()
+        if step != -1 and step not in steps:
+            raise FileNotFoundError(f"there is no checkpoint of step {step} in {self.folder}")
+        if not steps:
+            path, model_only = self.config.initial_load_path, self.config.initial_load_model_only
+            if not path:
+                return False
+        else:
+            step = steps[-1] if step == -1 else step
+            path, model_only = str(self._path(step)), step == 0
+        excluded = self.config.exclude_from_loading
+        if unknown := set(excluded) - set(self.states):
+            raise ValueError(f"exclude_from_loading: there is no {', '.join(sorted(unknown))}")
+        state = self.model.state_dict().copy()
+        if not model_only:
+            state |= {name: value for name, value in self.states.items() if name not in excluded}
+        dcp.load(state, storage_reader=DataStatesStorageReader(path))
+        self.model.load_state_dict(state)
+        return True
+
+    def _close(self) -> None:
+        try:
+            self.maybe_wait_for_saving()
+        finally:
+            self.writer.close()
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def _steps(self) -> list[int]:
+        names = [path.parent.name for path in self.folder.glob("step-*/.metadata")]
+        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-[0-9]+", name))
