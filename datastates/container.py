@@ -170,6 +170,11 @@ def is_ending(tail: bytes) -> bool:
     return frames.INDEX_NAME in tail or tail[-FOOTER_NBYTES:].startswith(b"datastates/")
 
 
+def is_beginning(head: bytes) -> bool:
+    """Whether the first bytes of a file, some tens of them, are those of a container with records."""
+    return head.startswith(b"PK\3\4") and head[30:].startswith(frames.record_name(0))
+
+
 Read = Callable[[int, int], bytes]
 """Reads (offset, length) of the file."""
 

@@ -72,6 +72,8 @@ class Engine:
         # the pool's own exit hook lets running snapshots commit before the interpreter ends
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="datastates")
         self._in_flight: list[Snapshot] = []
+        self._left = 0  # what its threads have to do, and do
+        self._closing = False
         self._lock = threading.RLock()  # a signal's handler may come while its thread holds it
 
     def _after_fork(self) -> None:
@@ -132,7 +134,7 @@ class Engine:
         with self._lock:
             self._in_flight.append(snapshot)
         try:
-            self._pool.submit(self._begin_and_finish, snapshot, begin)
+            self.do_later(self._begin_and_finish, snapshot, begin)
         except BaseException as error:  # no thread, or the interpreter is ending: nobody may wait for it
             snapshot.fail(error)
             self._forget(snapshot)
@@ -151,7 +153,7 @@ class Engine:
     def decline(self, ballot: Ballot, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this one takes no part in a checkpoint."""
         if ballot.ranks > 1:
-            self._pool.submit(ballot.decline, error)
+            self.do_later(ballot.decline, error)
 
     def _take(self, saver: Saver, collected: Collected, snapshot: Snapshot, open_ending: Callable[[], Ending]) -> None:
         ending = open_ending()
@@ -167,7 +169,7 @@ class Engine:
 
     def _finish_later(self, snapshot: Snapshot, running: Running) -> None:
         try:
-            self._pool.submit(self._finish, snapshot, running)
+            self.do_later(self._finish, snapshot, running)
         except BaseException as error:  # no thread, or the interpreter is ending: nobody may wait for it
             running.cancel(error)
             self._forget(snapshot)
@@ -181,6 +183,30 @@ class Engine:
     def _forget(self, snapshot: Snapshot) -> None:
         with self._lock:
             self._in_flight.remove(snapshot)
+
+    def do_later(self, work: Callable[..., None], *arguments: object) -> None:
+        """Do something on its threads."""
+
+        def do() -> None:
+            try:
+                work(*arguments)
+            finally:
+                self._done()
+
+        with self._lock:
+            self._left += 1
+        try:
+            self._pool.submit(do)
+        except BaseException:
+            self._done()
+            raise
+
+    def _done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._closing and not self._left
+        if last:
+            self.world.close()
 
     def pending(self) -> list[Snapshot]:
         """The snapshots in flight."""
@@ -202,7 +228,9 @@ class Engine:
 
     def close_later(self) -> None:
         """Close the world once what is in flight has ended; nothing more is taken."""
-        self._pool.submit(self.world.close)
+        with self._lock:
+            self._closing = True
+        self.do_later(lambda: None)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -30,12 +30,14 @@ def _tell_at_exit() -> None:
         _log.error("snapshot %d failed, and nobody asked: %s", snapshot.step, snapshot._error)
 
 
-def _forget_frames(error: BaseException) -> None:
+def _forget_frames(error: BaseException, *, log: bool) -> None:
     """Drop the frames that an error passed through, as they hold the training state; log them if they are of use."""
-    if not isinstance(error, DatastatesError):
+    if log and not isinstance(error, DatastatesError):
         _log.error("a snapshot failed", exc_info=error)
+    seen: set[int] = set()  # an error that was told to other ranks may be the cause of its own context
     link: BaseException | None = error
-    while link is not None:
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
         if isinstance(error, DatastatesError):
             link.__traceback__ = None
         else:
@@ -265,11 +267,12 @@ class Snapshot:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Note what made it fail."""
-        _forget_frames(error)
+        """Note what made it fail; of several errors the first is told."""
+        _forget_frames(error, log=self._error is None)
         with self._changed:
-            self._error = error
-            _silent.add(self)
+            if self._error is None:
+                self._error = error
+                _silent.add(self)
             self._changed.notify_all()
 
     def abandon(self) -> None:

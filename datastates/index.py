@@ -171,7 +171,7 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
             pickle_offset=fields["pickle"][0],
             pickle_nbytes=fields["pickle"][1],
             pickle_crc=fields["pickle"][2],
-            nested=_nested(fields.get("nested")),
+            nested=_nested(fields),
         )
     except FormatError:
         raise
@@ -190,10 +190,10 @@ def _identity(fields: dict[str, int | str]) -> dict[str, int | str]:
     return fields
 
 
-def _nested(field: object) -> bool:
-    if field not in (None, True):
+def _nested(fields: dict[str, Any]) -> bool:
+    if "nested" in fields and fields["nested"] is not True:
         raise FormatError("index: nested is there and not true")
-    return field is True
+    return "nested" in fields
 
 
 def _check_records(index: Index, file_nbytes: int) -> None:

@@ -1,14 +1,15 @@
 """Archives within the archive: every record of a container opens by itself too, as ``torch.save`` of one tensor.
 
-That is what torch.distributed.checkpoint and Megatron-Core read: a stretch of a file that is such an archive. Its
-tensor is the container's record, local header and all; what it has besides lies in the padding of that header, and its
-central directory in the padding of the next one. ``docs/format.md`` is the contract. Pure numbers and bytes.
+That is what torch.distributed.checkpoint and Megatron-Core read: a stretch of a file that is such an archive. It shares
+the record's data and descriptor with the container; what it has besides lies in the padding of local headers: before
+the data, its other records and a local header of its own; after it, in the padding of the next header, its central
+directory. ``docs/format.md`` is the contract. Pure numbers and bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 import numpy as np
@@ -24,6 +25,9 @@ CRC_PLACES = (DESCRIPTOR_CRC, DESCRIPTOR + ROOM + frames.CENTRAL_CRC)
 """Where a record's CRC-32 stands, from its descriptor's begin: there, and in the central directory of its archive."""
 
 
+_NAME = frames.record_name(0)
+
+
 @dataclass(frozen=True, slots=True)
 class _Archive:
     """What the archive of a tensor has besides the tensor: records, end to end, and what its directory says of them."""
@@ -36,20 +40,28 @@ class _Archive:
     def of(cls, array: StoredArray) -> _Archive:
         """That of a tensor: the records that ``torch.save`` writes."""
         leading, entries = b"", []
-        for name, data in (
-            (frames.PICKLE_NAME, pickling.stream(pickling.encode_array(array))),
-            *frames.CONSTANTS,
-        ):
+        alone = replace(array, record="0")
+        for name, data in ((frames.PICKLE_NAME, pickling.stream(pickling.encode_array(alone))), *frames.CONSTANTS):
             crc, length = crc32(data), frames.shortest_header(name)
             entries.append((name, crc, len(data), len(leading)))
             leading += frames.local_header(name, len(data), length, crc=crc, flags=0) + data
         return cls(leading, tuple(entries))
 
-    def ending(self, record: int, nbytes: int, crc: int, leading_at: int, at: int) -> bytes:
-        """Its central directory and what follows it, given where they and ``leading`` are from the archive's begin."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes before the data, at least: the records, and the shortest local header of the data's."""
+        return len(self.leading) + frames.shortest_header(_NAME)
+
+    def beginning(self, nbytes: int, length: int) -> bytes:
+        """All before the data, in that length."""
+        header = frames.local_header(_NAME, nbytes, length - len(self.leading), crc=0, flags=frames.STREAMED)
+        return self.leading + header
+
+    def ending(self, nbytes: int, crc: int, at: int) -> bytes:
+        """Its central directory and what follows it, given where that begins in the archive."""
         entries = [
-            frames.central_header(frames.record_name(record), frames.STREAMED, crc, nbytes, 0),
-            *(frames.central_header(name, 0, c, n, leading_at + offset) for name, c, n, offset in self.entries),
+            frames.central_header(_NAME, frames.STREAMED, crc, nbytes, len(self.leading)),
+            *(frames.central_header(name, 0, c, n, offset) for name, c, n, offset in self.entries),
         ]
         directory = b"".join(entries)
         return directory + frames.encode_ending(len(entries), at, len(directory), b"")
@@ -66,17 +78,18 @@ class Nest:
     def __init__(self, arrays: Sequence[StoredArray]) -> None:
         """Plan them; the arrays are those of the records, in file order."""
         self._archives = [_Archive.of(array) for array in arrays]
-        self._ending = np.array([len(a.ending(i, 0, 0, 0, 0)) for i, a in enumerate(self._archives)], np.int64)
+        self._ending = np.array([len(archive.ending(0, 0, 0)) for archive in self._archives], np.int64)
         # in a header's padding: the end of the archive before, then what leads this one
         self._leading_at = ROOM + np.concatenate((np.zeros(1, np.int64), self._ending))[: len(arrays)]
-        leading = np.array([len(a.leading) for a in self._archives], np.int64)
+        leading = np.array([archive.nbytes for archive in self._archives], np.int64)
         self.header_nbytes: U64 = (self._leading_at + leading).astype(np.uint64)
         self.tail_nbytes = int(self._ending[-1]) if len(arrays) else 0
 
     def places(self, header_offset: U64, records_end: int) -> tuple[I64, I64]:
         """Where in the file each archive begins, and its length in bytes."""
-        begin = header_offset.astype(np.int64)
-        return begin, np.append(begin, records_end)[1:] + ROOM + self._ending - begin
+        header = header_offset.astype(np.int64)
+        begin = header + self._leading_at
+        return begin, np.append(header, records_end)[1:] + ROOM + self._ending - begin
 
     def put(
         self, framing: memoryview, header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None
@@ -91,8 +104,8 @@ class Nest:
             raise FormatError("index: a record's header has no room for what is nested in it")
         at = (np.cumsum(length + DESCRIPTOR) - DESCRIPTOR - length).tolist()
         for i, archive in enumerate(self._archives):
-            begin = at[i] + int(self._leading_at[i])
-            framing[begin : begin + len(archive.leading)] = archive.leading
+            begin, end = at[i] + int(self._leading_at[i]), at[i] + int(length[i])
+            framing[begin:end] = archive.beginning(int(nbytes[i]), end - begin)
             if i + 1 < len(self._archives):
                 ending = self._ending_of(i, header_offset, int(header_offset[i + 1]), nbytes, crc)
                 framing[at[i + 1] + ROOM : at[i + 1] + ROOM + len(ending)] = ending
@@ -103,6 +116,5 @@ class Nest:
         return self._ending_of(last, header_offset, records_end, nbytes, crc) if self._archives else b""
 
     def _ending_of(self, i: int, header_offset: U64, next_header: int, nbytes: U64, crc: U32 | None) -> bytes:
-        at = next_header + ROOM - int(header_offset[i])
-        known = 0 if crc is None else int(crc[i])
-        return self._archives[i].ending(i, int(nbytes[i]), known, int(self._leading_at[i]), at)
+        at = next_header + ROOM - int(header_offset[i]) - int(self._leading_at[i])
+        return self._archives[i].ending(int(nbytes[i]), 0 if crc is None else int(crc[i]), at)

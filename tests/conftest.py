@@ -13,8 +13,17 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from datastates.barrier import SoloWorld
+from datastates.config import IoSettings
+from datastates.ending import FileEnding
+from datastates.engine import Engine, make_executor
+from datastates.futures import Snapshot
+from datastates.providers import from_state_dict
+from datastates.saving import Saver
 
 Ranks = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 # once one rank has failed, how long the others may take to say why they did
@@ -29,6 +38,40 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 def outside_the_sources(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Child processes run with -c or -m look in the working directory first: no sources there."""
     os.chdir(tmp_path_factory.mktemp("work"))
+
+
+WriteFile = Callable[..., Snapshot]
+
+
+@pytest.fixture(scope="session")
+def write_file() -> WriteFile:
+    """Begin to write a value as a container by itself; returns its Snapshot.
+
+    ``write_file(path, value, nested=False, engine=None, attempt="0123abcd", step=0)``. Without an engine one is made
+    for it, and the file is complete, or has failed, when this returns.
+    """
+
+    def write(
+        path: Path,
+        value: Any,
+        *,
+        nested: bool = False,
+        engine: Engine | None = None,
+        attempt: str = "0123abcd",
+        step: int = 0,
+    ) -> Snapshot:
+        settings = IoSettings(host_cache="8MiB", block="1MiB")
+        used = engine or Engine(make_executor(settings), SoloWorld(), threads=1, auto_gate=False)
+        saver = Saver(used.executor, 0, 1, bare=True, nested=nested)
+        ending = FileEnding(path, {"step": 0, "rank": 0, "world_size": 1, "attempt": attempt})
+        try:
+            collected = saver.collect([from_state_dict("file", value)])
+            return used.take_file(saver, collected, ending, step, begin=time.monotonic())
+        finally:
+            if engine is None:
+                used.close()
+
+    return write
 
 
 @pytest.fixture

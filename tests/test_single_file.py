@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,10 @@ import torch
 
 import datastates as ds
 from datastates import _native, loading, verifying
-from datastates.barrier import SoloWorld
 from datastates.config import IoSettings
-from datastates.ending import FileEnding
-from datastates.engine import Engine, make_executor
+from datastates.engine import make_executor
 from datastates.errors import CorruptError, StorageError
-from datastates.futures import Snapshot
 from datastates.opened import open_container
-from datastates.providers import from_state_dict
-from datastates.saving import Saver
 
 SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")
 
@@ -35,20 +29,9 @@ def state() -> dict[Any, Any]:
     }
 
 
-def save(path: Path, value: object) -> Snapshot:
-    executor = make_executor(SETTINGS)
-    engine = Engine(executor, SoloWorld(), threads=1, auto_gate=False)
-    saver = Saver(executor, 0, 1, bare=True)
-    collected = saver.collect([from_state_dict("file", value)])
-    identity: dict[str, int | str] = {"step": 0, "rank": 0, "world_size": 1, "attempt": "0123abcd"}
-    snapshot = engine.take_file(saver, collected, FileEnding(path, identity), 7, begin=time.monotonic())
-    engine.close()
-    return snapshot
-
-
-def test_it_is_the_value_for_torch_and_for_this_package(tmp_path: Path) -> None:
+def test_it_is_the_value_for_torch_and_for_this_package(tmp_path: Path, write_file: Any) -> None:
     path = tmp_path / "of_another_name.pt"
-    snapshot = save(path, state())
+    snapshot = write_file(path, state(), step=7)
     assert snapshot.committed
     assert snapshot.path == path
     assert snapshot.step == 7
@@ -63,9 +46,9 @@ def test_it_is_the_value_for_torch_and_for_this_package(tmp_path: Path) -> None:
     assert list(verifying.verify_container(open_container(path), lambda _: None)) == []
 
 
-def test_single_tensors_are_read_and_named(tmp_path: Path) -> None:
+def test_single_tensors_are_read_and_named(tmp_path: Path, write_file: Any) -> None:
     path = tmp_path / "file.pt"
-    save(path, state())
+    write_file(path, state())
     with ds.open(path) as opened:
         assert (np.asarray(opened["file/module/b"]) == np.arange(1000, 4096)).all()
     data = bytearray(path.read_bytes())
@@ -76,9 +59,9 @@ def test_single_tensors_are_read_and_named(tmp_path: Path) -> None:
         ds.load(path)
 
 
-def test_its_memory_may_be_placed_elsewhere(tmp_path: Path) -> None:
+def test_its_memory_may_be_placed_elsewhere(tmp_path: Path, write_file: Any) -> None:
     path = tmp_path / "file.pt"
-    save(path, state())
+    write_file(path, state())
     placed: list[Any] = []
 
     def place(block: Any) -> Any:
@@ -91,9 +74,9 @@ def test_its_memory_may_be_placed_elsewhere(tmp_path: Path) -> None:
     assert torch.equal(found["module"]["b"], state()["module"]["b"])
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path, write_file: Any) -> None:
     _native.arm_fault("write", "fail", 28, 1, 1)
-    snapshot = save(tmp_path / "file.pt", state())
+    snapshot = write_file(tmp_path / "file.pt", state())
     with pytest.raises(StorageError, match="No space left on device"):
         snapshot.wait_committed()
     assert list(tmp_path.iterdir()) == []

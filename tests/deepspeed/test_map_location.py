@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,9 @@ import pytest
 import torch
 
 from datastates import loading
-from datastates.barrier import SoloWorld
 from datastates.config import IoSettings
-from datastates.ending import FileEnding
-from datastates.engine import Engine, make_executor
+from datastates.engine import make_executor
 from datastates.errors import CorruptError
-from datastates.providers import from_state_dict
-from datastates.saving import Saver
 
 SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -41,7 +36,7 @@ def forms(device: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path: Path, write_file: Any) -> Path:
     flat = torch.arange(300_000, dtype=torch.float32)
     state = {
         "module": {"a": flat[:1000].view(10, 100), "b": flat[1000:], "half": flat[:77].bfloat16(), "none": flat[:0]},
@@ -49,14 +44,9 @@ def file(tmp_path: Path) -> Path:
         "array": flat[:5].numpy().copy(),
         "step": 3,
     }
-    executor = make_executor(SETTINGS)
-    engine = Engine(executor, SoloWorld(), threads=1, auto_gate=False)
-    saver = Saver(executor, 0, 1, bare=True)
-    ending = FileEnding(tmp_path / "file.pt", {"step": 0, "rank": 0, "world_size": 1, "attempt": "0123abcd"})
-    collected = saver.collect([from_state_dict("file", state)])
-    engine.take_file(saver, collected, ending, 0, begin=time.monotonic()).wait_committed()
-    engine.close()
-    return ending.path
+    path = tmp_path / "file.pt"
+    write_file(path, state).wait_committed()
+    return path
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,15 +17,13 @@ from datastates import _native, faults, futures
 from datastates.agreement import BoardWorld
 from datastates.barrier import SoloWorld
 from datastates.config import IoSettings
-from datastates.ending import FileEnding
 from datastates.engine import Engine, make_executor
 from datastates.errors import CommitError, FormatError, StorageError
-from datastates.providers import from_state_dict
-from datastates.saving import Saver
 from datastates.store_board import StoreBoard
 
 saves = pytest.importorskip("datastates.adapters.deepspeed.saves")
 RANKS = 3
+Give = Callable[[Any, Path, float], None]
 
 
 @pytest.fixture
@@ -45,24 +42,27 @@ def engine() -> Iterator[Engine]:
     made.close()
 
 
-def give(engine: Engine, save: Any, final: Path, value: float) -> None:
-    final.parent.mkdir(exist_ok=True)
-    saver = Saver(engine.executor, 0, 1, bare=True)
-    collected = saver.collect([from_state_dict("file", {"a": torch.full((5,), value)})])
-    ending = FileEnding(
-        saves.partial(final, save.attempt), {"step": 0, "rank": 0, "world_size": 1, "attempt": save.attempt}
-    )
-    save.add(engine.take_file(saver, collected, ending, 0, begin=time.monotonic()), final)
+@pytest.fixture
+def give(engine: Engine, write_file: Any) -> Give:
+    """Add a file to a save, with a tensor of that value."""
+
+    def add(save: Any, final: Path, value: float) -> None:
+        final.parent.mkdir(exist_ok=True)
+        content = {"a": torch.full((5,), value)}
+        path = saves.partial(final, save.attempt)
+        save.add(write_file(path, content, engine=engine, attempt=save.attempt), final)
+
+    return add
 
 
 def run(
-    worlds: list[BoardWorld], engine: Engine, folder: Path, name: str, tag: Callable[[int], str], value: float
+    worlds: list[BoardWorld], give: Give, folder: Path, name: str, tag: Callable[[int], str], value: float
 ) -> list[BaseException | None]:
     """Save a file on each rank; the failures."""
 
     def one(world: BoardWorld) -> BaseException | None:
         save = saves.Save(name, tag(world.rank), folder / "latest", world, 5.0)
-        give(engine, save, folder / save.tag / f"rank-{world.rank}.pt", value)
+        give(save, folder / save.tag / f"rank-{world.rank}.pt", value)
         save.finish()
         failure: BaseException | None = save.undelivered()
         return failure
@@ -78,17 +78,17 @@ def names(folder: Path) -> list[str]:
 ALL = ["latest", *(f"tag/rank-{rank}.pt" for rank in range(RANKS))]
 
 
-def test_all_get_their_names_together(worlds: list[BoardWorld], engine: Engine, tmp_path: Path) -> None:
+def test_all_get_their_names_together(worlds: list[BoardWorld], give: Give, tmp_path: Path) -> None:
     for number in range(2):  # the second replaces the first
-        assert run(worlds, engine, tmp_path, f"save/{number}", lambda _: "tag", number) == [None] * RANKS
+        assert run(worlds, give, tmp_path, f"save/{number}", lambda _: "tag", number) == [None] * RANKS
         assert names(tmp_path) == ALL
         assert (tmp_path / "latest").read_text() == "tag"
         for rank in range(RANKS):
             assert torch.load(tmp_path / "tag" / f"rank-{rank}.pt")["a"].tolist() == [number] * 5
 
 
-def test_ranks_with_different_tags_make_no_checkpoint(worlds: list[BoardWorld], engine: Engine, tmp_path: Path) -> None:
-    failures = run(worlds, engine, tmp_path, "save/0", lambda rank: f"tag-{rank // 2}", 1)
+def test_ranks_with_different_tags_make_no_checkpoint(worlds: list[BoardWorld], give: Give, tmp_path: Path) -> None:
+    failures = run(worlds, give, tmp_path, "save/0", lambda rank: f"tag-{rank // 2}", 1)
     assert [type(f) for f in failures] == [CommitError] * RANKS
     assert {str(f) for f in failures} == {"rank 0 saves the tag 'tag-0', rank 2 'tag-1'"}
     assert names(tmp_path) == []
@@ -96,10 +96,10 @@ def test_ranks_with_different_tags_make_no_checkpoint(worlds: list[BoardWorld], 
 
 @pytest.mark.parametrize("operation", ["rename", "sync_directory"])
 def test_an_error_at_the_end_is_told_with_its_number(
-    worlds: list[BoardWorld], engine: Engine, tmp_path: Path, operation: str
+    worlds: list[BoardWorld], give: Give, tmp_path: Path, operation: str
 ) -> None:
     faults.arm(faults.parse(f"manifest.{operation}=fail:{errno.ENOSPC}")[0])
-    failures = run(worlds, engine, tmp_path, "save/0", lambda _: "tag", 1)
+    failures = run(worlds, give, tmp_path, "save/0", lambda _: "tag", 1)
     own = [f for f in failures if isinstance(f, StorageError)]
     assert [f.errno for f in own] == [errno.ENOSPC]
     others = [f for f in failures if f is not own[0]]
@@ -107,21 +107,21 @@ def test_an_error_at_the_end_is_told_with_its_number(
     assert not (tmp_path / "latest").exists()
 
 
-def test_what_replaces_is_kept_when_the_old_is_gone(worlds: list[BoardWorld], engine: Engine, tmp_path: Path) -> None:
-    run(worlds, engine, tmp_path, "save/0", lambda _: "tag", 1)
+def test_what_replaces_is_kept_when_the_old_is_gone(worlds: list[BoardWorld], give: Give, tmp_path: Path) -> None:
+    run(worlds, give, tmp_path, "save/0", lambda _: "tag", 1)
     faults.arm(faults.parse(f"manifest.rename=fail:{errno.EIO}")[0])
-    assert None not in run(worlds, engine, tmp_path, "save/1", lambda _: "tag", 2)
+    assert None not in run(worlds, give, tmp_path, "save/1", lambda _: "tag", 2)
     found = [torch.load(path)["a"][0].item() for path in (tmp_path / "tag").iterdir()]
     assert found == [2.0] * RANKS
     assert any(".partial-" in name for name in names(tmp_path))
 
 
-def test_every_file_that_failed_is_told(engine: Engine, tmp_path: Path) -> None:
+def test_every_file_that_failed_is_told(give: Give, tmp_path: Path) -> None:
     save = saves.Save("save/0", "tag", None, SoloWorld(), 5.0)
     _native.arm_fault("write", "fail", errno.ENOSPC)
     try:
-        give(engine, save, tmp_path / "tag" / "a.pt", 1)
-        give(engine, save, tmp_path / "tag" / "b.pt", 1)
+        give(save, tmp_path / "tag" / "a.pt", 1)
+        give(save, tmp_path / "tag" / "b.pt", 1)
         save.finish()
     finally:
         _native.clear_faults()
@@ -146,12 +146,12 @@ def test_folders_that_cannot_be_listed_hold_no_debris(tmp_path: Path, monkeypatc
     assert saves.debris([tmp_path / "lost+found", tmp_path / "tag", tmp_path / "none"]) == [left]
 
 
-def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(engine: Engine, tmp_path: Path) -> None:
+def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(give: Give, tmp_path: Path) -> None:
     from datastates.adapters import torch_files
 
     save = saves.Save("save/0", "tag", None, SoloWorld(), 5.0)
     file = tmp_path / "tag" / "a.pt"
-    give(engine, save, file, 1)
+    give(save, file, 1)
     save.finish()
     assert torch_files.is_ours(file)
     good = file.read_bytes()

@@ -23,6 +23,12 @@ def golden() -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def nested() -> Path:
+    """A container whose records are archives by themselves."""
+    return HERE / "nested.pt"
+
+
+@pytest.fixture(scope="session")
 def several() -> Path:
     """A checkpoint of two ranks."""
     return HERE / "several"

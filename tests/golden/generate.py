@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from datastates import catalog, container, digests, dtypes, frames, manifest, pickling, planner
+from datastates import catalog, container, digests, dtypes, frames, manifest, nested, pickling, planner
 from datastates.claims import claims_of, whole_claims
 from datastates.container import ProviderState
 from datastates.index import Index
+from datastates.nested import Nest
 from datastates.pickling import ArrayLeaf, StoredArray
 from datastates.plan import CHUNK
 from datastates.protocol import Shard
@@ -130,13 +131,67 @@ def _digested(table: ShardTable, records: list[bytes]) -> ShardTable:
 
 def _file(index: Index, pickle: bytes, records: list[bytes]) -> tuple[bytes, int]:
     """A container, and the CRC-32 of its index."""
-    framing = frames.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, index.record_crc)
+    crc, nest = index.record_crc, container.nest_of(index)
+    framing = container.encode_framing(index.header_offset, index.data_offset, index.record_nbytes, crc, nest)
     tail, index_crc = container.encode_tail(index, pickle)
     parts, at, end = [], 0, 0
     for record, offset in zip(records, index.data_offset.tolist(), strict=True):
         parts += [framing[at : at + offset - end], record]
         at, end = at + offset - end, offset + len(record)
     return b"".join([*parts, framing[at:], tail]), index_crc
+
+
+# --- a container by itself, whose records are archives
+
+NESTED = "nested.pt"
+ARCHIVES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], bytes]] = {
+    "grid": ("float32", (3, 4), (4, 1), np.arange(12, dtype="<f4").tobytes()),
+    "transposed": ("float32", (4, 3), (1, 4), np.arange(12, 24, dtype="<f4").tobytes()),
+    "flags": ("bool", (3,), (1,), b"\x01\x00\x01"),
+    "scalar": ("int64", (), (), np.array(-7, "<i8").tobytes()),
+    "empty": ("float32", (2, 0, 3), (3, 3, 1), b""),
+    **{d.name: (d.name, (2,), (1,), PATTERN[: 2 * d.itemsize]) for d in DENSE},
+}
+"""By key: element type, shape, strides, and the record's bytes."""
+
+
+def build_nested() -> bytes:
+    """A nested container."""
+    rows = list(ARCHIVES.items())
+    every = [record for _, (_, _, _, record) in rows]
+    sizes = np.array([len(record) for record in every], np.uint64)
+    order = planner.file_order(sizes, np.zeros(len(rows), np.uint8)).tolist()
+    stored = [
+        (key, StoredArray(str(order.index(i)), dtype, 0, shape, stride, len(record) // dtypes.BY_NAME[dtype].itemsize))
+        for i, (key, (dtype, shape, stride, record)) in enumerate(rows)
+    ]
+    nest = Nest([stored[i][1] for i in order])
+    eager = np.zeros(len(rows), np.uint8)
+    plan = planner.plan_write(sizes, eager, nest.header_nbytes, 4 * CHUNK, nested.CRC_PLACES)
+    begin = container.pickle_place(plan.end, nest)
+    pickle, objects = container.encode_pickle([ProviderState("m", None, tuple(stored))], begin)
+    records = [every[i] for i in order]
+    crc = np.array([container.crc32(record) for record in records], np.uint32)
+    shards = [
+        Shard(key, dtype=dtype, kind="torch", shape=shape, stride=stride, global_shape=shape, offset=(0,) * len(shape))
+        for key, (dtype, shape, stride, _) in rows
+    ]
+    table = table_of(["m"], [(0, shard) for shard in shards], [order.index(i) for i in range(len(rows))])
+    index = Index(
+        identity=IDENTITY,
+        header_offset=plan.header_offset,
+        data_offset=plan.data_offset,
+        record_nbytes=sizes[order],
+        record_crc=crc,
+        chunk_crc=crc[sizes[order] > 0],
+        shards=_digested(table, records),
+        objects=objects,
+        pickle_offset=begin,
+        pickle_nbytes=len(pickle),
+        pickle_crc=container.crc32(pickle),
+        nested=True,
+    )
+    return _file(index, pickle, records)[0]
 
 
 # --- a checkpoint of two ranks
@@ -289,6 +344,7 @@ def _states(order: list[str]) -> list[ProviderState]:
 if __name__ == "__main__":
     for file, content in build().items():
         (HERE / file).write_bytes(content)
+    (HERE / NESTED).write_bytes(build_nested())
     (HERE / SEVERAL).mkdir(exist_ok=True)
     for file, content in build_several().items():
         (HERE / SEVERAL / file).write_bytes(content)

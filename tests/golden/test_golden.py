@@ -68,6 +68,21 @@ def test_encoding_gives_the_golden_bytes(made: SimpleNamespace, golden: dict[str
     assert made.build()[name] == golden[name].read_bytes()
 
 
+def test_encoding_gives_the_golden_bytes_of_a_nested_container(made: SimpleNamespace, nested: Path) -> None:
+    assert made.build_nested() == nested.read_bytes()
+
+
+def test_golden_nested_container_loads_and_verifies(made: SimpleNamespace, nested: Path) -> None:
+    source = open_container(nested)
+    assert source.index.nested
+    assert list(verify_container(source, lambda _: None)) == []
+    for found in (torch.load(nested, weights_only=True)["m"], ds.load(nested)["m"]):
+        assert list(found) == list(made.ARCHIVES)
+        for key, (dtype, shape, stride, _) in made.ARCHIVES.items():
+            assert (str(found[key].dtype), tuple(found[key].shape)) == (f"torch.{dtype}", shape)
+            assert found[key].stride() == stride
+
+
 def test_encoding_gives_the_golden_bytes_of_several_ranks(made: SimpleNamespace, several: Path) -> None:
     assert made.build_several() == {file.name: file.read_bytes() for file in several.iterdir()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import pickletools
@@ -28,6 +29,54 @@ from datastates.providers import HostTensorProvider, PickledObjectProvider, from
 ITEMSIZE = (8, 4, 2, 2, 8, 4, 2, 1, 1, 1, 8, 16, 2, 4, 8, 4, 1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
 CODES = {0: "<d", 1: "<f", 2: "<e", 4: "<q", 5: "<i", 6: "<h", 7: "<b", 8: "<B", 9: "<?", 12: "<H", 13: "<I", 14: "<Q"}
 CHUNK = 262144
+STORAGES = dict(
+    enumerate(
+        [
+            "Double",
+            "Float",
+            "Half",
+            "BFloat16",
+            "Long",
+            "Int",
+            "Short",
+            "Char",
+            "Byte",
+            "Bool",
+            "ComplexFloat",
+            "ComplexDouble",
+        ]
+    )
+)
+STORAGES = {code: f"{name}Storage" for code, name in STORAGES.items()}
+NAMES = [
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+    "uint16",
+    "uint32",
+    "uint64",
+    "complex32",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "bits8",
+    "bits16",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
+]
 
 
 def read_manifest(data: bytes) -> dict[str, Any]:
@@ -75,6 +124,7 @@ def read_records(data: bytes, index: dict[str, Any]) -> list[bytes]:
     ]
     counts = [-(-n // index["chunk"]) for n in columns[2]]
     records, position = [], 0
+    archives = read_archives(data, index) if index.get("nested") else {}
     for i, (header, begin, nbytes, crc, chunks) in enumerate(
         zip(*columns, cut(numbers(index["chunk_crc"], 4), counts), strict=True)
     ):
@@ -85,7 +135,7 @@ def read_records(data: bytes, index: dict[str, Any]) -> list[bytes]:
             struct.pack("<4s5H3I2H", b"PK\3\4", 45, 8, 0, 0, 0x21, 0, 2**32 - 1, 2**32 - 1, len(name), 24 + padding)
             + name
             + struct.pack("<2H2Q2H", 1, 16, nbytes, nbytes, 0x4246, padding)
-            + bytes(padding)
+            + archives.get(i, bytes(padding))
         )
         record = data[begin : begin + nbytes]
         assert zlib.crc32(record) == crc
@@ -93,8 +143,109 @@ def read_records(data: bytes, index: dict[str, Any]) -> list[bytes]:
         position = begin + nbytes + 24
         assert data[begin + nbytes : position] == struct.pack("<4sI2Q", b"PK\7\x08", crc, nbytes, nbytes)
         records.append(record)
-    assert index["pickle"][0] == -(-(position + 30 + 16 + 24) // 64) * 64
+    own = 30 + 16 + 24
+    if index.get("nested"):
+        own = 80 + (len(archives[len(records)]) if records else 0)
+        assert data[position + 80 : position + own] == archives.get(len(records), b"")
+        assert not any(data[position + 70 : position + 80] + data[position + own : index["pickle"][0]])
+    assert index["pickle"][0] == -(-(position + own) // 64) * 64
     return records
+
+
+def local_header(name: bytes, flags: int, crc: int, nbytes: int, padding: int = 0) -> bytes:
+    fixed = struct.pack(
+        "<4s5H3I2H", b"PK\3\4", 45, flags, 0, 0, 0x21, crc, 2**32 - 1, 2**32 - 1, len(name), 24 + padding
+    )
+    return fixed + name + struct.pack("<2H2Q2H", 1, 16, nbytes, nbytes, 0x4246, padding) + bytes(padding)
+
+
+def central_header(name: bytes, flags: int, crc: int, nbytes: int, offset: int) -> bytes:
+    unknown = 2**32 - 1
+    fields = (0x031E, 45, flags, 0, 0, 0x21, crc, unknown, unknown, len(name), 28, 0, 0, 0, 0, unknown)
+    return struct.pack("<4s6H3I5H2I", b"PK\1\2", *fields) + name + struct.pack("<2H3Q", 1, 24, nbytes, nbytes, offset)
+
+
+def integer(n: int) -> bytes:
+    assert n < 2**31
+    return b"K" + bytes([n]) if n < 256 else b"M" + struct.pack("<H", n) if n < 65536 else b"J" + struct.pack("<i", n)
+
+
+def array_pickle(dtype: int, elements: int, offset: int, shape: Any, stride: Any) -> bytes:
+    """What ``torch.save`` writes for a tensor in record 0, in the form of the format's page."""
+    size = ITEMSIZE[dtype]
+    text = lambda s: b"X" + struct.pack("<I", len(s)) + s.encode()  # noqa: E731
+    integers = lambda numbers: b"(" + b"".join(map(integer, numbers)) + b"t"  # noqa: E731
+    storage = STORAGES.get(dtype)
+    name = f"ctorch\n{storage}\n" if storage else "ctorch.storage\nUntypedStorage\n"
+    return (
+        (b"ctorch._utils\n_rebuild_tensor_v2\n((" if storage else b"ctorch._utils\n_rebuild_tensor_v3\n((")
+        + text("storage")
+        + name.encode()
+        + text("0")
+        + text("cpu")
+        + integer(elements if storage else elements * size)
+        + b"tQ"
+        + integer(offset // size)
+        + integers(shape)
+        + integers(stride)
+        + b"\x89ccollections\nOrderedDict\n)R"
+        + (b"" if storage else f"ctorch\n{NAMES[dtype]}\n".encode())
+        + b"tR"
+    )
+
+
+def read_archives(data: bytes, index: dict[str, Any]) -> dict[int, bytes]:
+    """By record, what the padding of its local header must be; and the last archive's ending."""
+    shards = index["shards"]
+    header, begin, nbytes = (numbers(index[n], 8) for n in ("header_offset", "data_offset", "record_nbytes"))
+    crcs = numbers(index["record_crc"], 4)
+    ndim = numbers(shards["ndim"], 1)
+    shapes, strides = (cut(numbers(shards[n], 8), ndim) for n in ("dims", "strides"))
+    rows = zip(
+        numbers(shards["record"], 4),
+        numbers(shards["dtype"], 1),
+        numbers(shards["offset"], 8),
+        shapes,
+        strides,
+        strict=True,
+    )
+    held: dict[int, set[Any]] = {}
+    for record, *row in rows:
+        held.setdefault(record, set()).add(tuple(row))
+    assert sorted(held) == list(range(len(header)))
+    found, ending = {}, b""
+    for i, (dtype, offset, shape, stride) in ((i, *held[i]) for i in range(len(header))):  # one kind of row in each
+        at = 80 + len(ending)
+        elements = nbytes[i] // ITEMSIZE[dtype]
+        leading, entries = b"", []
+        stream = b"\x80\x02" + array_pickle(dtype, elements, offset, shape, stride) + b"."
+        for name, content in ((b"data.pkl", stream), (b"byteorder", b"little"), (b"version", b"3\n")):
+            entries.append((b"archive/" + name, 0, zlib.crc32(content), len(content), len(leading)))
+            leading += local_header(b"archive/" + name, 0, zlib.crc32(content), len(content)) + content
+        room = begin[i] - header[i] - at - len(leading)
+        inner = local_header(b"archive/data/0", 8, 0, nbytes[i], room - 30 - 14 - 24)
+        own = 30 + len(f"archive/data/{i}") + 24
+        found[i] = bytes(80 - own) + ending + leading + inner
+        archive = header[i] + at
+        end = begin[i] + nbytes[i] + 24 + 80 - archive  # of the archive, where its central directory begins
+        parts = [central_header(b"archive/data/0", 8, crcs[i], nbytes[i], len(leading))]
+        directory = b"".join(parts + [central_header(*entry) for entry in entries])
+        after, unknown = end + len(directory), 2**32 - 1
+        ending = (
+            directory
+            + struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x031E, 45, 0, 0, 4, 4, len(directory), end)
+            + struct.pack("<4sIQI", b"PK\6\7", 0, after, 1)
+            + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, unknown, unknown, 0)
+        )
+        alone = data[archive : archive + after + 98]
+        assert alone.endswith(ending)
+        with zipfile.ZipFile(io.BytesIO(alone)) as opened:
+            assert opened.testzip() is None
+            assert opened.read("archive/data/0") == data[begin[i] : begin[i] + nbytes[i]]
+        tensor = torch.load(io.BytesIO(alone), weights_only=True)
+        assert (tuple(tensor.shape), tensor.stride()) == (shape, stride)
+        assert tensor.untyped_storage().nbytes() == nbytes[i]
+    return {**found, len(header): ending}
 
 
 def read_arrays(data: bytes) -> dict[tuple[str, str], tuple[int, int, tuple[int, ...], list[bytes]]]:
@@ -358,6 +509,23 @@ def test_golden_container_reads_too(golden: dict[str, Path]) -> None:
     assert values(*found["model", "repeated"][1::2]) == [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
     assert values(*found["other/provider", "ключ"][1::2]) == [12, 13]
     assert {dtype for _, dtype, _, _ in found.values()} == set(range(27))
+
+
+def test_golden_nested_container_reads_too(nested: Path) -> None:
+    """Every byte of the archives, and each of them by itself."""
+    found = read_arrays(nested.read_bytes())
+    assert values(*found["m", "grid"][1::2]) == list(range(12))
+    assert values(*found["m", "transposed"][1::2]) == [float(12 + 4 * j + i) for i in range(4) for j in range(3)]
+    assert {dtype for _, dtype, _, _ in found.values()} == set(range(27))
+    assert len(found) > 10  # records whose numbers have more digits than others'
+
+
+def test_what_is_written_nested_reads_too(state: dict[str, Any], tmp_path: Path, write_file: Any) -> None:
+    state = {key: value for key, value in state.items() if key not in ("transposed", "column", "0")}
+    write_file(tmp_path / "file.pt", state, nested=True).wait_committed()
+    found = read_arrays((tmp_path / "file.pt").read_bytes())
+    assert {key for _, key in found} == set(state)
+    assert values(*found["file", "large"][1::2]) == state["large"].tolist()
 
 
 def test_golden_catalog_says_who_holds_what(several: Path) -> None:
