@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from datastates import collector
 from datastates.adapters.dcp.items import ItemsProvider
 from datastates.ending import Ending, Identity
 from datastates.executor import Executor
@@ -24,10 +27,18 @@ class FileWriter:
         """Write with that executor."""
         self._saver = Saver(executor, 0, 1, nested=True)
 
+    @collector.paused()
     def begin(
-        self, plan: SavePlan, planner: SavePlanner, ending: Ending, snapshot: Snapshot
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        ending: Ending,
+        snapshot: Snapshot,
+        check: Callable[[], None] = lambda: None,
     ) -> tuple[Running, dict[str, MetadataIndex]]:
         """Begin to capture and write; what is returned is the rest, to be run.
+
+        ``check`` raises where the state is no longer the one to be saved; from its call on it is watched here.
 
         Returns:
             With it, what DCP calls the file's arrays, by key: see :func:`~datastates.adapters.dcp.items.results`.
@@ -40,7 +51,13 @@ class FileWriter:
             provider = ItemsProvider(plan, planner)
             collected = self._saver.collect([provider])
             snapshot.holds(collected.structure.nbytes)
-            return self._saver.begin(collected, snapshot, ending), provider.indices
+            running = self._saver.begin(collected, snapshot, ending)
         except BaseException:
             ending.abandon()
             raise
+        try:
+            check()
+        except BaseException as error:
+            running.cancel(error)
+            raise
+        return running, provider.indices

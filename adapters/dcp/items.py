@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from datastates import arrays, container
+from datastates import arrays, collector, container
 from datastates.errors import ProviderError
 from datastates.opened import Container
 from datastates.protocol import Buffer, Shard, StateProvider
 
+_AGAIN = "~"
 NAME = "state"
 """What the provider is called: the containers' keys are ``state/`` and the names of the state dict."""
 
@@ -40,7 +41,9 @@ class ItemsProvider(StateProvider):
         self.indices: dict[str, MetadataIndex] = {}
         """By key, what DCP calls it."""
         for item in plan.items:
-            key = item.index.fqn if names[item.index.fqn] == 1 else _key_of_chunk(item)
+            key = item.index.fqn if names[item.index.fqn] == 1 else key_of_chunk(item.index)
+            while key in self.indices:  # a tensor may be called what a chunk of another is called here
+                key += _AGAIN
             data: Any = planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
                 shard = _bytes_shard(key, data)
@@ -62,9 +65,15 @@ class ItemsProvider(StateProvider):
         return self._shards
 
 
-def _key_of_chunk(item: WriteItem) -> str:
-    offsets = item.index.offset
-    return item.index.fqn if offsets is None else f"{item.index.fqn}@{','.join(map(str, offsets))}"
+def key_of_chunk(index: MetadataIndex) -> str:
+    """The key of a part of a tensor of which a rank holds several."""
+    return index.fqn if index.offset is None else f"{index.fqn}@{','.join(map(str, index.offset))}"
+
+
+def is_key_of(key: str, index: MetadataIndex) -> bool:
+    """Whether that is what a file calls it."""
+    known = (f"{NAME}/{index.fqn}", f"{NAME}/{key_of_chunk(index)}")
+    return key in known or key.rstrip(_AGAIN) in known
 
 
 def _bytes_shard(key: str, data: io.BytesIO) -> Shard:
@@ -78,10 +87,14 @@ def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:
         raise ProviderError(
             f"{key!r}: its tensor has shape {tuple(tensor.shape)}, planned {tuple(described.chunk.sizes)}"
         )
-    shard = arrays.array_shard(key, tensor, lazy=True)
+    try:
+        shard = arrays.array_shard(key, tensor, lazy=True)
+    except TypeError as error:
+        raise ProviderError(f"{error}, {tensor.layout} on {tensor.device}") from None
     return replace(shard, global_shape=tuple(described.size), offset=tuple(described.chunk.offsets))
 
 
+@collector.paused()
 def results(indices: dict[str, MetadataIndex], written: Container) -> list[WriteResult]:
     """What DCP is told of a container: where in its file each item is, as an archive or as bare bytes."""
     index = written.index

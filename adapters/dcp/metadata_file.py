@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 import pickle
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from datastates.errors import StorageError
 
 _log = logging.getLogger("datastates")
 FILE = ".metadata"
+_publishing = threading.Lock()
 
 
 def path_of(directory: Path, rank: int | None) -> Path:
@@ -46,10 +48,13 @@ def files(metadata: Metadata | None) -> set[str]:
 
 def publish(
     path: Path, metadata: Metadata, results: Iterable[Sequence[WriteResult]], storage_meta: StorageMeta | None
-) -> Metadata:
+) -> tuple[Metadata, StorageError | None]:
     """Let a directory be the checkpoint that was written to it: the old one or the new one, whatever happens.
 
     The files of the old one are deleted after that.
+
+    Returns:
+        What is stored; and what made it uncertain that it survives a power failure: then the files of both are kept.
 
     Raises:
         StorageError: It could not be written; the old one stands.
@@ -58,19 +63,23 @@ def publish(
     made.storage_data = {result.index: result.storage_data for each in results for result in each}
     made.storage_meta = storage_meta
     made.version = CURRENT_DCP_VERSION
-    old = files(read(path))
     new = path.with_name(f"{path.name}.tmp")  # as torch calls it
-    new.unlink(missing_ok=True)
-    try:
-        durable.write_file(new, pickle.dumps(made))
-        with durable.step("rename", path):
-            os.replace(new, path)
-    except StorageError:
+    with _publishing:
+        old = files(read(path))
         new.unlink(missing_ok=True)
-        raise
-    durable.sync_directory(path.parent)
+        try:
+            durable.write_file(new, pickle.dumps(made))
+            with durable.step("rename", path):
+                os.replace(new, path)
+        except StorageError:
+            new.unlink(missing_ok=True)
+            raise
+        try:
+            durable.sync_directory(path.parent)
+        except StorageError as error:
+            return made, error
     for name in old - files(made):
         if Path(name).name == name:
             with contextlib.suppress(OSError):  # it is no part of a checkpoint any more
                 (path.parent / name).unlink()
-    return made
+    return made, None

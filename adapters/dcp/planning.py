@@ -6,9 +6,8 @@ import hashlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from datastates.barrier import World
@@ -35,7 +34,7 @@ class _Agreed:
 
 
 class Planning:
-    """The plans of one rank after another save. Used on the training thread."""
+    """The plans of one rank for one save after the other. Used by one thread at a time."""
 
     def __init__(self, world: World, timeout: float) -> None:
         """Agree in that world; ``timeout`` in seconds for each wait."""
@@ -47,9 +46,7 @@ class Planning:
         self,
         name: str,
         planner: SavePlanner,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None,
-        prepare: Callable[[SavePlan], SavePlan],
+        prepare: Callable[[], SavePlan],
         distribute: Callable[[list[SavePlan]], list[SavePlan]],
     ) -> tuple[SavePlan, Metadata | None]:
         """Plan a save with all ranks, which call this together.
@@ -58,11 +55,9 @@ class Planning:
 
         Args:
             name: What all ranks call this save, and no other.
-            planner: Makes this rank's plan, and on the coordinator the global one.
-            state_dict: What is to be saved.
-            storage_meta: What the planner is told of the storage.
-            prepare: What the storage writer makes of this rank's plan.
-            distribute: What it makes of those of all, on the coordinator.
+            planner: Makes the global plan, on the coordinator.
+            prepare: Gives this rank's plan; what it raises is told to all ranks.
+            distribute: What the storage writer makes of the plans of all, on the coordinator.
 
         Returns:
             What this rank is to write, and on the coordinator the checkpoint's metadata.
@@ -70,14 +65,12 @@ class Planning:
         Raises:
             CommitError: Planning failed on another rank; its own error is raised on a rank where it failed.
         """
-        error: Exception | None = None
+        error: BaseException | None = None
         local = SavePlan([])
         try:
-            planner.set_up_planner(state_dict, storage_meta, self._world.rank == 0)
-            local = planner.create_local_plan()
-            if not local.usable:
+            local = prepare()
+            if getattr(planner, "_enable_plan_caching", not local.usable):
                 raise ValueError("planner: it caches plans itself; plans are remembered here, give one that does not")
-            local = prepare(local)
         except Exception as failure:  # the others are not to wait for this rank
             error = failure
         encoded = pickle.dumps(local)
@@ -96,13 +89,21 @@ class Planning:
             assert last is not None
             return planner.finish_plan(last.plan), last.metadata
         made: list[Metadata] = []
+        asked = [planner]  # emptied below: an error's frames keep what closures hold
 
         def plan(plans: dict[int, bytes]) -> bytes:
-            every, metadata = planner.create_global_plan([pickle.loads(plans[rank]) for rank in sorted(plans)])
+            every, metadata = asked[0].create_global_plan([pickle.loads(plans[rank]) for rank in sorted(plans)])
             made.append(metadata)
             return pickle.dumps(distribute(every))
 
-        answer = settle(self._world, f"{name}/plans", None, encoded, plan, timeout=self._timeout)
+        try:
+            answer = settle(self._world, f"{name}/plans", None, encoded, plan, timeout=self._timeout)
+        finally:
+            asked.clear()
         own: SavePlan = pickle.loads(answer)[self._world.rank]
         self._last = _Agreed(digest, told, own, made[0] if made else None)
         return planner.finish_plan(own), self._last.metadata
+
+    def decline(self, name: str, error: BaseException) -> None:
+        """Tell all ranks that this one takes no part; raises ``error``."""
+        settle(self._world, f"{name}/digests", error, b"", lambda _: b"", timeout=self._timeout)

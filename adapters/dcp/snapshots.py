@@ -9,6 +9,9 @@ import os
 import pickle
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,21 +19,22 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
-from datastates import durable
+from datastates import collector, dtensors, durable
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.file_writer import FileWriter, identity
 from datastates.adapters.dcp.items import results
 from datastates.adapters.dcp.planning import Planning
 from datastates.adapters.dcp.staging import Lazy, Staged
 from datastates.adapters.dcp.writer import DataStatesStorageWriter
+from datastates.agreement import text_of
 from datastates.barrier import World, world_of
 from datastates.committing import Vote, is_told, settle
 from datastates.ending import Identity
 from datastates.engine import Engine, make_executor
-from datastates.errors import DatastatesError
+from datastates.errors import CommitError, DatastatesError, StorageError
 from datastates.futures import Snapshot
 from datastates.opened import open_container
 from datastates.saving import Running
@@ -73,18 +77,24 @@ def async_save(
     if storage_writer is not None and options:
         raise TypeError(f"{', '.join(options)}: given to the storage_writer, or here without one")
     writer = storage_writer or DataStatesStorageWriter(path, **options)
-    if writer.session is None:
-        writer.session = Session(writer, Path(path))
-    session = writer.session
-    assert isinstance(session, Session)
-    taken = session.save(state_dict, Path(path), planner or DefaultSavePlanner(), step)
-    if storage_writer is None:
-        session.close_later()
-    return taken
+    session = session_of(writer, Path(path))
+    try:
+        return session.save(state_dict, Path(path), planner or DefaultSavePlanner(), step)
+    finally:
+        if storage_writer is None:
+            session.close_later()
 
 
 _IN_FLIGHT = 2
 """Saves that may be under way at once; a further one waits for the first of them."""
+
+
+def session_of(writer: DataStatesStorageWriter, directory: Path) -> Session:
+    """What a writer keeps from one save to the next, made by the first."""
+    if writer.session is None:
+        writer.session = Session(writer, directory)
+    assert isinstance(writer.session, Session)
+    return writer.session
 
 
 class Session:
@@ -99,57 +109,83 @@ class Session:
         self._engine = Engine(executor, self._world, threads=_IN_FLIGHT, auto_gate=True)
         self._files = FileWriter(executor)
         self._planning = Planning(self._world, self._timeout)
+        self._order = _Order()
         self._numbers = itertools.count()
         self._before = threading.Event()
         self._before.set()
 
     def save(self, state_dict: dict[str, Any], path: Path, planner: SavePlanner, step: int) -> Snapshot:
         """Begin one; see :func:`async_save`."""
+        self.wait_for_room()
+        try:
+            lazy = _lazy(state_dict, self._writer.lazy)
+            plain = {key: v.state_dict() if isinstance(v, Stateful) else v for key, v in state_dict.items()}
+            staged = Staged(plain, lazy, step=step, grace=float("inf"))
+        except BaseException as error:
+            self._decline(self._next_turn(), error)
+            raise
+        return self.save_staged(staged, path, planner)
+
+    def wait_for_room(self) -> None:
+        """Wait until one more save may be under way."""
         while len(pending := self._engine.pending()) >= _IN_FLIGHT:
             pending[0].wait_ended()
-        writer = copy.copy(self._writer)  # the next save may name another directory before this one has begun
-        writer.reset(path)
-        writer.set_up_storage_writer(self._world.rank == 0, rank=self._world.rank, use_collectives=True)
-        lazy = _lazy(state_dict, writer.lazy)
-        plain = {key: v.state_dict() if isinstance(v, Stateful) else v for key, v in state_dict.items()}
-        staged = Staged(plain, lazy, step=step, grace=float("inf"))
-        staged.snapshot.path = Path(writer.path)
+
+    def _next_turn(self) -> _Turn:
+        number = next(self._numbers)
         before, self._before = self._before, threading.Event()
-        begin = partial(self._begin, staged, writer, planner, f"dcp/{next(self._numbers)}", before, self._before)
+        return _Turn(f"dcp/{number}", number, before, self._before)
+
+    def save_staged(self, staged: Staged, path: Path, planner: SavePlanner) -> Snapshot:
+        """Begin to save what is staged; what fails from here on lands on its snapshot."""
+        turn = self._next_turn()
+        staged.snapshot.path = path
         try:
-            self._engine.take_later(staged.snapshot, begin)
+            writer = copy.copy(self._writer)  # the next save may name another directory before this one has begun
+            self._engine.take_later(staged.snapshot, _Once(partial(self._begin, staged, writer, path, planner, turn)))
         except BaseException as error:
             staged.give_up(error)
+            turn.after.set()
             raise
         return staged.snapshot
 
     def _begin(
-        self,
-        staged: Staged,
-        writer: DataStatesStorageWriter,
-        planner: SavePlanner,
-        name: str,
-        before: threading.Event,
-        begun: threading.Event,
+        self, staged: Staged, writer: DataStatesStorageWriter, path: Path, planner: SavePlanner, turn: _Turn
     ) -> Running:
         """Plan a save with the other ranks and begin to write; all ranks do that in the order of the calls."""
-        before.wait()
-        try:
-            with staged.capturing():
-                meta = writer.storage_meta()
-                plan, metadata = self._planning.agree(
-                    name, planner, staged.state_dict, meta, writer.prepare_local_plan, writer.prepare_global_plan
-                )
-                ending = DcpEnding(self._world, f"{name}/commit", Path(writer.path), metadata, meta, self._timeout)
-                try:
-                    ending.path = writer.new_file(plan)
-                    running, ending.indices = self._files.begin(plan, planner, ending, staged.snapshot)
-                except BaseException as error:
-                    ending.decline(error)
-                    raise
-                return running
-        finally:
-            begun.set()
+        with turn, staged.capturing():
+            writer.reset(path)
+            writer.set_up_storage_writer(self._world.rank == 0, rank=self._world.rank, use_collectives=True)
+            meta = writer.storage_meta()
+            # no closure: an error's frames keep what those hold
+            prepare = partial(self._plan, staged, writer, planner, meta)
+            plan, metadata = self._planning.agree(turn.name, planner, prepare, writer.prepare_global_plan)
+            ending = DcpEnding(self._world, turn, path, metadata, meta, self._order, self._timeout)
+            try:
+                ending.path = writer.new_file(plan)
+                running, ending.indices = self._files.begin(plan, planner, ending, staged.snapshot, staged.check)
+            except BaseException as error:
+                ending.decline(error)
+                raise
+            return running
+
+    @collector.paused()
+    def _plan(
+        self, staged: Staged, writer: DataStatesStorageWriter, planner: SavePlanner, meta: StorageMeta | None
+    ) -> SavePlan:
+        planner.set_up_planner(staged.state_dict, meta, self._world.rank == 0)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def _decline(self, turn: _Turn, error: BaseException) -> None:
+        """Tell the other ranks, in the background, that this one takes no part in a save."""
+        told = CommitError(text_of(error))
+
+        def tell() -> None:
+            with turn, contextlib.suppress(DatastatesError):  # the call raises the error itself
+                self._planning.decline(turn.name, told)
+
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending
+            self._engine.do_later(tell)
 
     def close(self) -> None:
         """Wait for what is in flight, and give threads and memory back."""
@@ -160,26 +196,85 @@ class Session:
         self._engine.close_later()
 
 
+@dataclass(slots=True)
+class _Turn:
+    """The place of a save among those of its session: within it the one before has begun, and the next one waits."""
+
+    name: str
+    number: int
+    before: threading.Event
+    after: threading.Event
+
+    def __enter__(self) -> None:
+        self.before.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.after.set()
+
+
+class _Once:
+    """Something to be called once, and forgotten with all that it holds: frames of its caller may stay."""
+
+    def __init__(self, begin: Callable[[], Running]) -> None:
+        self._begin: Callable[[], Running] | None = begin
+
+    def __call__(self) -> Running:
+        begin, self._begin = self._begin, None
+        assert begin is not None
+        try:
+            return begin()
+        finally:
+            del begin
+
+
+class _Order:
+    """The last checkpoints that this rank has committed: their numbers, and where they are."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._last: deque[tuple[int, Path]] = deque(maxlen=_IN_FLIGHT)
+
+    def is_replaced(self, number: int, directory: Path) -> bool:
+        """Whether one of a later call is there already."""
+        return any(n > number and place == directory for n, place in self._last)
+
+    def add(self, number: int, directory: Path) -> None:
+        """Note that one was committed."""
+        self._last.append((number, directory))
+
+
 def _lazy(state_dict: dict[str, Any], chosen: Lazy) -> Lazy:
     """What was chosen, but for buffers of modules: a forward pass may change those."""
     modules = [value for value in state_dict.values() if isinstance(value, torch.nn.Module)]
-    buffers = {b.untyped_storage().data_ptr() for module in modules for b in module.buffers()}
+    buffers = {dtensors.local(b).untyped_storage().data_ptr() for module in modules for b in module.buffers()}
     return lambda name, tensor: tensor.untyped_storage().data_ptr() not in buffers and chosen(name, tensor)
+
+
+_REPLACED, _UNCERTAIN = b"r", b"u"  # what an answer begins with, where it is not that all is well
 
 
 class DcpEnding:
     """One rank's file of a checkpoint, which ``.metadata`` commits. See :class:`~datastates.ending.Ending`."""
 
     def __init__(
-        self, world: World, name: str, path: Path, metadata: Metadata | None, meta: StorageMeta | None, timeout: float
+        self,
+        world: World,
+        turn: _Turn,
+        path: Path,
+        metadata: Metadata | None,
+        meta: StorageMeta | None,
+        order: _Order,
+        timeout: float,
     ) -> None:
-        """End with the other ranks; ``metadata`` is the coordinator's."""
+        """End with the other ranks; ``metadata`` and ``order`` are the coordinator's."""
         self.path = path
-        self.identity: Identity = identity(world.token(name))
+        self._name = f"{turn.name}/commit"
+        self._number = turn.number
+        self._order = order
+        self.identity: Identity = identity(world.token(self._name))
         self.committed: float | None = None
         self.indices: dict[str, MetadataIndex] = {}
         self._world = world
-        self._name = name
         self._metadata = metadata
         self._meta = meta
         self._timeout = timeout
@@ -191,24 +286,41 @@ class DcpEnding:
         directory = self.path.parent
         durable.sync_directory(directory)
         found = pickle.dumps(results(self.indices, open_container(self.path)))
+        if not self.indices:  # the checkpoint has no part of this rank
+            self.path.unlink()
+        uncertain: list[StorageError] = []
 
         def decide(told: dict[int, bytes]) -> bytes:
             assert self._metadata is not None
             every = [pickle.loads(told[rank]) for rank in sorted(told)]
-            metadata_file.publish(directory / metadata_file.FILE, self._metadata, every, self._meta)
+            with self._order.lock:
+                replaced = self._order.is_replaced(self._number, directory)
+                if not replaced:
+                    place = directory / metadata_file.FILE
+                    _, error = metadata_file.publish(place, self._metadata, every, self._meta)
+                    if error is not None:
+                        uncertain.append(error)
+                        return _UNCERTAIN + str(error).encode(errors="replace")
+                    self._order.add(self._number, directory)
             self.committed = time.monotonic()
-            return b""
+            return _REPLACED if replaced else b""
 
         self._voted = True
         try:
-            settle(self._world, self._name, None, found, decide, timeout=self._timeout)
+            answer = settle(self._world, self._name, None, found, decide, timeout=self._timeout)
         except DatastatesError as error:
-            if self.committed is None and is_told(error):
+            if self.committed is None and not uncertain and (self._world.rank == 0 or is_told(error)):
                 raise
             # not known here, but it may stand: then its files do, too
             self._kept = True
-            if self.committed is None and not self._stands():
+            if self.committed is None and (uncertain or not self._stands()):
                 raise
+            return directory
+        if answer == _REPLACED:
+            self.abandon()
+        elif answer:  # it stands, and a power failure may undo that
+            self._kept = True
+            raise uncertain[0] if uncertain else CommitError(answer[1:].decode())
         return directory
 
     def _stands(self) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -44,44 +46,62 @@ class Staged:
         snapshot: What the gate knows it by; the save that captures it goes on with that.
     """
 
-    def __init__(self, state_dict: dict[str, Any], lazy: Lazy, *, step: int = 0, grace: float = GRACE) -> None:
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        lazy: Lazy,
+        *,
+        step: int = 0,
+        grace: float = GRACE,
+        kept: Sequence[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
         """Copy what may change at any time; the rest is guarded by the gate from now on.
 
-        ``grace``: seconds in which :meth:`saved_by` must be called.
+        ``grace``: seconds in which :meth:`saved_by` must be called. ``kept``: nothing is to be copied, and these are
+        what is live in the state dict.
         """
         begin = time.monotonic()
-        self._kept: list[tuple[str, torch.Tensor]] = []
-        self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy)
+        self._kept: list[tuple[str, torch.Tensor]] = list(kept or ())
+        self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
         self._tensors = [tensor for _, tensor in self._kept]
         self._before = arrays.witness(self._tensors)
         self._begun = threading.Event()
         self._saver: threading.Thread | None = None
         self._latest = begin + grace
+        self._process = os.getpid()
+        self._lock = threading.Lock()
         self._streams = _side_streams(self._tensors)
         self.snapshot = Snapshot(step, sum(tensor.nbytes for tensor in self._tensors), begin)
-        self.snapshot.attach(self._wait_begun, dict, list)
+        self.snapshot.attach(self.wait_begun, dict, list)
         gate.guard(self.snapshot, automatic=True)
         self.snapshot.called()
 
     def _copied(self, path: str, value: Any, lazy: Lazy) -> Any:
-        if isinstance(value, torch.Tensor):
-            local = dtensors.local(value)
-            if lazy(path, local):
-                self._kept.append((path, local))
-                return value
-            return value.detach().clone()
         if isinstance(value, ShardedTensor):
             self._kept += [(path, shard.tensor) for shard in value.local_shards()]
             return value
-        if isinstance(value, dict):
-            return {key: self._copied(f"{path}.{key}" if path else str(key), item, lazy) for key, item in value.items()}
+        if isinstance(value, torch.Tensor):
+            local = dtensors.local(value)
+            if _is_watched(local) and lazy(path, local):
+                self._kept.append((path, local))
+                return value
+            return value.detach().clone()
+        if type(value) in (dict, OrderedDict):
+            items = [(key, self._copied(f"{path}.{key}" if path else str(key), v, lazy)) for key, v in value.items()]
+            return type(value)(items)
         if type(value) in (list, tuple):
             return type(value)(self._copied(f"{path}.{i}", item, lazy) for i, item in enumerate(value))
         return copy.deepcopy(value)
 
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a save has begun that is to capture it."""
+        return self._saver is not None
+
     def saved_by(self, thread: threading.Thread) -> None:
         """Note who is to capture it: if that thread ends before, nobody waits any longer."""
-        self._saver = thread
+        with self._lock:
+            self._saver = thread
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -95,14 +115,17 @@ class Staged:
             with contextlib.ExitStack() as stack:
                 for stream in self._streams:
                     stack.enter_context(torch.cuda.stream(stream))
-                self._check()
+                if (error := self.snapshot.exception()) is not None:  # given up: it may have changed by now
+                    raise error
+                self.check()
                 yield
         except BaseException as error:
             self.give_up(error)
             raise
         self._end()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise TornSnapshotError where the state has changed since it was staged."""
         versions, addresses = arrays.witness(self._tensors)
         changed = (versions != self._before[0]) | (addresses != self._before[1])
         if changed.any():
@@ -120,17 +143,62 @@ class Staged:
         self.state_dict = {}
         self._begun.set()
 
-    def _wait_begun(self) -> None:
-        while not self._begun.wait(_POLL):
-            ended = self._saver is not None and not self._saver.is_alive()
-            if ended or (self._saver is None and time.monotonic() > self._latest):
-                self.give_up(DatastatesError("the save ended before its state was captured: nothing was written of it"))
+    def is_over(self) -> bool:
+        """Whether its capture has begun, or never will: it gives up where nobody is left to begin it."""
+        if not self._begun.is_set():
+            if os.getpid() != self._process:  # a forked child: only the parent can capture it
+                self.snapshot.abandon()
+                self._end()
+            with self._lock:
+                if not self._saver.is_alive() if self._saver is not None else time.monotonic() > self._latest:
+                    text = "the save ended before its state was captured: nothing was written of it"
+                    self.give_up(DatastatesError(text))
+                    self.snapshot.exception()  # who saved has an error of its own
+        return self._begun.is_set()
+
+    def wait_begun(self) -> None:
+        """Wait until its capture has begun, or never will."""
+        while not self.is_over():
+            self._begun.wait(_POLL)
+
+    def wait_free(self) -> None:
+        """Wait until the state may change."""
+        self.wait_begun()
+        self.snapshot.wait_free()
+
+
+class Held(dict[str, Any]):
+    """A staged state dict on its way to whoever captures it, in this process."""
+
+    def __init__(self, staged: Staged) -> None:
+        """That of ``staged``."""
+        super().__init__(staged.state_dict)
+        self._staged = staged
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        error = DatastatesError(
+            "state that was staged lazily cannot be saved by another process: give dcp.async_save an async_stager that "
+            "copies it, such as torch's DefaultStager"
+        )
+        self._staged.give_up(error)
+        self._staged.snapshot.exception()  # told by being raised
+        raise error
+
+
+def _is_watched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory that can be watched: others, those of subclasses among them, are copied."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return plain and arrays.kind_of(tensor) is not None
 
 
 def _side_streams(tensors: Sequence[torch.Tensor]) -> list[torch.cuda.Stream]:
-    """For each device a stream that has waited for all work that was enqueued on the current one so far."""
+    """For each device a stream that has waited for all work that was enqueued on the current one so far.
+
+    The current device's too, whatever lies there: copies do.
+    """
     streams = []
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+    current = arrays.current_device()
+    for device in {tensor.device.index for tensor in tensors if tensor.is_cuda} | {current} - {None}:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         streams.append(stream)
@@ -142,12 +210,12 @@ class _Handed(Future[dict[str, Any]]):
 
     def __init__(self, staged: Staged) -> None:
         super().__init__()
-        self._staged = staged.state_dict
+        self._state_dict = Held(staged)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """The state dict, for the save."""
         del timeout
-        return self._staged
+        return self._state_dict
 
 
 class DataStatesStager(AsyncStager):
@@ -168,7 +236,7 @@ class DataStatesStager(AsyncStager):
         handed = _Handed(staged)
 
         def tell() -> None:
-            staged.snapshot.wait_free()
+            staged.wait_free()
             handed.set_result({})
 
         threading.Thread(target=tell, name="datastates-staged").start()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from pydantic import Field
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -21,7 +21,7 @@ from datastates import durable
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.file_writer import FileWriter, identity
 from datastates.adapters.dcp.items import results
-from datastates.adapters.dcp.staging import Lazy, Staged, is_large
+from datastates.adapters.dcp.staging import Held, Lazy, Staged, is_large
 from datastates.config import IoSettings
 from datastates.ending import FileEnding
 from datastates.engine import make_executor
@@ -30,7 +30,7 @@ from datastates.executor import Executor
 from datastates.futures import Snapshot
 from datastates.opened import open_container
 
-_OWN = frozenset({"session", "_executor", "_files", "_staged"})
+_OWN = frozenset({"session", "_executor", "_files", "_staged", "_saver", "_finishes", "_writing"})
 """What belongs to one process."""
 
 
@@ -92,17 +92,12 @@ class DataStatesStorageWriter(FileSystemWriter):
         self._executor: Executor | None = None
         self._files: FileWriter | None = None
         self._staged: Staged | None = None
+        self._saver: threading.Thread | None = None
+        self._finishes = True
+        self._writing = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what it was made of."""
-        if self._staged is not None:
-            error = DatastatesError(
-                "state that was staged lazily cannot be saved by another process: give dcp.async_save an async_stager "
-                "that copies it, such as torch's DefaultStager"
-            )
-            self._staged.give_up(error)
-            self._staged = None
-            raise error
         return {name: value for name, value in vars(self).items() if name not in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -112,9 +107,12 @@ class DataStatesStorageWriter(FileSystemWriter):
 
     def close(self) -> None:
         """Wait for saves in flight, and give threads and memory back; the next save takes them again. Idempotent."""
-        if self._executor is not None:
-            self._executor.close()
-        self._executor = self._files = None
+        if (staged := self._staged) is not None:
+            staged.wait_begun()
+        with self._writing:
+            if self._executor is not None:
+                self._executor.close()
+            self._executor = self._files = None
         if self.session is not None:
             self.session.close()
             self.session = None
@@ -125,16 +123,18 @@ class DataStatesStorageWriter(FileSystemWriter):
         """Guard a state dict until the save that is to come has captured it.
 
         Raises:
-            DatastatesError: One is held already: its save has not begun.
+            DatastatesError: A save with this writer is under way.
         """
-        if self._staged is not None and not self._staged.snapshot.ended:
-            raise DatastatesError("a state is staged already, and its save has not captured it: one save at a time")
+        if self._saver is threading.current_thread():
+            self._saver = None  # it is here: its save has failed
+        if self._is_taken() or (self._staged is not None and not self._staged.is_over()):
+            raise _taken()
         self._staged = Staged(state_dict, self.lazy)
         return self._staged
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The live state, guarded, with copies of what may change at any time: see the class."""
-        return self.hold(state_dict).state_dict
+        return Held(self.hold(state_dict))
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -144,13 +144,42 @@ class DataStatesStorageWriter(FileSystemWriter):
     def synchronize_staging(self) -> None:
         """Wait until what is staged may change."""
         if (staged := self._staged) is not None:
-            staged.snapshot.wait_free()
+            staged.wait_free()
+
+    # --- one save at a time
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save, to ``checkpoint_id`` if it is given."""
+        """Begin a save, to ``checkpoint_id`` if it is given.
+
+        Raises:
+            DatastatesError: Another save with this writer is under way.
+        """
+        self._enter()
         super().reset(checkpoint_id)
-        if self._staged is not None:
-            self._staged.saved_by(threading.current_thread())
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What names the save: a save asks for this first, on the thread that goes on to write."""
+        self._enter()
+        return super().storage_meta()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take part in a save."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._finishes = is_coordinator or not self.use_collectives
+
+    def _enter(self) -> None:
+        if self._is_taken():
+            raise _taken()
+        self._saver = threading.current_thread()
+        if (staged := self._staged) is not None:
+            if not staged.is_claimed:
+                staged.saved_by(self._saver)
+            elif staged.is_over():  # a save that has failed was to capture it
+                self._staged = None
+
+    def _is_taken(self) -> bool:
+        saver = self._saver
+        return saver is not None and saver is not threading.current_thread() and saver.is_alive()
 
     # --- saving
 
@@ -161,14 +190,30 @@ class DataStatesStorageWriter(FileSystemWriter):
             StorageError: The file could not be written; nothing is left of it.
             TornSnapshotError: Staged state was changed before it was captured; the message names the tensors.
         """
+        ended = True
+        try:
+            with self._writing:
+                written = self._write(plan, planner)
+            ended = not self._finishes
+            return written
+        finally:
+            if ended:
+                self._saver = None
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         staged, self._staged = self._staged, None
         snapshot = staged.snapshot if staged else Snapshot(0, 0, time.monotonic())
-        with staged.capturing() if staged else contextlib.nullcontext():
-            ending = FileEnding(self.new_file(plan), identity(self.save_id[:8]))
-            if self._files is None:
-                self._executor = make_executor(self.settings)
-                self._files = FileWriter(self._executor)
-            running, indices = self._files.begin(plan, planner, ending, snapshot)
+        check = staged.check if staged else lambda: None
+        try:
+            with staged.capturing() if staged else contextlib.nullcontext():
+                ending = FileEnding(self.new_file(plan), identity(self.save_id[:8]))
+                if self._files is None:
+                    self._executor = make_executor(self.settings)
+                    self._files = FileWriter(self._executor)
+                running, indices = self._files.begin(plan, planner, ending, snapshot, check)
+        except BaseException:
+            snapshot.exception()  # told by being raised
+            raise
         running.run()
         snapshot.wait_committed()
         durable.sync_directory(ending.path.parent)
@@ -186,4 +231,14 @@ class DataStatesStorageWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Let the directory be this checkpoint; on the coordinator."""
         path = metadata_file.path_of(Path(self.path), None if self.use_collectives else self.rank)
-        metadata_file.publish(path, metadata, results, self.storage_meta())
+        try:
+            stored, error = metadata_file.publish(path, metadata, results, super().storage_meta())
+            if error is not None:
+                raise error
+            vars(metadata).update(vars(stored))  # dcp.save returns it
+        finally:
+            self._saver = None
+
+
+def _taken() -> DatastatesError:
+    return DatastatesError("a save with this writer is under way: one at a time, or a writer for each")
