@@ -60,7 +60,7 @@ lint: .venv/installed ## ruff, clang-format, clang-tidy, mypy, stubtest; changes
 	cd build/mypy && ../../$(BIN)/stubtest --mypy-config-file ../../pyproject.toml \
 	    --allowlist ../../.ci/stubtest-allowlist datastates._native
 	cd benchmarks && MYPYPATH=. ../$(BIN)/mypy --cache-dir ../build/mypy/benchmarks --config-file ../pyproject.toml \
-	    run.py report.py suite.py deepspeed_loop.py peers/*.py
+	    run.py report.py suite.py deepspeed_loop.py megatron_loop.py peers/*.py
 
 build/tidy/%.ok: native/src/%.cpp $(HEADERS) .clang-tidy build/plain/compile_commands.json
 	$(BIN)/clang-tidy --quiet -p build/plain $<

@@ -17,7 +17,7 @@ PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if "`
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """What torchrun would say to a page that is about several ranks, and runs as one."""
 
-FRAMEWORKS = ("deepspeed", "lightning", "transformers")
+FRAMEWORKS = ("deepspeed", "lightning", "megatron", "transformers")
 """What a page may need that is not always there."""
 
 

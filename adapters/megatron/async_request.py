@@ -1,0 +1,74 @@
+"""What Megatron's asynchronous queue is given: a function that only waits, and finalization that tells what failed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import logging
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from datastates import durable
+from datastates.futures import Snapshot
+
+_log = logging.getLogger("datastates")
+
+
+def wait_for(token: str) -> None:
+    """Wait until the save of a :func:`token` has ended, or its process has: then its lock is free. Never raises.
+
+    Megatron calls this in a process that it forked or spawned. An error there would stop a persistent worker, for which
+    all ranks then wait without an end, and of a forked one nobody would hear.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(token, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        finally:
+            os.close(fd)
+
+
+def token(snapshot: Snapshot) -> str:
+    """The name of a lock that this process holds until a snapshot has ended; a forked child does not.
+
+    Where there can be none, the name of nothing: who waits for it then waits in finalization.
+    """
+    try:
+        fd, name = tempfile.mkstemp(prefix="datastates-save-")
+    except OSError as error:
+        _log.warning("Megatron will wait for this checkpoint in its finalization: %s", error)
+        return ""
+    durable.try_lock(fd)
+    durable.hold(fd)
+
+    def free() -> None:
+        snapshot.wait_ended()
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that is being forked may have it, too
+        durable.release(fd)
+
+    threading.Thread(target=free, name="datastates-token").start()
+    return name
+
+
+def request(snapshot: Snapshot, async_strategy: str) -> Any:
+    """The ``AsyncRequest`` of the installed version for a snapshot.
+
+    Its finalization waits until the snapshot is committed, and raises what has made it fail. What Megatron adds to it
+    afterwards, first of all ``metadata.json``, then does not run: on no rank, as the snapshots of all ranks end alike.
+    """
+    kind = _request_class(async_strategy)
+    return kind(wait_for, (token(snapshot),), [snapshot.wait_committed], async_fn_kwargs={}, preload_fn=None)
+
+
+def _request_class(async_strategy: str) -> Any:
+    strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+    if not hasattr(strategies, "get_async_strategy"):  # before 0.17 there is one only
+        return strategies.AsyncRequest
+    return strategies.get_async_strategy(async_strategy, "AsyncRequest")[1]

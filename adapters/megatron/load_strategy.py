@@ -1,0 +1,110 @@
+"""The load strategy: ranges of files into the live tensors, verified, planned as Megatron-Core plans them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+
+from datastates import gate
+from datastates.adapters.dcp import DataStatesStorageReader
+from datastates.adapters.dcp.writer import WriterSettings
+from datastates.adapters.megatron.paths import local
+from datastates.barrier import world_of
+from datastates.committing import settle
+from datastates.reads import Tally
+
+
+class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
+    """Loads for ``dist_checkpointing.load`` what :class:`DataStatesSaveStrategy` or stock Megatron-Core has saved.
+
+    Of this package's files only what is needed is read, all of it at once, coalesced, straight into the tensors, and
+    compared with its checksums. Stock files have none, and are read as torch reads them.
+
+    Used on the training thread, by one load at a time.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Load as these say.
+
+        Args:
+            **options: Fields of :class:`~datastates.adapters.dcp.writer.WriterSettings`.
+
+        Raises:
+            SettingsError: An option is unknown or impossible.
+        """
+        super().__init__()
+        self.settings = WriterSettings.of(options)
+        self.tally: Tally | None = None
+        """What the last load read of this package's files."""
+
+    def load(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], async_strategy: str = "mcore"
+    ) -> dict[str, Any]:
+        """Load into the tensors of a sharded state dict, in whatever fragments they were saved; all ranks together.
+
+        Args:
+            sharded_state_dict: Megatron's sharded tensors and objects, nested. Data of a tensor that is None is made.
+            checkpoint_dir: The checkpoint's directory.
+            async_strategy: For Megatron's own strategy only.
+
+        Returns:
+            The same structure, with tensors and objects in the place of what described them.
+
+        Raises:
+            CorruptError: Bytes do not match their checksum; the message names the tensor. Some are overwritten.
+            FormatError: A file is damaged.
+            StorageError: Reading failed.
+            CheckpointingException: A tensor has another global shape in the checkpoint.
+            KeyError: The checkpoint lacks a tensor.
+            CommitError: Another rank could not load its part; on a rank that could not, its own error is raised.
+            ValueError: ``checkpoint_dir`` is in no file system.
+        """
+        directory, error, loaded = local(checkpoint_dir), None, {}
+        gate.pass_all()  # from here on tensors may be overwritten
+        try:
+            loaded = self._load(sharded_state_dict, directory)
+        except Exception as failure:  # the others are not to go on without this rank
+            error = failure
+        timeout = self.settings.rank_timeout
+        world = world_of(None, None, directory, timeout)
+        try:
+            settle(world, "load", error, b"", lambda _: b"", timeout=timeout)
+        finally:
+            world.close()
+        return loaded
+
+    def _load(self, sharded_state_dict: dict[str, Any], directory: Path) -> dict[str, Any]:
+        tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
+        by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        state: dict[str, Any] = mcore_to_pyt_state_dict(by_key, True)
+        planner = MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
+            flatten_state_dict=False,
+            flatten_sharded_tensors=False,
+        )
+        reader = DataStatesStorageReader(directory, **self.settings.model_dump(exclude={"rank_timeout"}))
+        # each rank by itself: nothing in a plan to load depends on the others
+        metadata = reader.read_metadata()
+        planner.set_up_planner(state, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        plan = planner.create_global_plan([planner.create_local_plan()])[0]
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+        self.tally, self.cached_global_metadata = reader.tally, metadata
+        loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        restored: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(loaded, flat, renamed)
+        _restore_dict_types(restored, sharded_state_dict)
+        return restored

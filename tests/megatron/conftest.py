@@ -1,0 +1,64 @@
+"""Megatron-Core's dist_checkpointing on the CPU, as each of several ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SECONDS = 120
+HERE = Path(__file__).parent
+
+Run = Callable[..., "list[subprocess.CompletedProcess[str]]"]
+
+
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _is_installed():
+        return
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.skip(reason="Megatron-Core is not installed: its tests did NOT run"))
+
+
+@pytest.fixture
+def run(ranks: Any, tmp_path: Path) -> Run:
+    """Run a script that has all of setting.py, as each of ``n`` ranks: ``run(n, script, *arguments, **variables)``.
+
+    Further options are those of ``ranks``. What a rank asserts fails the test with its output.
+    """
+
+    def start(n: int, script: str, *arguments: object, **options: Any) -> list[subprocess.CompletedProcess[str]]:
+        # a persistent worker of Megatron's is spawned: it imports the script once more
+        source = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nfrom setting import *\n\ndef main():\n"
+        source += textwrap.indent(textwrap.dedent(script), "    ")
+        source += '\nif __name__ == "__main__":\n    begin()\n    main()\n    end()\n'
+        done: list[subprocess.CompletedProcess[str]]
+        # the locks of processes that are killed stay; the name is short, as Megatron makes sockets there
+        done = ranks(n, source, *arguments, **{"timeout": SECONDS, "TMPDIR": str(tmp_path.parent), **options})
+        return done
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
+    """What a rank has said, by word."""
+
+    def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"word"')]
+        return {line["word"]: line["value"] for line in lines}
+
+    return read
