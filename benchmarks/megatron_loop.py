@@ -154,10 +154,11 @@ def _sync_tree(path: Path) -> None:
 
 def _without_cuda() -> None:
     """Let Megatron's save run on a CPU: it asks for the current device and waits for it."""
-    torch.cuda.current_device = lambda: "cpu"
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.set_device = lambda *_: None
-    torch.cuda.device_count = lambda: 1
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda *_: None
+    cuda.set_device = lambda *_: None
+    cuda.device_count = lambda: 1
 
 
 def main(arguments: Sequence[str]) -> None:
