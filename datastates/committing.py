@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,12 +281,18 @@ def _length(path: Path) -> int | None:
         return None
 
 
+def _lengths(paths: Sequence[Path]) -> list[int | None]:
+    try:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:  # a shared file system takes long for each
+            return list(pool.map(_length, paths))
+    except RuntimeError:  # the interpreter is ending, and starts no more threads
+        return list(map(_length, paths))
+
+
 def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifest.CatalogEntry:
     """Check that the ranks' containers are there and make one state, and write down which of them holds what."""
     paths = [pending.directory / vote.file for _, vote in sorted(votes.items())]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:  # a shared file system takes long for each
-        lengths = list(pool.map(_length, paths))
-    for (rank, vote), path, found in zip(sorted(votes.items()), paths, lengths, strict=True):
+    for (rank, vote), path, found in zip(sorted(votes.items()), paths, _lengths(paths), strict=True):
         if found != vote.nbytes:
             what = "is missing" if found is None else f"has {found} bytes, not the {vote.nbytes} that it wrote"
             raise CommitError(f"the container of rank {rank} {what}: {path}")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import datastates as ds
 from datastates import cli, directories, manifest
 from datastates.catalog import Catalog
 from datastates.claims import key_hash, object_hash
@@ -227,3 +228,25 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
         assert rank["leave"]["text"] == "'model/b': nobody holds elements 0 to 4 of 4"
         assert "error" not in rank["next"]
     assert_tidy(tmp_path / "run", 2)
+
+
+AT_ITS_END = """
+import os, sys
+import numpy as np
+import datastates as ds
+from datastates import _native
+from datastates.providers import from_state_dict
+
+rank = int(os.environ["RANK"])
+_native.arm_fault("sync", "delay", 500, 1, 1)
+ckpt = ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB", rank=rank, world_size=2)
+ckpt.snapshot([from_state_dict(f"own{rank}", {"a": np.full(1000, rank)})], step=1)
+# the script ends here: the interpreter's end waits for the commit
+"""
+
+
+def test_ranks_whose_scripts_have_ended_commit_all_the_same(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, AT_ITS_END, tmp_path / "checkpoints")
+    with ds.open(tmp_path / "checkpoints") as checkpoint:
+        assert checkpoint.step == 1
+        assert [int(checkpoint[f"own{rank}/a"][0]) for rank in (0, 1)] == [0, 1]
