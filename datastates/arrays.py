@@ -46,6 +46,8 @@ def kind_of(value: Any) -> str | None:
 
 
 def _is_plain_tensor(torch: Any, value: Any) -> bool:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) and value.numel() and not value.data_ptr():
+        return False  # it wraps others, and says only what it stands for
     return (
         (value.is_cpu or value.is_cuda)
         and value.layout is torch.strided

@@ -17,7 +17,7 @@ _SAME, _NEW = b"=", b"+"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Agreed:
+class Agreed:
     """What came out for the plans that have these digests.
 
     Attributes:
@@ -25,12 +25,14 @@ class _Agreed:
         digests: Those of all ranks', on the coordinator.
         plan: What this rank writes.
         metadata: What all of them make, on the coordinator.
+        items: How many items that are, of all ranks, on the coordinator.
     """
 
     digest: bytes
     digests: dict[int, bytes]
     plan: SavePlan
     metadata: Metadata | None
+    items: int
 
 
 class Planning:
@@ -40,7 +42,7 @@ class Planning:
         """Agree in that world; ``timeout`` in seconds for each wait."""
         self._world = world
         self._timeout = timeout
-        self._last: _Agreed | None = None
+        self._last: Agreed | None = None
 
     def agree(
         self,
@@ -48,7 +50,7 @@ class Planning:
         planner: SavePlanner,
         prepare: Callable[[], SavePlan],
         distribute: Callable[[list[SavePlan]], list[SavePlan]],
-    ) -> tuple[SavePlan, Metadata | None]:
+    ) -> Agreed:
         """Plan a save with all ranks, which call this together.
 
         One exchange of digests where no rank's plan has changed; otherwise a second one of the plans.
@@ -58,9 +60,6 @@ class Planning:
             planner: Makes the global plan, on the coordinator.
             prepare: Gives this rank's plan; what it raises is told to all ranks.
             distribute: What the storage writer makes of the plans of all, on the coordinator.
-
-        Returns:
-            What this rank is to write, and on the coordinator the checkpoint's metadata.
 
         Raises:
             CommitError: Planning failed on another rank; its own error is raised on a rank where it failed.
@@ -87,13 +86,14 @@ class Planning:
         answer = settle(self._world, f"{name}/digests", error, said, compare, timeout=self._timeout)
         if answer == _SAME:
             assert last is not None
-            return planner.finish_plan(last.plan), last.metadata
-        made: list[Metadata] = []
+            return last
+        self._last = None  # whoever does not hear what comes out now must not go by what came out before
+        made: list[tuple[Metadata, int]] = []
         asked = [planner]  # emptied below: an error's frames keep what closures hold
 
         def plan(plans: dict[int, bytes]) -> bytes:
             every, metadata = asked[0].create_global_plan([pickle.loads(plans[rank]) for rank in sorted(plans)])
-            made.append(metadata)
+            made.append((metadata, sum(len(each.items) for each in every)))
             return pickle.dumps(distribute(every))
 
         try:
@@ -101,8 +101,8 @@ class Planning:
         finally:
             asked.clear()
         own: SavePlan = pickle.loads(answer)[self._world.rank]
-        self._last = _Agreed(digest, told, own, made[0] if made else None)
-        return planner.finish_plan(own), self._last.metadata
+        self._last = Agreed(digest, told, own, *(made[0] if made else (None, 0)))
+        return self._last
 
     def decline(self, name: str, error: BaseException) -> None:
         """Tell all ranks that this one takes no part; raises ``error``."""

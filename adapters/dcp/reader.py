@@ -125,7 +125,8 @@ class DataStatesStorageReader(FileSystemReader):
                 f"{_name(item)}: {tuple(item.lengths)} of it go to a tensor of shape {tuple(target.shape)}"
             )
         dtype = getattr(torch, row.dtype.name)
-        landing = target if target.dtype == dtype else torch.empty(item.lengths, dtype=dtype)
+        is_memory = target.dtype == dtype and arrays.kind_of(target) is not None
+        landing = target if is_memory else torch.empty(item.lengths, dtype=dtype)
         live = arrays.destination(row.key, landing)
         offset = tuple(first + begin for first, begin in zip(row.box, item.storage_offsets, strict=True))
         reads.add(file.source, row, replace(live, global_shape=row.global_shape, offset=offset))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -26,7 +26,7 @@ from datastates import collector, dtensors, durable
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.file_writer import FileWriter, identity
 from datastates.adapters.dcp.items import results
-from datastates.adapters.dcp.planning import Planning
+from datastates.adapters.dcp.planning import Agreed, Planning
 from datastates.adapters.dcp.staging import Lazy, Staged
 from datastates.adapters.dcp.writer import DataStatesStorageWriter
 from datastates.agreement import text_of
@@ -34,7 +34,7 @@ from datastates.barrier import World, world_of
 from datastates.committing import Vote, is_told, settle
 from datastates.ending import Identity
 from datastates.engine import Engine, make_executor
-from datastates.errors import CommitError, DatastatesError, StorageError
+from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError, StorageError
 from datastates.futures import Snapshot
 from datastates.opened import open_container
 from datastates.saving import Running
@@ -104,8 +104,9 @@ class Session:
         """Meet the other ranks; ``directory`` only names where."""
         self._writer = writer
         self._timeout = writer.settings.rank_timeout
-        self._world = world_of(None, None, directory, self._timeout)
         executor = make_executor(writer.settings)
+        self._world = world_of(None, None, directory, self._timeout)
+        self._process = os.getpid()
         self._engine = Engine(executor, self._world, threads=_IN_FLIGHT, auto_gate=True)
         self._files = FileWriter(executor)
         self._planning = Planning(self._world, self._timeout)
@@ -127,7 +128,13 @@ class Session:
         return self.save_staged(staged, path, planner)
 
     def wait_for_room(self) -> None:
-        """Wait until one more save may be under way."""
+        """Wait until one more save may be under way.
+
+        Raises:
+            SnapshotAbandonedError: This process was forked off the one that saves.
+        """
+        if os.getpid() != self._process:
+            raise SnapshotAbandonedError("this process was forked off one that saves, and cannot save with it")
         while len(pending := self._engine.pending()) >= _IN_FLIGHT:
             pending[0].wait_ended()
 
@@ -159,12 +166,14 @@ class Session:
             meta = writer.storage_meta()
             # no closure: an error's frames keep what those hold
             prepare = partial(self._plan, staged, writer, planner, meta)
-            plan, metadata = self._planning.agree(turn.name, planner, prepare, writer.prepare_global_plan)
-            ending = DcpEnding(self._world, turn, path, metadata, meta, self._order, self._timeout)
+            agreed = self._planning.agree(turn.name, planner, prepare, writer.prepare_global_plan)
+            ending = DcpEnding(self._world, turn, path, agreed, meta, self._order, self._timeout)
             try:
+                plan = planner.finish_plan(agreed.plan)
                 ending.path = writer.new_file(plan)
                 running, ending.indices = self._files.begin(plan, planner, ending, staged.snapshot, staged.check)
             except BaseException as error:
+                staged.give_up(error)  # training is not to wait until the others have heard of it
                 ending.decline(error)
                 raise
             return running
@@ -173,6 +182,7 @@ class Session:
     def _plan(
         self, staged: Staged, writer: DataStatesStorageWriter, planner: SavePlanner, meta: StorageMeta | None
     ) -> SavePlan:
+        staged.check()
         planner.set_up_planner(staged.state_dict, meta, self._world.rank == 0)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -261,12 +271,12 @@ class DcpEnding:
         world: World,
         turn: _Turn,
         path: Path,
-        metadata: Metadata | None,
+        agreed: Agreed,
         meta: StorageMeta | None,
         order: _Order,
         timeout: float,
     ) -> None:
-        """End with the other ranks; ``metadata`` and ``order`` are the coordinator's."""
+        """End with the other ranks; ``order`` is the coordinator's."""
         self.path = path
         self._name = f"{turn.name}/commit"
         self._number = turn.number
@@ -275,7 +285,7 @@ class DcpEnding:
         self.committed: float | None = None
         self.indices: dict[str, MetadataIndex] = {}
         self._world = world
-        self._metadata = metadata
+        self._agreed = agreed
         self._meta = meta
         self._timeout = timeout
         self._voted = self._kept = False
@@ -291,13 +301,16 @@ class DcpEnding:
         uncertain: list[StorageError] = []
 
         def decide(told: dict[int, bytes]) -> bytes:
-            assert self._metadata is not None
+            metadata, planned = self._agreed.metadata, self._agreed.items
+            assert metadata is not None
             every = [pickle.loads(told[rank]) for rank in sorted(told)]
+            if (written := len({result.index for each in every for result in each})) != planned:
+                raise CommitError(f"{planned} items were planned, and the ranks have written {written}")
             with self._order.lock:
                 replaced = self._order.is_replaced(self._number, directory)
                 if not replaced:
                     place = directory / metadata_file.FILE
-                    _, error = metadata_file.publish(place, self._metadata, every, self._meta)
+                    _, error = metadata_file.publish(place, metadata, every, self._meta)
                     if error is not None:
                         uncertain.append(error)
                         return _UNCERTAIN + str(error).encode(errors="replace")

@@ -62,6 +62,7 @@ class Staged:
         """
         begin = time.monotonic()
         self._kept: list[tuple[str, torch.Tensor]] = list(kept or ())
+        self._devices: set[torch.device] = set()
         self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
         self._tensors = [tensor for _, tensor in self._kept]
         self._before = arrays.witness(self._tensors)
@@ -70,7 +71,7 @@ class Staged:
         self._latest = begin + grace
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._streams = _side_streams(self._tensors)
+        self._streams = _side_streams(self._devices | {tensor.device for tensor in self._tensors})
         self.snapshot = Snapshot(step, sum(tensor.nbytes for tensor in self._tensors), begin)
         self.snapshot.attach(self.wait_begun, dict, list)
         gate.guard(self.snapshot, automatic=True)
@@ -85,6 +86,7 @@ class Staged:
             if _is_watched(local) and lazy(path, local):
                 self._kept.append((path, local))
                 return value
+            self._devices.add(local.device)
             return value.detach().clone()
         if type(value) in (dict, OrderedDict):
             items = [(key, self._copied(f"{path}.{key}" if path else str(key), v, lazy)) for key, v in value.items()]
@@ -108,16 +110,12 @@ class Staged:
         """Begin to capture within this, on any thread: the copies wait for the work before staging, and for no other.
 
         Raises:
-            TornSnapshotError: The state has changed since it was staged.
             BaseException: What is raised inside; then nobody waits for the capture any longer.
         """
         try:
             with contextlib.ExitStack() as stack:
                 for stream in self._streams:
                     stack.enter_context(torch.cuda.stream(stream))
-                if (error := self.snapshot.exception()) is not None:  # given up: it may have changed by now
-                    raise error
-                self.check()
                 yield
         except BaseException as error:
             self.give_up(error)
@@ -125,7 +123,9 @@ class Staged:
         self._end()
 
     def check(self) -> None:
-        """Raise TornSnapshotError where the state has changed since it was staged."""
+        """Raise TornSnapshotError where the state has changed since it was staged, or why it was given up."""
+        if (error := self.snapshot.exception()) is not None:
+            raise error  # nobody has waited since
         versions, addresses = arrays.witness(self._tensors)
         changed = (versions != self._before[0]) | (addresses != self._before[1])
         if changed.any():
@@ -154,7 +154,7 @@ class Staged:
                     text = "the save ended before its state was captured: nothing was written of it"
                     self.give_up(DatastatesError(text))
                     self.snapshot.exception()  # who saved has an error of its own
-        return self._begun.is_set()
+        return self._begun.is_set() or self.snapshot.failed
 
     def wait_begun(self) -> None:
         """Wait until its capture has begun, or never will."""
@@ -191,14 +191,14 @@ def _is_watched(tensor: torch.Tensor) -> bool:
     return plain and arrays.kind_of(tensor) is not None
 
 
-def _side_streams(tensors: Sequence[torch.Tensor]) -> list[torch.cuda.Stream]:
+def _side_streams(devices: set[torch.device]) -> list[torch.cuda.Stream]:
     """For each device a stream that has waited for all work that was enqueued on the current one so far.
 
     The current device's too, whatever lies there: copies do.
     """
     streams = []
     current = arrays.current_device()
-    for device in {tensor.device.index for tensor in tensors if tensor.is_cuda} | {current} - {None}:
+    for device in {device.index for device in devices if device.type == "cuda"} | {current} - {None}:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         streams.append(stream)

@@ -206,6 +206,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         check = staged.check if staged else lambda: None
         try:
             with staged.capturing() if staged else contextlib.nullcontext():
+                check()
                 ending = FileEnding(self.new_file(plan), identity(self.save_id[:8]))
                 if self._files is None:
                     self._executor = make_executor(self.settings)

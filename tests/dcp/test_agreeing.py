@@ -17,7 +17,7 @@ from datastates import _native, faults
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.agreement import BoardWorld
-from datastates.errors import CommitError, RanksMissingError, StorageError
+from datastates.errors import CommitError, RanksMissingError, StorageError, UnreachableError
 from states import SMALL, Parts, files, loaded, problems, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
@@ -125,6 +125,30 @@ def test_one_ranks_change_makes_all_plan_anew(
     assert [name for name in agreed if name.endswith("plans")] == ["dcp/0/plans", "dcp/1/plans", "dcp/3/plans"]
 
 
+def test_a_rank_that_misses_a_plan_does_not_go_by_the_one_before(
+    together: Together, writers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What had been another rank's by that plan would be written by nobody."""
+    assert save(together, writers, tmp_path / "0") == [None] * RANKS
+
+    def change(rank: int, state: dict[str, Any]) -> None:
+        if rank == 0:  # planned in another order: what is alike goes to other ranks
+            state["w"] = state.pop("w")
+
+    agree = BoardWorld.agree
+
+    def missing(self: BoardWorld, name: str, *args: Any, **kwargs: Any) -> bytes:
+        answer = agree(self, name, *args, **kwargs)
+        if self.rank == 1 and name == "dcp/1/plans":
+            raise UnreachableError("the answer did not arrive")
+        return answer
+
+    monkeypatch.setattr(BoardWorld, "agree", missing)
+    assert None not in save(together, writers, tmp_path / "1", 1.0, change)
+    assert save(together, writers, tmp_path / "2", 2.0, change) == [None] * RANKS
+    same(loaded(tmp_path / "2", whole()), whole(2.0))
+
+
 class Failing(DefaultSavePlanner):
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -140,6 +164,11 @@ class Failing(DefaultSavePlanner):
             raise ValueError("my own reason")
         return super().create_global_plan(all_plans)
 
+    def finish_plan(self, new_plan: Any) -> Any:
+        if self.where == "finish":
+            raise ValueError("my own reason")
+        return super().finish_plan(new_plan)
+
     def resolve_data(self, write_item: Any) -> Any:
         if self.where == "data" and write_item.index.fqn == "w":
             raise ValueError("my own reason")
@@ -148,7 +177,7 @@ class Failing(DefaultSavePlanner):
 
 @pytest.mark.parametrize(
     ("where", "victim"),
-    [("global", 0), *((where, victim) for where in ("local", "data", "write", "copy") for victim in (0, 1))],
+    [("global", 0), *((where, victim) for where in ("local", "finish", "data", "write", "copy") for victim in (0, 1))],
 )
 @pytest.mark.parametrize("there", [False, True], ids=["alone", "over another"])
 def test_whoever_fails_all_are_told_and_nothing_changes(
