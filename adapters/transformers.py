@@ -20,6 +20,7 @@ from datastates.committing import settle
 from datastates.futures import Snapshot
 
 _log = logging.getLogger("datastates")
+_OLD = "-old"
 _METHODS = ("_get_output_dir", "_load_best_model", "_save", "_save_checkpoint", "_save_rng_state", "_save_scaler")
 
 
@@ -54,6 +55,10 @@ def attach(trainer: Any, **options: Any) -> TrainerCheckpoints:
         (trainer.is_deepspeed_enabled, 'with DeepSpeed, give its JSON file the entry "datastates_ckpt" instead'),
         (trainer.is_fsdp_enabled, "with FSDP the Trainer writes files of torch.distributed.checkpoint"),
         (getattr(trainer, "is_distributed_loading_by_transformers", False), "the model was sharded as it was loaded"),
+        (
+            not hasattr(trainer_utils, "rotate_checkpoints"),
+            "this version of transformers deletes old ones in another way",
+        ),
         (args.push_to_hub, "push_to_hub copies files before they are written"),
         (args.save_on_each_node and args.world_size > 1, "save_on_each_node: each node's folder is one of its own"),
     ):
@@ -127,6 +132,12 @@ class TrainerCheckpoints:
         if world.rank == 0 and root not in self._swept:
             self._swept.add(root)
             for left in set(root.glob(f".{trainer_utils.PREFIX_CHECKPOINT_DIR}-*.partial-*")) - {staged}:
+                if (
+                    left.name.endswith(_OLD)
+                    and not (replaced := root / left.name[1:].partition(".partial-")[0]).exists()
+                ):
+                    _put_back(left, replaced)  # the run ended between two renames
+                    continue
                 _log.warning("removing what an interrupted run left: %s", left)
                 shutil.rmtree(left, ignore_errors=True)
         if state.best_global_step:
@@ -143,13 +154,20 @@ class TrainerCheckpoints:
 
         def publish(votes: dict[int, bytes]) -> bytes:
             del votes
-            old = staged.with_name(f"{staged.name}-old")
+            old = staged.with_name(staged.name + _OLD)
             if final.exists():
                 os.rename(final, old)
-            os.rename(staged, final)
+            try:
+                os.rename(staged, final)
+            except OSError:
+                _put_back(old, final)
+                raise
             durable.sync_directory(root)
             shutil.rmtree(old, ignore_errors=True)
-            trainer_utils.rotate_checkpoints(str(root), limit, kept and str(Path(kept).absolute()), use_mtime=True)
+            try:
+                trainer_utils.rotate_checkpoints(str(root), limit, kept and str(Path(kept).absolute()), use_mtime=True)
+            except OSError as error:  # this checkpoint stands
+                _log.warning("an old checkpoint could not be deleted: %s", error)
             return b""
 
         def end(failure: BaseException | None) -> None:
@@ -206,6 +224,11 @@ class TrainerCheckpoints:
             trainer.state.save_to_json(str(folder / "trainer_state.json"))
 
 
+def _put_back(old: Path, final: Path) -> None:
+    if old.exists():
+        os.rename(old, final)
+
+
 def _is_state(key: str, _: torch.Tensor) -> bool:
     return key.startswith("state/")  # a scheduler changes what is in the groups
 
@@ -214,7 +237,10 @@ def _synced(folder: Path) -> BaseException | None:
     """Put this rank's small files on stable storage; what kept them from it."""
     try:
         for path in (folder, *folder.rglob("*")):
-            fd = os.open(path, os.O_RDONLY)
+            try:
+                fd = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:  # another rank's, which is still at it
+                continue
             try:
                 os.fsync(fd)
             finally:
