@@ -72,9 +72,18 @@ format: .venv/installed ## Format Python and C++ in place
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(HEADERS) $(SOURCES)
 
-.PHONY: python-test
+FRAMEWORKS := $(wildcard $(patsubst adapters/%,tests/%,$(basename $(wildcard adapters/*))) tests/torchtitan)
+
+# Two at once: much of the time they wait for processes to start, and for each other's ends.
+.PHONY: python-test core-test frameworks-test
 python-test: .venv/installed ## The Python tests, against the installed package
-	$(BIN)/pytest
+	$(MAKE) --no-print-directory --output-sync=target -j2 frameworks-test core-test
+
+core-test: .venv/installed
+	$(BIN)/pytest $(addprefix --ignore=,$(FRAMEWORKS))
+
+frameworks-test: .venv/installed
+	$(BIN)/pytest $(FRAMEWORKS)
 
 .PHONY: native-test
 native-test: ctest-plain ## The C++ tests
