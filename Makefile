@@ -72,7 +72,7 @@ format: .venv/installed ## Format Python and C++ in place
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(HEADERS) $(SOURCES)
 
-FRAMEWORKS := $(wildcard $(patsubst adapters/%,tests/%,$(basename $(wildcard adapters/*))) tests/torchtitan)
+FRAMEWORKS := $(wildcard $(addprefix tests/,dcp deepspeed lightning megatron torchtitan transformers))
 
 # Two at once: much of the time they wait for processes to start, and for each other's ends.
 .PHONY: python-test core-test frameworks-test
