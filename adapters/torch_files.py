@@ -18,7 +18,7 @@ from datastates import container, gate, loading
 from datastates.adapters.map_location import placed
 from datastates.barrier import SoloWorld
 from datastates.config import IoSettings
-from datastates.ending import FileEnding, Identity
+from datastates.ending import FileEnding, identity_alone
 from datastates.engine import Engine, make_executor
 from datastates.errors import FormatError, SnapshotAbandonedError
 from datastates.futures import Snapshot
@@ -61,10 +61,10 @@ class _Held(TreeProvider):
         return isinstance(array, torch.Tensor) and self.lazy(key, array)
 
     def match(self, stored: object, saved: Saved) -> NoReturn:
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name!r}: its framework puts it back")
 
     def accept(self, value: Any) -> NoReturn:
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name!r}: its framework puts it back")
 
 
 class TorchFiles:
@@ -128,8 +128,8 @@ class TorchFiles:
         held.state, held.lazy = state, lazy
         try:
             collected = saver.collect([held])
-            identity: Identity = {"step": 0, "rank": 0, "world_size": 1, "attempt": secrets.token_hex(4)}
-            return engine.take_file(saver, collected, FileEnding(path, identity), 0, begin=begin)
+            ending = FileEnding(path, identity_alone(secrets.token_hex(4)))
+            return engine.take_file(saver, collected, ending, 0, begin=begin)
         finally:
             held.state, held.lazy = None, lambda *_: False
 

@@ -15,6 +15,11 @@ from datastates.committing import Ballot, Vote
 Identity = dict[str, int | str]
 
 
+def identity_alone(attempt: str) -> Identity:
+    """What the index of a file says that is part of no checkpoint of this package's own kind."""
+    return {"step": 0, "rank": 0, "world_size": 1, "attempt": attempt}
+
+
 class Ending(Protocol):
     """What a snapshot needs to know of its end. Used by one thread at a time.
 

@@ -9,15 +9,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from datastates import collector
 from datastates.adapters.dcp.items import ItemsProvider
-from datastates.ending import Ending, Identity
+from datastates.ending import Ending
 from datastates.executor import Executor
 from datastates.futures import Snapshot
 from datastates.saving import Running, Saver
-
-
-def identity(attempt: str) -> Identity:
-    """What a file's index says of it: it is part of no checkpoint of this package's own kind."""
-    return {"step": 0, "rank": 0, "world_size": 1, "attempt": attempt}
 
 
 class FileWriter:

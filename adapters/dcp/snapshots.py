@@ -6,37 +6,29 @@ import contextlib
 import copy
 import itertools
 import os
-import pickle
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
-from datastates import collector, dtensors, durable
-from datastates.adapters.dcp import metadata_file
-from datastates.adapters.dcp.file_writer import FileWriter, identity
-from datastates.adapters.dcp.items import results
-from datastates.adapters.dcp.planning import Agreed, Planning
+from datastates import collector, dtensors
+from datastates.adapters.dcp.ending import IN_FLIGHT, DcpEnding, Order, Turn
+from datastates.adapters.dcp.file_writer import FileWriter
+from datastates.adapters.dcp.planning import Planning
 from datastates.adapters.dcp.staging import Lazy, Staged
 from datastates.adapters.dcp.writer import DataStatesStorageWriter
 from datastates.agreement import text_of
-from datastates.barrier import World, world_of
-from datastates.committing import Vote, is_told, settle
-from datastates.ending import Identity
+from datastates.barrier import world_of
 from datastates.engine import Engine, make_executor
-from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError, StorageError
+from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError
 from datastates.futures import Snapshot
-from datastates.opened import open_container
 from datastates.saving import Running
 
 
@@ -85,10 +77,6 @@ def async_save(
             session.close_later()
 
 
-_IN_FLIGHT = 2
-"""Saves that may be under way at once; a further one waits for the first of them."""
-
-
 def session_of(writer: DataStatesStorageWriter, directory: Path) -> Session:
     """What a writer keeps from one save to the next, made by the first."""
     if writer.session is None:
@@ -107,10 +95,10 @@ class Session:
         executor = make_executor(writer.settings)
         self._world = world_of(None, None, directory, self._timeout)
         self._process = os.getpid()
-        self._engine = Engine(executor, self._world, threads=_IN_FLIGHT, auto_gate=True)
+        self._engine = Engine(executor, self._world, threads=IN_FLIGHT, auto_gate=True)
         self._files = FileWriter(executor)
         self._planning = Planning(self._world, self._timeout)
-        self._order = _Order()
+        self._order = Order()
         self._numbers = itertools.count()
         self._before = threading.Event()
         self._before.set()
@@ -135,13 +123,13 @@ class Session:
         """
         if os.getpid() != self._process:
             raise SnapshotAbandonedError("this process was forked off one that saves, and cannot save with it")
-        while len(pending := self._engine.pending()) >= _IN_FLIGHT:
+        while len(pending := self._engine.pending()) >= IN_FLIGHT:
             pending[0].wait_ended()
 
-    def _next_turn(self) -> _Turn:
+    def _next_turn(self) -> Turn:
         number = next(self._numbers)
         before, self._before = self._before, threading.Event()
-        return _Turn(f"dcp/{number}", number, before, self._before)
+        return Turn(f"dcp/{number}", number, before, self._before)
 
     def save_staged(self, staged: Staged, path: Path, planner: SavePlanner) -> Snapshot:
         """Begin to save what is staged; what fails from here on lands on its snapshot."""
@@ -157,7 +145,7 @@ class Session:
         return staged.snapshot
 
     def _begin(
-        self, staged: Staged, writer: DataStatesStorageWriter, path: Path, planner: SavePlanner, turn: _Turn
+        self, staged: Staged, writer: DataStatesStorageWriter, path: Path, planner: SavePlanner, turn: Turn
     ) -> Running:
         """Plan a save with the other ranks and begin to write; all ranks do that in the order of the calls."""
         with turn, staged.capturing():
@@ -186,7 +174,7 @@ class Session:
         planner.set_up_planner(staged.state_dict, meta, self._world.rank == 0)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    def _decline(self, turn: _Turn, error: BaseException) -> None:
+    def _decline(self, turn: Turn, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this one takes no part in a save."""
         told = CommitError(text_of(error))
 
@@ -206,22 +194,6 @@ class Session:
         self._engine.close_later()
 
 
-@dataclass(slots=True)
-class _Turn:
-    """The place of a save among those of its session: within it the one before has begun, and the next one waits."""
-
-    name: str
-    number: int
-    before: threading.Event
-    after: threading.Event
-
-    def __enter__(self) -> None:
-        self.before.wait()
-
-    def __exit__(self, *_: object) -> None:
-        self.after.set()
-
-
 class _Once:
     """Something to be called once, and forgotten with all that it holds: frames of its caller may stay."""
 
@@ -237,118 +209,8 @@ class _Once:
             del begin
 
 
-class _Order:
-    """The last checkpoints that this rank has committed: their numbers, and where they are."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._last: deque[tuple[int, Path]] = deque(maxlen=_IN_FLIGHT)
-
-    def is_replaced(self, number: int, directory: Path) -> bool:
-        """Whether one of a later call is there already."""
-        return any(n > number and place == directory for n, place in self._last)
-
-    def add(self, number: int, directory: Path) -> None:
-        """Note that one was committed."""
-        self._last.append((number, directory))
-
-
 def _lazy(state_dict: dict[str, Any], chosen: Lazy) -> Lazy:
     """What was chosen, but for buffers of modules: a forward pass may change those."""
     modules = [value for value in state_dict.values() if isinstance(value, torch.nn.Module)]
     buffers = {dtensors.local(b).untyped_storage().data_ptr() for module in modules for b in module.buffers()}
     return lambda name, tensor: tensor.untyped_storage().data_ptr() not in buffers and chosen(name, tensor)
-
-
-_REPLACED, _UNCERTAIN = b"r", b"u"  # what an answer begins with, where it is not that all is well
-
-
-class DcpEnding:
-    """One rank's file of a checkpoint, which ``.metadata`` commits. See :class:`~datastates.ending.Ending`."""
-
-    def __init__(
-        self,
-        world: World,
-        turn: _Turn,
-        path: Path,
-        agreed: Agreed,
-        meta: StorageMeta | None,
-        order: _Order,
-        timeout: float,
-    ) -> None:
-        """End with the other ranks; ``order`` is the coordinator's."""
-        self.path = path
-        self._name = f"{turn.name}/commit"
-        self._number = turn.number
-        self._order = order
-        self.identity: Identity = identity(world.token(self._name))
-        self.committed: float | None = None
-        self.indices: dict[str, MetadataIndex] = {}
-        self._world = world
-        self._agreed = agreed
-        self._meta = meta
-        self._timeout = timeout
-        self._voted = self._kept = False
-
-    def commit(self, vote: Vote) -> Path:
-        """Tell the coordinator where everything is; raises as :func:`~datastates.committing.settle` does."""
-        del vote
-        directory = self.path.parent
-        durable.sync_directory(directory)
-        found = pickle.dumps(results(self.indices, open_container(self.path)))
-        if not self.indices:  # the checkpoint has no part of this rank
-            self.path.unlink()
-        uncertain: list[StorageError] = []
-
-        def decide(told: dict[int, bytes]) -> bytes:
-            metadata, planned = self._agreed.metadata, self._agreed.items
-            assert metadata is not None
-            every = [pickle.loads(told[rank]) for rank in sorted(told)]
-            if (written := len({result.index for each in every for result in each})) != planned:
-                raise CommitError(f"{planned} items were planned, and the ranks have written {written}")
-            with self._order.lock:
-                replaced = self._order.is_replaced(self._number, directory)
-                if not replaced:
-                    place = directory / metadata_file.FILE
-                    _, error = metadata_file.publish(place, metadata, every, self._meta)
-                    if error is not None:
-                        uncertain.append(error)
-                        return _UNCERTAIN + str(error).encode(errors="replace")
-                    self._order.add(self._number, directory)
-            self.committed = time.monotonic()
-            return _REPLACED if replaced else b""
-
-        self._voted = True
-        try:
-            answer = settle(self._world, self._name, None, found, decide, timeout=self._timeout)
-        except DatastatesError as error:
-            if self.committed is None and not uncertain and (self._world.rank == 0 or is_told(error)):
-                raise
-            # not known here, but it may stand: then its files do, too
-            self._kept = True
-            if self.committed is None and (uncertain or not self._stands()):
-                raise
-            return directory
-        if answer == _REPLACED:
-            self.abandon()
-        elif answer:  # it stands, and a power failure may undo that
-            self._kept = True
-            raise uncertain[0] if uncertain else CommitError(answer[1:].decode())
-        return directory
-
-    def _stands(self) -> bool:
-        stored = metadata_file.read(self.path.parent / metadata_file.FILE)
-        return self.path.name in metadata_file.files(stored)
-
-    def abandon(self) -> None:
-        """Remove the file, unless the checkpoint may have become one."""
-        if not self._kept:
-            with contextlib.suppress(OSError):  # its writer's error is what is told
-                self.path.unlink()
-
-    def decline(self, error: BaseException) -> None:
-        """Tell the other ranks, unless they know."""
-        if not self._voted and self._world.size > 1:
-            self._voted = True
-            with contextlib.suppress(Exception):  # this rank's own error is what is told
-                settle(self._world, self._name, error, b"", lambda _: b"", timeout=self._timeout)

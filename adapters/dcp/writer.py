@@ -19,11 +19,11 @@ from torch.futures import Future
 
 from datastates import durable
 from datastates.adapters.dcp import metadata_file
-from datastates.adapters.dcp.file_writer import FileWriter, identity
+from datastates.adapters.dcp.file_writer import FileWriter
 from datastates.adapters.dcp.items import results
 from datastates.adapters.dcp.staging import Held, Lazy, Staged, is_large
 from datastates.config import IoSettings
-from datastates.ending import FileEnding
+from datastates.ending import FileEnding, identity_alone
 from datastates.engine import make_executor
 from datastates.errors import DatastatesError
 from datastates.executor import Executor
@@ -207,7 +207,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         try:
             with staged.capturing() if staged else contextlib.nullcontext():
                 check()
-                ending = FileEnding(self.new_file(plan), identity(self.save_id[:8]))
+                ending = FileEnding(self.new_file(plan), identity_alone(self.save_id[:8]))
                 if self._files is None:
                     self._executor = make_executor(self.settings)
                     self._files = FileWriter(self._executor)

@@ -21,7 +21,7 @@ from datastates.adapters.deepspeed.saves import Save, debris, partial
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.deepspeed.state_file import StateFileProvider, buffer_storages
 from datastates.barrier import SoloWorld, World, world_of
-from datastates.ending import FileEnding, Identity
+from datastates.ending import FileEnding, identity_alone
 from datastates.engine import Engine, make_executor
 from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
 from datastates.saving import Saver
@@ -177,8 +177,7 @@ class CheckpointEngine:
         writer.provider.hold(state_dict, buffers)
         try:
             collected = writer.saver.collect([writer.provider])
-            identity: Identity = {"step": 0, "rank": 0, "world_size": 1, "attempt": save.attempt}
-            ending = FileEnding(partial(final, save.attempt), identity)
+            ending = FileEnding(partial(final, save.attempt), identity_alone(save.attempt))
             save.add(self._engine.take_file(writer.saver, collected, ending, 0, begin=begin), final)
         finally:
             writer.provider.let_go()
