@@ -194,7 +194,10 @@ def main(arguments: Sequence[str]) -> None:
             break
         for name, (saver, loader) in systems.items():
             folder = chosen.directory / f"{name}-{number}"
-            found["samples"][name].append(measure(loop, folder, saver, loader, chosen.period))
+            sample = measure(loop, folder, saver, loader, chosen.period)
+            found["samples"][name].append(sample)
+            if dist.get_rank() == 0:
+                print(f"{name:12}", _in_words(sample), flush=True)
     if dist.get_rank() == 0:
         _print(found)
         if chosen.json:
@@ -208,7 +211,11 @@ def _print(found: dict[str, Any]) -> None:
     print(f"{found['ranks']} ranks, {found['nbytes'] / 1e9:.2f} GB; medians, seconds")
     for name, samples in found["samples"].items():
         medians = {key: statistics.median(sample[key] for sample in samples) for key in samples[0]}
-        print(f"{name:12}", "  ".join(f"{key} {value:.3f}" for key, value in medians.items()), f"({len(samples)})")
+        print(f"{name:12}", _in_words(medians), f"({len(samples)})")
+
+
+def _in_words(sample: dict[str, float]) -> str:
+    return "  ".join(f"{key} {value:.3f}" for key, value in sample.items())
 
 
 if __name__ == "__main__":
