@@ -11,7 +11,7 @@ from datastates import container, directories, manifest, planner
 from datastates.errors import CorruptError, FormatError, StorageError
 from datastates.executor import read_bytes
 from datastates.index import Index, StoredObject
-from datastates.plan import Chunks
+from datastates.plan import U64, Chunks
 from datastates.protocol import full_key
 
 
@@ -24,6 +24,11 @@ class Container:
     index: Index
     index_crc: int
     index_offset: int
+
+    @property
+    def data_offset(self) -> U64:
+        """Where each storage record's data begins, in file order."""
+        return self.index.data_offset
 
     def name_record(self, record: int) -> str:
         """The keys that lie in a storage record, for an error about it."""

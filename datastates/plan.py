@@ -106,19 +106,21 @@ NO_RUNS = DigestRuns(0, np.zeros(0, np.int32), _NONE, _NONE, _NONE, _NONE, _NONE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """The checksummed chunks of a container's records, in file order; lengths and offsets in bytes.
+    """The chunks of a file's records that are checksummed each, in file order; lengths and offsets in bytes.
 
     Attributes:
         record: Which record a chunk belongs to.
         offset: Where in the file it begins.
         length: Its length.
         crc: Its CRC-32.
+        checked: Whether the checksums are known; of files of others they are not.
     """
 
     record: I32
     offset: U64
     length: U64
     crc: U32
+    checked: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -189,6 +189,9 @@ def plan_read(
     which. Only the frames between wanted records that stand next to each other are read over whatever they amount to: a
     file of many small records consists of them.
 
+    Of chunks without checksums the wanted bytes alone are read, and gaps of as many bytes in all: half of the columns
+    of a matrix are many stretches, and cost by their number.
+
     A large record that goes to host memory has extents of its own, so that it can be read straight into place. Small
     stretches with gaps between them that are not read over share an extent.
 
@@ -199,8 +202,8 @@ def plan_read(
         dest_offset: Where in the destination it goes.
         dest_nbytes: Length of each destination.
         in_place: For each destination, 1 where the storage can be read straight into it.
-        whole: For each destination, 1 where all that it gets must be verified, whatever that takes.
-        chunks: The container's chunks.
+        whole: For each destination, 1 where all that it gets must be verified, whatever that takes, if it can be.
+        chunks: The file's chunks.
         extent_nbytes: The longest extent, at least one chunk and a gap.
         spare_nbytes: Bytes that may be read in vain in any case, so that little states are verified as a whole.
     """
@@ -218,17 +221,21 @@ def plan_read(
     w_begin, w_end = chunk_begin[wanted], chunk_end[wanted]
 
     bounds = w_begin, w_end, wanted
-    verified = np.ones(len(wanted), bool)
+    verified = np.full(len(wanted), chunks.checked)
     left = max(needed // WASTE, spare_nbytes) - int((w_begin[1:] - w_end[:-1])[np.diff(wanted) == 1].sum())
     wasted = int((w_end - w_begin).sum()) - needed
-    if wasted > left and wasted > 0:
+    if not chunks.checked:
+        left, wasted = needed, 0
+        bounds, verified = _segments(stretches, bounds, verified)
+    elif wasted > left and wasted > 0:
         must = _coverage(first, last, len(chunk_begin), whole[dest[order]].astype(np.int64))[wanted] > 0
         verified, wasted = _choose(w_end - w_begin, bytes_between(*stretches, w_begin, w_end), must, left)
         bounds, verified = _segments(stretches, bounds, verified)
     s_begin, s_end, s_chunk = bounds
     record = chunks.record[s_chunk]
     straight = _coverage(first, last, len(chunk_begin), in_place[dest[order]].astype(np.int64)) > 0
-    bridged = _bridges(s_begin, s_end, s_chunk, verified, left - wasted)
+    complete = (s_begin == chunk_begin[s_chunk]) & (s_end == chunk_end[s_chunk])
+    bridged = _bridges(s_begin, s_end, s_chunk, complete, left - wasted)
     starts = _extent_starts(s_begin, s_end, record, straight[s_chunk], bridged, extent_nbytes)
     extent_begin = s_begin[starts]
     extent_end = s_end[np.append(starts[1:] - 1, len(s_begin) - 1)[: len(starts)]]
@@ -328,10 +335,13 @@ def _segments(
     return (all_begin[order], all_end[order], numbers[order]), is_chunk[order]
 
 
-def _bridges(begin: np.ndarray, end: np.ndarray, chunk: np.ndarray, verified: np.ndarray, left: int) -> np.ndarray:
-    """Which gaps between segments to read over: frames, and as many more, the shortest first, as ``left`` allows."""
+def _bridges(begin: np.ndarray, end: np.ndarray, chunk: np.ndarray, complete: np.ndarray, left: int) -> np.ndarray:
+    """Which gaps between segments to read over: frames, and as many more, the shortest first, as ``left`` allows.
+
+    Frames lie between segments that are ``complete`` chunks; all those that are verified are.
+    """
     gap = begin[1:] - end[:-1]
-    frame = verified[1:] & verified[:-1] & (np.diff(chunk) == 1)
+    frame = complete[1:] & complete[:-1] & (np.diff(chunk) == 1)
     bridged = (gap <= GAP) & (frame | (gap == 0))
     more = np.flatnonzero((gap <= GAP) & ~bridged)
     more = more[np.argsort(gap[more], kind="stable")]

@@ -1,17 +1,40 @@
-"""What is to be read of one container, and where it goes: what a read is planned from."""
+"""What is to be read of one file, and where it goes: what a read is planned from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from datastates import planner
 from datastates.executor import Columns, columns
-from datastates.opened import Container
-from datastates.plan import I32, I64, U64, ReadPlan
+from datastates.plan import I32, I64, U64, Chunks, ReadPlan
 from datastates.protocol import HOST, Buffer
+
+
+class Source(Protocol):
+    """A file of records that can be read from: a :class:`~datastates.opened.Container`, or one that others wrote."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+
+    @property
+    def data_offset(self) -> U64:
+        """Where each record's data begins, ascending."""
+
+    def name_record(self, record: int) -> str:
+        """The keys that lie in a record, for an error about it."""
+
+    def chunks(self, first: int, last: int) -> Chunks:
+        """The chunks of the records from ``first`` to before ``last``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,10 +70,10 @@ class Ranges:
 
 @dataclass(slots=True, eq=False)
 class ReadQueue:
-    """What is to be read of one container. Destinations are the whole arrays, then the buffers.
+    """What is to be read of one file. Destinations are the whole arrays, then the buffers.
 
     Attributes:
-        source: The container.
+        source: The file.
         whole_arrays: Arrays that are read as they are.
         owners: What keeps their memory alive.
         keys: For each buffer, the full key of what it gets, if it is an array.
@@ -62,7 +85,7 @@ class ReadQueue:
         seen: Buffers that are queued, by place in the file and in memory.
     """
 
-    source: Container
+    source: Source
     whole_arrays: list[Ranges] = field(default_factory=list)
     owners: list[object] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
@@ -135,7 +158,7 @@ class ReadQueue:
         """How to read it; arguments as of :func:`~datastates.planner.plan_read`."""
         arrays, (_, device, _) = self._joined(), self.memory
         dest, offset, at, length = self.ranges()
-        record = np.searchsorted(self.source.index.data_offset, offset.astype(np.uint64), side="right") - 1
+        record = np.searchsorted(self.source.data_offset, offset.astype(np.uint64), side="right") - 1
         first, last = (int(record.min()), int(record.max()) + 1) if len(record) else (0, 0)
         return planner.plan_read(
             file_offset=offset.astype(np.uint64),

@@ -1,4 +1,4 @@
-"""Arrays out of containers, read into live ones: planner and executor on the way up."""
+"""Arrays out of files, read into live ones: planner and executor on the way up."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import numpy as np
 
 from datastates import arrays, dtensors, parts
 from datastates.executor import Executor, ReadJob
-from datastates.opened import Container
 from datastates.parts import Block
 from datastates.plan import I64
 from datastates.protocol import HOST, ArrayRef, Buffer, Shard, span
-from datastates.read_queue import Ranges, ReadQueue
+from datastates.read_queue import Ranges, ReadQueue, Source
 from datastates.shard_table import Row
 from datastates.stored_rows import reference
 
@@ -27,7 +26,7 @@ SMALL_COPY = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What was read, of all containers.
+    """What was read, of all files.
 
     Attributes:
         needed_nbytes: Bytes of the files that were wanted, each counted once.
@@ -43,7 +42,7 @@ class Tally:
 
 
 class Reads:
-    """Arrays to be read out of containers: straight into memory where the layout allows, else by way of a copy.
+    """Arrays to be read out of files: straight into memory where the layout allows, else by way of a copy.
 
     Not thread-safe.
     """
@@ -51,21 +50,21 @@ class Reads:
     def __init__(self, *, in_full: bool = False) -> None:
         """``in_full``: verify all that is read, whatever has to be read for that."""
         self._in_full = in_full
-        self._queues: dict[Container, ReadQueue] = {}
+        self._queues: dict[Source, ReadQueue] = {}
         self._copies: list[tuple[Any, Any]] = []
         self._jobs: list[ReadJob] = []
         self._loose: set[str] = set()
 
-    def _queue(self, source: Container) -> ReadQueue:
+    def _queue(self, source: Source) -> ReadQueue:
         queue = self._queues.get(source)
         if queue is None:
             queue = self._queues[source] = ReadQueue(source)
         return queue
 
-    def add(self, source: Container, row: Row, shard: Shard) -> None:
+    def add(self, source: Source, row: Row, shard: Shard) -> None:
         """Read of a stored row what a live shard of the same logical tensor has of it; of the same dtype.
 
-        The shard's other elements are left as they are: they are for the rows of other containers. Row and shard may
+        The shard's other elements are left as they are: they are for the rows of other files. Row and shard may
         have any strides.
 
         Raises:
@@ -78,11 +77,11 @@ class Reads:
         else:
             self._add_part(self._queue(source), row, shard)
 
-    def add_memory(self, source: Container, offset: int, place: Buffer) -> None:
+    def add_memory(self, source: Source, offset: int, place: Buffer) -> None:
         """Read as many bytes as the memory has from an offset of the file, all verified."""
         self._queue(source).add("", offset, place, whole=True)
 
-    def add_arrays(self, source: Container, ranges: Ranges, owners: object) -> None:
+    def add_arrays(self, source: Source, ranges: Ranges, owners: object) -> None:
         """Read many whole arrays, all verified; ``owners`` keep the memory that they go to."""
         queue = self._queue(source)
         queue.whole_arrays.append(ranges)
@@ -94,7 +93,7 @@ class Reads:
             landing = arrays.empty(reference(row))
             self._copies.append((shard.source, landing))
             place = replace(arrays.memory(landing), nbytes=span(row.shape, row.stride) * row.dtype.itemsize)
-        offset = int(queue.source.index.data_offset[row.record]) + row.offset
+        offset = int(queue.source.data_offset[row.record]) + row.offset
         queue.add(row.key, offset, place, whole=row.flat is None and row.shape == row.global_shape)
 
     def _add_part(self, queue: ReadQueue, row: Row, shard: Shard) -> None:
@@ -104,7 +103,7 @@ class Reads:
         if place is not None and contiguous:
             source_at, dest_at, length = (n * itemsize for n in parts.intersect(stored, wanted))
             if place.device == HOST or len(length) < 2 or length.mean() >= SMALL_COPY:
-                offset = source_at + (int(queue.source.index.data_offset[row.record]) + row.offset)
+                offset = source_at + (int(queue.source.data_offset[row.record]) + row.offset)
                 queue.add_runs(row.key, place, offset, dest_at, length)
                 return
         for block in parts.blocks(stored, wanted):
@@ -118,7 +117,7 @@ class Reads:
         landing = arrays.empty(ArrayRef(row.key, shard.kind, row.dtype.name, block.size, stride))
         memory = replace(arrays.memory(landing), nbytes=int(length.sum()) * itemsize)
         first = sum(b * s for b, s in zip(block.source, row.stride, strict=True))
-        offset = (at + first) * itemsize + (int(queue.source.index.data_offset[row.record]) + row.offset)
+        offset = (at + first) * itemsize + (int(queue.source.data_offset[row.record]) + row.offset)
         queue.add_runs(row.key, memory, offset, (np.cumsum(length) - length) * itemsize, length * itemsize)
         self._copies.append((_region(shard, block), landing))
 
@@ -145,8 +144,8 @@ class Reads:
             if device[i] == device[furthest]:
                 shared = begin[i] < end[furthest] and length[i]
                 if shared and (origin[:, i] != origin[:, furthest]).any():
-                    source: Container = list(self._queues)[number[i]]
-                    return source.name_record(int(np.searchsorted(source.index.data_offset, offset[i], "right")) - 1)
+                    source: Source = list(self._queues)[number[i]]
+                    return source.name_record(int(np.searchsorted(source.data_offset, offset[i], "right")) - 1)
                 if end[i] <= end[furthest]:
                     continue
             furthest = i
@@ -155,7 +154,7 @@ class Reads:
     def start(self, executor: Executor) -> None:
         """Begin to read, verified as far as :func:`~datastates.planner.plan_read` says; :meth:`finish` is to follow.
 
-        All containers are read at once.
+        All files are read at once.
         """
         queues = [queue for queue in self._queues.values() if queue.buffers or queue.whole_arrays]
         spare = SMALL_STATE // len(queues) if queues and self.nbytes < SMALL_STATE else 0

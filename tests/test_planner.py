@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,17 +83,25 @@ def test_records_that_go_to_a_device_share_extents() -> None:
 
 
 def read_plan(
-    records: list[int], wanted: list[tuple[int, int, int]], *, whole: int = 0, in_place: int = 1, spare: int = 0
+    records: list[int],
+    wanted: list[tuple[int, int, int]],
+    *,
+    whole: int = 0,
+    in_place: int = 1,
+    spare: int = 0,
+    checked: bool = True,
 ) -> tuple[ReadPlan, np.ndarray]:
     """Plan to read ranges, each (record, begin in it, length), to destinations of their own.
 
-    With the plan comes where each record begins in the file. A record's checksums are its chunks' numbers.
+    With the plan comes where each record begins in the file. A record's checksums are its chunks' numbers; none is
+    known without ``checked``.
     """
     sizes = np.array(records, np.uint64)
     order = planner.plan_write(sizes, np.ones(len(sizes), np.uint8), frames.header_nbytes(len(sizes)), BLOCK)
     assert (order.order == np.arange(len(sizes))).all(), "records are given largest first"
     chunk_count = int((-(-sizes.astype(np.int64) // CHUNK)).sum())
-    chunks = planner.plan_chunks(order.data_offset, sizes, np.arange(chunk_count, dtype=np.uint32))
+    crcs = np.arange(chunk_count if checked else 0, dtype=np.uint32)
+    chunks = replace(planner.plan_chunks(order.data_offset, sizes, crcs), checked=checked)
     record, begin, length = (np.array(column, np.int64) for column in zip(*wanted, strict=True))
     n = len(wanted)
     plan = planner.plan_read(
@@ -209,6 +218,22 @@ def test_what_must_be_verified_is() -> None:
     assert read_nbytes(plan) == 3 * CHUNK
 
 
+def test_without_checksums_nothing_is_read_to_be_verified() -> None:
+    plan, _ = read_plan([8 * CHUNK], [(0, 100, 100), (0, 5 * CHUNK - 1, 2)], whole=1, spare=MIB, checked=False)
+    assert read_nbytes(plan) == int(plan.unverified_length.sum()) == 102
+    plan, _ = read_plan([2 * MIB, 2 * MIB - 77], [(0, 0, 2 * MIB), (1, 0, 2 * MIB - 77)], checked=False)
+    assert read_nbytes(plan) == int(plan.unverified_length.sum()) == 4 * MIB - 77
+    plan, _ = read_plan([100] * 300, [(r, 0, 100) for r in range(300)], checked=False)
+    assert len(plan.extent_offset) == len(plan.span_offset) == 1
+
+
+def test_without_checksums_gaps_are_read_over_up_to_as_much_as_is_wanted() -> None:
+    for pitch, spans in ((4096, 1), (8192, None)):
+        plan, _ = read_plan([2048 * pitch], [(0, r * pitch, 2048) for r in range(2048)], checked=False)
+        assert read_nbytes(plan) <= 2 * plan.needed_nbytes
+        assert spans is None or len(plan.span_offset) < 20
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_any_ranges(seed: int) -> None:
     chance = random.Random(seed)
@@ -226,3 +251,6 @@ def test_any_ranges(seed: int) -> None:
     )
     plan, _ = read_plan(records, wanted, in_place=seed % 2, spare=8 * MIB)
     assert len(plan.unverified_length) == 0
+    plan, _ = read_plan(records, wanted, in_place=seed % 2, spare=8 * MIB, checked=False)
+    assert int(plan.unverified_length.sum()) == plan.needed_nbytes
+    assert read_nbytes(plan) <= 2 * plan.needed_nbytes + 8 * 4300
