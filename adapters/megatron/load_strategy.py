@@ -30,8 +30,8 @@ from datastates.reads import Tally
 class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
     """Loads for ``dist_checkpointing.load`` what :class:`DataStatesSaveStrategy` or stock Megatron-Core has saved.
 
-    Of this package's files only what is needed is read, all of it at once, coalesced, straight into the tensors, and
-    compared with its checksums. Stock files have none, and are read as torch reads them.
+    Only what is needed is read, all of it at once, coalesced, straight into the tensors, and compared with its
+    checksums; :class:`~datastates.adapters.dcp.DataStatesStorageReader` says which of stock files are.
 
     Used on the training thread, by one load at a time.
     """
@@ -48,7 +48,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
         super().__init__()
         self.settings = WriterSettings.of(options)
         self.tally: Tally | None = None
-        """What the last load read of this package's files."""
+        """What the last load read, without what torch had to read by itself."""
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], async_strategy: str = "mcore"
