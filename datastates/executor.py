@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 PreparedWrite = _native.WritePlan
 _TRACKS = {
     "submit": "training thread",
+    "create": "worker {}",
     "cache_wait": "waiting for the cache",
     "checksum": "worker {}",
     "write": "write slot {}",
@@ -237,10 +238,10 @@ class Executor:
         _native_call(lambda: core.reserve(nbytes))
 
     def submit_write(self, path: Path, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
-        """Create the file and start capturing; eager sources are captured when this returns.
+        """Start capturing; eager sources are captured when this returns.
 
         Args:
-            path: The container to create; it must not exist.
+            path: The container to create, in the background; it must not exist. Where that fails, so does the job.
             prepared: The plan.
             sources: The memory of the plan's sources.
             witness: For each source, 1 to take fingerprints.
