@@ -246,9 +246,10 @@ class Executor:
     ) -> WriteJob:
         """Capture the eager sources, and return; ``path``, which must not exist, is created meanwhile.
 
-        Where it cannot be, the job fails. Waits for cache blocks while capturing. Sources' memory must stay alive until captured or aborted, and lazy
-        sources unchanged. ``device`` is a CUDA ordinal or -1 for host memory; ``stream`` the CUstream that produces
-        a device source, 0 for the legacy default stream; ``witness`` asks for a fingerprint, see ``torn``.
+        Where it cannot be, the job fails. Waits for cache blocks while capturing. Sources' memory must stay alive until
+        captured or aborted, and lazy sources unchanged. ``device`` is a CUDA ordinal or -1 for host memory; ``stream``
+        the CUstream that produces a device source, 0 for the legacy default stream; ``witness`` asks for a fingerprint,
+        see ``torn``.
         """
 
     def submit_read(self, path: str | bytes, plan: ReadPlan, ptr: _U64, device: _I32, stream: _U64) -> ReadJob:
