@@ -127,8 +127,8 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
     const auto start = Clock::now();
     sources.validate(sizes(*plan, plan->sources(), &WritePlan::source_nbytes), true);
     require_fits(plan->max_extent_length(), cache_.block_bytes());
-    auto state = std::make_shared<WriteState>(std::move(plan), std::move(sources),
-                                              evacuator_.enabled());
+    auto state =
+        std::make_shared<WriteState>(std::move(plan), std::move(sources), evacuator_.enabled());
     {
         const std::scoped_lock lock(mutex_);
         if (closed_) throw Error::closed("the executor is closed");

@@ -87,7 +87,7 @@ void WriteState::create_file(const std::string& path, bool direct, unsigned work
             } else {
                 file.allocate(0, plan_->file_length());
             }
-            file_.emplace(std::move(file));
+            file_ = std::make_unique<File>(std::move(file));
             timeline_.add(Stage::create, worker, begin, 0);
         }
     } catch (...) {

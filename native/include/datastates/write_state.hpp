@@ -152,7 +152,7 @@ class WriteState {
 
     const std::shared_ptr<const WritePlan> plan_;
     const Buffers buffers_;
-    std::optional<File> file_;  // a worker's until creation_over_
+    std::unique_ptr<File> file_;  // a worker's until creation_over_
     std::atomic<bool> creation_over_ = false;
     const Clock::time_point start_ = Clock::now();
     std::map<int, std::shared_ptr<CopyEngine>> engines_;
