@@ -23,7 +23,6 @@ _T = TypeVar("_T")
 PreparedWrite = _native.WritePlan
 _TRACKS = {
     "submit": "training thread",
-    "create": "worker {}",
     "cache_wait": "waiting for the cache",
     "checksum": "worker {}",
     "write": "write slot {}",
@@ -238,10 +237,10 @@ class Executor:
         _native_call(lambda: core.reserve(nbytes))
 
     def submit_write(self, path: Path, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
-        """Start capturing; eager sources are captured when this returns.
+        """Create the file and start capturing; eager sources are captured when this returns.
 
         Args:
-            path: The container to create, in the background; it must not exist. Where that fails, so does the job.
+            path: The container to create; it must not exist.
             prepared: The plan.
             sources: The memory of the plan's sources.
             witness: For each source, 1 to take fingerprints.

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 WAITS_FOR = {
     "stall": "",
     "submit": "",
-    "create": "",
     "gate": "capture",
     "serialize": "",
     "cache_wait": "write",

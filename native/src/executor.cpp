@@ -127,18 +127,22 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
     const auto start = Clock::now();
     sources.validate(sizes(*plan, plan->sources(), &WritePlan::source_nbytes), true);
     require_fits(plan->max_extent_length(), cache_.block_bytes());
-    auto state =
-        std::make_shared<WriteState>(std::move(plan), std::move(sources), evacuator_.enabled());
+    admit();
+    File file = File::create(path, direct_);
+    if (file.memory_backed()) {
+        // Space in memory is reserved step by step by those who fill it.
+        file.plan_memory(plan->file_length());
+    } else {
+        file.allocate(0, plan->file_length());
+    }
+    auto state = std::make_shared<WriteState>(std::move(file), std::move(plan), std::move(sources),
+                                              evacuator_.enabled());
     {
         const std::scoped_lock lock(mutex_);
         if (closed_) throw Error::closed("the executor is closed");
         remember(writes_, state);
     }
     auto job = std::make_unique<WriteJob>(shared_from_this(), state);
-    workers_.submit(WorkerPool::Task([this, state, path](unsigned worker) {
-        state->create_file(path, direct_, worker);
-        writer_.look_again();
-    }));
     capturer_.start(state);  // when it throws, the job's destructor waits for what was begun
     state->timeline().add(Stage::submit, 0, start, 0);
     return job;

@@ -55,9 +55,11 @@ class AlignedBuffer {
 
 }  // namespace
 
-WriteState::WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, bool device_cache)
+WriteState::WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers buffers,
+                       bool device_cache)
     : plan_(std::move(plan)),
       buffers_(std::move(buffers)),
+      file_(std::move(file)),
       claims_(evacuable_extents(*plan_, buffers_, device_cache)),
       chunk_crcs_(plan_->first_chunk(plan_->sources()), 0),
       digests_(plan_->digests()),
@@ -73,28 +75,6 @@ WriteState::WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, b
     stats_.bytes = plan_->file_length();
     stats_.extents = plan_->extents().size();
     const std::scoped_lock lock(mutex_);
-    settle_locked();
-}
-
-void WriteState::create_file(const std::string& path, bool direct, unsigned worker) {
-    const auto begin = Clock::now();
-    try {
-        if (!stopped()) {
-            File file = File::create(path, direct);
-            if (file.memory_backed()) {
-                // Space in memory is reserved step by step by those who fill it.
-                file.plan_memory(plan_->file_length());
-            } else {
-                file.allocate(0, plan_->file_length());
-            }
-            file_ = std::make_unique<File>(std::move(file));
-            timeline_.add(Stage::create, worker, begin, 0);
-        }
-    } catch (...) {
-        fail(Error::current());
-    }
-    const std::scoped_lock lock(mutex_);
-    creation_over_.store(true, std::memory_order_release);
     settle_locked();
 }
 
@@ -251,7 +231,7 @@ void WriteState::settle_locked() {
             captured_ = true;
             stats_.capture_seconds = seconds_since(start_);
         }
-        if (!written_ && creation_over() && retired_ == plan_->extents().size()) written_ = true;
+        if (!written_ && retired_ == plan_->extents().size()) written_ = true;
     }
     changed_.notify_all();
 }
@@ -368,15 +348,15 @@ void WriteState::write_tail(std::span<const std::byte> tail) {
                 filled += take;
             }
             std::size_t write = filled;
-            if (file_->direct()) {
+            if (file_.direct()) {
                 write = (filled + kPage - 1) / kPage * kPage;
                 std::ranges::fill(buffer.memory().subspan(filled, write - filled), std::byte{0});
             }
-            file_->write_all(buffer.memory().first(write), at);
+            file_.write_all(buffer.memory().first(write), at);
             at += filled;
         }
     }
-    file_->truncate(length);
+    file_.truncate(length);
 }
 
 void WriteState::finish(std::span<const std::byte> tail) {
@@ -393,17 +373,17 @@ void WriteState::finish(std::span<const std::byte> tail) {
         write_tail(tail);
         timeline_.add(Stage::tail, 0, tail_start, residual_.size() + tail.size());
         const auto start = Clock::now();
-        file_->sync();
+        file_.sync();
         timeline_.add(Stage::sync, 0, start, length);
         const std::scoped_lock lock(mutex_);
         stats_.bytes = length;
-        stats_.direct = file_->direct();
+        stats_.direct = file_.direct();
         closed_ = true;
     } catch (...) {
         fail(Error::current());
         throw;
     }
-    file_->close();
+    file_.close();
 }
 
 void WriteState::abandon() {
@@ -411,15 +391,14 @@ void WriteState::abandon() {
     if (closed_) return;
     closed_ = true;
     if (!error_) error_ = Error::cancelled();
-    if (!file_) return;
-    stats_.direct = file_->direct();
-    file_->close();
+    stats_.direct = file_.direct();
+    file_.close();
 }
 
 WriteStats WriteState::stats() const {
     const std::scoped_lock lock(mutex_);
     WriteStats stats = stats_;
-    if (!closed_ && creation_over() && file_) stats.direct = file_->direct();
+    if (!closed_) stats.direct = file_.direct();
     return stats;
 }
 

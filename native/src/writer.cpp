@@ -61,15 +61,6 @@ void Writer::hand_over(std::unique_ptr<CapturedExtent> extent) {
     backend_->wake();
 }
 
-void Writer::look_again() {
-    {
-        const std::scoped_lock lock(mutex_);
-        look_again_ = true;
-    }
-    arrived_.notify_one();
-    backend_->wake();
-}
-
 void Writer::run(const std::stop_token& stop) {
     std::size_t registered = 0;
     while (take_arrivals(stop)) {
@@ -93,7 +84,7 @@ void Writer::run(const std::stop_token& stop) {
 bool Writer::take_arrivals(const std::stop_token& stop) {
     std::unique_lock lock(mutex_);
     const auto arrived = [&] {
-        return !arrivals_.empty() || !digested_.empty() || !stored_.empty() || look_again_;
+        return !arrivals_.empty() || !digested_.empty() || !stored_.empty();
     };
     if (next_is_ready()) {
         // Goes on at once.
@@ -104,7 +95,6 @@ bool Writer::take_arrivals(const std::stop_token& stop) {
     }
     std::ranges::move(arrivals_, std::back_inserter(landing_));
     arrivals_.clear();
-    look_again_ = false;
     for (CapturedExtent* captured : std::exchange(digested_, {})) captured->digesting = false;
     const std::vector<Stored> stored = std::exchange(stored_, {});
     lock.unlock();

@@ -262,22 +262,6 @@ TEST(submit_from_many_threads) {
     }
 }
 
-TEST(state_is_captured_while_the_file_is_made) {
-    std::mt19937_64 random(11);
-    for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir(setup);
-        const support::FaultScope scope;
-        const auto executor = support::make_executor(setup, 4, kBlock);
-        const WriteCase written =
-            WriteCase::make({support::random_bytes(random, 2 * kBlock)}, {0}, kBlock, 4096, random);
-        fault::arm("open", "delay", 700, 1, 1);
-        const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
-        job->wait_captured();
-        CHECK(!std::filesystem::exists(dir / "f"));
-        check_written(*job, written, dir / "f", {});
-    }
-}
-
 TEST(close_waits_and_refuses) {
     std::mt19937_64 random(9);
     const support::TempDir dir;

@@ -118,9 +118,9 @@ class Executor : public std::enable_shared_from_this<Executor> {
     Executor(Executor&&) = delete;
     Executor& operator=(Executor&&) = delete;
 
-    /// Captures the plan's eager sources and returns; waits for cache blocks while doing so. The
-    /// sources' memory must stay alive until captured or aborted, and lazy sources unchanged. The
-    /// file, which must not exist, is made meanwhile: where it cannot be, the job fails.
+    /// Creates the file (it must not exist), captures the plan's eager sources and returns; waits
+    /// for cache blocks while doing so. The sources' memory must stay alive until captured or
+    /// aborted, and lazy sources unchanged.
     std::unique_ptr<WriteJob> submit_write(const std::string& path,
                                            std::shared_ptr<const WritePlan> plan, Buffers sources);
     std::unique_ptr<ReadJob> submit_read(const std::string& path,

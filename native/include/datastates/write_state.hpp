@@ -38,18 +38,13 @@ struct WriteStats {
 class WriteState {
   public:
     /// `device_cache`: whether gates may copy extents to spare device memory.
-    WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, bool device_cache);
+    WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers buffers,
+               bool device_cache);
 
     const WritePlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
-    /// Makes the file, which must not exist, and room for it; fails the job where it cannot. In a
-    /// worker: the caller of submit_write does not wait for the storage. Must be called once.
-    void create_file(const std::string& path, bool direct, unsigned worker);
-    /// Whether that is over: there is a file then, or the job has failed.
-    bool creation_over() const { return creation_over_.load(std::memory_order_acquire); }
-    /// REQUIRES: creation_over(), and that the job has not failed.
-    File& file() { return *file_; }
-    bool memory_backed() const { return creation_over() && file_ && file_->memory_backed(); }
+    File& file() { return file_; }
+    bool memory_backed() const { return file_.memory_backed(); }
     bool on_host(std::size_t source) const { return buffers_.device[source] < 0; }
     bool on_device(const WritePlan::Piece& piece) const {
         return piece.source >= 0 && !on_host(static_cast<std::size_t>(piece.source));
@@ -142,9 +137,7 @@ class WriteState {
     };
 
     bool wait(std::unique_lock<std::mutex>& lock, Deadline deadline, const bool& done) const;
-    bool quiescent_locked() const {
-        return creation_over() && capture_ended_ && retired_ == enqueued_;
-    }
+    bool quiescent_locked() const { return capture_ended_ && retired_ == enqueued_; }
     std::uint64_t fingerprint_of(const WritePlan::Piece& piece, const std::byte* data) const;
     void settle_locked();
     void compare_fingerprints_locked();
@@ -152,8 +145,7 @@ class WriteState {
 
     const std::shared_ptr<const WritePlan> plan_;
     const Buffers buffers_;
-    std::unique_ptr<File> file_;  // a worker's until creation_over_
-    std::atomic<bool> creation_over_ = false;
+    File file_;
     const Clock::time_point start_ = Clock::now();
     std::map<int, std::shared_ptr<CopyEngine>> engines_;
     std::vector<std::pair<int, std::shared_ptr<Event>>> producers_;
