@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from datastates import arrays
+from datastates.protocol import span
 from datastates.read_queue import Source
 from datastates.reads import Reads
 from datastates.shard_table import Row
@@ -42,12 +44,39 @@ def is_memory(target: torch.Tensor, dtype: torch.dtype) -> bool:
     return target.dtype == dtype and arrays.kind_of(target) is not None
 
 
-def queue_box(reads: Reads, source: Source, row: Row, item: ReadItem, planner: LoadPlanner) -> Callable[[], None]:
-    """Plan to read what an item wants of a stored row, a box; returns what is to be done once it has been read."""
+class Claims:
+    """Memory that is read into during a load. What shares some of it is not to be read there at the same time."""
+
+    def __init__(self) -> None:
+        """None is yet."""
+        self._ranges: dict[torch.device, tuple[list[int], list[int]]] = {}
+
+    def claim(self, target: torch.Tensor) -> bool:
+        """Claim all from a tensor's first element to its last; False, and nothing done, where some of it is claimed."""
+        begin = target.data_ptr()
+        end = begin + span(tuple(target.shape), target.stride()) * target.element_size()
+        begins, ends = self._ranges.setdefault(target.device, ([], []))
+        at = bisect_right(begins, begin)
+        if (at and ends[at - 1] > begin) or (at < len(begins) and begins[at] < end):
+            return False
+        if begin < end:
+            begins.insert(at, begin)
+            ends.insert(at, end)
+        return True
+
+
+def queue_box(
+    reads: Reads, source: Source, row: Row, item: ReadItem, planner: LoadPlanner, claims: Claims | None = None
+) -> Callable[[], None]:
+    """Plan to read what an item wants of a stored row, a box; returns what is to be done once it has been read.
+
+    With ``claims``, what another one claims is filled from a copy then.
+    """
     assert row.box is not None
     target = target_of(item, planner)
     dtype = getattr(torch, row.dtype.name)
-    landing = target if is_memory(target, dtype) else torch.empty(item.lengths, dtype=dtype)
+    in_place = is_memory(target, dtype) and (claims is None or claims.claim(target))
+    landing = target if in_place else torch.empty(item.lengths, dtype=dtype, device="cpu")
     live = arrays.destination(row.key, landing)
     offset = tuple(first + begin for first, begin in zip(row.box, item.storage_offsets, strict=True))
     reads.add(source, row, replace(live, global_shape=row.global_shape, offset=offset))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -16,8 +17,8 @@ from torch.futures import Future
 from datastates import container, gate
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.own_file import OwnFile
-from datastates.adapters.dcp.read_items import name_of
-from datastates.adapters.dcp.stock_file import Memory, StockFile
+from datastates.adapters.dcp.read_items import Claims, name_of
+from datastates.adapters.dcp.stock_file import StockFile
 from datastates.config import IoSettings
 from datastates.engine import make_executor
 from datastates.errors import FormatError, StorageError
@@ -77,9 +78,9 @@ class DataStatesStorageReader(FileSystemReader):
         for item in plan.items:
             per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         reads, stock, foreign, ends = Reads(in_full=True), [], [], []
-        taken: set[Memory] = set()
+        claims, self.tally = Claims(), None
         for name, items in per_file.items():
-            file = self._open(Path(self.path) / name, items, taken)
+            file = self._open(Path(self.path) / name, items, claims)
             if isinstance(file, StockFile):
                 stock.append(file)
             for item in items:
@@ -104,7 +105,7 @@ class DataStatesStorageReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _open(self, path: Path, items: Sequence[ReadItem], taken: set[Memory]) -> OwnFile | StockFile:
+    def _open(self, path: Path, items: Sequence[ReadItem], claims: Claims) -> OwnFile | StockFile:
         try:
             nbytes = path.stat().st_size
         except OSError as error:
@@ -120,13 +121,13 @@ class DataStatesStorageReader(FileSystemReader):
             return OwnFile(open_container(path))
         if container.is_beginning(read(0, min(nbytes, 64))):
             raise FormatError(f"{path} was cut short, or is damaged at its end")
-        return StockFile(path, nbytes, needed, taken)
+        return StockFile(path, nbytes, needed, claims)
 
     def _read_by_torch(self, plan: LoadPlan, item: ReadItem, planner: LoadPlanner) -> None:
         """Read an item as torch does, all that is stored of it; an error then names it."""
         try:
             super().read_data(dataclasses.replace(plan, items=[item]), planner)
-        except OSError:
+        except (OSError, ValueError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:
             path = Path(self.path) / self.storage_data[item.storage_index].relative_path

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from datastates import arrays, container, dtypes, parts
 from datastates.adapters.dcp.archives import ArchivedTensor, Read, find_tensor
 from datastates.adapters.dcp.items import key_of_chunk
-from datastates.adapters.dcp.read_items import begin_of, is_memory, queue_box, target_of
+from datastates.adapters.dcp.read_items import Claims, begin_of, is_memory, queue_box, target_of
 from datastates.errors import CorruptError, FormatError
 from datastates.executor import read_bytes
 from datastates.pickling import StoredArray
@@ -34,8 +34,6 @@ _END_NBYTES = 1024
 """Bytes at either end of an archive that have, as torch writes it, all but the tensor."""
 _WINDOW = 4 << 20
 """Bytes that are read at most to find the ends of several archives."""
-Memory = tuple[torch.device, int]
-"""Where a tensor's first element is."""
 _STEP = 32 << 20
 """Bytes of a tensor on a GPU that are brought back at once, to be verified."""
 
@@ -65,7 +63,7 @@ class StockFile:
     """
 
     def __init__(
-        self, path: Path, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], taken: set[Memory]
+        self, path: Path, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], claims: Claims
     ) -> None:
         """Find what is needed in a file; what cannot be read in ranges is left out.
 
@@ -73,7 +71,7 @@ class StockFile:
             path: Where it is.
             nbytes: Its length.
             needed: What is wanted of it. Nothing else is looked at.
-            taken: Memory that tensors of all files of one load go to, to be added to.
+            claims: Memory that tensors of all files of one load go to, to be added to.
 
         Raises:
             FormatError: An archive contradicts itself; the message names the tensor.
@@ -81,9 +79,9 @@ class StockFile:
         """
         self.path = path
         self.nbytes = nbytes
-        self._taken = taken
+        self._claims = claims
         self._whole: list[tuple[int, torch.Tensor]] = []
-        plain = {(p.offset, p.length): item for item, p in needed if not p.transform_descriptors}
+        plain = {(p.offset, p.length): item for item, p in needed if not _is_transformed(p)}
         found = sorted(self._find(plain), key=lambda of: of[1].offset)
         self._records = [record for _, record in found]
         self.data_offset: U64 = np.array([record.offset for record in self._records], np.uint64)
@@ -129,12 +127,12 @@ class StockFile:
             ValueError: It goes to a tensor of another shape.
         """
         number = self._numbers.get((place.offset, place.length))
-        if number is None or place.transform_descriptors:
+        if number is None or _is_transformed(place):
             return None
         record = self._records[number]
         array, dtype = record.array, dtypes.BY_NAME[record.array.dtype]
         if item.type == LoadItemType.BYTE_IO:
-            data = torch.empty(record.nbytes, dtype=torch.uint8)
+            data = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
             reads.add(self, self._row(number, array.shape, array.stride), arrays.destination(record.key, data))
             return lambda: planner.load_bytes(item, io.BytesIO(data.numpy().tobytes()))
         if len(array.shape) != len(item.lengths) or any(
@@ -145,7 +143,7 @@ class StockFile:
         if tuple(item.lengths) == array.shape and record.is_filled and record.crc is not None:
             return self._queue_whole(reads, number, item, planner)
         row = self._row(number, array.shape, array.stride, array.offset * dtype.itemsize)
-        return queue_box(reads, self, row, item, planner)
+        return queue_box(reads, self, row, item, planner, self._claims)
 
     def _queue_whole(self, reads: Reads, number: int, item: ReadItem, planner: LoadPlanner) -> Callable[[], None]:
         """As :meth:`queue`, for all of a record: as it lies in the file, so that it can be verified."""
@@ -153,11 +151,9 @@ class StockFile:
         array, dtype = record.array, getattr(torch, record.array.dtype)
         target = target_of(item, planner)
         count = span(array.shape, array.stride)
-        memory = target.device, target.data_ptr()
-        # tied tensors are stored one by one, and may differ: each is verified before the next one takes its place
-        in_place = is_memory(target, dtype) and _lies_as(target, array) and memory not in self._taken
-        self._taken.add(memory)
-        flat = target.as_strided((count,), (1,)) if in_place else torch.empty(count, dtype=dtype)
+        # what shares memory is stored one by one, and may differ: each is verified before the next one goes there
+        in_place = is_memory(target, dtype) and _lies_as(target, array) and self._claims.claim(target)
+        flat = target.as_strided((count,), (1,)) if in_place else torch.empty(count, dtype=dtype, device="cpu")
         reads.add(self, self._row(number, (count,), (1,)), arrays.destination(record.key, flat))
         self._whole.append((number, flat))
 
@@ -197,6 +193,11 @@ class StockFile:
             unverified_nbytes=tally.unverified_nbytes - sum(record.nbytes for record in verified),
             unverified_keys=tuple(key for key in tally.unverified_keys if key not in names),
         )
+
+
+def _is_transformed(place: _StorageInfo) -> bool:
+    # older versions of torch have no extensions
+    return bool(getattr(place, "transform_descriptors", None))
 
 
 def _lies_as(target: torch.Tensor, array: StoredArray) -> bool:

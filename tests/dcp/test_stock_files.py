@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
 from datastates import dtypes
 from datastates.adapters.dcp import DataStatesStorageReader
@@ -195,6 +195,46 @@ def test_two_tensors_into_one_are_both_verified_and_the_last_one_stays(tmp_path:
         dcp.load({"a": theirs, "b": theirs}, storage_reader=FileSystemReader(tmp_path))
         assert load(tmp_path, {"a": ours, "b": ours}).unverified_nbytes == 0
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("rows", [1, 10])
+def test_targets_that_overlap_are_each_verified_and_the_last_one_stays(tmp_path: Path, rows: int) -> None:
+    values = {"a": torch.arange(20.0).reshape(10, 2), "b": 100 + torch.arange(20.0).reshape(10, 2)}
+    save_with("stock", values, tmp_path)
+
+    def into() -> dict[str, Any]:
+        memory = torch.zeros(15, 2)
+        return {"a": memory[:10], "b": Parts.of((10, 2), {(0, 0): memory[5 : 5 + rows]}) if rows < 10 else memory[5:]}
+
+    ours, theirs = into(), into()
+    load(tmp_path, ours)
+    dcp.load(theirs, checkpoint_id=tmp_path)
+    assert torch.equal(ours["a"], theirs["a"])
+    assert torch.equal(ours["a"][:5], values["a"][:5])
+
+
+def test_under_another_default_device(tmp_path: Path) -> None:
+    state = {"w": torch.arange(12.0).reshape(3, 4).t(), "n": 7, "late": torch.arange(5.0)}
+    save_with("stock", state, tmp_path)
+    found = {"w": torch.zeros(4, 3, dtype=torch.float64), "n": 0, "late": torch.zeros(10)[::2]}
+    with torch.device("meta"):
+        load(tmp_path, found)
+    assert found["n"] == 7
+    assert torch.equal(found["w"], state["w"].double())
+    assert torch.equal(found["late"], state["late"])
+
+
+def test_metadata_of_a_torch_without_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.arange(12.0), "n": 7}
+    save_with("stock", state, tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        vars(info).pop("transform_descriptors", None)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    monkeypatch.delattr(_StorageInfo, "transform_descriptors", raising=False)
+    found = blank(state)
+    assert load(tmp_path, found).unverified_keys == ("n",)
+    same(found, state)
 
 
 def test_items_that_overlap_are_left_to_torch(tmp_path: Path, by_torch: list[str]) -> None:
