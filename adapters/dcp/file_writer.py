@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from datastates import collector
 from datastates.adapters.dcp.items import ItemsProvider
 from datastates.ending import Ending
+from datastates.errors import StorageError
 from datastates.executor import Executor
 from datastates.futures import Snapshot
 from datastates.saving import Running, Saver
@@ -47,8 +49,9 @@ class FileWriter:
             collected = self._saver.collect([provider])
             snapshot.holds(collected.structure.nbytes)
             running = self._saver.begin(collected, snapshot, ending)
-        except BaseException:
-            ending.abandon()
+        except BaseException as error:
+            if not (isinstance(error, StorageError) and error.errno == errno.EEXIST):  # else it is another save's file
+                ending.abandon()
             raise
         try:
             check()

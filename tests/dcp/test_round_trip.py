@@ -208,6 +208,20 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, how: str, point: s
     same(loaded(tmp_path, {"w": torch.ones(3)}), {"w": torch.full((3,), 2.0)})
 
 
+@pytest.mark.parametrize("how", OURS)
+def test_a_file_that_another_save_has_made_meanwhile_is_left_alone(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with("ours", {"w": torch.ones(3)}, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(DataStatesStorageWriter, "new_file", lambda *_: tmp_path / "__0_0.distcp")
+        with pytest.raises((StorageError, CheckpointException), match="File exists"):
+            save_with(how, {"w": torch.zeros(3)}, tmp_path)
+    same(loaded(tmp_path, {"w": torch.ones(3)}), {"w": torch.ones(3)})
+    save_with(how, {"w": torch.full((3,), 2.0)}, tmp_path)
+    same(loaded(tmp_path, {"w": torch.ones(3)}), {"w": torch.full((3,), 2.0)})
+
+
 def test_when_the_end_is_not_durable_what_stands_can_be_loaded(tmp_path: Path) -> None:
     """The directory's sync fails after the new checkpoint has got its name: whichever stands, its files are there."""
     save_with("snapshot", {"w": torch.ones(3)}, tmp_path)
