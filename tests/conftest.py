@@ -34,6 +34,15 @@ os.environ.setdefault("DATASTATES_HOST_CACHE", "64MiB")
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis times no example: other tests run beside it. It is not everywhere that these tests run."""
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("untimed")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def outside_the_sources(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Child processes run with -c or -m look in the working directory first: no sources there."""

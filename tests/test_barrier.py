@@ -466,8 +466,9 @@ def test_a_session_that_cannot_be_read_is_none(tmp_path: Path, content: bytes) -
 def test_a_rank_killed_while_joining_may_start_again(tmp_path: Path) -> None:
     """It has said hello and answered, is killed, and comes again before the last rank comes."""
     pool = ThreadPoolExecutor(SIZE)
-    first = [pool.submit(world_of, rank, SIZE, tmp_path, SECONDS) for rank in (0, 1)]
     root = tmp_path / FOLDER
+    root.mkdir()
+    first = [pool.submit(world_of, rank, SIZE, tmp_path, SECONDS) for rank in (0, 1)]
     for rank in (2, 3):
         (root / f"hello-{rank}-{SIZE}-{rank:016x}").touch()
     while not list(root.glob("session-*")):

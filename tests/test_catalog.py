@@ -41,7 +41,7 @@ _PARTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(_PARTS, min_size=1, max_size=6), st.integers(0, 50), st.integers(1, 12))
 def test_every_holder_is_found(ranks: list[list[tuple[int, int, int]]], begin: int, length: int) -> None:
     seen: set[int] = set()

@@ -121,7 +121,6 @@ def slowly(opcodes: bytes, rows: StoredRows) -> str | None:
         return None
 
 
-@settings(deadline=None)
 @given(VALUES)
 def test_plain_values_are_read_at_once(value: Any) -> None:
     opcodes, rows = written(value)
@@ -130,7 +129,7 @@ def test_plain_values_are_read_at_once(value: Any) -> None:
     assert repr(found[0]) == slowly(opcodes, rows)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(VALUES, st.data())
 def test_what_is_damaged_is_read_the_same_or_left(value: Any, data: st.DataObject) -> None:
     good, rows = written(value)

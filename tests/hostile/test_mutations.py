@@ -17,9 +17,7 @@ from datastates.errors import DatastatesError, FormatError
 from datastates.opened import open_checkpoint
 from datastates.verifying import verify_container
 
-RELAXED = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
-)
+RELAXED = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
 GOLDEN = Path(__file__).parents[1] / "golden"
 CONTAINER, MANIFEST = (GOLDEN / "container.pt").read_bytes(), (GOLDEN / "manifest.json").read_bytes()
 

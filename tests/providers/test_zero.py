@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import datastates as ds
@@ -56,7 +56,6 @@ def _each_split(tensors: list[np.ndarray], world: int) -> list[np.ndarray]:
 
 
 @given(shapes, worlds, st.integers(1, 6), st.booleans())
-@settings(deadline=None)
 def test_layouts_hold_what_splitting_by_hand_gives(
     given_shapes: list[tuple[int, ...]], world: int, alignment: int, each: bool
 ) -> None:
