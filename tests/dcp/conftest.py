@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from datastates import _native, faults, gate
 from datastates.adapters.dcp import snapshots
@@ -111,3 +112,17 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     for made in worlds.values():
         for world in reversed(made):
             world.close()
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what is left to torch's own reader, as it is read."""
+    names: list[str] = []
+    original = FileSystemReader.read_data
+
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        names.extend(item.storage_index.fqn for item in plan.items)
+        return original(self, plan, planner)
+
+    monkeypatch.setattr(FileSystemReader, "read_data", read_data)
+    return names

@@ -8,8 +8,10 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -138,6 +140,15 @@ def loaded(path: Path, state: dict[str, Any], reader: str = "ours") -> dict[str,
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(into, storage_reader=made, no_dist=reader == "alone")
     return into
+
+
+def failure(path: Path, state: dict[str, Any]) -> BaseException:
+    """What loading a state fails with."""
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load(blank(state), storage_reader=ours.DataStatesStorageReader(path))
+    ((found, _),) = raised.value.failures.values()
+    assert isinstance(found, BaseException)
+    return found
 
 
 def save_with(how: str, state: dict[str, Any], path: Path, **options: Any) -> None:

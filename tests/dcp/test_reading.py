@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from datastates.adapters.dcp import DataStatesStorageReader
 from datastates.errors import CorruptError, FormatError, StorageError
 from datastates.opened import open_container
-from states import Parts, blank, copied, files, loaded, same, save_with
+from states import Parts, blank, copied, failure, files, loaded, same, save_with
 
 MIB = 1 << 20
 
@@ -42,14 +42,6 @@ def two_files(path: Path, plus: float = 0.0) -> torch.Tensor:
         shutil.rmtree(path / f"alone{rank}")
     (path / ".metadata").write_bytes(pickle.dumps(merged))
     return whole
-
-
-def failure(path: Path, state: dict[str, Any]) -> BaseException:
-    into = blank(state)
-    with pytest.raises(CheckpointException) as raised:
-        dcp.load(into, storage_reader=DataStatesStorageReader(path))
-    ((found, _),) = raised.value.failures.values()
-    return found  # type: ignore[no-any-return]
 
 
 def test_whole_tensors_of_parts_and_parts_of_whole_ones_are_read_once(tmp_path: Path) -> None:

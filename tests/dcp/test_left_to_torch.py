@@ -1,0 +1,165 @@
+"""What this package does not know in files of torch's own writer: torch reads it, and it is never worse for that."""
+
+from __future__ import annotations
+
+import functools
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from stock import archived, change_places, repacked, rewrite
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from datastates.adapters.dcp import DataStatesStorageReader
+from datastates.errors import DatastatesError, FormatError
+from states import blank, failure, same, save_with
+
+
+def compressed(archive: bytes) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as source, zipfile.ZipFile(made, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name), zipfile.ZIP_DEFLATED)
+    return made.getvalue()
+
+
+def legacy(tensor: torch.Tensor) -> bytes:
+    made = io.BytesIO()
+    torch.save(tensor, made, _use_new_zipfile_serialization=False)
+    return made.getvalue()
+
+
+CONJUGATE = torch.complex(torch.arange(100.0), torch.arange(100.0)).conj()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda a: repacked(a, byteorder=b"big"), torch.arange(100.0)),
+        (lambda a: compressed(a), torch.arange(100.0)),
+        (lambda a: legacy(torch.arange(100.0)), torch.arange(100.0)),
+        (lambda a: archived(CONJUGATE), CONJUGATE),
+        (lambda a: archived(torch.arange(100.0).to_sparse()), None),
+    ],
+    ids=["big endian", "compressed", "legacy", "conjugate", "sparse"],
+)
+def test_what_is_not_known_is_left_to_torch(
+    tmp_path: Path, by_torch: list[str], change: Any, expected: torch.Tensor | None
+) -> None:
+    save_with("stock", {"v": torch.ones(5), "w": torch.arange(100.0)}, tmp_path)
+    rewrite(tmp_path, change)
+    dtype = torch.float32 if expected is None else expected.dtype
+    theirs, ours = ({"v": torch.zeros(5), "w": torch.zeros(100, dtype=dtype)} for _ in range(2))
+    failed: list[bool] = []
+    for into, reader in ((theirs, FileSystemReader(tmp_path)), (ours, DataStatesStorageReader(tmp_path))):
+        del by_torch[:]
+        try:
+            dcp.load(into, storage_reader=reader)
+            failed.append(False)
+        except CheckpointException:
+            failed.append(True)
+    assert failed[0] == failed[1]
+    assert by_torch == ["w"]
+    same(ours, theirs)
+
+
+def test_a_shape_other_than_planned_is_torchs_to_refuse(tmp_path: Path, by_torch: list[str]) -> None:
+    save_with("stock", {"w": torch.arange(100.0)}, tmp_path)
+    rewrite(tmp_path, lambda _: archived(torch.arange(50.0)))
+    found = failure(tmp_path, {"w": torch.zeros(100)})
+    assert isinstance(found, FormatError)
+    assert "'w' in " in str(found)
+    assert by_torch == ["w"]
+
+
+class Inverted(StreamTransformExtension):
+    """Stores every byte inverted."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "tests.inverted"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Inverted:
+        del version
+        return Inverted()
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/1"
+
+    def transform_to(self, output: Any) -> Any:
+        class Writer(io.BytesIO):
+            def close(self) -> None:
+                output.write(self.getvalue().translate(_INVERT))
+                output.close()
+                super().close()
+
+        return Writer()
+
+    def transform_from(self, input: Any) -> Any:
+        return io.BytesIO(input.read(-1).translate(_INVERT))
+
+
+_INVERT = bytes(255 - n for n in range(256))
+
+
+def test_what_an_extension_has_written_is_left_to_torch(tmp_path: Path, by_torch: list[str]) -> None:
+    from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+    state = {"w": torch.arange(100.0), "n": 5}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[Inverted()]))
+    reader = DataStatesStorageReader(tmp_path)
+    registry = ExtensionRegistry()
+    registry.extensions[Inverted.registry_name()] = Inverted
+    reader.transforms.extension_registry = registry
+    into = blank(state)
+    dcp.load(into, storage_reader=reader)
+    same(into, state)
+    assert sorted(by_torch) == ["n", "w"]
+
+
+def test_safetensors_fails_as_with_torch(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    format_ = SerializationFormat.SAFETENSORS
+    dcp.save({"w": torch.ones(5)}, storage_writer=dcp.FileSystemWriter(tmp_path, serialization_format=format_))
+    with pytest.raises(CheckpointException):
+        dcp.load({"w": torch.zeros(5)}, storage_reader=FileSystemReader(tmp_path))
+    assert isinstance(failure(tmp_path, {"w": torch.zeros(5)}), DatastatesError)
+
+
+def test_a_target_of_another_shape_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_with("stock", {"w": torch.arange(100.0)}, tmp_path)
+    wrong = functools.partial(torch.zeros, 7)
+    monkeypatch.setattr(dcp.DefaultLoadPlanner, "resolve_tensor", lambda *_: wrong())
+    found = failure(tmp_path, {"w": torch.zeros(100)})
+    assert isinstance(found, ValueError)
+    assert "'w'" in str(found)
+
+
+def test_items_that_overlap_are_left_to_torch(tmp_path: Path, by_torch: list[str]) -> None:
+    save_with("stock", {"w": torch.arange(1000.0), "n": 5}, tmp_path)
+
+    def overlap(storage: dict[Any, Any]) -> None:
+        infos = {index.fqn: info for index, info in storage.items()}
+        infos["n"].offset, infos["n"].length = infos["w"].offset + 2000, 100
+
+    change_places(tmp_path, overlap)
+    got = []
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            got.append(len(value.read()))
+
+    into = {"w": torch.zeros(1000), "n": 0}
+    dcp.load(into, storage_reader=DataStatesStorageReader(tmp_path), planner=Planner())
+    assert torch.equal(into["w"], torch.arange(1000.0))
+    assert got == [100]
+    assert sorted(by_torch) == ["n", "w"]
