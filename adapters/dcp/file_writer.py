@@ -44,10 +44,10 @@ class FileWriter:
             ProviderError: An item is no tensor that can be stored.
             StorageError: The file cannot be made.
         """
+        provider = ItemsProvider(plan, planner)
+        collected = self._saver.collect([provider])
+        snapshot.holds(collected.structure.nbytes)
         try:
-            provider = ItemsProvider(plan, planner)
-            collected = self._saver.collect([provider])
-            snapshot.holds(collected.structure.nbytes)
             running = self._saver.begin(collected, snapshot, ending)
         except BaseException as error:
             if not (isinstance(error, StorageError) and error.errno == errno.EEXIST):  # else it is another save's file

@@ -81,7 +81,7 @@ class StockFile:
         self.nbytes = nbytes
         self._claims = claims
         self._whole: list[tuple[int, torch.Tensor]] = []
-        plain = {(p.offset, p.length): item for item, p in needed if not _is_transformed(p)}
+        plain = {(p.offset, p.length): item for item, p in needed if not p.transform_descriptors}
         found = sorted(self._find(plain), key=lambda of: of[1].offset)
         self._records = [record for _, record in found]
         self.data_offset: U64 = np.array([record.offset for record in self._records], np.uint64)
@@ -127,7 +127,7 @@ class StockFile:
             ValueError: It goes to a tensor of another shape.
         """
         number = self._numbers.get((place.offset, place.length))
-        if number is None or _is_transformed(place):
+        if number is None or place.transform_descriptors:
             return None
         record = self._records[number]
         array, dtype = record.array, dtypes.BY_NAME[record.array.dtype]
@@ -193,11 +193,6 @@ class StockFile:
             unverified_nbytes=tally.unverified_nbytes - sum(record.nbytes for record in verified),
             unverified_keys=tuple(key for key in tally.unverified_keys if key not in names),
         )
-
-
-def _is_transformed(place: _StorageInfo) -> bool:
-    # older versions of torch have no extensions
-    return bool(getattr(place, "transform_descriptors", None))
 
 
 def _lies_as(target: torch.Tensor, array: StoredArray) -> bool:
