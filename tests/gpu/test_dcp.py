@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on GPUs: FSDP2 over NCCL, captured while training goes on, loaded by either reader.
+"""torch.distributed.checkpoint on GPUs: FSDP2 over NCCL, captured while training goes on, and read by either reader.
 
 Without GPUs the same runs on the CPU, over gloo, with ``DATASTATES_TEST_RANKS=cpu``.
 """
@@ -76,13 +76,14 @@ def same(a, b, path=""):
 # what is planned in a thread is not to meet the collectives of training
 background = dist.new_group(backend="gloo")
 writer = DataStatesStorageWriter(host_cache="64MiB", block="4MiB")
+WAYS = ("snapshot", "async_save", "staged", "save", "stock")
 for action in sys.argv[2:]:
     if action == "save":
         model, optimizer = made(1)
         for number in range(3):
             step(model, optimizer, number)
         expected = {}
-        for way in ("snapshot", "async_save", "staged", "save"):
+        for way in WAYS:
             taken, path = state(model, optimizer), root / f"{way}-{size}"
             expected[way] = whole(taken)
             if way == "snapshot":
@@ -101,7 +102,8 @@ for action in sys.argv[2:]:
                     process_group=background,
                 ).upload_completion.result
             else:
-                dcp.save(taken, checkpoint_id=path, storage_writer=writer)
+                chosen = dcp.FileSystemWriter(path) if way == "stock" else writer
+                dcp.save(taken, checkpoint_id=path, storage_writer=chosen)
                 done = dist.barrier
             for number in range(3, 6):
                 step(model, optimizer, number)
@@ -111,7 +113,7 @@ for action in sys.argv[2:]:
         dist.barrier()
     else:
         _, saved = action.split(":")
-        for way in ("snapshot", "async_save", "staged", "save"):
+        for way in WAYS:
             expected = torch.load(root / f"{way}-{saved}.expected", weights_only=True)
             for kind in (DataStatesStorageReader, dcp.FileSystemReader):
                 reader = kind(root / f"{way}-{saved}")
@@ -122,7 +124,10 @@ for action in sys.argv[2:]:
                 dcp.load(live, storage_reader=reader)
                 same(whole(live), expected, way)
                 if tally := getattr(reader, "tally", None):
-                    assert tally.unverified_nbytes == 0
+                    # torch's own files have one checksum for a tensor, of which more ranks read parts; objects, none
+                    loose = {key for key in tally.unverified_keys if key != "loop.step" and ".param_groups." not in key}
+                    assert bool(loose) == (way == "stock" and size > int(saved)), (way, loose)
+                    assert way == "stock" or tally.unverified_nbytes == 0, way
 writer.close()
 dist.barrier()
 dist.destroy_process_group()
