@@ -18,7 +18,7 @@ from measure import Plan, Result, Sample, cores, interleave
 from team import Team
 from write import remove
 
-LAYOUTS = ((2, 2), (4, 2))
+LAYOUTS = ((2, 2), (2, 1), (1, 2), (4, 2))
 """How many ranks save, and how many restore."""
 _ROUNDS = 3
 """At most: machines with several GPUs are lent for a short time."""

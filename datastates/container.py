@@ -130,10 +130,13 @@ def stored_array(row: Row, record_nbytes: int) -> StoredArray:
 # --- the tail
 
 
-def encode_tail(index: Index, pickle: bytes) -> tuple[bytes, int]:
-    """Everything from ``index.records_end`` to the end of the file, and the index's CRC-32."""
+def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[bytes, int]:
+    """Everything from ``index.records_end`` to the end of the file, and the index's CRC-32.
+
+    ``nest``: what :func:`nest_of` gives of the index, where it is at hand.
+    """
     begin = index.records_end
-    nest = nest_of(index)
+    nest = nest or nest_of(index)
     nested = (0, b"")
     if nest is not None:
         nested = (ROOM, nest.tail(index.header_offset, begin, index.record_nbytes, index.record_crc))

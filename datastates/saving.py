@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from datastates.nested import Nest
 from datastates.pickling import ArrayLeaf, StoredArray, is_dialect
 from datastates.plan import DESCRIPTOR_CRC, WritePlan
 from datastates.protocol import HOST, Encoder, Shard, Shards, StateProvider, full_key
-from datastates.shard_table import ShardTable, table_of
+from datastates.shard_table import Row, ShardTable, table_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class _Plan:
     digests: DigestPlan
     stored: dict[tuple[int, str], StoredArray]
     pickle_offset: int
-    nested: bool
+    nest: Nest | None
 
 
 class Saver:
@@ -112,7 +112,7 @@ class Saver:
         digests = plan_digests(table, record_nbytes, plan.order, np.zeros_like(plan.order))
         prepared = prepare_write(plan, literal, digests.runs)
         pickle_offset = container.pickle_place(plan.end, nest)
-        return _Plan(structure, key, plan, prepared, table, claims, digests, stored, pickle_offset, self._nested)
+        return _Plan(structure, key, plan, prepared, table, claims, digests, stored, pickle_offset, nest)
 
 
 def _nest(structure: Structure, record: Sequence[int]) -> Nest:
@@ -204,6 +204,16 @@ class Running:
             with contextlib.suppress(DatastatesError):
                 self.job.wait_captured()
 
+    def places(self) -> Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]:
+        """For each array where its data is going to be in the file, and where the archive around it: offset, bytes."""
+        plan, nest = self.planned.plan, self.planned.nest
+        assert nest is not None
+        data = list(zip(plan.data_offset.tolist(), plan.source_nbytes[plan.order].tolist(), strict=True))
+        begin, nbytes = nest.places(plan.header_offset, plan.end)
+        archives = list(zip(begin.tolist(), nbytes.tolist(), strict=True))
+        table = self.planned.table
+        return ((row, data[row.record], archives[row.record]) for row in table.rows(range(len(table))))
+
     def run(self) -> None:
         """Do all the rest; a failure lands on the snapshot."""
         try:
@@ -256,7 +266,7 @@ class Running:
         self.job.wait_written()
         with self.snapshot.stage("encode"):
             index = self._index(pickle, objects, begin)
-            tail, index_crc = container.encode_tail(index, pickle)
+            tail, index_crc = container.encode_tail(index, pickle, self.planned.nest)
         return tail, Vote(
             step=self.snapshot.step,
             file=self.ending.path.name,
@@ -280,7 +290,7 @@ class Running:
             pickle_offset=begin,
             pickle_nbytes=len(pickle),
             pickle_crc=container.crc32(pickle),
-            nested=self.planned.nested,
+            nested=self.planned.nest is not None,
         )
 
     def _states(self) -> list[ProviderState]:

@@ -10,17 +10,16 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates import durable
 from datastates.adapters.dcp import metadata_file
-from datastates.adapters.dcp.items import results
 from datastates.adapters.dcp.planning import Agreed
 from datastates.barrier import World
 from datastates.committing import Vote, is_told, settle
 from datastates.ending import Identity, identity_alone
 from datastates.errors import CommitError, DatastatesError, StorageError
-from datastates.opened import open_container
 
 IN_FLIGHT = 2
 """Saves that may be under way at once; a further one waits for the first of them."""
@@ -81,7 +80,7 @@ class DcpEnding:
         self._order = order
         self.identity: Identity = identity_alone(world.token(self._name))
         self.committed: float | None = None
-        self.indices: dict[str, MetadataIndex] = {}
+        self.results: list[WriteResult] = []
         self._world = world
         self._agreed = agreed
         self._meta = meta
@@ -93,8 +92,7 @@ class DcpEnding:
         del vote
         directory = self.path.parent
         durable.sync_directory(directory)
-        found = pickle.dumps(results(self.indices, open_container(self.path)))
-        if not self.indices:  # the checkpoint has no part of this rank
+        if not self.results:  # the checkpoint has no part of this rank
             self.path.unlink()
         uncertain: list[StorageError] = []
 
@@ -118,7 +116,7 @@ class DcpEnding:
 
         self._voted = True
         try:
-            answer = settle(self._world, self._name, None, found, decide, timeout=self._timeout)
+            answer = settle(self._world, self._name, None, pickle.dumps(self.results), decide, timeout=self._timeout)
         except DatastatesError as error:
             if self.committed is None and not uncertain and (self._world.rank == 0 or is_told(error)):
                 raise

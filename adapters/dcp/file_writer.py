@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates import collector
-from datastates.adapters.dcp.items import ItemsProvider
+from datastates.adapters.dcp.items import ItemsProvider, results
 from datastates.ending import Ending
 from datastates.errors import StorageError
 from datastates.executor import Executor
@@ -32,13 +32,13 @@ class FileWriter:
         ending: Ending,
         snapshot: Snapshot,
         check: Callable[[], None] = lambda: None,
-    ) -> tuple[Running, dict[str, MetadataIndex]]:
+    ) -> tuple[Running, list[WriteResult]]:
         """Begin to capture and write; what is returned is the rest, to be run.
 
         ``check`` raises where the state is no longer the one to be saved; from its call on it is watched here.
 
         Returns:
-            With it, what DCP calls the file's arrays, by key: see :func:`~datastates.adapters.dcp.items.results`.
+            With it, what DCP is to be told once the file is written.
 
         Raises:
             ProviderError: An item is no tensor that can be stored.
@@ -58,4 +58,4 @@ class FileWriter:
         except BaseException as error:
             running.cancel(error)
             raise
-        return running, provider.indices
+        return running, results(provider.indices, running, ending.path.name)

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from datastates import arrays, collector, container
+from datastates import arrays
 from datastates.errors import ProviderError
-from datastates.opened import Container
 from datastates.protocol import Buffer, Shard, StateProvider
+from datastates.saving import Running
 
 _AGAIN = "~"
 NAME = "state"
@@ -28,6 +28,7 @@ NAME = "state"
 class ItemsProvider(StateProvider):
     """The items of one SavePlan: each tensor a box of its logical tensor, each object the bytes that it pickles to."""
 
+    @torch.no_grad()
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Take the items of a plan: tensors that stay as they are until they are captured; objects are pickled now.
 
@@ -94,18 +95,13 @@ def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:
     return replace(shard, global_shape=tuple(described.size), offset=tuple(described.chunk.offsets))
 
 
-@collector.paused()
-def results(indices: dict[str, MetadataIndex], written: Container) -> list[WriteResult]:
-    """What DCP is told of a container: where in its file each item is, as an archive or as bare bytes."""
-    index = written.index
-    nest = container.nest_of(index)
-    assert nest is not None
-    begin, nbytes = (column.tolist() for column in nest.places(index.header_offset, index.records_end))
-    data, length = index.data_offset.tolist(), index.record_nbytes.tolist()
+def results(indices: dict[str, MetadataIndex], running: Running, file: str) -> list[WriteResult]:
+    """What DCP is told of a file of that name: where in it each item is going to be, as an archive or as bare bytes.
+
+    ``indices``: what DCP calls the file's arrays, by key.
+    """
     found = []
-    for row in map(index.shards.row, range(len(index.shards))):
-        item = indices[row.key.removeprefix(f"{NAME}/")]
-        is_bytes = row.kind == "numpy"
-        place = (data[row.record], length[row.record]) if is_bytes else (begin[row.record], nbytes[row.record])
-        found.append(WriteResult(item, place[1], _StorageInfo(written.path.name, *place)))
+    for row, data, archive in running.places():
+        item, place = indices[row.key.removeprefix(f"{NAME}/")], data if row.kind == "numpy" else archive
+        found.append(WriteResult(item, place[1], _StorageInfo(file, *place)))
     return found

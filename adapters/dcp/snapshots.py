@@ -159,7 +159,7 @@ class Session:
             try:
                 plan = planner.finish_plan(agreed.plan)
                 ending.path = writer.new_file(plan)
-                running, ending.indices = self._files.begin(plan, planner, ending, staged.snapshot, staged.check)
+                running, ending.results = self._files.begin(plan, planner, ending, staged.snapshot, staged.check)
             except BaseException as error:
                 staged.give_up(error)  # training is not to wait until the others have heard of it
                 ending.decline(error)

@@ -20,7 +20,6 @@ from torch.futures import Future
 from datastates import durable
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.file_writer import FileWriter
-from datastates.adapters.dcp.items import results
 from datastates.adapters.dcp.staging import Held, Lazy, Staged, is_large
 from datastates.config import IoSettings
 from datastates.ending import FileEnding, identity_alone
@@ -28,7 +27,6 @@ from datastates.engine import make_executor
 from datastates.errors import DatastatesError
 from datastates.executor import Executor
 from datastates.futures import Snapshot
-from datastates.opened import open_container
 
 _OWN = frozenset({"session", "_executor", "_files", "_staged", "_saver", "_finishes", "_writing"})
 """What belongs to one process."""
@@ -211,7 +209,7 @@ class DataStatesStorageWriter(FileSystemWriter):
                 if self._files is None:
                     self._executor = make_executor(self.settings)
                     self._files = FileWriter(self._executor)
-                running, indices = self._files.begin(plan, planner, ending, snapshot, check)
+                running, results = self._files.begin(plan, planner, ending, snapshot, check)
         except BaseException:
             snapshot.exception()  # told by being raised
             raise
@@ -219,7 +217,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         snapshot.wait_committed()
         durable.sync_directory(ending.path.parent)
         written: Future[list[WriteResult]] = Future()
-        written.set_result(results(indices, open_container(ending.path)))
+        written.set_result(results)
         return written
 
     def new_file(self, plan: SavePlan) -> Path:
