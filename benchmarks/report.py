@@ -1,8 +1,9 @@
 """Make the page of benchmarks from the JSON files: ``python benchmarks/report.py [DIRECTORY]``.
 
-Reads ``DIRECTORY/cpu.json``, ``gpu.json`` and ``gpus.json``, whichever there are, draws the pictures beside them and
-writes ``DIRECTORY.md``; of ``scale.json`` it makes ``scale.md`` beside that. ``gpus.json`` is of the GPU suite, on a
-machine with several GPUs, and may hold only what needs them. Every figure and verdict comes out of the JSON.
+Reads ``DIRECTORY/cpu.json``, ``gpu.json``, ``gpus-2.json`` and ``gpus-4.json``, whichever there are, draws the pictures
+beside them and writes ``DIRECTORY.md``; of ``scale.json`` it makes ``scale.md`` beside that. Those with a number are of
+the GPU suite, on a machine with so many GPUs, and may hold only what needs them. Every figure and verdict comes out of
+the JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ mpl.use("svg")
 mpl.rcParams.update({"svg.hashsalt": "datastates", "svg.fonttype": "none", "font.size": 9})
 from matplotlib import pyplot  # noqa: E402 - the backend is chosen first
 
-MACHINES = {"cpu": "CPU machine", "gpu": "GPU machine", "gpus": "Machine with several GPUs"}
+MACHINES = {
+    "cpu": "CPU machine",
+    "gpu": "GPU machine",
+    "gpus-2": "Machine with two GPUs",
+    "gpus-4": "Machine with four GPUs",
+}
 _INTRODUCTION = """# Benchmarks
 
 Made by `make bench` and `make bench-gpu` from the JSON files in `{folder}/`, which hold every sample. All systems run
@@ -54,17 +60,16 @@ def main() -> None:
         sections.append("What many ranks cost is on [a page of its own](scale.md).\n")
     for name, report in reports.items():
         others = [r for r in reports.values() if r is not report and r["suite"] == report["suite"]]
-        elsewhere = {benchmark for other in others for benchmark, b in other["benchmarks"].items() if b["samples"]}
-        sections += section(report, name, directory, elsewhere)
+        sections += section(report, name, directory, others)
     directory.with_suffix(".md").write_text("\n".join(sections))
 
 
-def section(report: dict[str, Any], machine: str, directory: Path, elsewhere: set[str]) -> list[str]:
-    """One machine: what it is, the targets, and every benchmark."""
+def section(report: dict[str, Any], machine: str, directory: Path, others: list[dict[str, Any]]) -> list[str]:
+    """One machine: what it is, the targets, and every benchmark; ``others`` are the suite's on other machines."""
     lines = [f"## {MACHINES[machine]}\n", _machine(report) + "\n"]
     if report["tiny"]:
         lines.append("**A trial with tiny states: its figures and verdicts mean nothing.**\n")
-    lines += ["### Targets\n", targets(report, elsewhere) + "\n"]
+    lines += ["### Targets\n", targets(report, others) + "\n"]
     for name, benchmark in report["benchmarks"].items():
         chapter = CHAPTERS[name]
         numbers = {k: f"{v:,}" for k, v in benchmark["parameters"].items()}
@@ -91,16 +96,17 @@ def _machine(report: dict[str, Any]) -> str:
     )
 
 
-def targets(report: dict[str, Any], elsewhere: set[str]) -> str:
+def targets(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
     """The targets of a suite, and whether each is reached, but for those measured only elsewhere."""
     rows = []
     for target in TARGETS:
         if target.suite != report["suite"]:
             continue
         benchmark = report["benchmarks"].get(target.benchmark)
-        if target.benchmark in elsewhere and not (benchmark and benchmark["samples"]):
-            continue
         values = target.values(benchmark) if benchmark else []
+        elsewhere = (other["benchmarks"].get(target.benchmark) for other in others)
+        if not values and any(target.values(b) for b in elsewhere if b):
+            continue
         reached = target.reached(benchmark) if benchmark else None
         sign = "≥" if target.at_least else "≤"
         rows.append(

@@ -177,5 +177,7 @@ TARGETS = [
     *_against("gpu", "durable-tmpfs", "write to tmpfs", {"raw": 0.9}, "write"),
     *_against("gpu", "durable-tmpfs", "restore from tmpfs onto the GPU", {"raw": 0.9}, "read"),
     *_of_ranks("2 → 2"),
+    *_of_ranks("2 → 1"),
+    *_of_ranks("1 → 2"),
     *_of_ranks("4 → 2"),
 ]

@@ -36,7 +36,7 @@ CPU_ROWS = {
     "throughput": {"plain", "datastates", "DCP async", "torch_checkpointing async"},
     "memory": {"datastates", "DCP async"},
     "index": {"plan", "encode", "open", "read one"},
-    "ranks": {f"{system}, {layout}" for system in RANKS for layout in ("2 → 2", "4 → 2")},
+    "ranks": {f"{system}, {layout}" for system in RANKS for layout in ("2 → 2", "2 → 1", "1 → 2", "4 → 2")},
 }
 GPU_ROWS = {
     "capture": {"pinned copy", "pinned copy, large", "one tensor", "one large tensor", "many small tensors"},
@@ -196,13 +196,15 @@ def test_ranks_are_compared_with_those_of_the_same_layout(tmp_path: Path) -> Non
     }
     several = report_of("gpu", "ranks", samples)
     several["machine"] = MACHINE | {"gpu": "some", "gpus": 4, "driver": "1", "cuda": "2"}
-    (folder / "gpus.json").write_text(json.dumps(several))
+    (folder / "gpus-4.json").write_text(json.dumps(several))
     skipped = report_of("gpu", "ranks", {}, settings={"4 → 2": "skipped: why not"})
     (folder / "gpu.json").write_text(json.dumps(skipped))
     run_script("report.py", folder)
-    one, _, page = (tmp_path / "docs.md").read_text().partition("## Machine with several GPUs")
+    one, _, page = (tmp_path / "docs.md").read_text().partition("## Machine with four GPUs")
     assert "- 4 → 2: skipped: why not" in one
-    assert "over raw (Several ranks)" not in one, "a target stands where it was measured"
+    for measured in ("2 → 2", "4 → 2"):
+        assert f"{measured}, over raw (Several ranks)" not in one, "a target stands where it was measured"
+    assert "| durable write, 2 → 1, over raw (Several ranks) | ≥ 0.95 × | – | – | 0 | not measured |" in one
     assert "4 × some (driver 1, CUDA 2)" in page
     assert "| durable write, 2 → 2, over raw (Several ranks) | ≥ 0.95 × | 1 × | 1–1 | 1 | reached |" in page
     assert "| durable write, 4 → 2, over raw (Several ranks) | ≥ 0.95 × | 0.5 × | 0.5–0.5 | 1 | **missed** |" in page
@@ -227,7 +229,10 @@ def test_ranks_without_a_core_each_are_skipped_and_that_is_said(scratch: Path, t
     run_script("run.py", "cpu", "--only", "ranks", "--directory", scratch, "--json", path, cores=core)
     ranks = json.loads(path.read_text())["benchmarks"]["ranks"]
     assert (ranks["samples"], ranks["errors"]) == ({}, {})
-    assert ranks["settings"] == {f"{n} → 2": f"skipped: {n} ranks need a core each, here are 1" for n in (2, 4)}
+    assert ranks["settings"] == {
+        f"{n} → {m}": f"skipped: {max(n, m)} ranks need a core each, here are 1"
+        for n, m in ((2, 2), (2, 1), (1, 2), (4, 2))
+    }
 
 
 TEAM = f"""
@@ -354,7 +359,7 @@ def test_the_gpu_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine: the GPU benchmarks did NOT run")
     folder = tmp_path / "docs"
-    layouts = [f"{n} → 2" for n in (2, 4) if n <= torch.cuda.device_count()]
+    layouts = [f"{n} → {m}" for n, m in ((2, 2), (2, 1), (1, 2), (4, 2)) if max(n, m) <= torch.cuda.device_count()]
     rows = GPU_ROWS | {"ranks": {f"{system}, {layout}" for system in RANKS for layout in layouts}}
     check(run_suite("gpu", scratch, folder), rows)
     run_script("report.py", folder)
