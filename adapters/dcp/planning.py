@@ -21,6 +21,7 @@ class Agreed:
     """What came out for the plans that have these digests.
 
     Attributes:
+        local: What this rank had planned by itself.
         digest: That of this rank's.
         digests: Those of all ranks', on the coordinator.
         plan: What this rank writes.
@@ -28,6 +29,7 @@ class Agreed:
         items: How many items that are, of all ranks, on the coordinator.
     """
 
+    local: SavePlan
     digest: bytes
     digests: dict[int, bytes]
     plan: SavePlan
@@ -58,7 +60,7 @@ class Planning:
         Args:
             name: What all ranks call this save, and no other.
             planner: Makes the global plan, on the coordinator.
-            prepare: Gives this rank's plan; what it raises is told to all ranks.
+            prepare: Gives this rank's plan, the same object where nothing has changed; what it raises is told to all.
             distribute: What the storage writer makes of the plans of all, on the coordinator.
 
         Raises:
@@ -72,9 +74,12 @@ class Planning:
                 raise ValueError("planner: it caches plans itself; plans are remembered here, give one that does not")
         except Exception as failure:  # the others are not to wait for this rank
             error = failure
-        encoded = pickle.dumps(local)
-        digest = hashlib.blake2b(encoded, digest_size=16).digest()
-        last = self._last if self._last is not None and self._last.digest == digest else None
+        last = self._last
+        if last is None or last.local is not local:
+            digest = _digest(local)
+            last = last if last is not None and last.digest == digest else None
+        else:
+            digest = last.digest
         told: dict[int, bytes] = {}
 
         def compare(digests: dict[int, bytes]) -> bytes:
@@ -97,13 +102,17 @@ class Planning:
             return pickle.dumps(distribute(every))
 
         try:
-            answer = settle(self._world, f"{name}/plans", None, encoded, plan, timeout=self._timeout)
+            answer = settle(self._world, f"{name}/plans", None, pickle.dumps(local), plan, timeout=self._timeout)
         finally:
             asked.clear()
         own: SavePlan = pickle.loads(answer)[self._world.rank]
-        self._last = Agreed(digest, told, own, *(made[0] if made else (None, 0)))
+        self._last = Agreed(local, digest, told, own, *(made[0] if made else (None, 0)))
         return self._last
 
     def decline(self, name: str, error: BaseException) -> None:
         """Tell all ranks that this one takes no part; raises ``error``."""
         settle(self._world, f"{name}/digests", error, b"", lambda _: b"", timeout=self._timeout)
+
+
+def _digest(plan: SavePlan) -> bytes:
+    return hashlib.blake2b(pickle.dumps(plan), digest_size=16).digest()

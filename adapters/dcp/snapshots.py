@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from datastates import collector, dtensors
 from datastates.adapters.dcp.ending import IN_FLIGHT, DcpEnding, Order, Turn
 from datastates.adapters.dcp.file_writer import FileWriter
+from datastates.adapters.dcp.local_plans import LocalPlans
 from datastates.adapters.dcp.planning import Planning
 from datastates.adapters.dcp.staging import Lazy, Staged
 from datastates.adapters.dcp.writer import DataStatesStorageWriter
@@ -97,6 +98,7 @@ class Session:
         self._process = os.getpid()
         self._engine = Engine(executor, self._world, threads=IN_FLIGHT, auto_gate=True)
         self._files = FileWriter(executor)
+        self._plans = LocalPlans()
         self._planning = Planning(self._world, self._timeout)
         self._order = Order()
         self._numbers = itertools.count()
@@ -172,7 +174,7 @@ class Session:
     ) -> SavePlan:
         staged.check()
         planner.set_up_planner(staged.state_dict, meta, self._world.rank == 0)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        return writer.prepare_local_plan(self._plans.plan(planner))
 
     def _decline(self, turn: Turn, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this one takes no part in a save."""
