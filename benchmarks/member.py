@@ -92,7 +92,7 @@ class Member:
             reader.restore(path, self._loop.state)
             self._loop.synchronize()
         self._loop.check()
-        return {"read": sample["seconds"], **reader.tally}
+        return {"read": sample["seconds"], **reader.tally()}
 
     def train(self, period: int) -> Sample:
         """So many iterations without a checkpoint."""

@@ -6,9 +6,8 @@ import contextlib
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from states import State
@@ -40,8 +39,6 @@ class System(ABC):
 
     settings: str
     """How it is set, in a line."""
-    tally: Mapping[str, int] = MappingProxyType({})
-    """What the last restore took on this rank, by the figure's name, where the system says so."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         """Open it in a folder of its own; only datastates takes options."""
@@ -53,6 +50,10 @@ class System(ABC):
     def next_path(self) -> Path:
         """A path in the folder at which there is nothing yet."""
         return self.directory / f"checkpoint-{next(self._numbers)}"
+
+    def tally(self) -> dict[str, int]:
+        """What the last restore took on this rank, by the figure's name, where that is known."""
+        return {}
 
     @abstractmethod
     def save(self, state: State) -> Path:

@@ -36,7 +36,10 @@ class Datastates(System):
     def restore(self, path: Path, state: State) -> None:
         restored = self._checkpointer.restore(self._providers_of(state), step=int(path.name.partition("-")[2]))
         assert restored is not None
-        self.tally = {"needed": restored.needed_nbytes, "fetched": restored.read_nbytes}
+        self._tally = {"needed": restored.needed_nbytes, "fetched": restored.read_nbytes}
+
+    def tally(self) -> dict[str, int]:
+        return self._tally
 
     def close(self) -> None:
         self._checkpointer.close()

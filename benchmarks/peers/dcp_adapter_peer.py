@@ -39,8 +39,11 @@ class DatastatesThroughDcp(Dcp):
     def restore(self, path: Path, state: State) -> None:
         reader = DataStatesStorageReader(path, **self._options)
         load(plain(state), storage_reader=reader, **self._group)
-        assert reader.tally is not None
-        self.tally = {"needed": reader.tally.needed_nbytes, "fetched": reader.tally.read_nbytes}
+        self._tally = reader.tally
+
+    def tally(self) -> dict[str, int]:
+        assert self._tally is not None
+        return {"needed": self._tally.needed_nbytes, "fetched": self._tally.read_nbytes}
 
     def close(self) -> None:
         self._own_writer.close()

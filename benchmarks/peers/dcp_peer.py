@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import warnings
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
+from torch.futures import Future
 
 from peers.base import Pending, System, fsync_tree
 from states import State, plain
@@ -23,6 +26,26 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 _THREADS = 8
 """Writer threads, each with a file of its own: one took twice as long as two, and more than that did no harm."""
+
+
+class _Reader(FileSystemReader):
+    """Torch's own, which remembers what it was asked for."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._asked = plan.items
+        return super().read_data(plan, planner)
+
+    def tally(self) -> dict[str, int]:
+        """Bytes that were wanted, and read for that: all that is stored of an item, whatever part of it is wanted."""
+        known, needed, fetched = self.read_metadata().state_dict_metadata, 0, 0
+        for item in self._asked:
+            stored, described = self.storage_data[item.storage_index].length, known[item.storage_index.fqn]
+            fetched += stored
+            if isinstance(described, TensorStorageMetadata):
+                needed += item.lengths.numel() * described.properties.dtype.itemsize
+            else:
+                needed += stored
+        return {"needed": needed, "fetched": fetched}
 
 
 class Dcp(System):
@@ -52,7 +75,11 @@ class Dcp(System):
         return path
 
     def restore(self, path: Path, state: State) -> None:
-        load(plain(state), checkpoint_id=path, **self._group)  # tensors and other values in place
+        self._reader = _Reader(path)
+        load(plain(state), storage_reader=self._reader, **self._group)  # tensors and other values in place
+
+    def tally(self) -> dict[str, int]:
+        return self._reader.tally()
 
     def _sync(self, path: Path) -> None:
         """On the coordinator, which returns from a save when all ranks have written."""
@@ -98,7 +125,7 @@ class DcpAsync(Dcp):
                 )
             )
         self.settings = f"{Dcp.settings}; async_save in a thread, {stager}"
-        self._staging: Future[None] | None = None
+        self._staging: concurrent.futures.Future[None] | None = None
 
     def save_async(self, state: State) -> Pending:
         path = self.next_path()
@@ -109,7 +136,7 @@ class DcpAsync(Dcp):
             async_stager=self._stager,
             **self._group,
         )
-        upload: Future[Any]
+        upload: concurrent.futures.Future[Any]
         if isinstance(response, AsyncSaveResponse):
             self._staging, upload = response.staging_completion, response.upload_completion
         else:
