@@ -44,6 +44,14 @@ class _Plan:
     pickle_offset: int
     nest: Nest | None
 
+    def places(self) -> Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]:
+        """For each array where its data lies in the file, and where the archive around it: offset and bytes."""
+        assert self.nest is not None
+        data = zip(self.plan.data_offset.tolist(), self.plan.source_nbytes[self.plan.order].tolist(), strict=True)
+        archives = zip(*(x.tolist() for x in self.nest.places(self.plan.header_offset, self.plan.end)), strict=True)
+        records = list(zip(data, archives, strict=True))
+        return ((row, *records[row.record]) for row in self.table.rows(range(len(self.table))))
+
 
 class Saver:
     """Takes snapshots with one executor; keeps the plan of the last structure. Not thread-safe."""
@@ -203,16 +211,6 @@ class Running:
             # the device has failed: that is told by the snapshot, not by the optimizer that passes here
             with contextlib.suppress(DatastatesError):
                 self.job.wait_captured()
-
-    def places(self) -> Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]:
-        """For each array where its data is going to be in the file, and where the archive around it: offset, bytes."""
-        plan, nest = self.planned.plan, self.planned.nest
-        assert nest is not None
-        data = list(zip(plan.data_offset.tolist(), plan.source_nbytes[plan.order].tolist(), strict=True))
-        begin, nbytes = nest.places(plan.header_offset, plan.end)
-        archives = list(zip(begin.tolist(), nbytes.tolist(), strict=True))
-        table = self.planned.table
-        return ((row, data[row.record], archives[row.record]) for row in table.rows(range(len(table))))
 
     def run(self) -> None:
         """Do all the rest; a failure lands on the snapshot."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates import durable
 from datastates.adapters.dcp import metadata_file
+from datastates.adapters.dcp.items import Written
 from datastates.adapters.dcp.planning import Agreed
 from datastates.barrier import World
 from datastates.committing import Vote, is_told, settle
@@ -80,7 +80,7 @@ class DcpEnding:
         self._order = order
         self.identity: Identity = identity_alone(world.token(self._name))
         self.committed: float | None = None
-        self.results: list[WriteResult] = []
+        self.written: Written | None = None
         self._world = world
         self._agreed = agreed
         self._meta = meta
@@ -89,10 +89,11 @@ class DcpEnding:
 
     def commit(self, vote: Vote) -> Path:
         """Tell the coordinator where everything is; raises as :func:`~datastates.committing.settle` does."""
-        del vote
         directory = self.path.parent
         durable.sync_directory(directory)
-        if not self.results:  # the checkpoint has no part of this rank
+        assert self.written is not None
+        found = self.written.results(vote.nbytes)
+        if not found:  # the checkpoint has no part of this rank
             self.path.unlink()
         uncertain: list[StorageError] = []
 
@@ -116,7 +117,7 @@ class DcpEnding:
 
         self._voted = True
         try:
-            answer = settle(self._world, self._name, None, pickle.dumps(self.results), decide, timeout=self._timeout)
+            answer = settle(self._world, self._name, None, pickle.dumps(found), decide, timeout=self._timeout)
         except DatastatesError as error:
             if self.committed is None and not uncertain and (self._world.rank == 0 or is_told(error)):
                 raise

@@ -6,10 +6,9 @@ import errno
 from collections.abc import Callable
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates import collector
-from datastates.adapters.dcp.items import ItemsProvider, results
+from datastates.adapters.dcp.items import ItemsProvider, Written
 from datastates.ending import Ending
 from datastates.errors import StorageError
 from datastates.executor import Executor
@@ -32,13 +31,13 @@ class FileWriter:
         ending: Ending,
         snapshot: Snapshot,
         check: Callable[[], None] = lambda: None,
-    ) -> tuple[Running, list[WriteResult]]:
+    ) -> tuple[Running, Written]:
         """Begin to capture and write; what is returned is the rest, to be run.
 
         ``check`` raises where the state is no longer the one to be saved; from its call on it is watched here.
 
         Returns:
-            With it, what DCP is to be told once the file is written.
+            With it, the file as DCP is to be told of it, once it is written.
 
         Raises:
             ProviderError: An item is no tensor that can be stored.
@@ -58,4 +57,4 @@ class FileWriter:
         except BaseException as error:
             running.cancel(error)
             raise
-        return running, results(provider.indices, running, ending.path.name)
+        return running, Written(ending.path, provider.indices, running.planned.places)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +18,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from datastates import arrays
+from datastates import arrays, collector, durable
 from datastates.errors import ProviderError
 from datastates.protocol import Buffer, Shard, StateProvider
-from datastates.saving import Running
+from datastates.shard_table import Row
 
 _AGAIN = "~"
 NAME = "state"
@@ -28,7 +31,6 @@ NAME = "state"
 class ItemsProvider(StateProvider):
     """The items of one SavePlan: each tensor a box of its logical tensor, each object the bytes that it pickles to."""
 
-    @torch.no_grad()
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Take the items of a plan: tensors that stay as they are until they are captured; objects are pickled now.
 
@@ -73,8 +75,8 @@ def key_of_chunk(index: MetadataIndex) -> str:
 
 def is_key_of(key: str, index: MetadataIndex) -> bool:
     """Whether that is what a file calls it."""
-    known = (f"{NAME}/{index.fqn}", f"{NAME}/{key_of_chunk(index)}")
-    return key in known or key.rstrip(_AGAIN) in known
+    known = (index.fqn, key_of_chunk(index))
+    return key[len(NAME) + 1 :] in known or key[len(NAME) + 1 :].rstrip(_AGAIN) in known
 
 
 def _bytes_shard(key: str, data: io.BytesIO) -> Shard:
@@ -95,13 +97,26 @@ def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:
     return replace(shard, global_shape=tuple(described.size), offset=tuple(described.chunk.offsets))
 
 
-def results(indices: dict[str, MetadataIndex], running: Running, file: str) -> list[WriteResult]:
-    """What DCP is told of a file of that name: where in it each item is going to be, as an archive or as bare bytes.
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """A file that is being written, and what DCP calls its arrays, by key."""
 
-    ``indices``: what DCP calls the file's arrays, by key.
-    """
-    found = []
-    for row, data, archive in running.places():
-        item, place = indices[row.key.removeprefix(f"{NAME}/")], data if row.kind == "numpy" else archive
-        found.append(WriteResult(item, place[1], _StorageInfo(file, *place)))
-    return found
+    path: Path
+    indices: dict[str, MetadataIndex]
+    places: Callable[[], Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]]
+
+    @collector.paused()
+    def results(self, nbytes: int) -> list[WriteResult]:
+        """What DCP is told of the file, of that length: where in it each item is, as an archive or as bare bytes.
+
+        Raises:
+            StorageError: The file is not there any more, or another one.
+        """
+        with durable.step("stat", self.path):
+            if self.path.stat().st_size != nbytes:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        found = []
+        for row, data, archive in self.places():
+            item, place = self.indices[row.key[len(NAME) + 1 :]], data if row.kind == "numpy" else archive
+            found.append(WriteResult(item, place[1], _StorageInfo(self.path.name, *place)))
+        return found

@@ -161,7 +161,7 @@ class Session:
             try:
                 plan = planner.finish_plan(agreed.plan)
                 ending.path = writer.new_file(plan)
-                running, ending.results = self._files.begin(plan, planner, ending, staged.snapshot, staged.check)
+                running, ending.written = self._files.begin(plan, planner, ending, staged.snapshot, staged.check)
             except BaseException as error:
                 staged.give_up(error)  # training is not to wait until the others have heard of it
                 ending.decline(error)
@@ -174,7 +174,9 @@ class Session:
     ) -> SavePlan:
         staged.check()
         planner.set_up_planner(staged.state_dict, meta, self._world.rank == 0)
-        return writer.prepare_local_plan(self._plans.plan(planner))
+        # what is kept is not to be handed to a subclass's prepare_local_plan(), which may change it
+        kept = type(writer) is DataStatesStorageWriter
+        return writer.prepare_local_plan(self._plans.plan(planner) if kept else planner.create_local_plan())
 
     def _decline(self, turn: Turn, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this one takes no part in a save."""

@@ -209,7 +209,7 @@ class DataStatesStorageWriter(FileSystemWriter):
                 if self._files is None:
                     self._executor = make_executor(self.settings)
                     self._files = FileWriter(self._executor)
-                running, results = self._files.begin(plan, planner, ending, snapshot, check)
+                running, file = self._files.begin(plan, planner, ending, snapshot, check)
         except BaseException:
             snapshot.exception()  # told by being raised
             raise
@@ -217,7 +217,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         snapshot.wait_committed()
         durable.sync_directory(ending.path.parent)
         written: Future[list[WriteResult]] = Future()
-        written.set_result(results)
+        written.set_result(file.results(snapshot.report.file_nbytes))
         return written
 
     def new_file(self, plan: SavePlan) -> Path:

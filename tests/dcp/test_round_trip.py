@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from datastates import _native, faults
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter
+from datastates.adapters.dcp.items import Written
 from datastates.errors import ProviderError, SettingsError, StorageError
 from states import SMALL, Parts, copied, every_kind, files, loaded, problems, same, save_with
 
@@ -220,6 +221,37 @@ def test_a_file_that_another_save_has_made_meanwhile_is_left_alone(
     same(loaded(tmp_path, {"w": torch.ones(3)}), {"w": torch.ones(3)})
     save_with(how, {"w": torch.full((3,), 2.0)}, tmp_path)
     same(loaded(tmp_path, {"w": torch.ones(3)}), {"w": torch.full((3,), 2.0)})
+
+
+@pytest.mark.parametrize("how", OURS)
+@pytest.mark.parametrize("now", [None, b"another"])
+def test_a_file_that_is_gone_is_not_made_a_checkpoint(
+    tmp_path: Path, how: str, now: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one stands: its files are deleted only after another has become the checkpoint."""
+    save_with("ours", {"w": torch.ones(3)}, tmp_path)
+    results = Written.results
+
+    def swept(self: Written, nbytes: int) -> Any:
+        self.path.unlink()
+        if now is not None:
+            self.path.write_bytes(now)
+        return results(self, nbytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Written, "results", swept)
+        what = "No such file" if now is None else "Stale file handle"
+        with pytest.raises((StorageError, CheckpointException), match=what):
+            save_with(how, {"w": torch.zeros(3)}, tmp_path)
+    same(loaded(tmp_path, {"w": torch.ones(3)}), {"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_tensor_without_a_name(tmp_path: Path, how: str) -> None:
+    state = {"": torch.ones(3), "w": torch.zeros(2)}
+    save_with(how, state, tmp_path)
+    for reader in ("stock", "ours"):
+        same(loaded(tmp_path, state, reader), state)
 
 
 def test_when_the_end_is_not_durable_what_stands_can_be_loaded(tmp_path: Path) -> None:
