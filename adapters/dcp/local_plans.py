@@ -10,12 +10,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
+_DESCRIBES_ITSELF = "__create_write_items__"
+"""Torch asks an object that has this, or a DTensor whose local tensor has it, which items it is."""
+
 
 class LocalPlans:
     """One save's after the other, of one rank. Used by one thread at a time.
 
     Torch makes a plan in some tens of microseconds a tensor, for which training goes without the interpreter. What its
-    default planner makes is compared by what it is made of; any other planner is asked each time.
+    default planner makes is compared by what it is made of; any other planner is asked each time. No tensor is kept
+    alive by that, but the meshes of DTensors.
     """
 
     def __init__(self) -> None:
@@ -44,13 +48,21 @@ def _basis(planner: SavePlanner) -> list[object] | None:
     for name, value in planner.state_dict.items():
         kind: Any = type(value)
         if kind is DTensor:
-            local = value._local_tensor
-            basis.append((name, value._spec, value.requires_grad, local.dtype, local.layout, local.is_pinned()))
-        elif kind is torch.Tensor or kind is torch.nn.Parameter:
+            local, spec = value._local_tensor, value._spec
+            if not _is_plain(local):
+                return None
+            # not the spec itself: it can be changed in place
+            placed = (spec.mesh, spec.placements, getattr(spec, "shard_order", None), value.shape)
+            basis.append((name, placed, value.requires_grad, local.dtype, local.layout, local.is_pinned()))
+        elif _is_plain(value):
             properties = (value.dtype, value.layout, value.requires_grad, value.is_pinned())
             basis.append((name, value.shape, *properties))
-        elif isinstance(value, torch.Tensor | ShardedTensor) or hasattr(value, "__create_write_items__"):
+        elif isinstance(value, torch.Tensor | ShardedTensor) or hasattr(value, _DESCRIBES_ITSELF):
             return None
         else:
             basis.append(name)
     return basis
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not hasattr(value, _DESCRIBES_ITSELF)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -91,7 +91,8 @@ class Planning:
         answer = settle(self._world, f"{name}/digests", error, said, compare, timeout=self._timeout)
         if answer == _SAME:
             assert last is not None
-            return last
+            self._last = replace(last, local=local)
+            return self._last
         self._last = None  # whoever does not hear what comes out now must not go by what came out before
         made: list[tuple[Metadata, int]] = []
         asked = [planner]  # emptied below: an error's frames keep what closures hold

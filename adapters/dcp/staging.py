@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 GRACE = 60.0
 """Seconds in which a save must begin after its state was staged."""
 _POLL = 0.05
+_DESCRIBING = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
 Lazy = Callable[[str, torch.Tensor], bool]
 """Whether the tensor of a name stays as it is until an optimizer steps: it is then captured while training goes on."""
@@ -87,7 +88,7 @@ class Staged:
                 self._kept.append((path, local))
                 return value
             self._devices.add(local.device)
-            return value.detach().clone()
+            return _clone(value, local)
         if type(value) in (dict, OrderedDict):
             items = [(key, self._copied(f"{path}.{key}" if path else str(key), v, lazy)) for key, v in value.items()]
             return type(value)(items)
@@ -183,6 +184,14 @@ class Held(dict[str, Any]):
         self._staged.give_up(error)
         self._staged.snapshot.exception()  # told by being raised
         raise error
+
+
+def _clone(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    copied = value.detach().clone()
+    # what a tensor that was given these says of itself, as Megatron-FSDP's unevenly sharded ones are
+    own = {name: hook for name, hook in vars(local).items() if name in _DESCRIBING}
+    vars(dtensors.local(copied)).update(own)
+    return copied
 
 
 def _is_watched(tensor: torch.Tensor) -> bool:

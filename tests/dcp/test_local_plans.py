@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from datastates.adapters import dcp as ours
-from datastates.adapters.dcp import DataStatesStorageWriter
+from datastates.adapters.dcp import DataStatesStorageWriter, planning
 from datastates.adapters.dcp.local_plans import LocalPlans
+from datastates.adapters.dcp.staging import Staged
+from datastates.errors import DatastatesError
 from states import SMALL, Parts, loaded, same
 
 
@@ -137,6 +139,44 @@ def test_whoever_may_look_at_more_is_asked_each_time(mesh: Any) -> None:
     assert again == expected != before
 
 
+def test_a_local_tensor_that_describes_itself_is_asked_each_time(mesh: Any) -> None:
+    """As those of row-wise sharded tables do, which look alike whatever they hold, and Megatron-FSDP's."""
+    sharded = DTensor.from_local(torch.randn(2, 6), mesh, (Shard(0), Replicate()))
+    local: Any = sharded._local_tensor
+    plain: Any = torch.ones(2)
+    for described in (local, plain):
+        at = [0]
+        items = Parts.of((9, 6), {(0, 0): torch.randn(2, 6)}).__create_write_items__
+        described.__create_write_items__ = lambda fqn, _, at=at, items=items: items(fqn, None) * (1 + at[0])
+        plans, state = LocalPlans(), {"d": sharded, "p": plain}
+        before, _ = plan(plans, state)
+        at[0] = 1
+        again, expected = plan(plans, state)
+        assert again == expected != before
+        del described.__create_write_items__
+
+
+def test_a_copy_says_of_itself_what_the_tensor_says(mesh: Any) -> None:
+    sharded = DTensor.from_local(torch.randn(2, 6), mesh, (Shard(0), Replicate()))
+    local: Any = sharded._local_tensor
+    items = Parts.of((9, 6), {(5, 0): torch.randn(2, 6)}).__create_write_items__
+    local.__create_write_items__ = lambda fqn, _: items(fqn, None)
+    staged = Staged({"d": sharded}, lambda *_: False)
+    first, expected = plan(LocalPlans(), staged.state_dict)
+    staged.give_up(DatastatesError("it was to be looked at only"))
+    assert staged.snapshot.exception() is not None
+    assert first == expected == plan(LocalPlans(), {"d": sharded})[1]
+    assert first.items[0].index.offset == torch.Size((5, 0))
+
+
+def test_a_spec_that_is_changed_in_place_is_seen(mesh: Any) -> None:
+    plans, state = LocalPlans(), state_of(mesh)
+    before, _ = plan(plans, state)
+    state["model"]["d"]._spec.placements = (Replicate(), Shard(1))
+    again, expected = plan(plans, state)
+    assert again == expected != before
+
+
 def test_what_torch_refuses_is_refused_again(mesh: Any) -> None:
     plans, state = LocalPlans(), state_of(mesh)
     plan(plans, state)
@@ -147,6 +187,19 @@ def test_what_torch_refuses_is_refused_again(mesh: Any) -> None:
     placed(state, mesh, Shard(0), Replicate())
     again, expected = plan(plans, state)
     assert again == expected
+
+
+def test_a_plan_is_pickled_for_its_digest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digested = []
+    digest = planning._digest
+    monkeypatch.setattr(planning, "_digest", lambda plan: digested.append(plan) or digest(plan))
+    state, writer = {"w": torch.ones(30_000), "epoch": 1}, DataStatesStorageWriter(**SMALL)
+    for number, planner in enumerate((DefaultSavePlanner, DefaultSavePlanner, Own, *[DefaultSavePlanner] * 3)):
+        made = planner()
+        ours.async_save(state, tmp_path / str(number), storage_writer=writer, planner=made)._wait("committed", 30)
+    writer.close()
+    # of the first, of the other planner's, and of the first again
+    assert len(digested) == 3
 
 
 RANKS = 3
