@@ -94,7 +94,7 @@ class _Ceiling:
     @classmethod
     def of(cls, directory: Path, nbytes: int, saving: int, restoring: int) -> _Ceiling:
         def files(what: str, count: int) -> raw.RawFiles:
-            return raw.RawFiles(tuple(directory / f"raw-{saving}-{what}-{i}" for i in range(count)), nbytes)
+            return raw.RawFiles(tuple(directory / f"raw-{saving}-{restoring}-{what}-{i}" for i in range(count)), nbytes)
 
         written, stored = files("written", saving), files("stored", restoring)
         read_mode = raw.best_mode(stored, "read", _TRIED)

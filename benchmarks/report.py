@@ -105,7 +105,8 @@ def targets(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
         benchmark = report["benchmarks"].get(target.benchmark)
         values = target.values(benchmark) if benchmark else []
         elsewhere = (other["benchmarks"].get(target.benchmark) for other in others)
-        if not values and any(target.values(b) for b in elsewhere if b):
+        failed = benchmark and benchmark["errors"]
+        if not values and not failed and any(target.values(b) for b in elsewhere if b):
             continue
         reached = target.reached(benchmark) if benchmark else None
         sign = "≥" if target.at_least else "≤"
