@@ -631,6 +631,7 @@ import numpy as np
 import datastates as ds
 from datastates import durable
 from datastates.providers import HostTensorProvider
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where it is ignored a child ignores it, too
 interrupted, sync = threading.Event(), durable.sync_directory
 durable.sync_directory = lambda path: (interrupted.wait(), sync(path))  # close() cannot end before that
 ckpt = ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB")
