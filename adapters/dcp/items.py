@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates import arrays, collector, durable
-from datastates.errors import ProviderError
+from datastates.errors import CommitError, ProviderError
 from datastates.protocol import Buffer, Shard, StateProvider
 from datastates.shard_table import Row
 
@@ -110,11 +108,13 @@ class Written:
         """What DCP is told of the file, of that length: where in it each item is, as an archive or as bare bytes.
 
         Raises:
-            StorageError: The file is not there any more, or another one.
+            StorageError: The file is not there any more.
+            CommitError: It is another one.
         """
         with durable.step("stat", self.path):
-            if self.path.stat().st_size != nbytes:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            there = self.path.stat().st_size
+        if there != nbytes:
+            raise CommitError(f"{self.path} was replaced: it has {there} bytes, and {nbytes} were written")
         found = []
         for row, data, archive in self.places():
             item, place = self.indices[row.key[len(NAME) + 1 :]], data if row.kind == "numpy" else archive

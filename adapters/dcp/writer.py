@@ -186,6 +186,7 @@ class DataStatesStorageWriter(FileSystemWriter):
 
         Raises:
             StorageError: The file could not be written; nothing is left of it.
+            CommitError: Another file has taken its place.
             TornSnapshotError: Staged state was changed before it was captured; the message names the tensors.
         """
         ended = True
