@@ -24,6 +24,7 @@ from datastates.parts import PRIME
 ROOT = Path(__file__).parent.parent
 WRITERS = {"raw", "datastates", "torch.save/load", "safetensors", "DCP", "TorchSnapshot", "torch_checkpointing"}
 RANKS = ("raw", "plain", "datastates", "datastates through DCP", "DCP", "DCP async")
+RANK_LAYOUTS = ((2, 2), (2, 1), (1, 2), (4, 2))
 UNDRAWN = {
     "throughput": {"plain", "datastates", "DCP async", "torch_checkpointing async"},
     "ranks": {"plain", "DCP async"},
@@ -36,7 +37,7 @@ CPU_ROWS = {
     "throughput": {"plain", "datastates", "DCP async", "torch_checkpointing async"},
     "memory": {"datastates", "DCP async"},
     "index": {"plan", "encode", "open", "read one"},
-    "ranks": {f"{system}, {layout}" for system in RANKS for layout in ("2 → 2", "2 → 1", "1 → 2", "4 → 2")},
+    "ranks": {f"{system}, {n} → {m}" for system in RANKS for n, m in RANK_LAYOUTS},
 }
 GPU_ROWS = {
     "capture": {"pinned copy", "pinned copy, large", "one tensor", "one large tensor", "many small tensors"},
@@ -230,8 +231,7 @@ def test_ranks_without_a_core_each_are_skipped_and_that_is_said(scratch: Path, t
     ranks = json.loads(path.read_text())["benchmarks"]["ranks"]
     assert (ranks["samples"], ranks["errors"]) == ({}, {})
     assert ranks["settings"] == {
-        f"{n} → {m}": f"skipped: {max(n, m)} ranks need a core each, here are 1"
-        for n, m in ((2, 2), (2, 1), (1, 2), (4, 2))
+        f"{n} → {m}": f"skipped: {max(n, m)} ranks need a core each, here are 1" for n, m in RANK_LAYOUTS
     }
 
 
@@ -359,7 +359,7 @@ def test_the_gpu_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine: the GPU benchmarks did NOT run")
     folder = tmp_path / "docs"
-    layouts = [f"{n} → {m}" for n, m in ((2, 2), (2, 1), (1, 2), (4, 2)) if max(n, m) <= torch.cuda.device_count()]
+    layouts = [f"{n} → {m}" for n, m in RANK_LAYOUTS if max(n, m) <= torch.cuda.device_count()]
     rows = GPU_ROWS | {"ranks": {f"{system}, {layout}" for system in RANKS for layout in layouts}}
     check(run_suite("gpu", scratch, folder), rows)
     run_script("report.py", folder)
