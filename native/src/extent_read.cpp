@@ -32,6 +32,45 @@ void verify(const ReadState& job, const ReadPlan::Extent& extent, const ReadPlan
     if (found != check.crc) throw mismatch(job.path(), extent, check, found);
 }
 
+/// Copies an extent to where its parts go in host memory, from its begin on, as far as it is asked
+/// to.
+class Placing {
+  public:
+    Placing(const ReadState& job, const ReadPlan::Extent& extent, const std::byte* data)
+        : job_(job), data_(data), left_(job.plan().pieces(extent)) {}
+
+    void advance(std::uint64_t end) {
+        for (const ReadPlan::Piece& piece : left_) {
+            if (piece.extent_offset >= end) break;
+            place(piece, end);
+        }
+        while (!left_.empty() && end_of(left_.front()) <= end) left_ = left_.subspan(1);
+        at_ = end;
+    }
+    std::uint64_t bytes() const { return bytes_; }
+
+  private:
+    static std::uint64_t end_of(const ReadPlan::Piece& piece) {
+        return piece.extent_offset + piece.length;
+    }
+    void place(const ReadPlan::Piece& piece, std::uint64_t end) {
+        const auto dest = static_cast<std::size_t>(piece.dest);
+        const std::uint64_t from = std::max(at_, piece.extent_offset);
+        const std::uint64_t to = std::min(end, end_of(piece));
+        if (from >= to || job_.buffers().device[dest] >= 0) return;
+        const std::uint64_t address =
+            job_.buffers().address[dest] + piece.dest_offset + (from - piece.extent_offset);
+        std::memcpy(reinterpret_cast<void*>(address), data_ + from, to - from);
+        bytes_ += to - from;
+    }
+
+    const ReadState& job_;
+    const std::byte* data_;
+    std::span<const ReadPlan::Piece> left_;
+    std::uint64_t at_ = 0;  // in the extent
+    std::uint64_t bytes_ = 0;
+};
+
 /// Reads the spans of an extent one after the other, as far as it is asked to.
 class Cursor {
   public:
@@ -75,60 +114,61 @@ class Cursor {
     std::uint64_t bytes_ = 0;
 };
 
+/// Of the time that something takes, what a part of it takes that is done many times.
+class Share {
+  public:
+    template <typename Part>
+    void of(Part&& part) {
+        const auto begin = Clock::now();
+        part();
+        time_ += Clock::now() - begin;
+    }
+    Clock::duration time() const { return time_; }
+
+  private:
+    Clock::duration time_{};
+};
+
 }  // namespace
 
-void verify_extent(ReadState& job, const ReadPlan::Extent& extent, const std::byte* data,
-                   unsigned worker) {
+std::uint64_t finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
+                            const Finishing& how) {
     const auto begin = Clock::now();
-    std::uint64_t bytes = 0;
-    for (const ReadPlan::Check& check : job.plan().checks(extent)) {
-        verify(job, extent, check, data);
-        bytes += check.length;
-    }
-    job.timeline().add(Stage::verify, worker, begin, bytes);
-}
-
-std::uint64_t read_through_cache(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
-                                 std::uint32_t track, unsigned worker) {
-    const auto begin = Clock::now();
-    Clock::duration verifying{};
+    Share verifying;
+    Share placing;
     std::uint64_t verified = 0;
     Cursor cursor(job, extent, data);
-    for (const ReadPlan::Check& check : job.plan().checks(extent)) {
-        cursor.advance(check.offset + check.length);
-        const auto start = Clock::now();
-        verify(job, extent, check, data);
-        verifying += Clock::now() - start;
-        verified += check.length;
+    Placing places(job, extent, data);
+    const auto read_to = [&](std::uint64_t end) {
+        if (how.through_cache) cursor.advance(end);
+    };
+    const auto place_to = [&](std::uint64_t end) {
+        if (!how.in_place) placing.of([&] { places.advance(end); });
+    };
+    const auto checks = job.plan().checks(extent);
+    for (std::size_t i = 0; i < checks.size(); ++i) {
+        const std::uint64_t end = checks[i].offset + checks[i].length;
+        read_to(end);
+        verifying.of([&] { verify(job, extent, checks[i], data); });
+        verified += checks[i].length;
+        // What the next one covers, too, waits for it.
+        place_to(i + 1 < checks.size() ? std::min(end, checks[i + 1].offset) : end);
     }
-    cursor.advance(extent.length);
-    // The two alternate many times; they are shown as if one had come after the other.
+    read_to(extent.length);
+    place_to(extent.length);
+    // The three alternate many times; they are shown as if one had come after the other.
     const auto end = Clock::now();
-    job.timeline().add({.stage = Stage::read,
-                        .track = track,
-                        .begin = begin,
-                        .end = end - verifying,
-                        .bytes = cursor.bytes()});
-    job.timeline().add({.stage = Stage::verify,
-                        .track = worker,
-                        .begin = end - verifying,
-                        .end = end,
-                        .bytes = verified});
+    const auto placed = end - placing.time();
+    const auto checked = placed - verifying.time();
+    Timeline& timeline = job.timeline();
+    const auto note = [&](Stage stage, std::uint32_t track, Clock::time_point from,
+                          Clock::time_point to, std::uint64_t bytes) {
+        timeline.add({.stage = stage, .track = track, .begin = from, .end = to, .bytes = bytes});
+    };
+    if (how.through_cache) note(Stage::read, how.track, begin, checked, cursor.bytes());
+    note(Stage::verify, how.worker, checked, placed, verified);
+    if (places.bytes() > 0) note(Stage::copy, how.track, placed, end, places.bytes());
     return cursor.bytes();
-}
-
-void copy_to_host(ReadState& job, const ReadPlan::Extent& extent, const std::byte* data,
-                  std::uint32_t track) {
-    const auto begin = Clock::now();
-    std::uint64_t bytes = 0;
-    for (const ReadPlan::Piece& piece : job.plan().pieces(extent)) {
-        const auto dest = static_cast<std::size_t>(piece.dest);
-        if (piece.length == 0 || job.buffers().device[dest] >= 0) continue;
-        std::memcpy(reinterpret_cast<void*>(job.buffers().address[dest] + piece.dest_offset),
-                    data + piece.extent_offset, piece.length);
-        bytes += piece.length;
-    }
-    if (bytes > 0) job.timeline().add(Stage::copy, track, begin, bytes);
 }
 
 }  // namespace datastates

@@ -274,11 +274,15 @@ ReadPlan::ReadPlan(const ReadPlanArrays& arrays)
                     "a piece is outside its destination", k);
             require(is_read(extent, piece.extent_offset, piece.length),
                     "a piece is outside what is read of its extent", k);
+            require(k == extent.first_piece || piece.extent_offset >= pieces_.back().extent_offset,
+                    "the pieces of an extent are not ascending", k);
             pieces_.push_back(piece);
         }
         for (std::size_t k = extent.first_check; k < extent.end_check; ++k) {
             require(is_read(extent, arrays.check_offset[k], arrays.check_length[k]),
                     "a check is outside what is read of its extent", k);
+            require(k == extent.first_check || arrays.check_offset[k] >= arrays.check_offset[k - 1],
+                    "the checks of an extent are not ascending", k);
             checks_.push_back({.offset = arrays.check_offset[k],
                                .length = arrays.check_length[k],
                                .crc = arrays.check_crc[k],

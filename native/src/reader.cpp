@@ -229,13 +229,11 @@ void Reader::work(ReadState& job, Reading& reading, bool through_cache, unsigned
     // Extents before a failed one still count: the first of several failures is the one reported.
     if (job.settled(reading.index)) return;
     const ReadPlan::Extent& extent = job.plan().extents()[reading.index];
-    if (through_cache) {
-        reading.begin = Clock::now();
-        reading.cached_bytes = read_through_cache(job, extent, reading.data, reading.track, worker);
-    } else {
-        verify_extent(job, extent, reading.data, worker);
-    }
-    if (reading.block) copy_to_host(job, extent, reading.data, reading.track);
+    reading.cached_bytes = finish_extent(job, extent, reading.data,
+                                         {.through_cache = through_cache,
+                                          .in_place = !reading.block,
+                                          .track = reading.track,
+                                          .worker = worker});
 }
 
 /// Goes on with the extents that workers are through with.

@@ -135,6 +135,7 @@ TEST(one_extent_for_many_destinations) {
                 const auto job = executor->submit_read(dir / "f", plan, buffers);
                 if (flipped) {
                     CHECK_THROWS(ErrorCode::corrupt, job->wait());
+                    CHECK(second == Bytes(nbytes[1]));
                     continue;
                 }
                 CHECK(job->wait());
@@ -203,6 +204,69 @@ TEST(reads_the_spans_of_a_sparse_extent_only) {
                     CHECK(std::ranges::equal(std::span(out).subspan(dest_at[i], nbytes[i]),
                                              all.subspan(kOffset + at[i], nbytes[i])));
                 }
+            }
+        }
+    }
+}
+
+/// Checks that overlap, and destinations that do: what one check of several refuses is put nowhere.
+TEST(nothing_is_put_in_place_unverified) {
+    std::mt19937_64 random(12);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 1, std::size_t{1} << 20);
+        const Bytes file = support::random_bytes(random, 400000);
+        support::write_file(dir / "f", file);
+        const std::vector<std::uint64_t> dests = {300000, 100000}, zero = {0, 0}, at = {0, 50000},
+                                         whole = {300000}, all_of_it = {0, 1}, two = {0, 2},
+                                         three = {0, 3};
+        const std::vector<std::uint64_t> check_at = {0, 90000, 130000},
+                                         check_nbytes = {100000, 60000, 170000};
+        const std::vector<std::int32_t> dest = {0, 1}, record = {0, 1, 2};
+        for (const bool cached : {true, false}) {
+            for (std::size_t bad = 0; bad <= 3; ++bad) {
+                if (!cached) support::drop_cache(dir / "f");
+                std::vector<std::uint32_t> crc;
+                for (std::size_t i = 0; i < 3; ++i) {
+                    const auto part = std::span(file).subspan(check_at[i], check_nbytes[i]);
+                    crc.push_back(crc32(0, part) ^ (i == bad ? 1U : 0U));
+                }
+                const auto plan =
+                    std::make_shared<ReadPlan>(ReadPlanArrays{.dest_nbytes = dests,
+                                                              .extent_offset = {zero.data(), 1},
+                                                              .extent_length = whole,
+                                                              .extent_span = all_of_it,
+                                                              .span_offset = {zero.data(), 1},
+                                                              .span_length = whole,
+                                                              .extent_piece = two,
+                                                              .piece_dest = dest,
+                                                              .piece_dest_offset = zero,
+                                                              .piece_extent_offset = at,
+                                                              .piece_length = dests,
+                                                              .extent_check = three,
+                                                              .check_offset = check_at,
+                                                              .check_length = check_nbytes,
+                                                              .check_crc = crc,
+                                                              .check_record = record});
+                Bytes first(dests[0]), second(dests[1]);
+                const Buffers buffers{.address = {reinterpret_cast<std::uint64_t>(first.data()),
+                                                  reinterpret_cast<std::uint64_t>(second.data())},
+                                      .device = {-1, -1},
+                                      .stream = {0, 0},
+                                      .witness = {}};
+                const auto job = executor->submit_read(dir / "f", plan, buffers);
+                std::uint64_t good = dests[0];
+                if (bad < 3) {
+                    CHECK_THROWS(ErrorCode::corrupt, job->wait());
+                    good = check_at[bad];
+                } else {
+                    CHECK(job->wait());
+                }
+                Bytes expected = file;
+                std::fill(expected.begin() + static_cast<std::ptrdiff_t>(good), expected.end(),
+                          std::byte{0});
+                CHECK(std::ranges::equal(first, std::span(expected).first(dests[0])));
+                CHECK(std::ranges::equal(second, std::span(expected).subspan(at[1], dests[1])));
             }
         }
     }

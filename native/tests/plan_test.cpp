@@ -208,6 +208,23 @@ TEST(refuses_bad_read_plans) {
     refuses<A>([](A& a) { a.piece_length[1] = kHuge; });
     refuses<A>([](A& a) { a.extent_check = {0, 0, 2}; });
     refuses<A>([](A& a) { a.check_length[0] = 41; });
+    A two;
+    two.extent_piece = {0, 2, 2};
+    two.piece_extent_offset = {10, 20};
+    two.extent_check = {0, 2, 2};
+    two.check_offset = {5, 10};
+    two.check_length = {20, 5};
+    two.check_crc = {1, 2};
+    two.check_record = {0, 0};
+    two.piece_length = {30, 30};
+    two.make();
+    const auto descending = [&](U64 A::* column) {
+        A a = two;
+        std::swap((a.*column)[0], (a.*column)[1]);
+        CHECK_THROWS(ErrorCode::invalid, a.make());
+    };
+    descending(&A::piece_extent_offset);
+    descending(&A::check_offset);
     refuses<A>([](A& a) { a.check_crc.clear(); });
     refuses<A>([](A& a) { a.check_record.clear(); });
 }
