@@ -28,8 +28,12 @@ std::uint64_t device_room(std::uint64_t limit, std::uint64_t used, std::uint64_t
 
 DeviceSlab::~DeviceSlab() { pool_->release(pointer_, bytes_); }
 
+std::uint64_t DeviceSlab::rounded(std::uint64_t bytes) {
+    return (bytes + kPage - 1) / kPage * kPage;
+}
+
 std::optional<cuda::DevicePointer> DeviceSlab::take(std::uint64_t bytes) {
-    const std::uint64_t whole = (bytes + kPage - 1) / kPage * kPage;
+    const std::uint64_t whole = rounded(bytes);
     if (whole > bytes_ - taken_) return std::nullopt;
     return pointer_ + std::exchange(taken_, taken_ + whole);
 }

@@ -70,16 +70,25 @@ std::shared_ptr<DeviceImage> Evacuator::image(WriteState& job, int device, std::
     auto pointer = place.slab ? place.slab->take(bytes) : std::nullopt;
     if (!pointer) {
         enqueue(job, device, place);  // the slab is full
-        const std::uint64_t wanted = job.plan().max_extent_length() * kExtentsPerSlab;
-        const std::uint64_t slab = std::min(wanted, place.room);
-        if (slab < bytes) return nullptr;
-        place.slab = place.pool->allocate(slab);
-        if (!place.slab) return nullptr;
-        place.room -= slab;
-        pointer = place.slab->take(bytes);
+        take_slab(job, device, bytes, place);
+        pointer = place.slab ? place.slab->take(bytes) : std::nullopt;
         if (!pointer) return nullptr;
     }
     return std::make_shared<DeviceImage>(place.slab, *pointer);
+}
+
+/// For an extent of `bytes` and all that may follow it; for less of it where there is no such room.
+void Evacuator::take_slab(WriteState& job, int device, std::uint64_t bytes, Place& place) {
+    std::uint64_t slab = DeviceSlab::rounded(bytes);
+    for (const std::size_t extent : job.claims().free()) {
+        if (job.device_of(extent) != device) continue;
+        slab += DeviceSlab::rounded(job.plan().extents()[extent].length);
+    }
+    place.slab.reset();
+    for (slab = std::min(slab, place.room); slab >= bytes && !place.slab; slab /= 2) {
+        place.slab = place.pool->allocate(slab);
+        if (place.slab) place.room -= slab;
+    }
 }
 
 void Evacuator::add(const WriteState& job, Claim claim, std::shared_ptr<DeviceImage> image,

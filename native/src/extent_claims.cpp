@@ -62,6 +62,15 @@ void ExtentClaims::close() {
     lock.unlock();
 }
 
+std::vector<std::size_t> ExtentClaims::free() const {
+    const std::scoped_lock lock(mutex_);
+    std::vector<std::size_t> found;
+    for (std::size_t i = 0; i < end_; ++i) {
+        if (entries_[i].state == State::free) found.push_back(i);
+    }
+    return found;
+}
+
 bool ExtentClaims::was_evacuated(std::size_t extent) const {
     const std::scoped_lock lock(mutex_);
     return entries_[extent].was_evacuated;

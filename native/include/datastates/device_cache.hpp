@@ -32,6 +32,8 @@ class DeviceSlab {
     DeviceSlab& operator=(DeviceSlab&&) = delete;
 
     std::uint64_t bytes() const { return bytes_; }
+    /// What it takes of a slab: whole pages.
+    static std::uint64_t rounded(std::uint64_t bytes);
     /// Aligned to pages; empty when there is no room for it.
     std::optional<cuda::DevicePointer> take(std::uint64_t bytes);
 

@@ -16,13 +16,10 @@ namespace datastates {
 
 /// Frees a training step from waiting for the bus: what a job has not begun to capture when its
 /// gate is reached is copied to spare device memory, which takes milliseconds, and captured from
-/// there afterwards. The driver is asked for a few things for each slab, not for each extent:
-/// beside a training step's kernels every call takes a while. Thread-safe.
+/// there afterwards. The driver is asked for one slab for all of it where it can be had: beside
+/// copies on the bus each allocation takes some milliseconds, of whatever size. Thread-safe.
 class Evacuator {
   public:
-    /// 256 MiB in extents of 8: few allocations, each given back soon.
-    static constexpr std::uint64_t kExtentsPerSlab = 32;
-
     /// At most `device_cache_bytes` of each device; 0: never.
     explicit Evacuator(std::uint64_t device_cache_bytes) : cache_(device_cache_bytes) {}
 
@@ -69,6 +66,7 @@ class Evacuator {
     Place open(const WriteState& job, int device);
     static std::shared_ptr<DeviceImage> image(WriteState& job, int device, std::uint64_t bytes,
                                               Place& place);
+    static void take_slab(WriteState& job, int device, std::uint64_t bytes, Place& place);
     static void add(const WriteState& job, Claim claim, std::shared_ptr<DeviceImage> image,
                     Place& place);
     static void enqueue(WriteState& job, int device, Place& place);

@@ -34,6 +34,8 @@ class ExtentClaims {
     /// Leaves nothing to be claimed, waits for gates under way, and lets go of the images.
     void close();
     bool was_evacuated(std::size_t extent) const;
+    /// What is free for a gate to claim now, in ascending order.
+    std::vector<std::size_t> free() const;
 
   private:
     enum class State : std::uint8_t { kept, free, evacuating, evacuated, captured };
