@@ -244,11 +244,12 @@ class Executor:
     def submit_write(
         self, path: str | bytes, plan: WritePlan, ptr: _U64, device: _I32, stream: _U64, witness: _U8
     ) -> WriteJob:
-        """Create ``path`` (it must not exist), capture the eager sources, and return.
+        """Capture the eager sources, and return; ``path``, which must not exist, is made meanwhile.
 
-        Waits for cache blocks while capturing. Sources' memory must stay alive until captured or aborted, and lazy
-        sources unchanged. ``device`` is a CUDA ordinal or -1 for host memory; ``stream`` the CUstream that produces
-        a device source, 0 for the legacy default stream; ``witness`` asks for a fingerprint, see ``torn``.
+        Where it cannot be made, the job fails. Waits for cache blocks while capturing. Sources' memory must stay alive
+        until captured or aborted, and lazy sources unchanged. ``device`` is a CUDA ordinal or -1 for host memory;
+        ``stream`` the CUstream that produces a device source, 0 for the legacy default stream; ``witness`` asks for a
+        fingerprint, see ``torn``. Where it raises, it leaves no file.
         """
 
     def submit_read(self, path: str | bytes, plan: ReadPlan, ptr: _U64, device: _I32, stream: _U64) -> ReadJob:
@@ -273,6 +274,13 @@ class WriteJob:
     @property
     def written(self) -> bool:
         """Whether all extents are written, though not synced."""
+
+    @property
+    def made(self) -> bool:
+        """Whether it has made its file."""
+
+    def wait_made(self, timeout: float | None = None) -> bool:
+        """Wait until its file exists; False when the timeout passed. Raises what failed."""
 
     def wait_captured(self, timeout: float | None = None) -> bool:
         """Wait until all sources are copied off their memory; False when the timeout passed. Raises what failed."""
@@ -320,9 +328,9 @@ class WriteJob:
     def timeline(self) -> list[tuple[str, int, float, float, int]]:
         """What ran when, as (stage, track, begin, end, bytes) on the clock of ``time.monotonic``.
 
-        Stages: submit (submit_write), capture, cache_wait (for a free block), checksum (of device sources), write (one
-        extent), tail, sync. Spans of one stage and track do not overlap, unless it is cache_wait. Bounded: a job of
-        more than 200,000 spans keeps the first ones.
+        Stages: submit (submit_write), create (the file), capture, cache_wait (for a free block), checksum (of device
+        sources), write (one extent), tail, sync. Spans of one stage and track do not overlap, unless it is cache_wait.
+        Bounded: a job of more than 200,000 spans keeps the first ones.
         """
 
 class ReadJob:

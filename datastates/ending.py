@@ -36,8 +36,8 @@ class Ending(Protocol):
     def commit(self, vote: Vote) -> Path:
         """Make it what a restore finds; returns where that stands."""
 
-    def abandon(self) -> None:
-        """Leave nothing behind. Never raises."""
+    def abandon(self, *, made: bool) -> None:
+        """Leave nothing behind; ``made``: the container's file was made for it. Never raises."""
 
     def decline(self, error: BaseException) -> None:
         """Tell whoever waits for this process that it has failed. Never raises."""
@@ -86,8 +86,9 @@ class CheckpointEnding:
         self._pending.close()
         return path
 
-    def abandon(self) -> None:
+    def abandon(self, *, made: bool) -> None:
         """Remove the directory, as far as it is this process's."""
+        del made
         manifest.abandon(self._pending)
 
     def decline(self, error: BaseException) -> None:
@@ -109,10 +110,11 @@ class FileEnding:
         del vote
         return self.path
 
-    def abandon(self) -> None:
-        """Remove the file."""
-        with contextlib.suppress(OSError):  # its writer's error is what is told
-            self.path.unlink()
+    def abandon(self, *, made: bool) -> None:
+        """Remove the file, unless it is another's."""
+        if made:
+            with contextlib.suppress(OSError):  # its writer's error is what is told
+                self.path.unlink()
 
     def decline(self, error: BaseException) -> None:
         """Nobody waits but for the snapshot."""

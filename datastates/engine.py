@@ -156,19 +156,11 @@ class Engine:
             self.do_later(ballot.decline, error)
 
     def _take(self, saver: Saver, collected: Collected, snapshot: Snapshot, open_ending: Callable[[], Ending]) -> None:
-        ending = open_ending()
-        try:
-            running = saver.begin(collected, snapshot, ending)
-        except BaseException:
-            ending.abandon()
-            raise
+        running = saver.begin(collected, snapshot, open_ending())
         with self._lock:
             self._in_flight.append(snapshot)
-        gate.guard(snapshot, automatic=self._auto_gate)
-        self._finish_later(snapshot, running)
-
-    def _finish_later(self, snapshot: Snapshot, running: Running) -> None:
         try:
+            gate.guard(snapshot, automatic=self._auto_gate)
             self.do_later(self._finish, snapshot, running)
         except BaseException as error:  # no thread, or the interpreter is ending: nobody may wait for it
             running.cancel(error)

@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 PreparedWrite = _native.WritePlan
 _TRACKS = {
     "submit": "training thread",
+    "create": "worker {}",
     "cache_wait": "waiting for the cache",
     "checksum": "worker {}",
     "write": "write slot {}",
@@ -103,6 +104,15 @@ class WriteJob:
 
     def __init__(self, job: _native.WriteJob) -> None:
         self._job = job
+
+    @property
+    def made(self) -> bool:
+        """Whether it has made its file: not one that was there before."""
+        return self._job.made
+
+    def wait_made(self) -> None:
+        """Wait until its file exists. Raises what failed."""
+        _native_call(self._job.wait_made)
 
     @property
     def captured(self) -> bool:
@@ -237,10 +247,10 @@ class Executor:
         _native_call(lambda: core.reserve(nbytes))
 
     def submit_write(self, path: Path, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
-        """Create the file and start capturing; eager sources are captured when this returns.
+        """Start capturing; eager sources are captured when this returns. Where it raises, it leaves no file.
 
         Args:
-            path: The container to create; it must not exist.
+            path: The container to create, in the background; it must not exist. Where that fails, so does the job.
             prepared: The plan.
             sources: The memory of the plan's sources.
             witness: For each source, 1 to take fingerprints.

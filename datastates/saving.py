@@ -74,14 +74,24 @@ class Saver:
         return collect(providers, self._last.structure if self._last else None, rank=self._rank, ranks=self._ranks)
 
     def begin(self, collected: Collected, snapshot: Snapshot, ending: Ending) -> Running:
-        """Start capturing; what returns is the rest, to be run in the background. Raises what fails at once."""
-        eager_objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
-        structure = collected.structure
-        planned = self._planned(structure)
-        versions = _Versions(collected)
-        job = self._executor.submit_write(ending.path, planned.prepared, structure.columns, structure.witness)
-        work = Running(collected, snapshot, planned, job, eager_objects, versions, ending, self._bare)
-        snapshot.attach(work.gate, job.stats, job.timeline)
+        """Start capturing; what returns is the rest, to be run in the background.
+
+        Raises what fails at once; then nothing is left behind.
+        """
+        job = None
+        try:
+            eager_objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
+            structure = collected.structure
+            planned = self._planned(structure)
+            versions = _Versions(collected)
+            job = self._executor.submit_write(ending.path, planned.prepared, structure.columns, structure.witness)
+            work = Running(collected, snapshot, planned, job, eager_objects, versions, ending, self._bare)
+            snapshot.attach(work.gate, job.stats, job.timeline)
+        except BaseException:
+            if job is not None:
+                job.abort()
+            ending.abandon(made=job is not None and job.made)
+            raise
         return work
 
     @collector.paused()
@@ -183,7 +193,7 @@ class _Versions:
             return self._changed
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Running:
     """One snapshot after ``snapshot()`` has returned: serialize, wait, append the tail, commit."""
 
@@ -224,15 +234,15 @@ class Running:
             self.snapshot.reach("committed", at=self.ending.committed)
         except BaseException as error:  # on its way to whoever waits for the snapshot
             self.cancel(error)
-        finally:
-            self._release()
-            self.snapshot.detach(self.job.stats(), self.job.timeline())
+        else:
+            self._let_go()
 
     def cancel(self, error: BaseException) -> None:
         """Stop at once, leave nothing behind, and let the snapshot fail."""
         self.lazy_serialized.set()
         self.job.abort()
-        self.ending.abandon()
+        self.ending.abandon(made=self.job.made)
+        self._let_go()
         self.snapshot.fail(error)
         self.ending.decline(error)
 
@@ -312,6 +322,10 @@ class Running:
             items = () if whole is not None else tuple({**own[number], **encoded}.items())
             states.append(ProviderState(name, whole, items))
         return states
+
+    def _let_go(self) -> None:
+        self._release()
+        self.snapshot.detach(self.job.stats(), self.job.timeline())
 
     def _release(self) -> None:
         """Let go of the state: nothing reads it any more."""

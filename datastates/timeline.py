@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 WAITS_FOR = {
     "stall": "",
     "submit": "",
+    "create": "",
     "gate": "capture",
     "serialize": "",
     "cache_wait": "write",

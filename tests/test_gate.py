@@ -370,6 +370,20 @@ def test_a_failing_snapshot_lets_the_optimizer_go_on(options: dict[str, Any], tm
     assert differences(ds.load(tmp_path), before) == []
 
 
+def test_state_is_captured_while_the_storage_makes_the_file(tmp_path: Path) -> None:
+    training = Training(OPTIMIZERS["AdamW foreach"])
+    with ds.Checkpointer(tmp_path, host_cache="64MiB") as ckpt:
+        before = training.state()
+        _native.arm_fault("open", "delay", 1500, 1, 1)
+        snapshot = ckpt.snapshot(training.providers(), step=1)
+        training.optimizer.step()
+        snapshot.wait_captured()
+        assert list(tmp_path.rglob("*.pt")) == []
+        snapshot.wait_committed()
+        assert snapshot.report.stages["create"].seconds >= 1.5
+    assert differences(ds.load(tmp_path), before) == []
+
+
 def test_the_gate_waits_for_capture_and_not_for_storage(options: dict[str, Any], tmp_path: Path) -> None:
     training = Training(OPTIMIZERS["AdamW foreach"])
     with ds.Checkpointer(tmp_path, **options) as ckpt:

@@ -74,9 +74,21 @@ def test_its_memory_may_be_placed_elsewhere(tmp_path: Path, write_file: Any) -> 
     assert torch.equal(found["module"]["b"], state()["module"]["b"])
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path, write_file: Any) -> None:
-    _native.arm_fault("write", "fail", 28, 1, 1)
-    snapshot = write_file(tmp_path / "file.pt", state())
-    with pytest.raises(StorageError, match="No space left on device"):
-        snapshot.wait_committed()
+def test_a_file_that_is_there_stays(tmp_path: Path, write_file: Any) -> None:
+    (tmp_path / "x.pt").write_bytes(b"another's")
+    failed = write_file(tmp_path / "x.pt", state())
+    with pytest.raises(StorageError, match="File exists"):
+        failed.wait_committed()
+    assert (tmp_path / "x.pt").read_bytes() == b"another's"
+
+
+@pytest.mark.parametrize("point", ["open", "allocate", "write", "sync"])
+def test_a_file_whose_write_fails_is_removed(point: str, tmp_path: Path, write_file: Any) -> None:
+    _native.arm_fault(point, "fail", 28, 1, 1)
+    try:
+        failed = write_file(tmp_path / "x.pt", state())
+        with pytest.raises(StorageError, match="No space left"):
+            failed.wait_committed()
+    finally:
+        _native.clear_faults()
     assert list(tmp_path.iterdir()) == []

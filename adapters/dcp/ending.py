@@ -127,7 +127,7 @@ class DcpEnding:
                 raise
             return directory
         if answer == _REPLACED:
-            self.abandon()
+            self.abandon(made=True)
         elif answer:  # it stands, and a power failure may undo that
             self._kept = True
             raise uncertain[0] if uncertain else CommitError(answer[1:].decode())
@@ -137,9 +137,9 @@ class DcpEnding:
         stored = metadata_file.read(self.path.parent / metadata_file.FILE)
         return self.path.name in metadata_file.files(stored)
 
-    def abandon(self) -> None:
-        """Remove the file, unless the checkpoint may have become one."""
-        if not self._kept:
+    def abandon(self, *, made: bool) -> None:
+        """Remove the file, unless it is another's or the checkpoint may have become one."""
+        if made and not self._kept:
             with contextlib.suppress(OSError):  # its writer's error is what is told
                 self.path.unlink()
 

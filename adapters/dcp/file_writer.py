@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -10,7 +9,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from datastates import collector
 from datastates.adapters.dcp.items import ItemsProvider, Written
 from datastates.ending import Ending
-from datastates.errors import StorageError
 from datastates.executor import Executor
 from datastates.futures import Snapshot
 from datastates.saving import Running, Saver
@@ -46,13 +44,9 @@ class FileWriter:
         provider = ItemsProvider(plan, planner)
         collected = self._saver.collect([provider])
         snapshot.holds(collected.structure.nbytes)
+        running = self._saver.begin(collected, snapshot, ending)
         try:
-            running = self._saver.begin(collected, snapshot, ending)
-        except BaseException as error:
-            if not (isinstance(error, StorageError) and error.errno == errno.EEXIST):  # else it is another save's file
-                ending.abandon()
-            raise
-        try:
+            running.job.wait_made()  # others choose their names by what exists
             check()
         except BaseException as error:
             running.cancel(error)

@@ -327,6 +327,13 @@ py::list spans(const Timeline& timeline) {
 void bind_jobs(py::module_& module) {
     // Destroying a job waits for threads.
     py::class_<WriteJob>(module, "WriteJob", py::release_gil_before_calling_cpp_dtor())
+        .def_property_readonly("made", &WriteJob::made)
+        .def(
+            "wait_made",
+            [](const WriteJob& job, const Timeout& timeout) {
+                return wait_interruptibly(timeout, [&](auto end) { return job.wait_made(end); });
+            },
+            "timeout"_a = py::none())
         .def(
             "wait_captured",
             [](const WriteJob& job, const Timeout& timeout) {

@@ -72,7 +72,12 @@ File::File(std::string path, int flags, bool want_direct) : path_(std::move(path
     if (error != 0) throw Error::io(error, "open", path_);
     buffered_ = FileDescriptor(fd);
     struct statfs status{};
-    if (::fstatfs(fd, &status) != 0) throw Error::io(errno, "fstatfs", path_);
+    if (::fstatfs(fd, &status) != 0) {
+        const int failure = errno;
+        // Nobody else knows that it was made here.
+        if ((flags & O_CREAT) != 0) static_cast<void>(::unlink(path_.c_str()));
+        throw Error::io(failure, "fstatfs", path_);
+    }
     memory_backed_ =
         std::cmp_equal(status.f_type, TMPFS_MAGIC) || std::cmp_equal(status.f_type, RAMFS_MAGIC);
     if (!want_direct || memory_backed_) return;
@@ -160,14 +165,8 @@ bool File::allocate(std::uint64_t offset, std::uint64_t length) const {
     throw Error::io(error, "allocate", path_);
 }
 
-void File::plan_memory(std::uint64_t length) { memory_ = std::make_unique<FileMemory>(length); }
-
-std::byte* File::memory(std::uint64_t end) const {
-    return memory_ ? memory_->reserved_to(*this, end) : nullptr;
-}
-
 void File::truncate(std::uint64_t length) {
-    // What was reserved may be no longer.
+    // What was allocated may be no longer.
     memory_.reset();
     const int error = retry(fault::Point::truncate, [&] {
         return ::ftruncate(buffered_.get(), static_cast<off_t>(length));

@@ -104,12 +104,14 @@ IoCompletion transfer(const IoRequest& request) {
 }
 
 IoCompletion store(const IoRequest& request) {
-    std::byte* const memory = request.file->memory(request.offset + request.length);
-    if (memory == nullptr) return transfer(request);
-    return carry_out(request, [memory](const Transfer::Step& step) {
-        std::memcpy(memory + step.offset, step.buffer, step.length);
+    const std::span<std::byte> memory = request.file->memory();
+    if (memory.size() < request.offset + request.length) return transfer(request);
+    const IoCompletion completion = carry_out(request, [&](const Transfer::Step& step) {
+        std::memcpy(memory.data() + step.offset, step.buffer, step.length);
         return static_cast<ssize_t>(step.length);
     });
+    FileMemory::let_go(memory.subspan(request.offset, request.length));
+    return completion;
 }
 
 std::unique_ptr<IoBackend> make_backend(std::string_view which, unsigned queue_depth,

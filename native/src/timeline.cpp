@@ -8,8 +8,8 @@ namespace datastates {
 namespace {
 
 constexpr std::array<std::string_view, kStages> kNames = {
-    "submit", "capture", "cache_wait", "checksum", "write",
-    "tail",   "sync",    "read",       "verify",   "copy"};
+    "submit", "create", "capture", "cache_wait", "checksum", "write",
+    "tail",   "sync",   "read",    "verify",     "copy"};
 
 }  // namespace
 

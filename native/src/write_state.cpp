@@ -13,6 +13,8 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kTailStep = std::size_t{4} << 20;
+// Some 20 ms of allocating memory.
+constexpr std::uint64_t kAllocationStep = std::uint64_t{256} << 20;
 // Extents' pieces that the processor fetches ahead of the one whose fingerprint it computes.
 constexpr std::size_t kFetchAhead = 2;
 
@@ -55,11 +57,9 @@ class AlignedBuffer {
 
 }  // namespace
 
-WriteState::WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers buffers,
-                       bool device_cache)
+WriteState::WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, bool device_cache)
     : plan_(std::move(plan)),
       buffers_(std::move(buffers)),
-      file_(std::move(file)),
       claims_(evacuable_extents(*plan_, buffers_, device_cache)),
       chunk_crcs_(plan_->first_chunk(plan_->sources()), 0),
       digests_(plan_->digests()),
@@ -76,6 +76,54 @@ WriteState::WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers
     stats_.extents = plan_->extents().size();
     const std::scoped_lock lock(mutex_);
     settle_locked();
+}
+
+void WriteState::begin() {
+    const std::scoped_lock lock(mutex_);
+    creating_ = capturing_ = true;
+}
+
+void WriteState::create(const std::string& path, bool direct, bool by_mapping, unsigned worker) {
+    const auto begin = Clock::now();
+    bool done = false;
+    try {
+        if (!stopped()) {
+            file_.emplace(File::create(path, direct));
+            {
+                const std::scoped_lock lock(mutex_);
+                made_ = true;
+                changed_.notify_all();
+            }
+            if (!file_->memory_backed()) {
+                file_->allocate(0, plan_->file_length());
+            } else if (by_mapping && allocate_memory(*file_)) {
+                file_->map(plan_->file_length());
+            }
+            timeline_.add(Stage::create, worker, begin, 0);
+            done = true;
+        }
+    } catch (...) {
+        fail(Error::current());
+    }
+    const std::scoped_lock lock(mutex_);
+    created_.store(done, std::memory_order_release);
+    creating_ = false;
+    settle_locked();
+}
+
+bool WriteState::made() const {
+    const std::scoped_lock lock(mutex_);
+    return made_;
+}
+
+/// In steps, so that a job that is stopped does not wait for all of it. What is not allocated must
+/// not be stored to: where the file system is full, that would be a signal.
+bool WriteState::allocate_memory(const File& file) const {
+    const std::uint64_t length = plan_->file_length();
+    for (std::uint64_t at = 0; at < length && !stopped(); at += kAllocationStep) {
+        if (!file.allocate(at, std::min(kAllocationStep, length - at))) return false;
+    }
+    return !stopped();
 }
 
 void WriteState::checksum(std::size_t source, std::span<const std::byte> data) {
@@ -207,7 +255,7 @@ void WriteState::extent_retired() {
 
 void WriteState::end_capture() {
     const std::scoped_lock lock(mutex_);
-    capture_ended_ = true;
+    capturing_ = false;
     settle_locked();
 }
 
@@ -231,7 +279,7 @@ void WriteState::settle_locked() {
             captured_ = true;
             stats_.capture_seconds = seconds_since(start_);
         }
-        if (!written_ && retired_ == plan_->extents().size()) written_ = true;
+        if (!written_ && created() && retired_ == plan_->extents().size()) written_ = true;
     }
     changed_.notify_all();
 }
@@ -260,6 +308,11 @@ bool WriteState::wait(std::unique_lock<std::mutex>& lock, Deadline deadline,
     return true;
 }
 
+bool WriteState::wait_made(Deadline deadline) const {
+    std::unique_lock lock(mutex_);
+    return wait(lock, deadline, made_);
+}
+
 bool WriteState::wait_captured(Deadline deadline) const {
     std::unique_lock lock(mutex_);
     return wait(lock, deadline, captured_);
@@ -276,7 +329,7 @@ bool WriteState::gate(std::span<const std::pair<int, std::uint64_t>> streams,
     {
         std::unique_lock lock(mutex_);
         const auto enqueued = [&] {
-            return capture_ended_ || source_extents_enqueued_ == plan_->source_extents();
+            return !capturing_ || source_extents_enqueued_ == plan_->source_extents();
         };
         if (deadline) {
             if (!changed_.wait_until(lock, *deadline, enqueued)) return false;
@@ -348,15 +401,15 @@ void WriteState::write_tail(std::span<const std::byte> tail) {
                 filled += take;
             }
             std::size_t write = filled;
-            if (file_.direct()) {
+            if (file_->direct()) {
                 write = (filled + kPage - 1) / kPage * kPage;
                 std::ranges::fill(buffer.memory().subspan(filled, write - filled), std::byte{0});
             }
-            file_.write_all(buffer.memory().first(write), at);
+            file_->write_all(buffer.memory().first(write), at);
             at += filled;
         }
     }
-    file_.truncate(length);
+    file_->truncate(length);
 }
 
 void WriteState::finish(std::span<const std::byte> tail) {
@@ -373,17 +426,17 @@ void WriteState::finish(std::span<const std::byte> tail) {
         write_tail(tail);
         timeline_.add(Stage::tail, 0, tail_start, residual_.size() + tail.size());
         const auto start = Clock::now();
-        file_.sync();
+        file_->sync();
         timeline_.add(Stage::sync, 0, start, length);
         const std::scoped_lock lock(mutex_);
         stats_.bytes = length;
-        stats_.direct = file_.direct();
+        stats_.direct = file_->direct();
         closed_ = true;
     } catch (...) {
         fail(Error::current());
         throw;
     }
-    file_.close();
+    file_->close();
 }
 
 void WriteState::abandon() {
@@ -391,14 +444,15 @@ void WriteState::abandon() {
     if (closed_) return;
     closed_ = true;
     if (!error_) error_ = Error::cancelled();
-    stats_.direct = file_.direct();
-    file_.close();
+    if (!file_) return;
+    stats_.direct = file_->direct();
+    file_->close();
 }
 
 WriteStats WriteState::stats() const {
     const std::scoped_lock lock(mutex_);
     WriteStats stats = stats_;
-    if (!closed_) stats.direct = file_.direct();
+    if (!closed_ && created()) stats.direct = file_->direct();
     return stats;
 }
 

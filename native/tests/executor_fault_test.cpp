@@ -29,21 +29,32 @@ void check_serves(Executor& executor, const std::string& path, std::mt19937_64& 
 
 }  // namespace
 
-TEST(submit_fails_at_each_point) {
+TEST(creating_fails_at_each_point) {
     std::mt19937_64 random(1);
     for (const support::Setup& setup : support::setups()) {
         const support::TempDir dir(setup);
         const support::FaultScope scope;
         const auto executor = support::make_executor(setup, 2, kBlock);
         const WriteCase written = make_case(random);
-        fault::arm("open", "fail", EACCES, 1, 1);
-        CHECK_THROWS(ErrorCode::io,
-                     executor->submit_write(dir / "f", written.plan, written.buffers()));
-        fault::arm("allocate", "fail", ENOSPC, 1, 1);
-        // Space in memory is reserved when it is filled.
-        CHECK_THROWS(
-            ErrorCode::io,
-            executor->submit_write(dir / "g", written.plan, written.buffers())->wait_written());
+        support::write_file(dir / "taken", support::Bytes(1));
+        for (const auto& [point, error] :
+             {std::pair{"open", EACCES}, {"allocate", ENOSPC}, {"taken", EEXIST}}) {
+            if (error != EEXIST) fault::arm(point, "fail", error, 1, 1);
+            const auto job = executor->submit_write(dir / point, written.plan, written.buffers());
+            try {
+                job->wait_written();
+                CHECK(false);
+            } catch (const Error& failure) {
+                CHECK_EQ(failure.error_number(), error);
+                CHECK_EQ(failure.path(), dir / point);
+            }
+            if (error != ENOSPC) CHECK_THROWS(ErrorCode::io, job->wait_made());
+            CHECK(job->gate({}));
+            CHECK_THROWS(ErrorCode::io, job->finish({}));
+            job->abort();
+            CHECK_EQ(job->made(), error == ENOSPC);
+        }
+        CHECK_EQ(support::read_file(dir / "taken").size(), 1U);
         check_serves(*executor, dir / "h", random);
     }
 }

@@ -227,7 +227,8 @@ TEST(timelines_name_every_stage) {
         CHECK_EQ(bytes(Stage::sync), written.expected.size() + 5000);
         std::set<Stage> stages;
         for (const Span& span : job->timeline().spans()) stages.insert(span.stage);
-        for (const Stage stage : {Stage::submit, Stage::cache_wait, Stage::write, Stage::tail}) {
+        for (const Stage stage :
+             {Stage::submit, Stage::create, Stage::cache_wait, Stage::write, Stage::tail}) {
             CHECK(stages.contains(stage));
         }
         std::map<std::uint32_t, Clock::time_point> busy;
@@ -258,6 +259,67 @@ TEST(submit_from_many_threads) {
                     check_written(*job, written, path, support::random_bytes(random, 100));
                 }
             });
+        }
+    }
+}
+
+TEST(state_is_captured_before_there_is_a_file) {
+    std::mt19937_64 random(11);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const support::FaultScope scope;
+        const auto executor = support::make_executor(setup, 4, kBlock);
+        const WriteCase written =
+            WriteCase::make({support::random_bytes(random, 2 * kBlock)}, {0}, kBlock, 4096, random);
+        fault::arm("open", "delay", 200, 1, 1);
+        const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
+        job->wait_captured();
+        CHECK(job->gate({}));
+        CHECK(!std::filesystem::exists(dir / "f"));
+        fault::arm("allocate", "delay", 200, 1, 1);
+        job->wait_made();
+        CHECK(std::filesystem::exists(dir / "f"));
+        CHECK(!job->written());
+        check_written(*job, written, dir / "f", {});
+    }
+}
+
+TEST(more_than_the_cache_holds_waits_for_the_file) {
+    std::mt19937_64 random(12);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const support::FaultScope scope;
+        const auto executor = support::make_executor(setup, 1, kBlock);
+        for (const std::uint8_t eager : {0, 1}) {
+            const WriteCase written = WriteCase::make({support::random_bytes(random, 5 * kBlock)},
+                                                      {eager}, kBlock, 4096, random);
+            fault::arm("open", "delay", 50, 1, 1);
+            const std::string path = dir / std::to_string(eager);
+            const auto job = executor->submit_write(path, written.plan, written.buffers());
+            check_written(*job, written, path, {});
+        }
+    }
+}
+
+TEST(no_file_appears_after_an_abort) {
+    std::mt19937_64 random(14);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const support::FaultScope scope;
+        for (const std::size_t blocks : {1, 16}) {
+            const auto executor = support::make_executor(setup, blocks, kBlock);
+            const WriteCase written = WriteCase::make({support::random_bytes(random, 5 * kBlock)},
+                                                      {0}, kBlock, 4096, random);
+            for (const auto* point : {"open", "allocate"}) {
+                fault::arm(point, "delay", 50, 1, 1);
+                const auto job =
+                    executor->submit_write(dir / point, written.plan, written.buffers());
+                job->abort();
+                CHECK_EQ(std::filesystem::remove(dir / point), job->made());
+                CHECK_THROWS(ErrorCode::cancelled, job->finish({}));
+                std::this_thread::sleep_for(std::chrono::milliseconds(60));
+                CHECK(!std::filesystem::exists(dir / point));
+            }
         }
     }
 }

@@ -283,7 +283,7 @@ TEST(stores_at_offsets_of_files_in_memory) {
             CHECK(completion.ok());
             CHECK_EQ(completion.token, 3U);
             CHECK_EQ(completion.transferred, data.size());
-            // The plan may have been reserved further on.
+            // More may have been allocated.
             Bytes content = support::read_file(dir / "f");
             CHECK(content.size() >= end);
             content.resize(end);
@@ -291,24 +291,21 @@ TEST(stores_at_offsets_of_files_in_memory) {
         };
         for (const auto* action : {"none", "short", "eintr"}) {
             file.truncate(0);
-            CHECK(file.memory(0) == nullptr);
-            file.plan_memory(end + 7000);
+            CHECK(file.memory().empty());
+            CHECK(file.allocate(0, end + 7000));
+            file.map(end + 7000);
             if (action != std::string_view("none")) fault::arm("write", action, 0, 1, 0);
             check_stores();
             fault::clear();
-            CHECK(std::ranges::equal(std::span(file.memory(end), end), expected));
+            CHECK(std::ranges::equal(file.memory().first(end), expected));
         }
-        CHECK(file.memory(end + 7001) == nullptr);
         fault::arm("write", "fail", EIO, 1, 1);
         CHECK_EQ(store(request).error_number, EIO);
+        // What is mapped is too short, or nothing.
         file.truncate(0);
-        file.plan_memory(end);
-        fault::arm("allocate", "fail", ENOSPC, 1, 1);
-        CHECK_THROWS(ErrorCode::io, store(request));
-        // A file system in memory that reserves nothing (ramfs).
-        fault::arm("allocate", "fail", EOPNOTSUPP, 1, 1);
+        CHECK(file.allocate(0, end - 1));
+        file.map(end - 1);
         check_stores();
-        // Nothing is planned.
         file.truncate(0);
         check_stores();
         request.length = 0;

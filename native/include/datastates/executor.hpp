@@ -37,7 +37,12 @@ class WriteJob {
     WriteJob(WriteJob&&) = delete;
     WriteJob& operator=(WriteJob&&) = delete;
 
+    /// Whether its file was made for it: not one that was there before.
+    bool made() const { return state_->made(); }
+
     using Deadline = WriteState::Deadline;
+    /// The file exists. Throws what the job failed with before that, as all waits do.
+    bool wait_made(Deadline deadline = {}) const { return state_->wait_made(deadline); }
     /// All sources are copied off their memory. Throws what the job failed with before that.
     bool wait_captured(Deadline deadline = {}) const { return state_->wait_captured(deadline); }
     /// All extents are written (not synced).
@@ -118,9 +123,10 @@ class Executor : public std::enable_shared_from_this<Executor> {
     Executor(Executor&&) = delete;
     Executor& operator=(Executor&&) = delete;
 
-    /// Creates the file (it must not exist), captures the plan's eager sources and returns; waits
-    /// for cache blocks while doing so. The sources' memory must stay alive until captured or
-    /// aborted, and lazy sources unchanged.
+    /// Captures the plan's eager sources and returns; waits for cache blocks while doing so. The
+    /// sources' memory must stay alive until captured or aborted, and lazy sources unchanged. The
+    /// file, which must not exist, is made meanwhile: where it cannot be, the job fails. Where this
+    /// throws, it leaves no file.
     std::unique_ptr<WriteJob> submit_write(const std::string& path,
                                            std::shared_ptr<const WritePlan> plan, Buffers sources);
     std::unique_ptr<ReadJob> submit_read(const std::string& path,
@@ -152,6 +158,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
     static void remember(std::vector<std::weak_ptr<State>>& jobs,
                          const std::shared_ptr<State>& job);
     void admit();
+    /// Those who wait for the job's file, or work for it though it has failed, are to do.
+    void look_again(const WriteState& job);
     void wait_for_jobs();
 
     const bool direct_;

@@ -72,13 +72,13 @@ class File {
     std::uint64_t size() const;
     /// Reserves space; false where the file system cannot, an error where it is full. Thread-safe.
     bool allocate(std::uint64_t offset, std::uint64_t length) const;
-    /// How much will be written to a memory-backed file, so that it can be stored into. Once,
-    /// before other threads have to do with the file.
-    void plan_memory(std::uint64_t length);
-    /// The memory of the whole planned file, where all before `end` is reserved and may be stored
-    /// to; null where `end` lies beyond the plan, or the system cannot map or reserve the file.
-    /// Throws Error "io" where it is full. Until truncate or close. Thread-safe.
-    std::byte* memory(std::uint64_t end) const;
+    /// Lets a memory-backed file of `length` bytes, all of them allocated, be stored into, if the
+    /// system can. Once, before other threads have to do with the file.
+    void map(std::uint64_t length) { memory_ = std::make_unique<FileMemory>(*this, length); }
+    /// What may be stored to: all that was mapped, or nothing. Until truncate or close.
+    std::span<std::byte> memory() const {
+        return memory_ ? memory_->bytes() : std::span<std::byte>();
+    }
     void truncate(std::uint64_t length);
     /// fsync.
     void sync() const;

@@ -1,32 +1,30 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <mutex>
-
-#include "datastates/reservation.hpp"
+#include <span>
 
 namespace datastates {
 
-/// The pages of a file that lives in memory, for storing into them: one mapping of its whole
-/// planned length, made when it is first asked for, and the reservation that makes it safe.
+class File;
+
+/// The pages of a file that lives in memory, for storing into them: a mapping of all of them.
 class FileMemory {
   public:
-    explicit FileMemory(std::uint64_t length);
+    /// Maps the first `length` bytes; empty where the system cannot. REQUIRES: they are allocated.
+    FileMemory(const File& file, std::size_t length);
     ~FileMemory();
     FileMemory(const FileMemory&) = delete;
     FileMemory& operator=(const FileMemory&) = delete;
     FileMemory(FileMemory&&) = delete;
     FileMemory& operator=(FileMemory&&) = delete;
 
-    /// See File::memory. Thread-safe.
-    std::byte* reserved_to(const File& file, std::uint64_t end);
+    std::span<std::byte> bytes() const { return bytes_; }
+    /// Takes a part out of the page tables, which the end would otherwise have to do in one thread.
+    /// The file keeps its bytes. Thread-safe.
+    static void let_go(std::span<std::byte> part);
 
   private:
-    const std::size_t length_;
-    Reservation reservation_;
-    std::once_flag mapped_;
-    void* memory_ = nullptr;
+    std::span<std::byte> bytes_;
 };
 
 }  // namespace datastates

@@ -116,9 +116,7 @@ class Transfer {
 IoCompletion transfer(const IoRequest& request);
 
 /// Does one write to a memory-backed file in the calling thread, through the file's mapping, where
-/// it has one: many threads store into one file at once, where `pwrite` lets in one at a time. The
-/// space is reserved first, so that a full file system is an error here and not a signal. Throws
-/// Error "io" for that.
+/// it has one: many threads store into one file at once, where `pwrite` lets in one at a time.
 IoCompletion store(const IoRequest& request);
 
 }  // namespace datastates

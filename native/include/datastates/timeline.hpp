@@ -18,6 +18,7 @@ inline double seconds_since(Clock::time_point start) {
 /// What a job's time goes to.
 enum class Stage : std::uint8_t {
     submit,      // the caller inside submit_write
+    create,      // making the file, and room for it
     capture,     // copying sources into the cache
     cache_wait,  // for a free block
     checksum,    // of device sources, by the workers
@@ -28,7 +29,7 @@ enum class Stage : std::uint8_t {
     verify,      // checksums of what was read
     copy,        // from blocks to destinations
 };
-inline constexpr std::size_t kStages = 10;
+inline constexpr std::size_t kStages = 11;
 
 std::string_view to_string(Stage stage);
 

@@ -38,13 +38,23 @@ struct WriteStats {
 class WriteState {
   public:
     /// `device_cache`: whether gates may copy extents to spare device memory.
-    WriteState(File file, std::shared_ptr<const WritePlan> plan, Buffers buffers,
-               bool device_cache);
+    WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, bool device_cache);
 
     const WritePlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
-    File& file() { return file_; }
-    bool memory_backed() const { return file_.memory_backed(); }
+    /// From now on the job is not quiescent before create() and the capture have ended.
+    void begin();
+    /// Makes the file, which must not exist, and room for it; fails the job where it cannot. In a
+    /// worker: the caller of submit_write does not wait for the storage. `by_mapping`: one that
+    /// lives in memory will be stored into.
+    void create(const std::string& path, bool direct, bool by_mapping, unsigned worker);
+    /// Whether the file was made.
+    bool made() const;
+    /// Whether there is also room for it.
+    bool created() const { return created_.load(std::memory_order_acquire); }
+    /// REQUIRES: created().
+    File& file() { return *file_; }
+    bool memory_backed() const { return created() && file_->memory_backed(); }
     bool on_host(std::size_t source) const { return buffers_.device[source] < 0; }
     bool on_device(const WritePlan::Piece& piece) const {
         return piece.source >= 0 && !on_host(static_cast<std::size_t>(piece.source));
@@ -109,6 +119,7 @@ class WriteState {
 
     // For the job's owner. A missing deadline waits for ever; false means it passed.
     using Deadline = std::optional<Clock::time_point>;
+    bool wait_made(Deadline deadline) const;
     bool wait_captured(Deadline deadline) const;
     bool wait_written(Deadline deadline) const;
     bool gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline) const;
@@ -137,15 +148,17 @@ class WriteState {
     };
 
     bool wait(std::unique_lock<std::mutex>& lock, Deadline deadline, const bool& done) const;
-    bool quiescent_locked() const { return capture_ended_ && retired_ == enqueued_; }
+    bool quiescent_locked() const { return !creating_ && !capturing_ && retired_ == enqueued_; }
     std::uint64_t fingerprint_of(const WritePlan::Piece& piece, const std::byte* data) const;
     void settle_locked();
+    bool allocate_memory(const File& file) const;
     void compare_fingerprints_locked();
     void write_tail(std::span<const std::byte> tail);
 
     const std::shared_ptr<const WritePlan> plan_;
     const Buffers buffers_;
-    File file_;
+    std::optional<File> file_;  // a worker's while creating_
+    std::atomic<bool> created_ = false;
     const Clock::time_point start_ = Clock::now();
     std::map<int, std::shared_ptr<CopyEngine>> engines_;
     std::vector<std::pair<int, std::shared_ptr<Event>>> producers_;
@@ -167,7 +180,9 @@ class WriteState {
     std::size_t source_extents_enqueued_ = 0;  // or evacuated
     std::size_t landed_ = 0;
     std::size_t retired_ = 0;
-    bool capture_ended_ = false;
+    bool made_ = false;
+    bool creating_ = false;
+    bool capturing_ = false;
     bool captured_ = false;
     bool written_ = false;
     bool closed_ = false;

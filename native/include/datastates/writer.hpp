@@ -74,6 +74,9 @@ class Writer {
 
     /// Takes a filled extent. Extents of one job must come in file order. Thread-safe.
     void hand_over(std::unique_ptr<CapturedExtent> extent);
+    /// Lets it look again at what waits for a file, which exists by now, or whose job has failed.
+    /// Thread-safe.
+    void look_again();
     std::string_view backend_name() const { return backend_->name(); }
 
   private:
@@ -92,7 +95,11 @@ class Writer {
     void run(const std::stop_token& stop);
     bool take_arrivals(const std::stop_token& stop);
     bool land_next();
-    bool next_is_ready() const { return !ready_.empty() && !ready_.front()->digesting; }
+    bool next_is_ready() const {
+        if (ready_.empty() || ready_.front()->digesting) return false;
+        const WriteState& job = *ready_.front()->job;
+        return job.created() || job.stopped();
+    }
     void start_digest(CapturedExtent& captured);
     void process_next();
     static void patch(const CapturedExtent& captured);
@@ -110,6 +117,7 @@ class Writer {
     std::deque<std::unique_ptr<CapturedExtent>> arrivals_;
     std::vector<CapturedExtent*> digested_;
     std::vector<Stored> stored_;
+    bool look_again_ = false;
     // The thread's own.
     std::deque<std::unique_ptr<CapturedExtent>> landing_;
     std::deque<std::unique_ptr<CapturedExtent>> ready_;
