@@ -88,7 +88,7 @@ void WriteState::create(const std::string& path, bool direct, bool by_mapping, u
     bool done = false;
     try {
         if (!stopped()) {
-            file_.emplace(File::create(path, direct));
+            file_ = std::make_unique<File>(File::create(path, direct));
             {
                 const std::scoped_lock lock(mutex_);
                 made_ = true;

@@ -157,7 +157,7 @@ class WriteState {
 
     const std::shared_ptr<const WritePlan> plan_;
     const Buffers buffers_;
-    std::optional<File> file_;  // a worker's while creating_
+    std::unique_ptr<File> file_;  // a worker's while creating_
     std::atomic<bool> created_ = false;
     const Clock::time_point start_ = Clock::now();
     std::map<int, std::shared_ptr<CopyEngine>> engines_;
