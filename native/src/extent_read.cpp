@@ -156,6 +156,7 @@ std::uint64_t finish_extent(ReadState& job, const ReadPlan::Extent& extent, std:
     }
     read_to(extent.length);
     place_to(extent.length);
+    if (how.through_cache) job.file().let_go(extent.offset, extent.length);
     // The three alternate many times; they are shown as if one had come after the other.
     const auto end = Clock::now();
     const auto placed = end - placing.time();

@@ -110,6 +110,7 @@ File File::open(const std::string& path, bool want_direct) {
     // What is read through the page cache beside direct I/O is small and scattered: the kernel
     // should not read ahead of it. It may do otherwise, which changes nothing but the time.
     if (file.direct()) ::posix_fadvise(file.buffered_fd(), 0, 0, POSIX_FADV_RANDOM);
+    if (file.memory_backed()) file.map_for_loading();
     return file;
 }
 
@@ -132,11 +133,13 @@ bool File::fits_direct(const void* memory, std::size_t length, std::uint64_t off
            reinterpret_cast<std::uintptr_t>(memory) % memory_alignment_ == 0;
 }
 
-std::uint64_t File::size() const {
+struct stat File::status() const {
     struct stat status{};
     if (::fstat(buffered_.get(), &status) != 0) throw Error::io(errno, "fstat", path_);
-    return static_cast<std::uint64_t>(status.st_size);
+    return status;
 }
+
+std::uint64_t File::size() const { return static_cast<std::uint64_t>(status().st_size); }
 
 bool File::cached(std::uint64_t offset, std::uint64_t length) const {
     if (memory_backed_ || length == 0) return true;
@@ -163,6 +166,25 @@ bool File::allocate(std::uint64_t offset, std::uint64_t length) const {
     if (error == 0) return true;
     if (error == EOPNOTSUPP || error == ENOSYS || error == EINVAL) return false;
     throw Error::io(error, "allocate", path_);
+}
+
+/// Not a file with holes, as a copy may have: to load from one of a mapping would fill it, and be a
+/// signal where memory is short.
+void File::map_for_loading() {
+    constexpr std::uint64_t kBlock = 512;  // of stat(2), whatever the file system
+    const struct stat status = this->status();
+    const auto length = static_cast<std::uint64_t>(status.st_size);
+    if (static_cast<std::uint64_t>(status.st_blocks) * kBlock < length) return;
+    memory_ = std::make_unique<FileMemory>(*this, length, FileMemory::Access::load);
+}
+
+void File::map(std::uint64_t length) {
+    memory_ = std::make_unique<FileMemory>(*this, length, FileMemory::Access::store);
+}
+
+void File::let_go(std::uint64_t offset, std::uint64_t length) const {
+    const std::span<std::byte> mapped = memory();
+    if (mapped.size() >= offset + length) FileMemory::let_go(mapped.subspan(offset, length));
 }
 
 void File::truncate(std::uint64_t length) {

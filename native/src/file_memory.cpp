@@ -5,12 +5,20 @@
 #include "datastates/file.hpp"
 
 namespace datastates {
+namespace {
 
-FileMemory::FileMemory(const File& file, std::size_t length) {
+constexpr std::uintptr_t kPage = 4096;
+
+}  // namespace
+
+FileMemory::FileMemory(const File& file, std::size_t length, Access access) {
     if (length == 0) return;
-    void* const memory =
-        ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, file.buffered_fd(), 0);
-    if (memory != MAP_FAILED) bytes_ = {static_cast<std::byte*>(memory), length};
+    const int protection = access == Access::store ? PROT_READ | PROT_WRITE : PROT_READ;
+    void* const memory = ::mmap(nullptr, length, protection, MAP_SHARED, file.buffered_fd(), 0);
+    if (memory == MAP_FAILED) return;
+    bytes_ = {static_cast<std::byte*>(memory), length};
+    // Of such mappings the kernel does not ask which pages were used. Advice: without it all works.
+    static_cast<void>(::madvise(memory, length, MADV_SEQUENTIAL));
 }
 
 FileMemory::~FileMemory() {
@@ -18,8 +26,11 @@ FileMemory::~FileMemory() {
 }
 
 void FileMemory::let_go(std::span<std::byte> part) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(part.data());
+    const std::uintptr_t before = begin % kPage;
     // Advice: whatever is left of it is unmapped with the rest.
-    static_cast<void>(::madvise(part.data(), part.size(), MADV_DONTNEED));
+    static_cast<void>(
+        ::madvise(reinterpret_cast<void*>(begin - before), part.size() + before, MADV_DONTNEED));
 }
 
 }  // namespace datastates

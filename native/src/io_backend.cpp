@@ -96,22 +96,20 @@ Transfer::Next Transfer::advance(ssize_t result, const Step& step) {
 }
 
 IoCompletion transfer(const IoRequest& request) {
+    const std::span<std::byte> mapped = request.file->memory();
+    if (!mapped.empty() && mapped.size() >= request.offset + request.length) {
+        return carry_out(request, [&](const Transfer::Step& step) {
+            std::byte* const place = mapped.data() + step.offset;
+            const bool reads = request.kind == IoKind::read;
+            std::memcpy(reads ? step.buffer : place, reads ? place : step.buffer, step.length);
+            return static_cast<ssize_t>(step.length);
+        });
+    }
     return carry_out(request, [&](const Transfer::Step& step) {
         const auto offset = static_cast<off_t>(step.offset);
         return request.kind == IoKind::read ? ::pread(step.fd, step.buffer, step.length, offset)
                                             : ::pwrite(step.fd, step.buffer, step.length, offset);
     });
-}
-
-IoCompletion store(const IoRequest& request) {
-    const std::span<std::byte> memory = request.file->memory();
-    if (memory.size() < request.offset + request.length) return transfer(request);
-    const IoCompletion completion = carry_out(request, [&](const Transfer::Step& step) {
-        std::memcpy(memory.data() + step.offset, step.buffer, step.length);
-        return static_cast<ssize_t>(step.length);
-    });
-    FileMemory::let_go(memory.subspan(request.offset, request.length));
-    return completion;
 }
 
 std::unique_ptr<IoBackend> make_backend(std::string_view which, unsigned queue_depth,

@@ -222,7 +222,8 @@ void Writer::start_store(const IoRequest& request) {
     workers_.submit(WorkerPool::Task([this, request](unsigned /*worker*/) {
         Stored stored{.completion = {.token = request.token}, .error = std::nullopt};
         try {
-            stored.completion = store(request);
+            stored.completion = transfer(request);
+            request.file->let_go(request.offset, request.length);
         } catch (...) {
             stored.error = Error::current();
         }

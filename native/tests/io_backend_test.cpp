@@ -1,6 +1,7 @@
 #include "datastates/io_backend.hpp"
 
 #include <cerrno>
+#include <filesystem>
 #include <map>
 #include <thread>
 
@@ -279,7 +280,7 @@ TEST(stores_at_offsets_of_files_in_memory) {
                           .offset = kOffset,
                           .token = 3};
         const auto check_stores = [&] {
-            const IoCompletion completion = store(request);
+            const IoCompletion completion = transfer(request);
             CHECK(completion.ok());
             CHECK_EQ(completion.token, 3U);
             CHECK_EQ(completion.transferred, data.size());
@@ -300,7 +301,7 @@ TEST(stores_at_offsets_of_files_in_memory) {
             CHECK(std::ranges::equal(file.memory().first(end), expected));
         }
         fault::arm("write", "fail", EIO, 1, 1);
-        CHECK_EQ(store(request).error_number, EIO);
+        CHECK_EQ(transfer(request).error_number, EIO);
         // What is mapped is too short, or nothing.
         file.truncate(0);
         CHECK(file.allocate(0, end - 1));
@@ -309,7 +310,60 @@ TEST(stores_at_offsets_of_files_in_memory) {
         file.truncate(0);
         check_stores();
         request.length = 0;
-        CHECK(store(request).ok());
+        CHECK(transfer(request).ok());
+    }
+}
+
+TEST(loads_from_files_in_memory) {
+    for (const support::Setup& setup : support::setups()) {
+        if (!setup.memory) continue;
+        const support::FaultScope scope;
+        const support::TempDir dir(setup);
+        std::mt19937_64 random(6);
+        const Bytes content = support::random_bytes(random, 100001);
+        support::write_file(dir / "f", content);
+        support::write_file(dir / "empty", {});
+        File file = File::open(dir / "f", true);
+        CHECK(std::ranges::equal(file.memory(), content));
+        CHECK(File::open(dir / "empty", true).memory().empty());
+        constexpr std::uint64_t kOffset = 4999;
+        Bytes to(content.size() - kOffset);
+        IoRequest request{.kind = IoKind::read,
+                          .file = &file,
+                          .buffer = to.data(),
+                          .length = to.size(),
+                          .required = to.size(),
+                          .offset = kOffset,
+                          .token = 3};
+        for (const auto* action : {"none", "short", "eintr"}) {
+            std::ranges::fill(to, std::byte{0});
+            if (action != std::string_view("none")) fault::arm("read", action, 0, 1, 0);
+            const IoCompletion completion = transfer(request);
+            fault::clear();
+            CHECK(completion.ok());
+            CHECK_EQ(completion.transferred, to.size());
+            CHECK(std::ranges::equal(to, std::span(content).subspan(kOffset)));
+            file.let_go(kOffset, to.size());  // not for good
+        }
+        // A hole stays one.
+        support::write_file(dir / "sparse", content);
+        std::filesystem::resize_file(dir / "sparse", 2 * content.size());
+        File sparse = File::open(dir / "sparse", true);
+        CHECK(sparse.memory().empty());
+        request.file = &sparse;
+        request.offset = content.size();
+        CHECK(transfer(request).ok());
+        CHECK(std::ranges::all_of(to, [](std::byte byte) { return byte == std::byte{0}; }));
+        CHECK(File::open(dir / "sparse", true).memory().empty());
+        request.file = &file;
+        request.offset = kOffset;
+
+        fault::arm("read", "fail", EIO, 1, 1);
+        CHECK_EQ(transfer(request).error_number, EIO);
+        ++request.offset;
+        const IoCompletion beyond = transfer(request);
+        CHECK(beyond.end_of_file);
+        CHECK_EQ(beyond.transferred, to.size() - 1);
     }
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/stat.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -39,7 +41,8 @@ class File {
   public:
     /// Creates a file for writing; it must not exist.
     static File create(const std::string& path, bool want_direct);
-    /// Opens an existing file for reading.
+    /// Opens an existing file for reading; one that lives in memory, all of it, is mapped, if the
+    /// system can.
     static File open(const std::string& path, bool want_direct);
 
     File(File&& other) noexcept;
@@ -74,11 +77,15 @@ class File {
     bool allocate(std::uint64_t offset, std::uint64_t length) const;
     /// Lets a memory-backed file of `length` bytes, all of them allocated, be stored into, if the
     /// system can. Once, before other threads have to do with the file.
-    void map(std::uint64_t length) { memory_ = std::make_unique<FileMemory>(*this, length); }
-    /// What may be stored to: all that was mapped, or nothing. Until truncate or close.
+    void map(std::uint64_t length);
+    /// What may be stored to, or loaded from where the file was opened: all that was mapped, or
+    /// nothing. Until truncate or close.
     std::span<std::byte> memory() const {
         return memory_ ? memory_->bytes() : std::span<std::byte>();
     }
+    /// Takes a range that threads are through with out of the page tables, if it is mapped, which
+    /// the end would otherwise have to do in one thread. Thread-safe.
+    void let_go(std::uint64_t offset, std::uint64_t length) const;
     void truncate(std::uint64_t length);
     /// fsync.
     void sync() const;
@@ -89,6 +96,8 @@ class File {
   private:
     File(std::string path, int flags, bool want_direct);
     void probe_alignment();
+    void map_for_loading();
+    struct stat status() const;
 
     std::string path_;
     FileDescriptor buffered_;

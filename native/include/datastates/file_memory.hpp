@@ -1,17 +1,23 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 namespace datastates {
 
 class File;
 
-/// The pages of a file that lives in memory, for storing into them: a mapping of all of them.
+/// The pages of a file that lives in memory, to be stored into or loaded from: a mapping of all of
+/// them. What it is used for is not counted as use of the pages: the kernel's lists of them would
+/// be what threads wait for.
 class FileMemory {
   public:
-    /// Maps the first `length` bytes; empty where the system cannot. REQUIRES: they are allocated.
-    FileMemory(const File& file, std::size_t length);
+    enum class Access : std::uint8_t { load, store };
+
+    /// Maps the first `length` bytes; empty where the system cannot. REQUIRES: they are allocated,
+    /// and stay so: to touch what is not there is a signal.
+    FileMemory(const File& file, std::size_t length, Access access);
     ~FileMemory();
     FileMemory(const FileMemory&) = delete;
     FileMemory& operator=(const FileMemory&) = delete;
@@ -19,8 +25,8 @@ class FileMemory {
     FileMemory& operator=(FileMemory&&) = delete;
 
     std::span<std::byte> bytes() const { return bytes_; }
-    /// Takes a part out of the page tables, which the end would otherwise have to do in one thread.
-    /// The file keeps its bytes. Thread-safe.
+    /// Takes the pages of a part out of the page tables. The file keeps its bytes, and others may
+    /// still use them. Thread-safe.
     static void let_go(std::span<std::byte> part);
 
   private:

@@ -112,11 +112,10 @@ class Transfer {
     IoCompletion completion_{.token = request_.token};
 };
 
-/// Does one request in the calling thread, with pread or pwrite.
+/// Does one request in the calling thread: through the file's mapping, where it has one that
+/// reaches so far, else with pread or pwrite. Many threads store into one file at once, where
+/// `pwrite` lets in one at a time; and `pread` marks each page as used, which threads wait for each
+/// other with.
 IoCompletion transfer(const IoRequest& request);
-
-/// Does one write to a memory-backed file in the calling thread, through the file's mapping, where
-/// it has one: many threads store into one file at once, where `pwrite` lets in one at a time.
-IoCompletion store(const IoRequest& request);
 
 }  // namespace datastates
