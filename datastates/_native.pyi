@@ -62,13 +62,16 @@ class Digester:
     def finish(self) -> bytes:
         """The digests of all that went by, as little-endian u32."""
 
-def look(arrays: list[Any]) -> tuple[bytes, bytes, bytes, bytes] | None:
-    """Look at each array once, and say: places, identities, addresses of first elements, versions.
+def look(
+    arrays: list[Any], memory_of: Callable[[Any], object] | None, plain: tuple[type, ...]
+) -> tuple[bytes, bytes, bytes, bytes, list[object]] | None:
+    """Look at each array once, and say: places, identities, addresses of first elements, versions, memory.
 
     ``places`` is equal for two lists exactly when their arrays have, in order, the same types, addresses, devices,
     element types, shapes and strides. The others are 64-bit words, one an array: the objects' own addresses, where
-    the first elements are, torch's count of changes in place (-1 without one). None when an array does not offer
-    DLPack's C exchange API (torch does from 2.10 on).
+    the first elements are, torch's count of changes in place (-1 without one). ``memory`` is what ``memory_of`` gives
+    for each, or empty without it. None when an array does not offer DLPack's C exchange API (torch does from 2.10 on),
+    or is of none of the types in ``plain``, if that has any.
     """
 
 def layout(arrays: list[Any]) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes] | None:

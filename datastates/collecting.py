@@ -103,15 +103,19 @@ def collect(
     chosen = list(walk_unique(providers))
     described = [_shards_of(provider) for provider in chosen]
     sources: list[object] = []
+    memory: list[object] = []
     objects: list[tuple[int, Shard]] = []
     for p, shards in enumerate(described):
         if isinstance(shards, Shards):
             sources += shards.sources
+            memory += arrays.memory_of(shards.sources) if shards.memory is None else shards.memory
             objects += [(p, shard) for shard in shards.objects]
         elif not all(isinstance(shard, Shard) for shard in shards):
             raise _no_list(chosen[p].name)
         else:
-            sources += [shard.source for shard in shards if not shard.is_object]
+            own = [shard.source for shard in shards if not shard.is_object]
+            sources += own
+            memory += arrays.memory_of(own)
             objects += [(p, shard) for shard in shards if shard.is_object]
     keys = {(p, shard.key) for p, shard in objects}
     if not all(isinstance(key, str) for _, key in keys):
@@ -125,7 +129,7 @@ def collect(
     if last is None or names != last.names or None in layouts or not all(map(operator.is_, layouts, last.layouts)):
         structure = _structure(names, layouts, described, sources, rank if ranks > 1 else None)
     assert structure is not None
-    return Collected(chosen, structure, described, sources, arrays.memory_of(sources), objects)
+    return Collected(chosen, structure, described, sources, memory, objects)
 
 
 @collector.paused()

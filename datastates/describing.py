@@ -49,9 +49,9 @@ class Describer:
 
     def again(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Shards | None:
         """The arrays as shards if they are those of the last time, or the same memory anew; else None."""
-        seen = None if self._known is None else looking.look(values)
+        seen = None if self._known is None else looking.look(values, memory=True)
         if self._known is not None and seen is not None and self._known.serves(keys, lazy, values, seen):
-            return Shards(self._known.layout, values, versions=seen.versions)
+            return Shards(self._known.layout, values, versions=seen.versions, memory=seen.memory)
         return None
 
     def describe(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Sequence[Shard]:
@@ -60,7 +60,7 @@ class Describer:
             return same
         self._known = None
         with collector.paused():
-            seen = looking.look(values)
+            seen = looking.look(values, memory=True)
             if seen is None or looking.any_negated(values):
                 return arrays.shards_of(keys, values, lazy)
             layout = _alone(keys, values, lazy)
@@ -73,7 +73,7 @@ class Describer:
             shards = tuple(shard for shard in layout if shard is not None)
             streams = {(s.kind, s.buffer.device, s.buffer.stream) for s in shards if s.buffer is not None}
         self._known = _Known(list(keys), list(lazy), seen.places, seen.identities, seen.specs, streams, shards)
-        return Shards(shards, values, versions=seen.versions)
+        return Shards(shards, values, versions=seen.versions, memory=seen.memory)
 
 
 def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> list[Shard | None]:

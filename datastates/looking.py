@@ -27,6 +27,7 @@ class Look:
         identities: Which objects they are.
         addresses: For each, where its first element is.
         versions: For each, torch's count of its changes in place, the free witness of D7; -1 without one.
+        memory: For each, what keeps its memory alive, whatever other memory it is given; empty where not asked for.
         specs: Which parts DTensors are; None where there are none.
     """
 
@@ -34,30 +35,37 @@ class Look:
     identities: bytes
     addresses: I64
     versions: I64
+    memory: list[object]
     specs: list[object] | None = None
 
 
-def look(values: Sequence[object]) -> Look | None:
+def look(values: Sequence[object], *, memory: bool = False) -> Look | None:
     """Look at torch tensors, in some hundred nanoseconds each; None for other arrays, and for torch before 2.10.
 
-    It does not see whether a tensor is conjugated or negated.
+    It does not see whether a tensor is conjugated or negated. ``memory``: ask for what keeps their memory alive, too.
     """
     torch: Any = sys.modules.get("torch")
-    types = set(map(type, values))
-    if values and (torch is None or not all(issubclass(t, torch.Tensor) for t in types)):
+    if torch is None and values:
         return None
-    sharded = set(filter(dtensors.is_class, types))
-    seen = _native.look(dtensors.unwrap(values, sharded) if sharded else list(values))
+    keeper = torch.Tensor.untyped_storage if memory and values else None
+    sharded: set[type] = set()
+    seen = _native.look(list(values), keeper, (torch.Tensor, torch.nn.Parameter) if values else ())
+    if seen is None:  # one is of another type: these, the usual ones, need not be sorted out
+        types = set(map(type, values))
+        if not all(issubclass(t, torch.Tensor) for t in types):
+            return None
+        sharded = set(filter(dtensors.is_class, types))
+        seen = _native.look(dtensors.unwrap(values, sharded), keeper, ())
     if seen is None:
         return None
-    places, identities, addresses, versions = seen
+    places, identities, addresses, versions, kept = seen
     counts = np.frombuffer(versions, np.int64)
     specs: list[object] | None = None
     if sharded:
         # what is done to a DTensor counts as a change of it, and not of its local tensor
         counts = counts + dtensors.versions(values, sharded)
         specs = dtensors.specs(values, sharded)
-    return Look(places, identities, np.frombuffer(addresses, np.int64), counts, specs)
+    return Look(places, identities, np.frombuffer(addresses, np.int64), counts, kept, specs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

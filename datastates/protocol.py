@@ -120,17 +120,26 @@ class Shards(Sequence[Shard]):
         layout: The array shards without ``source``, their buffers without ``owner``: it keeps no memory alive.
         sources: For each of them, the live array.
         versions: For each of them, torch's count of its changes in place; -1 without one.
+        memory: What keeps the memory of all of them alive, whatever other memory they are given; None where a snapshot
+            is to ask them.
         objects: The object shards.
     """
 
     def __init__(
-        self, layout: tuple[Shard, ...], sources: Sequence[object], objects: Sequence[Shard] = (), *, versions: I64
+        self,
+        layout: tuple[Shard, ...],
+        sources: Sequence[object],
+        objects: Sequence[Shard] = (),
+        *,
+        versions: I64,
+        memory: Sequence[object] | None = None,
     ) -> None:
         """Join them; ``layout``, ``sources`` and ``versions`` are of the same length."""
         self.layout = layout
         self.sources = sources
         self.objects = objects
         self.versions = versions
+        self.memory = memory
 
     def __len__(self) -> int:
         return len(self.layout) + len(self.objects)

@@ -48,7 +48,7 @@ class ReplicatedProvider(StateProvider):
             return [shard if shard.is_object else self._mark(shard, ranks) for shard in shards]
         if self._marked is None or self._marked[0] is not shards.layout or self._marked[1] != ranks:
             self._marked = shards.layout, ranks, tuple(self._mark(shard, ranks) for shard in shards.layout)
-        return Shards(self._marked[2], shards.sources, shards.objects, versions=shards.versions)
+        return Shards(self._marked[2], shards.sources, shards.objects, versions=shards.versions, memory=shards.memory)
 
     def _current_ranks(self) -> tuple[int, ...]:
         """The ranks as shards name them: none where there is no other."""

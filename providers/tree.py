@@ -267,7 +267,7 @@ def _with(shards: Sequence[Shard], rest: object) -> Sequence[Shard]:
     """Array shards, and the object that holds all the rest."""
     objects = [object_shard(source=rest)]
     if isinstance(shards, Shards):
-        return Shards(shards.layout, shards.sources, objects, versions=shards.versions)
+        return Shards(shards.layout, shards.sources, objects, versions=shards.versions, memory=shards.memory)
     return [*shards, *objects]
 
 

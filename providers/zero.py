@@ -179,7 +179,7 @@ class ShardedZeroProvider(StateProvider):
             self._index = np.array([i for i, _ in spread], np.int64)
             self._seen = described.layout
         sources = [values[i] for i in self._index.tolist()]
-        return Shards(self._layout, sources, [rest], versions=described.versions[self._index])
+        return Shards(self._layout, sources, [rest], versions=described.versions[self._index], memory=described.memory)
 
     def _states(self) -> Iterator[tuple[int, str, Any]]:
         """Number of the share, name of the state, and the array: an optimizer's Python numbers as NumPy's."""

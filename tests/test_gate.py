@@ -443,9 +443,12 @@ from datastates.errors import TornSnapshotError
 from datastates.providers import from_stateful
 
 layer = torch.nn.Linear(4096, 4096)
+provider = from_stateful("layer", layer)
 with ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB", on_error="warn") as ckpt:
+    for _ in range(int(sys.argv[2])):
+        ckpt.snapshot([provider], step=0).wait_committed()
     _native.arm_fault("write", "delay", 100, 1, 1)
-    snapshot = ckpt.snapshot([from_stateful("layer", layer)], step=1)
+    snapshot = ckpt.snapshot([provider], step=1)
     assert not snapshot.captured
     layer.weight.data = torch.empty(0)  # as moving a model to another device does: 64 MiB go back to the system
     gc.collect()
@@ -458,6 +461,8 @@ with ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB", on_error="war
 """
 
 
-def test_memory_is_kept_until_captured_whatever_a_tensor_is_given_instead(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", MOVED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("before", [0, 1], ids=["first", "again"])
+def test_memory_is_kept_until_captured_whatever_a_tensor_is_given_instead(before: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MOVED, str(tmp_path), str(before)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, (done.returncode, done.stderr)

@@ -82,6 +82,25 @@ def test_other_arrays_are_not_looked_at_at_once(other: object) -> None:
     assert looking.layout([torch.ones(2), other]) is None
 
 
+class _Own(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [[], list(TENSORS.values()), [torch.ones(2), _Own(2), BASE[3:]]],
+    ids=["none", "the usual", "a subclass among them"],
+)
+def test_a_look_has_what_keeps_the_tensors_memory(tensors: list[torch.Tensor]) -> None:
+    seen, again = looking.look(tensors, memory=True), looking.look(tensors)
+    assert seen is not None
+    assert again is not None
+    assert again.memory == []
+    memory: list[Any] = seen.memory
+    assert [m.data_ptr() for m in memory] == [t.untyped_storage().data_ptr() for t in tensors]
+    assert (seen.places, seen.versions.tolist()) == (again.places, again.versions.tolist())
+
+
 @given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=4), max_size=5))
 def test_contiguous_is_what_torch_calls_so(shapes: list[list[tuple[int, int]]]) -> None:
     ndim = np.array([len(s) for s in shapes], np.uint8)

@@ -1,6 +1,8 @@
 #include "look.hpp"
 
+#include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "dlpack.hpp"
@@ -33,13 +35,20 @@ std::int64_t version_of(const py::handle& array, const py::str& attribute) {
     return value;
 }
 
-/// Looks into arrays one after the other; false for one that cannot be looked into.
+/// Looks into arrays one after the other; false for one that cannot be looked into, or is of none
+/// of some types.
 class Looker {
   public:
+    explicit Looker(py::tuple types = py::tuple()) : types_(std::move(types)) {}
+
     bool look(const py::handle& array, dlpack::Tensor& tensor) {
         PyTypeObject* const type = Py_TYPE(array.ptr());
         if (type != last_) {
-            api_ = api_of(type);
+            const auto is_it = [&](const py::handle& known) {
+                return known.ptr() == reinterpret_cast<PyObject*>(type);
+            };
+            const bool wanted = types_.empty() || std::ranges::any_of(types_, is_it);
+            api_ = wanted ? api_of(type) : nullptr;
             last_ = type;
         }
         if (api_ == nullptr) return false;
@@ -49,6 +58,7 @@ class Looker {
     }
 
   private:
+    const py::tuple types_;
     const PyTypeObject* last_ = nullptr;
     const dlpack::ExchangeApi* api_ = nullptr;
 };
@@ -74,7 +84,7 @@ py::bytes to_bytes(const std::vector<Word>& words) {
 
 }  // namespace
 
-py::object look(const py::list& arrays) {
+py::object look(const py::list& arrays, const py::object& memory_of, const py::tuple& plain) {
     std::vector<std::int64_t> places;
     std::vector<std::uintptr_t> identities;
     std::vector<std::int64_t> addresses;
@@ -83,11 +93,15 @@ py::object look(const py::list& arrays) {
     identities.reserve(arrays.size());
     addresses.reserve(arrays.size());
     versions.reserve(arrays.size());
+    py::list memory(memory_of.is_none() ? 0 : arrays.size());
     const py::str version("_version");
-    Looker looker;
-    for (const py::handle array : arrays) {
+    Looker looker(plain);
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+        const py::object array = arrays[i];
         dlpack::Tensor tensor{};
         if (!looker.look(array, tensor)) return py::none();
+        // Now, while the array is in the processor's cache: half of it all is waiting for memory.
+        if (!memory_of.is_none()) memory[i] = memory_of(array);
         identities.push_back(reinterpret_cast<std::uintptr_t>(array.ptr()));
         addresses.push_back(address_of(tensor));
         versions.push_back(version_of(array, version));
@@ -101,7 +115,7 @@ py::object look(const py::list& arrays) {
         places.insert(places.end(), tensor.strides, tensor.strides + tensor.ndim);
     }
     return py::make_tuple(to_bytes(places), to_bytes(identities), to_bytes(addresses),
-                          to_bytes(versions));
+                          to_bytes(versions), memory);
 }
 
 py::object layout(const py::list& arrays) {

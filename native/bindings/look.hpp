@@ -11,11 +11,13 @@ namespace datastates::python {
 ///   shapes and strides;
 /// - identities: the objects' own addresses;
 /// - addresses: of the first elements;
-/// - versions: torch's count of changes in place, -1 for an array without.
+/// - versions: torch's count of changes in place, -1 for an array without;
 ///
-/// The last three are 64-bit words, one an array. None when one of them does not offer DLPack's C
-/// exchange API, or not for what it holds.
-pybind11::object look(const pybind11::list& arrays);
+/// the last three of which are 64-bit words, one an array; and a list of what `memory_of` gives for
+/// each array, empty where that is None. None when one of them does not offer DLPack's C exchange
+/// API, or not for what it holds, or is of none of the types in `plain`, if that has any.
+pybind11::object look(const pybind11::list& arrays, const pybind11::object& memory_of,
+                      const pybind11::tuple& plain);
 
 /// How each array of a list is laid out, as columns of bytes:
 ///
