@@ -15,7 +15,7 @@ from datastates.dtypes import BY_NAME
 from datastates.errors import ProviderError
 from datastates.executor import Columns, columns
 from datastates.plan import I64, U8
-from datastates.protocol import Buffer, Shard, Shards, StateProvider, full_key, walk_unique
+from datastates.protocol import HOST, Buffer, Shard, Shards, StateProvider, full_key, walk_unique
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +31,7 @@ class Structure:
         eager: For each buffer, whether it must be captured at once.
         witness: For each buffer, 1 where a lazy array lies in it.
         columns: The buffers as the executor wants them.
+        devices: The CUDA devices that they are on, ascending.
         nbytes: Bytes of all buffers.
         counted: Numbers of the lazy array shards whose changes torch counts.
         addresses: Where their first elements are.
@@ -44,6 +45,7 @@ class Structure:
     eager: list[bool]
     witness: U8
     columns: Columns
+    devices: list[int]
     nbytes: int
     counted: I64
     addresses: I64
@@ -166,9 +168,19 @@ def _structure(
     counted = [i for i, yes in enumerate(versioned) if yes and rows[i][1].lazy]
     _, addresses = arrays.witness([sources[i] for i in counted])
     nbytes = sum(b.nbytes for b in buffers)
-    memory = columns(buffers)
     return Structure(
-        names, layouts, rows, buffers, source, eager, witness, memory, nbytes, np.array(counted, np.int64), addresses
+        names=names,
+        layouts=layouts,
+        arrays=rows,
+        buffers=buffers,
+        source=source,
+        eager=eager,
+        witness=witness,
+        columns=columns(buffers),
+        devices=sorted({b.device for b in buffers} - {HOST}),
+        nbytes=nbytes,
+        counted=np.array(counted, np.int64),
+        addresses=addresses,
     )
 
 

@@ -25,7 +25,7 @@ from datastates.index import Index, StoredObject
 from datastates.nested import Nest
 from datastates.pickling import ArrayLeaf, StoredArray, is_dialect
 from datastates.plan import DESCRIPTOR_CRC, WritePlan
-from datastates.protocol import HOST, Encoder, Shard, Shards, StateProvider, full_key
+from datastates.protocol import Encoder, Shard, Shards, StateProvider, full_key
 from datastates.shard_table import Row, ShardTable, table_of
 
 
@@ -193,7 +193,7 @@ class _Versions:
             return self._changed
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False)
 class Running:
     """One snapshot after ``snapshot()`` has returned: serialize, wait, append the tail, commit."""
 
@@ -206,17 +206,13 @@ class Running:
     ending: Ending
     bare: bool
     lazy_serialized: threading.Event = field(default_factory=threading.Event)
-    devices: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.devices = sorted(set(self.collected.structure.columns[1].tolist()) - {HOST})
 
     def gate(self) -> None:
         """Wait for what reads live state on the CPU; let the consumers' streams wait for the rest."""
         self.lazy_serialized.wait()
         self.versions.compare()
         try:
-            self.job.gate(arrays.consumer_streams(self.devices))
+            self.job.gate(arrays.consumer_streams(self.collected.structure.devices))
         except DeviceError:
             # the device has failed: that is told by the snapshot, not by the optimizer that passes here
             with contextlib.suppress(DatastatesError):
