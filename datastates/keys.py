@@ -19,7 +19,8 @@ def component(part: object) -> str:
         if not part:
             return "~4"
         text = part.replace("~", "~0").replace("/", "~1") if "~" in part or "/" in part else part
-        return "~2" + text if _INTEGER.match(part) else text
+        # what follows the digits in order can be no integer
+        return "~2" + text if part[0] <= "9" and _INTEGER.match(part) else text
     if type(part) is int:
         return str(part)
     return "~3" + repr(part).replace("~", "~0").replace("/", "~1")

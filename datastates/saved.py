@@ -228,7 +228,7 @@ class SavedState(Saved):
 
     def _plan_alike(self, shards: Destinations, reads: Reads) -> bool:
         """Read all arrays, compared in columns; False, and nothing done, when they are not all what one rank stored."""
-        if self._stored.head.ranks > 1 or not all(key in self.rows for key in shards.keys):
+        if self._stored.head.ranks > 1 or not self.rows.has_all(shards.keys):
             return False
         live, stored = looking.layout(shards.values), self.rows.columns(shards.keys)
         if live is None or not stored.whole.all():

@@ -92,6 +92,10 @@ class StoredRows(Mapping[str, Row]):
             row = self._made[key] = self._index.shards.row(self._number[key])
         return row
 
+    def has_all(self, keys: Sequence[str]) -> bool:
+        """Whether there are rows of all those keys."""
+        return all(map(self._number.__contains__, keys))
+
     def make(self, keys: Sequence[str]) -> None:
         """Make those rows at once, which is cheaper than one by one."""
         new = [key for key in keys if key in self._number and key not in self._made]

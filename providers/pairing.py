@@ -44,19 +44,20 @@ def pair(stored: object, live: object, known: Mapping[str, ArrayRef]) -> Differe
     seen: set[tuple[int, int]] = set()
 
     def walk(s: Any, v: Any, key: str, path: tuple[object, ...]) -> None:
-        if type(s) is ArrayRef or arrays.kind_of(v) is not None:
+        if type(s) is ArrayRef:
             meet(s, v, key)
         elif (id(s), id(v)) in seen:
             return
         elif isinstance(s, dict) and isinstance(v, dict):
             seen.add((id(s), id(v)))
-            result.unexpected += [join(key, k) for k in s if k not in v]
             for k in v:
                 if k not in s:
                     seek(v[k], join(key, k), (*path, k))
-            for k in s:
+            for k, item in s.items():
                 if k in v:
-                    walk(s[k], v[k], join(key, k), (*path, k))
+                    walk(item, v[k], join(key, k), (*path, k))
+                else:
+                    result.unexpected.append(join(key, k))
         elif isinstance(v, (list, tuple)) and isinstance(s, (list, tuple, Unbuilt)):
             s = s.arguments if isinstance(s, Unbuilt) else s
             seen.add((id(s), id(v)))
@@ -65,15 +66,15 @@ def pair(stored: object, live: object, known: Mapping[str, ArrayRef]) -> Differe
                 seek(v[i], join(key, i), (*path, i) if type(s) is list else None)
             for i in range(min(len(s), len(v))):
                 walk(s[i], v[i], join(key, i), (*path, i))
+        elif arrays.kind_of(v) is not None:
+            result.mismatched[key] = "no array in the checkpoint, one in the live state"
         elif isinstance(s, (dict, list, tuple)) or isinstance(v, (dict, list, tuple)):
             result.mismatched[key] = f"{type(s).__name__} in the checkpoint, {type(v).__name__} in the live state"
         else:
             result.leaves.append((key, s, v))
 
-    def meet(s: object, v: object, key: str) -> None:
-        if not isinstance(s, ArrayRef):
-            result.mismatched[key] = "no array in the checkpoint, one in the live state"
-        elif arrays.kind_of(v) is None:
+    def meet(s: ArrayRef, v: object, key: str) -> None:
+        if arrays.kind_of(v) is None:
             result.mismatched[key] = "an array in the checkpoint, none in the live state"
         else:
             # the same memory may be stored under several keys, and the reference name another of them

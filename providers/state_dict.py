@@ -149,13 +149,14 @@ def merge(live: Any, value: Any) -> object:
     if live is value or arrays.kind_of(live) is not None:
         return live
     if isinstance(live, dict) and isinstance(value, dict):
-        for k in value:
-            if k in live:
-                live[k] = merge(live[k], value[k])
+        for k, item in value.items():
+            if k in live and live[k] is not item:
+                live[k] = merge(live[k], item)
         return live
     if isinstance(live, list) and isinstance(value, (list, tuple)):
         for i in range(min(len(live), len(value))):
-            live[i] = merge(live[i], value[i])
+            if live[i] is not value[i]:
+                live[i] = merge(live[i], value[i])
         return live
     if isinstance(live, tuple) and isinstance(value, (list, tuple)) and len(live) == len(value):
         parts = [merge(a, b) for a, b in zip(live, value, strict=True)]
