@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "datastates/background.hpp"
 #include "datastates/copy_batch.hpp"
 #include "datastates/error.hpp"
 #include "datastates/fingerprint.hpp"
@@ -215,6 +216,7 @@ std::optional<Capturer::Pending> Capturer::stage_eager(const std::shared_ptr<Wri
 }
 
 void Capturer::run(const std::stop_token& stop) {
+    work_in_background();
     while (Pending* pending = next(stop)) advance(*pending, stop);
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "datastates/background.hpp"
 #include "datastates/error.hpp"
 
 namespace datastates {
@@ -174,6 +175,7 @@ HostCache::Piece* HostCache::next_piece() {
 }
 
 void HostCache::work(const std::stop_token& stop) {
+    work_in_background();
     std::unique_lock lock(mutex_);
     for (;;) {
         Piece* piece = nullptr;

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "datastates/background.hpp"
+
 namespace datastates {
 
 PwriteBackend::PwriteBackend(unsigned threads) {
@@ -46,6 +48,7 @@ void PwriteBackend::wake() {
 }
 
 void PwriteBackend::work(const std::stop_token& stop) {
+    work_in_background();
     std::unique_lock lock(mutex_);
     while (requested_.wait(lock, stop, [&] { return !requests_.empty(); })) {
         if (stop.stop_requested()) return;

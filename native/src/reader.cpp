@@ -4,6 +4,7 @@
 #include <set>
 #include <utility>
 
+#include "datastates/background.hpp"
 #include "datastates/error.hpp"
 #include "datastates/extent_read.hpp"
 
@@ -36,6 +37,7 @@ void Reader::enqueue(std::shared_ptr<ReadState> job) {
 }
 
 void Reader::run(const std::stop_token& stop) {
+    work_in_background();
     for (;;) {
         std::unique_lock lock(mutex_);
         if (!queued_.wait(lock, stop, [&] { return !queue_.empty(); })) return;

@@ -4,6 +4,8 @@
 #include <optional>
 #include <system_error>
 
+#include "datastates/background.hpp"
+
 namespace datastates {
 namespace {
 
@@ -39,6 +41,7 @@ bool WorkerPool::grow() {
 }
 
 void WorkerPool::work(unsigned worker) {
+    work_in_background();
     std::unique_lock lock(mutex_);
     for (;;) {
         ++idle_;

@@ -1,6 +1,9 @@
 #include "datastates/worker_pool.hpp"
 
+#include <sched.h>
+
 #include <atomic>
+#include <future>
 #include <latch>
 #include <memory>
 #include <set>
@@ -61,6 +64,14 @@ TEST(tasks_may_own_what_cannot_be_copied) {
 TEST(default_size_is_bounded) {
     CHECK(WorkerPool::default_size() >= 1);
     CHECK(WorkerPool::default_size() <= 16);
+}
+
+TEST(workers_are_in_the_background) {
+    WorkerPool pool(1);
+    std::promise<int> policy;
+    pool.submit(Task([&](unsigned) { policy.set_value(::sched_getscheduler(0)); }));
+    const int own = ::sched_getscheduler(0);
+    CHECK_EQ(policy.get_future().get(), own == SCHED_OTHER ? SCHED_BATCH : own);
 }
 
 CHECK_MAIN()
