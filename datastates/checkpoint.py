@@ -102,6 +102,7 @@ class Checkpointer:
         if device is not None and self.settings.host_cache != "auto":
             self._engine.executor.prepare(device, self.settings.host_cache)
         self._retention = threading.Lock()
+        self._last_committed = (-1, -1)  # number and step, of those committed the snapshot that was taken last
         self._taken: list[Snapshot] = []
         self._closed = False
         self.failures = 0
@@ -135,7 +136,8 @@ class Checkpointer:
             ClosedError: The checkpointer is closed.
         """
         self._raise_if_closed()
-        ballot = self._ballot()
+        number = next(self._snapshots)
+        ballot = Ballot(self._engine.world, f"{self._name}/snapshot/{number}", timeout=self.settings.rank_timeout)
         failure = None
         try:
             ballot.step = step = _checked_step(step)
@@ -144,7 +146,7 @@ class Checkpointer:
             begin = time.monotonic()
             self._wait_for_room()
             collected = self._engine.collect(providers)
-            retain = partial(self._retain, step)
+            retain = partial(self._retain, number, step)
             taken = self._engine.take(collected, ballot, self._place(step), retain, begin=begin)
         except BaseException as error:
             told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
@@ -152,10 +154,6 @@ class Checkpointer:
             raise
         self._taken.append(taken)
         return taken
-
-    def _ballot(self) -> Ballot:
-        name = f"{self._name}/snapshot/{next(self._snapshots)}"
-        return Ballot(self._engine.world, name, timeout=self.settings.rank_timeout)
 
     def _place(self, step: int) -> Place:
         if self._engine.world.size == 1:
@@ -187,19 +185,20 @@ class Checkpointer:
                 raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
             pending[0].wait_ended()
 
-    def _retain(self, committed: int) -> None:
-        """Delete what the settings do not keep, once a step has been committed; never that step."""
+    def _retain(self, number: int, step: int) -> None:
+        """Delete what the settings do not keep, once a snapshot has been committed; never the one taken last."""
         try:
             with self._retention:
+                self._last_committed = max(self._last_committed, (number, step))
                 for path in directories.superseded(self.directory):
                     directories.remove(path)
                 if self.settings.keep_last is None:
                     return
                 steps = directories.committed(self.directory)
                 every = self.settings.keep_every
-                for step in list(steps)[: -self.settings.keep_last]:
-                    if step != committed and (every is None or step % every):
-                        directories.remove(steps[step])
+                for old in list(steps)[: -self.settings.keep_last]:
+                    if old != self._last_committed[1] and (every is None or old % every):
+                        directories.remove(steps[old])
         except OSError as error:
             _log.warning("an old checkpoint could not be deleted: %s", error)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import datastates as ds
-from datastates import _native, directories
+from datastates import _native, directories, manifest
 from datastates.errors import (
     ClosedError,
     SnapshotRefusedError,
@@ -434,6 +434,26 @@ def test_retention_keeps_the_multiples_beside_the_last_ones(tmp_path: Path) -> N
         for step in range(11):
             ckpt.snapshot(providers(step), step=step)
     assert_holds(tmp_path, 0, 4, 8, 9, 10)
+
+
+@pytest.mark.parametrize(("late", "kept"), [(1, [2]), (3, [2, 3])], ids=["of the past", "rolled back"])
+def test_one_that_is_overtaken_is_kept_only_where_it_is_among_the_last(
+    late: int, kept: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overtaken = threading.Event()
+    real = manifest.commit
+
+    def commit(pending: manifest.Pending, made: manifest.Manifest, target: Callable[[], Path]) -> Path:
+        if made.step == late:
+            assert overtaken.wait(30)
+        return real(pending, made, target)
+
+    monkeypatch.setattr(manifest, "commit", commit)
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(late), step=late)
+        ckpt.snapshot(providers(2), step=2).wait_committed()
+        overtaken.set()
+    assert_holds(tmp_path, *kept)
 
 
 def test_retention_deletes_nothing_before_the_newer_one_is_committed(tmp_path: Path) -> None:
