@@ -255,10 +255,20 @@ class Executor:
         fingerprint, see ``torn``. Where it raises, it leaves no file.
         """
 
-    def submit_read(self, path: str | bytes, plan: ReadPlan, ptr: _U64, device: _I32, stream: _U64) -> ReadJob:
+    def submit_read(
+        self, path: str | bytes, plan: ReadPlan, ptr: _U64, device: _I32, stream: _U64, ahead: ReadAhead | None = None
+    ) -> ReadJob:
         """Start reading into ``ptr``. Destinations must stay alive until the job is done or destroyed.
 
-        Copies to a device come after what is on the destination's ``stream`` now.
+        Copies to a device come after what is on the destination's ``stream`` now. ``ahead`` is ended: those of its
+        extents that are the same in the plan are not read again, all others are dropped.
+        """
+
+    def read_ahead(self, path: str | bytes, plan: ReadPlan) -> ReadAhead:
+        """Begin to read a plan's extents in order, as far as there are blocks at once; the plan has no destinations.
+
+        Nothing is read where another such read is open. What is in memory already is left out. What fails is found
+        when it is read again. Raises ``NativeError`` "invalid" for more extents than half of the cache has blocks.
         """
 
     def close(self) -> None:
@@ -336,6 +346,19 @@ class WriteJob:
         Bounded: a job of more than 200,000 spans keeps the first ones.
         """
 
+class ReadAhead:
+    """A part of a file being read before it is known where it goes."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Of what is there and was not taken, with alignment."""
+
+    def wait(self) -> None:
+        """Wait until nothing is read any more."""
+
+    def close(self) -> None:
+        """Drop what no job has taken; waits until nothing is read any more. Idempotent."""
+
 class ReadJob:
     """One container being read into place. Destroying it stops it and waits."""
 
@@ -355,4 +378,7 @@ class ReadJob:
         """
 
     def timeline(self) -> list[tuple[str, int, float, float, int]]:
-        """Like ``WriteJob.timeline``. Stages: read (one extent), verify, copy (from a block to its destinations)."""
+        """Like ``WriteJob.timeline``, without what was read ahead.
+
+        Stages: read (one extent), verify, copy (from a block to its destinations).
+        """

@@ -21,6 +21,9 @@ from datastates.timeline import Span
 
 _T = TypeVar("_T")
 PreparedWrite = _native.WritePlan
+ReadAhead = _native.ReadAhead
+_AHEAD = 4
+"""Extents that are read ahead, for each read that is in flight at a time; the native core's ``kBlocksPerRead``."""
 _TRACKS = {
     "submit": "training thread",
     "create": "worker {}",
@@ -72,6 +75,27 @@ def prepare_write(plan: WritePlan, literal: bytes | memoryview, runs: DigestRuns
         runs_after=runs.after,
         runs_step=runs.step,
         runs_digest=runs.digest,
+    )
+
+
+def _prepare_read(plan: ReadPlan) -> _native.ReadPlan:
+    return _native.ReadPlan(
+        dest_nbytes=plan.dest_nbytes,
+        extent_offset=plan.extent_offset,
+        extent_length=plan.extent_length,
+        extent_span=plan.extent_span,
+        span_offset=plan.span_offset,
+        span_length=plan.span_length,
+        extent_piece=plan.extent_piece,
+        piece_dest=plan.piece_dest,
+        piece_dest_offset=plan.piece_dest_offset,
+        piece_extent_offset=plan.piece_extent_offset,
+        piece_length=plan.piece_length,
+        extent_check=plan.extent_check,
+        check_offset=plan.check_offset,
+        check_length=plan.check_length,
+        check_crc=plan.check_crc,
+        check_record=plan.check_record,
     )
 
 
@@ -258,31 +282,37 @@ class Executor:
         core = self._core()
         return WriteJob(_native_call(lambda: core.submit_write(os.fsencode(path), prepared, *sources, witness)))
 
-    def submit_read(self, path: Path, plan: ReadPlan, dests: Columns, name_record: Callable[[int], str]) -> ReadJob:
+    def submit_read(
+        self,
+        path: Path,
+        plan: ReadPlan,
+        dests: Columns,
+        name_record: Callable[[int], str],
+        ahead: ReadAhead | None = None,
+    ) -> ReadJob:
         """Start reading a container's ranges into ``dests``, the memory of the plan's destinations.
 
-        ``name_record`` names a storage record for the error when its bytes are wrong.
+        ``name_record`` names a storage record for the error when its bytes are wrong. What ``ahead`` has read of the
+        same file is not read again, as far as the extents are the same.
         """
-        core = self._core()
-        prepared = _native.ReadPlan(
-            dest_nbytes=plan.dest_nbytes,
-            extent_offset=plan.extent_offset,
-            extent_length=plan.extent_length,
-            extent_span=plan.extent_span,
-            span_offset=plan.span_offset,
-            span_length=plan.span_length,
-            extent_piece=plan.extent_piece,
-            piece_dest=plan.piece_dest,
-            piece_dest_offset=plan.piece_dest_offset,
-            piece_extent_offset=plan.piece_extent_offset,
-            piece_length=plan.piece_length,
-            extent_check=plan.extent_check,
-            check_offset=plan.check_offset,
-            check_length=plan.check_length,
-            check_crc=plan.check_crc,
-            check_record=plan.check_record,
-        )
-        return ReadJob(_native_call(lambda: core.submit_read(os.fsencode(path), prepared, *dests)), plan, name_record)
+        core, prepared = self._core(), _prepare_read(plan)
+        job = _native_call(lambda: core.submit_read(os.fsencode(path), prepared, *dests, ahead))
+        return ReadJob(job, plan, name_record)
+
+    def read_ahead(self, path: Path, plan: ReadPlan) -> ReadAhead:
+        """Begin to read a file's extents before it is known where they go; the plan has no destinations.
+
+        They stay in the host cache until a job takes them, or until it is closed, which it must be. What the page cache
+        has is left out, what fails is found when it is read again, and nothing is read while another one is open.
+        """
+        core, prepared = self._core(), _prepare_read(plan)
+        return _native_call(lambda: core.read_ahead(os.fsencode(path), prepared))
+
+    @property
+    def most_ahead(self) -> int:
+        """How many extents are worth reading ahead: half of the host cache is left to others."""
+        blocks: int = self._options["cache_bytes"] // self.block
+        return min(_AHEAD * int(self._options["queue_depth"]), blocks // 2)
 
     def close(self) -> None:
         """Wait for running jobs and give the host cache back. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -273,6 +274,46 @@ def plan_read(
         needed_nbytes=needed,
         unverified_offset=_u64(s_begin[~verified]),
         unverified_length=_u64((s_end - s_begin)[~verified]),
+    )
+
+
+def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, extent_nbytes: int) -> ReadPlan:
+    """The first extents of what :func:`plan_read` makes of a file that is wanted whole, without destinations.
+
+    Args:
+        chunks: The file's first chunks.
+        count: How many extents at most.
+        complete: Whether these are all the chunks that it has: else the last extent may be a longer one.
+        in_place: Whether the storage can be read straight into all destinations.
+        extent_nbytes: As there.
+    """
+    zero = np.zeros(len(chunks.offset) + 1, np.uint64)
+    whole = plan_read(
+        file_offset=chunks.offset,
+        nbytes=chunks.length,
+        dest=zero[1:].astype(np.int32),
+        dest_offset=zero[1:],
+        dest_nbytes=np.array([2**62], np.uint64),
+        in_place=np.array([in_place], np.uint8),
+        whole=np.ones(1, np.uint8),
+        chunks=chunks,
+        extent_nbytes=extent_nbytes,
+    )
+    extents = min(count, max(0, len(whole.extent_offset) - (not complete)))
+    pieces = ("piece_dest", "piece_dest_offset", "piece_extent_offset", "piece_length", "dest_nbytes")
+    checks = ("check_offset", "check_length", "check_crc", "check_record", "unverified_offset", "unverified_length")
+    spans = int(whole.extent_span[extents])
+    return replace(
+        whole,
+        extent_offset=whole.extent_offset[:extents],
+        extent_length=whole.extent_length[:extents],
+        extent_span=whole.extent_span[: extents + 1],
+        span_offset=whole.span_offset[:spans],
+        span_length=whole.span_length[:spans],
+        extent_piece=zero[: extents + 1],
+        extent_check=zero[: extents + 1],
+        needed_nbytes=int(whole.span_length[:spans].sum()),
+        **{name: getattr(whole, name)[:0] for name in pieces + checks},
     )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays, dtensors, parts
-from datastates.executor import Executor, ReadJob
+from datastates import arrays, dtensors, parts, planner
+from datastates.executor import Executor, ReadAhead, ReadJob
 from datastates.parts import Block
 from datastates.plan import I64
 from datastates.protocol import HOST, ArrayRef, Buffer, Shard, span
@@ -20,6 +20,8 @@ from datastates.stored_rows import reference
 
 SMALL_STATE = 1 << 20
 """Bytes that a restore may read in vain when it needs less than that, so that little states are verified as a whole."""
+AHEAD_RECORDS = 4096
+"""Records of which the begin of a file is planned; those of a few bytes each would take longer than they give."""
 SMALL_COPY = 64 * 1024
 """Bytes from which on a stretch is worth a copy to a device of its own."""
 
@@ -54,6 +56,7 @@ class Reads:
         self._copies: list[tuple[Any, Any]] = []
         self._jobs: list[ReadJob] = []
         self._loose: set[str] = set()
+        self._ahead: dict[Source, ReadAhead] = {}
 
     def _queue(self, source: Source) -> ReadQueue:
         queue = self._queues.get(source)
@@ -151,19 +154,45 @@ class Reads:
             furthest = i
         return None
 
+    def begin(self, source: Source, executor: Executor) -> None:
+        """Begin to read a file that will probably be wanted whole, while it is found out; :meth:`close` is to follow.
+
+        ``executor`` must be that of :meth:`start`, too. Destinations are taken to be in host memory.
+        """
+        extent_nbytes, offset = _extent_nbytes(executor), source.data_offset
+        if not len(offset):
+            return
+        end = offset[0] + np.uint64(executor.most_ahead * extent_nbytes)
+        records = min(AHEAD_RECORDS, int(np.searchsorted(offset, end)))
+        plan = planner.plan_ahead(
+            source.chunks(0, records),
+            executor.most_ahead,
+            complete=records == len(offset),
+            in_place=True,
+            extent_nbytes=extent_nbytes,
+        )
+        self._ahead[source] = executor.read_ahead(source.path, plan)
+
+    def close(self) -> None:
+        """Give back what was read ahead and not wanted."""
+        for ahead in self._ahead.values():
+            ahead.close()
+
     def start(self, executor: Executor) -> None:
         """Begin to read, verified as far as :func:`~datastates.planner.plan_read` says; :meth:`finish` is to follow.
 
         All files are read at once.
         """
         queues = [queue for queue in self._queues.values() if queue.buffers or queue.whole_arrays]
+        queues.sort(key=lambda queue: queue.source not in self._ahead)  # which holds blocks until it is taken
         spare = SMALL_STATE // len(queues) if queues and self.nbytes < SMALL_STATE else 0
         if self._in_full:
             spare = sum(queue.source.nbytes for queue in queues)
         try:
             for queue in queues:
-                plan = queue.plan(executor.block - 2 * 4096, spare)
-                self._jobs.append(executor.submit_read(queue.source.path, plan, queue.memory, queue.source.name_record))
+                source, plan = queue.source, queue.plan(_extent_nbytes(executor), spare)
+                ahead = self._ahead.get(source)
+                self._jobs.append(executor.submit_read(source.path, plan, queue.memory, source.name_record, ahead))
                 self._loose |= queue.unverified(plan)
         except BaseException:
             self._wait()
@@ -196,6 +225,11 @@ class Reads:
         """Read everything: :meth:`start` and :meth:`finish`."""
         self.start(executor)
         return self.finish()
+
+
+def _extent_nbytes(executor: Executor) -> int:
+    """How long an extent may be: a block has room for the pages around it."""
+    return executor.block - 2 * 4096
 
 
 def _places(number: int, queue: ReadQueue) -> Iterator[Any]:

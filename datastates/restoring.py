@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from datastates import broadcasting, collector, directories, dtensors, manifest, unpickling
-from datastates.arrays import Destinations
+from datastates.arrays import Destinations, current_device
 from datastates.digests import contribution
 from datastates.errors import CheckpointNotFoundError, CorruptError, DatastatesError, RestoreError
 from datastates.executor import Executor
@@ -28,6 +28,8 @@ _log = logging.getLogger("datastates")
 
 Verify = Literal["checksum", "digest"]
 Replicas = Literal["read", "broadcast"]
+AHEAD_MINIMUM = 16 << 20
+"""Bytes of a container from which on it is begun to be read while it is compared."""
 
 
 class Restored(int):
@@ -56,19 +58,21 @@ class _Compared:
     """A checkpoint beside the live state of this rank: what fits is to be read.
 
     Attributes:
+        reads: What is to be read.
+        executor: What has begun to read, if anything.
         known: The providers that the checkpoint has, each with what it holds for it.
         shards: For each of them, where it is to be restored.
         absent: Keys of providers that it lacks.
         not_here: Keys of state that it has of other ranks only.
-        reads: What is to be read.
         objects: The object shards, each with the arrays by the keys that stand for their places.
     """
 
+    reads: Reads
+    executor: Executor | None = None
     known: list[tuple[StateProvider, SavedState]] = field(default_factory=list)
     shards: list[Sequence[Shard]] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     not_here: list[str] = field(default_factory=list)
-    reads: Reads = field(default_factory=Reads)
     objects: list[tuple[StateProvider, SavedState, Shard, dict[str, object]]] = field(default_factory=list)
 
     def places(self) -> dict[broadcasting.Place, Shard]:
@@ -129,37 +133,40 @@ def restore(
 
     ``executor`` gives the executor to use, told how many bytes will be read.
     """
-    alone = stored.head.ranks == meeting.ranks == 1
-    compared, error, shares = _Compared(), None, []
-    try:
-        unpickling.check_trust(trust)
-        _find(compared, stored, providers, meeting.rank, strict=strict, trust=trust)
-    except Exception as failure:
-        error = failure
-    if replicas == "broadcast" and strict and meeting.ranks > 1:  # what does not fit all is not sent
-        shares = _share(compared, meeting, error)
-    try:
-        if error is None:
-            _compare(compared, {s.place[0] for s in shares if meeting.rank in s.ranks and meeting.rank != s.reader})
-            result = _left_over(compared, stored, strict=strict, alone=alone)
-    except Exception as failure:
-        error = failure
-    unexpected = _unexpected(compared, stored, meeting, error, alone=alone)
-    result.unexpected_keys += unexpected
-    if strict and result.unexpected_keys:
-        raise _misfit(stored, result)
-    filled, tally = _read(compared, executor, meeting)
-    result.needed_nbytes, result.read_nbytes = tally.needed_nbytes, tally.read_nbytes
-    doubtful = set(meeting.finish(None, tally.unverified_keys))
-    if shares:
-        broadcasting.broadcast(shares, compared.places())
-    result.unverified_keys = _verify(compared, stored, meeting, None if verify == "digest" else doubtful)
-    if doubtful.intersection(result.unverified_keys):
-        keys = sorted(doubtful.intersection(result.unverified_keys))
-        _log.warning("read without checksums, and no digest to compare with: %s", keys[:8])
-    for (provider, saved, shard, targets), is_filled in zip(compared.objects, filled, strict=True):
-        provider.restore(shard, saved.structure(shard.key) if is_filled else saved.build(shard.key, targets))
-    return result
+    with contextlib.closing(Reads()) as reads:
+        alone = stored.head.ranks == meeting.ranks == 1
+        compared, error, shares = _Compared(reads), None, []
+        try:
+            unpickling.check_trust(trust)
+            if replicas == "read":
+                _begin(compared, stored, providers, executor, meeting)
+            _find(compared, stored, providers, meeting.rank, strict=strict, trust=trust)
+        except Exception as failure:
+            error = failure
+        if replicas == "broadcast" and strict and meeting.ranks > 1:  # what does not fit all is not sent
+            shares = _share(compared, meeting, error)
+        try:
+            if error is None:
+                _compare(compared, {s.place[0] for s in shares if meeting.rank in s.ranks and meeting.rank != s.reader})
+                result = _left_over(compared, stored, strict=strict, alone=alone)
+        except Exception as failure:
+            error = failure
+        unexpected = _unexpected(compared, stored, meeting, error, alone=alone)
+        result.unexpected_keys += unexpected
+        if strict and result.unexpected_keys:
+            raise _misfit(stored, result)
+        filled, tally = _read(compared, executor, meeting)
+        result.needed_nbytes, result.read_nbytes = tally.needed_nbytes, tally.read_nbytes
+        doubtful = set(meeting.finish(None, tally.unverified_keys))
+        if shares:
+            broadcasting.broadcast(shares, compared.places())
+        result.unverified_keys = _verify(compared, stored, meeting, None if verify == "digest" else doubtful)
+        if doubtful.intersection(result.unverified_keys):
+            keys = sorted(doubtful.intersection(result.unverified_keys))
+            _log.warning("read without checksums, and no digest to compare with: %s", keys[:8])
+        for (provider, saved, shard, targets), is_filled in zip(compared.objects, filled, strict=True):
+            provider.restore(shard, saved.structure(shard.key) if is_filled else saved.build(shard.key, targets))
+        return result
 
 
 def _stored_name(provider: StateProvider, ranks: int, rank: int) -> str | None:
@@ -169,6 +176,26 @@ def _stored_name(provider: StateProvider, ranks: int, rank: int) -> str | None:
     if rank >= ranks:
         return None
     return provider.name if ranks == 1 else f"{provider.name}@{rank:05d}"
+
+
+def _begin(
+    compared: _Compared,
+    stored: Stored,
+    providers: Sequence[StateProvider],
+    executor: Callable[[int], Executor],
+    meeting: Meeting,
+) -> None:
+    """Begin to read this rank's container while it is compared, where all of it will probably be wanted.
+
+    Not where a device is in use: memory for it is page-locked first, which takes as long as to compare.
+    """
+    if stored.head.ranks != meeting.ranks or current_device() is not None:
+        return
+    own = stored.container(meeting.rank)
+    names = {_stored_name(provider, meeting.ranks, meeting.rank) for provider in walk_unique(providers)}
+    if own is not None and own.nbytes >= AHEAD_MINIMUM and names.issuperset(own.index.shards.providers):
+        compared.executor = executor(own.nbytes * meeting.ranks)  # it may want what is alike on all from the others
+        compared.reads.begin(own, compared.executor)
 
 
 def _find(
@@ -252,7 +279,7 @@ def _read(compared: _Compared, executor: Callable[[int], Executor], meeting: Mee
     """Read everything; objects are filled in meanwhile. Other ranks hear of a failure."""
     reads = compared.reads
     try:
-        reads.start(executor(reads.nbytes))
+        reads.start(compared.executor or executor(reads.nbytes))
         try:
             filled = [saved.fill(shard.key, targets) for _, saved, shard, targets in compared.objects]
         finally:

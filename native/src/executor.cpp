@@ -36,6 +36,14 @@ void require_fits(std::uint64_t extent, std::uint64_t room) {
                          " bytes, more than the " + std::to_string(room) + " that a block holds");
 }
 
+/// In a forked child, on purpose: what would end it would join threads that the fork left behind,
+/// or take locks that they held.
+template <typename T>
+void keep_for_ever(std::shared_ptr<T> object) {
+    static auto* const kept = new std::vector<std::shared_ptr<T>>;
+    kept->push_back(std::move(object));
+}
+
 }  // namespace
 
 WriteJob::WriteJob(std::shared_ptr<Executor> executor, std::shared_ptr<WriteState> state)
@@ -85,6 +93,21 @@ ReadJob::~ReadJob() {
 
 std::string ReadJob::backend_name() const {
     return state_->memory_backed() ? kMemory : executor_->backend_name();
+}
+
+ReadAhead::ReadAhead(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state,
+                     std::shared_ptr<Shelf> shelf)
+    : executor_(std::move(executor)), state_(std::move(state)), shelf_(std::move(shelf)) {}
+
+void ReadAhead::close() {
+    if (executor_->abandoned()) {
+        keep_for_ever(shelf_);
+        return;
+    }
+    shelf_->close();
+    if (!executor_->reader_.withdraw(*state_)) state_->wait_done();
+    shelf_->clear();
+    if (std::exchange(open_, false)) executor_->reading_ahead_ = false;
 }
 
 std::shared_ptr<Executor> Executor::make(const Options& options) {
@@ -164,11 +187,10 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
 }
 
 std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
-                                               std::shared_ptr<const ReadPlan> plan,
-                                               Buffers dests) {
+                                               std::shared_ptr<const ReadPlan> plan, Buffers dests,
+                                               ReadAhead* ahead) {
     dests.validate(sizes(*plan, plan->dests(), &ReadPlan::dest_nbytes), false);
-    require_fits(plan->max_extent_length(),
-                 cache_.block_bytes() - std::min<std::uint64_t>(kReadMargin, cache_.block_bytes()));
+    require_blocks(*plan);
     admit();
     auto state =
         std::make_shared<ReadState>(File::open(path, direct_), std::move(plan), std::move(dests));
@@ -183,6 +205,41 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
         auto* stream = reinterpret_cast<cuda::StreamHandle>(buffers.stream[i]);
         state->add_producer(device, engine->record(stream));
     }
+    if (ahead != nullptr) state->use(ahead->shelf_);
+    admit(state);
+    auto job = std::make_unique<ReadJob>(shared_from_this(), state);
+    reader_.enqueue(std::move(state));
+    // Not before: what is being read then is taken over by a job that is there.
+    if (ahead != nullptr) ahead->shelf_->close();
+    return job;
+}
+
+std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,
+                                                std::shared_ptr<const ReadPlan> plan) {
+    if (plan->dests() != 0) throw Error::invalid("what is read ahead has no destinations yet");
+    if (plan->extents().size() > cache_.bytes() / cache_.block_bytes() / 2) {
+        throw Error::invalid("half of the cache has no block for each of " +
+                             std::to_string(plan->extents().size()) + " extents");
+    }
+    require_blocks(*plan);
+    admit();
+    auto shelf = std::make_shared<Shelf>();
+    auto state = std::make_shared<ReadState>(File::open(path, direct_), std::move(plan), Buffers{});
+    state->fill(shelf);
+    admit(state);
+    auto ahead = std::make_unique<ReadAhead>(shared_from_this(), state, shelf);
+    ahead->open_ = !reading_ahead_.exchange(true);
+    if (!ahead->open_) shelf->close();
+    reader_.enqueue(std::move(state));
+    return ahead;
+}
+
+void Executor::require_blocks(const ReadPlan& plan) const {
+    require_fits(plan.max_extent_length(),
+                 cache_.block_bytes() - std::min<std::uint64_t>(kReadMargin, cache_.block_bytes()));
+}
+
+void Executor::admit(const std::shared_ptr<ReadState>& state) {
     {
         const std::scoped_lock lock(mutex_);
         if (closed_) throw Error::closed("the executor is closed");
@@ -190,9 +247,6 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
     }
     // After the engines: where a device is in use, memory is page-locked before it is used.
     cache_.reserve(std::min(state->plan().extents().size(), read_blocks_) * cache_.block_bytes());
-    auto job = std::make_unique<ReadJob>(shared_from_this(), state);
-    reader_.enqueue(std::move(state));
-    return job;
 }
 
 void Executor::look_again(const WriteState& job) {
@@ -226,10 +280,7 @@ void Executor::close() {
 
 void Executor::abandon() {
     abandoned_ = true;
-    // Lives until the process ends, on purpose: its destructor would join threads that the fork
-    // left behind.
-    static auto* const kept = new std::vector<std::shared_ptr<Executor>>;
-    kept->push_back(shared_from_this());
+    keep_for_ever(shared_from_this());
 }
 
 }  // namespace datastates

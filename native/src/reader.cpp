@@ -48,27 +48,48 @@ void Reader::run(const std::stop_token& stop) {
         tracks_ = {};
         read(*job);
         stats_.direct = job->file().direct();
-        job->finish(stats_);
+        if (in_flight_.empty()) {
+            job->finish(stats_);
+        } else {
+            leaving_ = job;
+        }
     }
 }
 
-/// Runs one job to its end, failed or not: nothing is in flight after it.
+bool Reader::withdraw(const ReadState& job) {
+    std::shared_ptr<ReadState> found;
+    {
+        const std::scoped_lock lock(mutex_);
+        const auto at = std::ranges::find(queue_, &job, &std::shared_ptr<ReadState>::get);
+        if (at == queue_.end()) return false;
+        found = std::move(*at);
+        queue_.erase(at);
+    }
+    found->finish({});
+    return true;
+}
+
+/// Runs one job to its end, failed or not: nothing is in flight after it, but what the next job
+/// takes over.
 void Reader::read(ReadState& job) {
     std::size_t next = 0;
     try {
+        taken_.clear();
         if (!job.stopped()) job.order_after_producers();
+        if (job.used() != nullptr) take_over(job, *job.used());
     } catch (...) {
         job.fail(0, Error::current());
     }
     for (;;) {
         try {
-            while (!job.stopped() && next < job.plan().extents().size() && has_room()) {
+            while (job.wants_more() && next < job.plan().extents().size() && has_room()) {
                 if (!start_next(job, next)) break;
                 ++next;
             }
         } catch (...) {
             job.fail(next, Error::current());
         }
+        if (!in_flight_.empty() && is_taken_over(job)) return;
         if (backend_->in_flight() > 0) {
             reap(job);
             take_worked(job, false);
@@ -78,7 +99,7 @@ void Reader::read(ReadState& job) {
             release_copied(job, false);
         } else if (!copying_.empty()) {
             release_copied(job, true);
-        } else if (job.stopped() || next == job.plan().extents().size()) {
+        } else if (!job.wants_more() || next == job.plan().extents().size()) {
             return;
         }
     }
@@ -88,14 +109,60 @@ void Reader::read(ReadState& job) {
 /// be waited for when the job is stopped.
 bool Reader::has_room() const {
     return in_flight_.size() < queue_depth_ &&
-           working_ < queue_depth_ + (std::size_t{2} * workers_.size());
+           working_ < queue_depth_ + (std::size_t{2} * workers_.size()) + working_kept_;
+}
+
+/// Whether the next job knows where this one's extents go.
+bool Reader::is_taken_over(const ReadState& job) {
+    if (job.wants_more() || job.filled() == nullptr) return false;
+    const std::scoped_lock lock(mutex_);
+    return !queue_.empty() && queue_.front()->used() == job.filled();
+}
+
+/// What was read ahead is there to be verified, all at once: it has its blocks, and the device has
+/// enough to do. What is being read goes on as this job's own; what it does not want is dropped.
+void Reader::take_over(ReadState& job, Shelf& shelf) {
+    stats_.bytes_read += shelf.take_bytes_read();
+    const auto extents = job.plan().extents();
+    for (std::size_t index = 0; index < extents.size() && !job.stopped(); ++index) {
+        auto kept = shelf.take(extents[index]);
+        if (!kept) continue;
+        taken_.insert(index);
+        ++working_kept_;
+        start_work(job,
+                   std::make_shared<Reading>(Reading{.owner = &job,
+                                                     .index = index,
+                                                     .block = std::move(kept->block),
+                                                     .data = kept->data,
+                                                     .track = tracks_.take(),
+                                                     .begin = Clock::now(),
+                                                     .kept = true}),
+                   false);
+    }
+    shelf.clear();
+    if (leaving_ == nullptr || leaving_->filled() != &shelf) return;
+    for (auto& [token, part] : in_flight_) {
+        Reading& reading = *part.reading;
+        const ReadPlan::Extent& extent = leaving_->plan().extents()[reading.index];
+        const auto same =
+            std::ranges::lower_bound(extents, extent.offset, {}, &ReadPlan::Extent::offset);
+        if (same == extents.end() || same->offset != extent.offset || same->length != extent.length)
+            continue;
+        reading.owner = &job;
+        reading.index = static_cast<std::size_t>(same - extents.begin());
+        reading.track = tracks_.take();
+        taken_.insert(reading.index);
+    }
 }
 
 /// False when there is no block, and waiting for one would keep us from our own completions.
 bool Reader::start_next(ReadState& job, std::size_t index) {
+    if (taken_.contains(index)) return true;
     const ReadPlan::Extent& extent = job.plan().extents()[index];
     const bool cached = job.file().cached(extent.offset, extent.length);
-    const auto reading = std::make_shared<Reading>(Reading{.index = index,
+    if (job.filled() != nullptr && (cached || extent.sparse())) return true;
+    const auto reading = std::make_shared<Reading>(Reading{.owner = &job,
+                                                           .index = index,
                                                            .block = std::nullopt,
                                                            .data = in_place(job, extent, cached),
                                                            .track = 0,
@@ -104,6 +171,10 @@ bool Reader::start_next(ReadState& job, std::size_t index) {
         stats_.in_place_bytes += extent.length;
     } else {
         reading->block = cache_.try_acquire();
+        if (!reading->block && job.filled() != nullptr) {
+            job.filled()->close();  // it is not worth waiting for
+            return false;
+        }
         if (!reading->block) {
             if (!in_flight_.empty() || working_ > 0 || !copying_.empty()) return false;
             reading->block = cache_.acquire([&] { return job.stopped(); });
@@ -195,16 +266,42 @@ void Reader::reap(ReadState& job) {
         Part part = std::move(found->second);
         in_flight_.erase(found);
         const std::shared_ptr<Reading> reading = std::move(part.reading);
-        stats_.bytes_read += completion.transferred;
+        ReadState& owner = *reading->owner;
+        reading->bytes_read += completion.transferred;
         try {
             if (!completion.ok()) throw io_error(completion, part.request);
         } catch (...) {
-            job.fail(reading->index, Error::current());
+            owner.fail(reading->index, Error::current());
         }
         if (--reading->parts > 0) continue;
-        job.timeline().add(Stage::read, reading->track, reading->begin,
-                           job.plan().extents()[reading->index].length);
-        start_work(job, reading, false);
+        if (&owner != &job) {  // read ahead, and not wanted
+            stats_.bytes_read += reading->bytes_read;
+        } else if (job.filled() != nullptr) {
+            keep(job, *reading);
+        } else {
+            job.timeline().add(Stage::read, reading->track, reading->begin,
+                               job.plan().extents()[reading->index].length);
+            start_work(job, reading, false);
+        }
+    }
+    if (leaving_ != nullptr && std::ranges::none_of(in_flight_, [&](const auto& flying) {
+            return flying.second.request.file == &leaving_->file();
+        })) {
+        std::exchange(leaving_, nullptr)->finish({});
+    }
+}
+
+/// For the job that will know where it goes.
+void Reader::keep(ReadState& job, Reading& reading) {
+    tracks_.give_back(reading.track);
+    try {
+        // What has failed is for that job to find.
+        if (job.stopped() || !reading.block) return;
+        job.filled()->put(job.plan().extents()[reading.index],
+                          {.block = std::move(*reading.block), .data = reading.data},
+                          reading.bytes_read);
+    } catch (...) {
+        job.fail(reading.index, Error::current());
     }
 }
 
@@ -231,11 +328,11 @@ void Reader::work(ReadState& job, Reading& reading, bool through_cache, unsigned
     // Extents before a failed one still count: the first of several failures is the one reported.
     if (job.settled(reading.index)) return;
     const ReadPlan::Extent& extent = job.plan().extents()[reading.index];
-    reading.cached_bytes = finish_extent(job, extent, reading.data,
-                                         {.through_cache = through_cache,
-                                          .in_place = !reading.block,
-                                          .track = reading.track,
-                                          .worker = worker});
+    reading.bytes_read += finish_extent(job, extent, reading.data,
+                                        {.through_cache = through_cache,
+                                         .in_place = !reading.block,
+                                         .track = reading.track,
+                                         .worker = worker});
 }
 
 /// Goes on with the extents that workers are through with.
@@ -246,7 +343,8 @@ void Reader::take_worked(ReadState& job, bool wait) {
     lock.unlock();
     working_ -= worked.size();
     for (const auto& reading : worked) {
-        stats_.bytes_read += reading->cached_bytes;
+        if (reading->kept) --working_kept_;
+        stats_.bytes_read += reading->bytes_read;
         try {
             if (reading->block && !job.settled(reading->index)) copy_to_devices(job, reading);
         } catch (...) {

@@ -101,6 +101,35 @@ class ReadJob {
     std::shared_ptr<ReadState> state_;
 };
 
+/// A part of a file being read before it is known where it goes. Destroying it drops what nobody
+/// has taken. Thread-safe.
+class ReadAhead {
+  public:
+    ReadAhead(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state,
+              std::shared_ptr<Shelf> shelf);
+    ~ReadAhead() { close(); }
+    ReadAhead(const ReadAhead&) = delete;
+    ReadAhead& operator=(const ReadAhead&) = delete;
+    ReadAhead(ReadAhead&&) = delete;
+    ReadAhead& operator=(ReadAhead&&) = delete;
+
+    /// Returns when nothing is read any more, and no block is held but by a job that took it.
+    /// Idempotent.
+    void close();
+    /// Returns when nothing is read any more.
+    void wait() const { state_->wait_done(); }
+    /// Of what is there and was not taken, with alignment.
+    std::uint64_t bytes_read() const { return shelf_->bytes_read(); }
+
+  private:
+    friend class Executor;
+
+    std::shared_ptr<Executor> executor_;
+    std::shared_ptr<ReadState> state_;
+    std::shared_ptr<Shelf> shelf_;
+    bool open_ = true;
+};
+
 /// Owns the host cache, the threads and the rings, and runs jobs over them. Jobs keep it alive.
 /// Thread-safe.
 class Executor : public std::enable_shared_from_this<Executor> {
@@ -129,8 +158,17 @@ class Executor : public std::enable_shared_from_this<Executor> {
     /// throws, it leaves no file.
     std::unique_ptr<WriteJob> submit_write(const std::string& path,
                                            std::shared_ptr<const WritePlan> plan, Buffers sources);
+    /// `ahead`: extents that are the same in it are not read again, all others are dropped.
     std::unique_ptr<ReadJob> submit_read(const std::string& path,
-                                         std::shared_ptr<const ReadPlan> plan, Buffers dests);
+                                         std::shared_ptr<const ReadPlan> plan, Buffers dests,
+                                         ReadAhead* ahead = nullptr);
+    /// Begins to read a plan's extents in order, as far as there are blocks at once, until a job
+    /// takes them; nothing where another such read is open. What is in memory already is left out:
+    /// it is read as quickly when it is known where it goes, as are sparse extents. What fails is
+    /// found when it is read again. REQUIRES: no destinations, and extents for at most half of the
+    /// cache's blocks, as others wait for those.
+    std::unique_ptr<ReadAhead> read_ahead(const std::string& path,
+                                          std::shared_ptr<const ReadPlan> plan);
     /// Refuses new jobs and waits until the running ones are written or failed. Idempotent.
     void close();
     /// In a forked child: the threads are the parent's, so neither the executor nor its jobs wait
@@ -152,12 +190,15 @@ class Executor : public std::enable_shared_from_this<Executor> {
   private:
     friend class WriteJob;
     friend class ReadJob;
+    friend class ReadAhead;
 
     explicit Executor(const Options& options);
     template <typename State>
     static void remember(std::vector<std::weak_ptr<State>>& jobs,
                          const std::shared_ptr<State>& job);
+    void require_blocks(const ReadPlan& plan) const;
     void admit();
+    void admit(const std::shared_ptr<ReadState>& state);
     /// Those who wait for the job's file, or work for it though it has failed, are to do.
     void look_again(const WriteState& job);
     void wait_for_jobs();
@@ -171,6 +212,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
     std::mutex mutex_;
     bool closed_ = false;
     std::atomic<bool> abandoned_ = false;
+    std::atomic<bool> reading_ahead_ = false;
     std::vector<std::weak_ptr<WriteState>> writes_;
     std::vector<std::weak_ptr<ReadState>> reads_;
     std::string backend_name_;

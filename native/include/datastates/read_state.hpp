@@ -16,6 +16,7 @@
 #include "datastates/error.hpp"
 #include "datastates/file.hpp"
 #include "datastates/plan.hpp"
+#include "datastates/shelf.hpp"
 #include "datastates/timeline.hpp"
 
 namespace datastates {
@@ -43,9 +44,17 @@ class ReadState {
     // Set up by submit, in the caller's thread.
     void add_engine(int device, std::shared_ptr<CopyEngine> engine);
     void add_producer(int device, std::shared_ptr<Event> event);
+    /// Its extents are not to go anywhere yet; what is cached is left to whoever knows where.
+    void fill(std::shared_ptr<Shelf> shelf) { filled_ = std::move(shelf); }
+    /// What is there need not be read again.
+    void use(std::shared_ptr<Shelf> shelf) { used_ = std::move(shelf); }
 
     // The reader's and its workers'.
     CopyEngine& engine(int device) const { return *engines_.at(device); }
+    Shelf* filled() const { return filled_.get(); }
+    Shelf* used() const { return used_.get(); }
+    /// Whether extents are still to be begun.
+    bool wants_more() const { return !stopped() && !(filled_ && filled_->closed()); }
     /// Lets our streams wait for what the destinations' streams were doing.
     void order_after_producers();
     /// Nothing new is started after it; of several errors the one of the lowest `extent` stays.
@@ -72,6 +81,8 @@ class ReadState {
     const Clock::time_point start_ = Clock::now();
     std::map<int, std::shared_ptr<CopyEngine>> engines_;
     std::vector<std::pair<int, std::shared_ptr<Event>>> producers_;
+    std::shared_ptr<Shelf> filled_;
+    std::shared_ptr<Shelf> used_;
     std::atomic<bool> stopped_ = false;
 
     mutable std::mutex mutex_;

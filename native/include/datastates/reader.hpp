@@ -10,6 +10,7 @@
 #include <stop_token>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "datastates/copy_engine.hpp"
@@ -25,7 +26,8 @@ namespace datastates {
 /// be done with it, jobs one after the other, many extents of one job at a time. Extents that are
 /// in memory already (the page cache, tmpfs), and those of many small spans, are read by workers,
 /// which also verify all extents and fill host destinations; copies to devices are started here. It
-/// holds blocks only for its own reads and copies, which need nothing else, so it can always go on.
+/// holds blocks for its own reads and copies, which need nothing else, and at most half of them for
+/// what was read ahead, so it can always go on.
 class Reader {
   public:
     Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,
@@ -39,17 +41,21 @@ class Reader {
 
     /// Thread-safe.
     void enqueue(std::shared_ptr<ReadState> job);
+    /// Ends a job that has not been begun; false where it has. Thread-safe.
+    bool withdraw(const ReadState& job);
 
   private:
     /// An extent on its way: in parts, when only a part of it can go past the page cache.
     struct Reading {
-        std::size_t index;
+        ReadState* owner;            // the job at hand, or the one whose last reads it goes on with
+        std::size_t index;           // in the owner's plan
         std::optional<Block> block;  // none: in place
         std::byte* data;             // where the extent's first byte goes
         std::uint32_t track;
         Clock::time_point begin;
         unsigned parts = 0;
-        std::uint64_t cached_bytes = 0;  // read by a worker
+        std::uint64_t bytes_read = 0;
+        bool kept = false;  // by the job before
     };
     struct Part {
         std::shared_ptr<Reading> reading;
@@ -66,12 +72,15 @@ class Reader {
     void run(const std::stop_token& stop);
     void read(ReadState& job);
     bool has_room() const;
+    bool is_taken_over(const ReadState& job);
+    void take_over(ReadState& job, Shelf& shelf);
     bool start_next(ReadState& job, std::size_t index);
     void start_direct(ReadState& job, const std::shared_ptr<Reading>& reading);
     static std::byte* in_place(ReadState& job, const ReadPlan::Extent& extent, bool cached);
     void submit(ReadState& job, const std::shared_ptr<Reading>& reading, std::byte* buffer,
                 std::uint64_t offset, std::size_t length, std::size_t required);
     void reap(ReadState& job);
+    void keep(ReadState& job, Reading& reading);
     void start_work(ReadState& job, std::shared_ptr<Reading> reading, bool through_cache);
     static void work(ReadState& job, Reading& reading, bool through_cache, unsigned worker);
     void take_worked(ReadState& job, bool wait);
@@ -89,7 +98,10 @@ class Reader {
     std::vector<std::shared_ptr<Reading>> worked_;
     // The thread's own, for the job at hand.
     std::unordered_map<std::uint64_t, Part> in_flight_;
-    std::size_t working_ = 0;  // extents that are with the workers
+    std::shared_ptr<ReadState> leaving_;     // over, but for reads that the job at hand took over
+    std::unordered_set<std::size_t> taken_;  // extents that need not be begun
+    std::size_t working_ = 0;                // extents that are with the workers
+    std::size_t working_kept_ = 0;           // of these, what the job before had read
     std::deque<Copying> copying_;
     std::uint64_t next_token_ = 0;
     Tracks tracks_;

@@ -1,0 +1,201 @@
+"""A container is begun to be read while it is compared: as it would be read then, and only where it will be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import datastates as ds
+from datastates import frames, planner, restoring
+from datastates.errors import CorruptError, RestoreError
+from datastates.executor import Executor
+from datastates.plan import CHUNK, Chunks, ReadPlan
+from datastates.protocol import StateProvider
+from datastates.providers import from_state_dict
+
+BLOCK = 1 << 20
+OPTIONS: dict[str, Any] = {"host_cache": "64MiB", "block": "1MiB"}
+SIZES = st.sampled_from([0, 1, 4096, 70_000, BLOCK, 3 * BLOCK]) | st.integers(BLOCK - 4300, BLOCK + 40)
+Extents = list[tuple[int, int]]
+
+
+def extents_of(plan: ReadPlan) -> Extents:
+    return list(zip(plan.extent_offset.tolist(), plan.extent_length.tolist(), strict=True))
+
+
+def read_all(chunks: Chunks, sizes: list[int], offset: np.ndarray, *, in_place: bool) -> Extents:
+    """The extents of a plan that reads each record to a destination of its own."""
+    n = np.array(sizes, np.uint64)
+    plan = planner.plan_read(
+        file_offset=offset,
+        nbytes=n,
+        dest=np.arange(len(n), dtype=np.int32),
+        dest_offset=np.zeros(len(n), np.uint64),
+        dest_nbytes=n,
+        in_place=np.full(len(n), in_place, np.uint8),
+        whole=np.ones(len(n), np.uint8),
+        chunks=chunks,
+        extent_nbytes=4 * CHUNK,
+    )
+    return extents_of(plan)
+
+
+@given(st.lists(SIZES, max_size=12), st.integers(0, 12), st.integers(1, 8), st.booleans())
+def test_the_first_extents_are_those_of_all(sizes: list[int], first: int, count: int, in_place: bool) -> None:
+    sizes.sort(reverse=True)
+    n = np.array(sizes, np.uint64)
+    offset = planner.plan_write(n, np.ones(len(n), np.uint8), frames.header_nbytes(len(n)), BLOCK).data_offset
+    chunks = planner.plan_chunks(offset, n, np.zeros(int((-(-n.astype(np.int64) // CHUNK)).sum()), np.uint32))
+    some = planner.plan_chunks(offset[:first], n[:first], chunks.crc)
+    ahead = planner.plan_ahead(some, count, complete=first >= len(n), in_place=in_place, extent_nbytes=4 * CHUNK)
+    every = read_all(chunks, sizes, offset, in_place=in_place)
+    found = extents_of(ahead)
+    assert found == every[: len(found)]
+    assert first < len(n) or len(found) == min(count, len(every))
+    assert ahead.needed_nbytes == sum(length for _, length in found)
+
+
+# --- restoring
+
+
+def state_of(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    large = {f"large{i}": torch.randn(1 << 20, generator=generator) for i in range(5)}
+    return large | {f"small{i}": torch.randn(100, generator=generator) for i in range(20)}
+
+
+def provider_of(state: dict[str, torch.Tensor], name: str = "model") -> StateProvider:
+    return from_state_dict(name, state)
+
+
+class Begun(list[tuple[Extents, Any]]):
+    """Extents of what was begun to be read, with the handle; all of it is there before anything is compared."""
+
+    def nbytes_left(self) -> list[int]:
+        return [ahead.bytes_read for _, ahead in self]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Begun:
+    seen = Begun()
+    real = Executor.read_ahead
+
+    def read_ahead(executor: Executor, path: Path, plan: ReadPlan) -> Any:
+        ahead = real(executor, path, plan)
+        ahead.wait()
+        if not ahead.bytes_read:
+            pytest.skip("what is written below the tests' folder stays in memory: nothing is read ahead")
+        seen.append((extents_of(plan), ahead))
+        return ahead
+
+    monkeypatch.setattr(Executor, "read_ahead", read_ahead)
+    monkeypatch.setattr(restoring, "current_device", lambda: None)  # where there is one, other tests have used it
+    return seen
+
+
+def drop_from_cache(root: Path) -> Path:
+    """Put its only container out of the page cache."""
+    (path,) = root.rglob("*.pt")
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+def overwrite(path: Path, extents: Extents) -> None:
+    with path.open("r+b") as file:
+        for offset, length in extents:
+            file.seek(offset)
+            file.write(bytes(length))
+
+
+def test_what_was_read_ahead_is_not_read_again(tmp_path: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, live = state_of(1), state_of(2)
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot([provider_of(saved)], step=1).wait_committed()
+        path = drop_from_cache(tmp_path)
+        real = restoring._find
+
+        def find(*arguments: Any, **options: Any) -> None:
+            # not the small ones: they lie beside the index, with which they came into the page cache
+            overwrite(path, [extent for extent in begun[0][0] if extent[1] > 100_000])
+            real(*arguments, **options)
+
+        monkeypatch.setattr(restoring, "_find", find)
+        restored = ckpt.restore([provider_of(live)])
+        assert restored is not None
+        assert all(torch.equal(live[key], saved[key]) for key in saved)
+        nbytes = sum(length for _, length in begun[0][0])
+        assert nbytes > 20e6
+        assert nbytes <= restored.read_nbytes < 1.1 * nbytes
+        assert begun.nbytes_left() == [0]
+        drop_from_cache(tmp_path)
+        with pytest.raises(CorruptError):
+            ckpt.restore([provider_of(live)])
+
+
+def test_a_single_restore_reads_ahead(tmp_path: Path, begun: Begun) -> None:
+    saved, live = state_of(1), state_of(2)
+    ds.snapshot([provider_of(saved)], tmp_path / "one", **OPTIONS).wait_committed()
+    drop_from_cache(tmp_path)
+    ds.restore(tmp_path / "one", [provider_of(live)], **OPTIONS)
+    assert begun.nbytes_left() == [0]
+    assert all(torch.equal(live[key], saved[key]) for key in saved)
+
+
+def test_what_does_not_fit_changes_nothing_and_leaves_the_cache_free(tmp_path: Path, begun: Begun) -> None:
+    saved, live = state_of(1), state_of(2) | {"other": torch.ones(3)}
+    before = {key: tensor.clone() for key, tensor in live.items()}
+    with ds.Checkpointer(tmp_path, host_cache="4MiB", block="1MiB") as ckpt:
+        ckpt.snapshot([provider_of(saved)], step=1).wait_committed()
+        for _ in range(3):
+            drop_from_cache(tmp_path)
+            with pytest.raises(RestoreError, match="other"):
+                ckpt.restore([provider_of(live)])
+        assert len(begun) == 3
+        assert all(torch.equal(live[key], before[key]) for key in before)
+        ckpt.snapshot([provider_of(live)], step=2).wait_committed()
+        assert ckpt.restore([provider_of(live)], step=2) == 2
+
+
+def test_a_state_that_lies_elsewhere_is_read_as_it_is(tmp_path: Path, begun: Begun) -> None:
+    saved = state_of(1)
+    live = {key: torch.zeros(2 * len(t))[::2] for key, t in saved.items()}
+    live["large0"] = torch.zeros_like(saved["large0"])
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot([provider_of(saved)], step=1).wait_committed()
+        drop_from_cache(tmp_path)
+        ckpt.restore([provider_of(live)])
+    assert begun.nbytes_left() == [0]
+    assert all(torch.equal(live[key], saved[key]) for key in saved)
+
+
+@pytest.mark.parametrize("why", ["one of two providers", "little", "nothing", "a device"])
+def test_nothing_is_read_ahead_where_not_all_is_wanted(
+    why: str, tmp_path: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {"little": {"a": torch.ones(9)}, "nothing": {}}
+    saved = [provider_of(states.get(why, state_of(1))), from_state_dict("rest", {"b": torch.ones(4), "text": "x"})]
+    if why == "a device":
+        monkeypatch.setattr(restoring, "current_device", lambda: 0)
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(saved, step=1).wait_committed()
+        drop_from_cache(tmp_path)
+        ckpt.restore(saved[:1] if why == "one of two providers" else saved)
+    assert begun == []
+
+
+def test_a_container_without_arrays_is_restored(tmp_path: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring, "AHEAD_MINIMUM", 0)
+    live: dict[str, Any] = {"text": "before"}
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot([from_state_dict("rest", {"text": "saved"})], step=1).wait_committed()
+        ckpt.restore([from_state_dict("rest", live)])
+    assert live == {"text": "saved"}
+    assert begun == []
