@@ -55,7 +55,9 @@ def target(root: Path, step: int, *, in_flight: bool = True) -> Path:
     ``in_flight``: behind those that are still being written, too.
     """
     name = step_name(step)
-    names = (m[1] if (m := _PARTIAL.match(e.name)) and in_flight else e.name for e in _entries(root))
+    with durable.step("list", root):
+        entries = [e for e in _names(root) if e.startswith(name)]
+    names = (m[1] if (m := _PARTIAL.match(e)) and in_flight else e for e in entries)
     taken = [int(m[2] or 0) for m in map(_STEP.match, names) if m and int(m[1]) == step]
     return root / (f"{name}.r{1 + max(taken)}" if taken else name)
 
@@ -110,12 +112,15 @@ def _unlocked(entry: Path) -> Iterator[bool]:
 
 
 def _entries(root: Path) -> list[Path]:
+    with durable.step("list", root):
+        return sorted(e for e in map(root.joinpath, _names(root)) if e.is_dir() and not e.is_symlink())
+
+
+def _names(root: Path) -> list[str]:
     try:
-        return sorted(e for e in root.iterdir() if e.is_dir() and not e.is_symlink())
+        return os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except OSError as error:
-        raise StorageError(error.errno or 0, "list", str(root)) from error
 
 
 def of_attempt(target: Path, attempt: str) -> Path | None:
