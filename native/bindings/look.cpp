@@ -27,13 +27,35 @@ const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
     return known ? api : nullptr;
 }
 
-std::int64_t version_of(const py::handle& array, const py::str& attribute) {
-    const auto version =
-        py::reinterpret_steal<py::object>(PyObject_GetAttr(array.ptr(), attribute.ptr()));
-    const std::int64_t value = version ? PyLong_AsLongLong(version.ptr()) : -1;
-    PyErr_Clear();  // other arrays, and tensors of torch's inference mode, have none
-    return value;
-}
+/// Torch's count of changes in place, of arrays of one type after the other.
+class Versions {
+  public:
+    void be_of(PyTypeObject* type) {
+        // What a descriptor of C's gives is asked of it at once: looking it up takes as long again.
+        const bool plain = type->tp_getattro == PyObject_GenericGetAttr;
+        descriptor_ = py::reinterpret_steal<py::object>(
+            PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name_.ptr()));
+        PyErr_Clear();
+        const bool known =
+            plain && descriptor_ && Py_TYPE(descriptor_.ptr()) == &PyGetSetDescr_Type;
+        getter_ =
+            known ? reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset : nullptr;
+    }
+    /// -1 without one: other arrays, and tensors of torch's inference mode.
+    std::int64_t of(const py::handle& array) const {
+        const auto version = py::reinterpret_steal<py::object>(
+            getter_ != nullptr ? getter_->get(array.ptr(), getter_->closure)
+                               : PyObject_GetAttr(array.ptr(), name_.ptr()));
+        const std::int64_t value = version ? PyLong_AsLongLong(version.ptr()) : -1;
+        PyErr_Clear();
+        return value;
+    }
+
+  private:
+    const py::str name_{"_version"};
+    py::object descriptor_;
+    const PyGetSetDef* getter_ = nullptr;
+};
 
 /// Looks into arrays one after the other; false for one that cannot be looked into, or is of none
 /// of some types.
@@ -49,6 +71,7 @@ class Looker {
             };
             const bool wanted = types_.empty() || std::ranges::any_of(types_, is_it);
             api_ = wanted ? api_of(type) : nullptr;
+            versions_.be_of(type);
             last_ = type;
         }
         if (api_ == nullptr) return false;
@@ -57,8 +80,12 @@ class Looker {
         return false;
     }
 
+    /// Of one that has just been looked into.
+    std::int64_t version_of(const py::handle& array) const { return versions_.of(array); }
+
   private:
     const py::tuple types_;
+    Versions versions_;
     const PyTypeObject* last_ = nullptr;
     const dlpack::ExchangeApi* api_ = nullptr;
 };
@@ -94,7 +121,6 @@ py::object look(const py::list& arrays, const py::object& memory_of, const py::t
     addresses.reserve(arrays.size());
     versions.reserve(arrays.size());
     py::list memory(memory_of.is_none() ? 0 : arrays.size());
-    const py::str version("_version");
     Looker looker(plain);
     for (std::size_t i = 0; i < arrays.size(); ++i) {
         const py::object array = arrays[i];
@@ -104,7 +130,7 @@ py::object look(const py::list& arrays, const py::object& memory_of, const py::t
         if (!memory_of.is_none()) memory[i] = memory_of(array);
         identities.push_back(reinterpret_cast<std::uintptr_t>(array.ptr()));
         addresses.push_back(address_of(tensor));
-        versions.push_back(version_of(array, version));
+        versions.push_back(looker.version_of(array));
         places.push_back(
             static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(Py_TYPE(array.ptr()))));
         places.push_back(addresses.back());
