@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,36 +33,48 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     """Few and many tensors of one provider, and a module with its optimizer."""
     few, many = (200, 1_000) if tiny else (2_000, 100_000)
     model, optimizer = module_and_optimizer(few)
-    cases: dict[str, list[StateProvider]] = {
-        "few": [HostTensorProvider("state", many_small(few, ELEMENTS))],
-        "many": [HostTensorProvider("state", many_small(many, ELEMENTS))],
-        "module and optimizer": [from_stateful("model", model), from_stateful("optimizer", optimizer)],
+    states = {n: many_small(n, ELEMENTS) for n in (few, many)}
+    small, large = (_provider(state) for state in states.values())
+    update_small, update_large = (partial(_add, list(state.values())) for state in states.values())
+    both = [from_stateful("model", model), from_stateful("optimizer", optimizer)]
+    cases: dict[str, tuple[list[StateProvider], Callable[[], object]]] = {
+        "few": (small, update_small),
+        "many": (large, update_large),
+        "few, untouched": (small, lambda: None),
+        "module and optimizer": (both, optimizer.step),
     }
     result = Result(
         parameters={"few": few, "many": many, "elements": ELEMENTS},
         settings={
-            "few": f"HostTensorProvider, {few:,} tensors",
-            "many": f"HostTensorProvider, {many:,} tensors",
-            "module and optimizer": "from_stateful twice",
+            "few": f"HostTensorProvider, {few:,} tensors, after an update of all of them",
+            "many": f"HostTensorProvider, {many:,} tensors, after an update of all of them",
+            "few, untouched": "those of the first line, which nothing has touched while the others were saved",
+            "module and optimizer": "from_stateful twice, after the optimizer's step",
             "state_dict() alone": "what torch itself takes of the line above",
         },
     )
-    with (
-        ds.Checkpointer(directory / "few", keep_last=1) as a,
-        ds.Checkpointer(directory / "many", keep_last=1) as b,
-        ds.Checkpointer(directory / "module", keep_last=1) as c,
-    ):
-        actions: dict[str, Callable[[], Sample]] = {
-            name: partial(_call, checkpointer, providers)
-            for checkpointer, (name, providers) in zip((a, b, c), cases.items(), strict=True)
-        }
+    with contextlib.ExitStack() as stack:
+        actions: dict[str, Callable[[], Sample]] = {}
+        for name, (providers, update) in cases.items():
+            checkpointer = stack.enter_context(ds.Checkpointer(directory / name, keep_last=1))
+            actions[name] = partial(_call, checkpointer, providers, update)
         actions["state_dict() alone"] = partial(_state_dicts, model, optimizer)
         interleave(result, actions, plan)
     return result
 
 
-def _call(checkpointer: ds.Checkpointer, providers: list[StateProvider]) -> Sample:
+def _provider(state: dict[str, torch.Tensor]) -> list[StateProvider]:
+    return [HostTensorProvider("state", state)]
+
+
+def _add(tensors: list[torch.Tensor]) -> None:
+    """What an optimizer does to all of them at once."""
+    torch._foreach_add_(tensors, 1.0)
+
+
+def _call(checkpointer: ds.Checkpointer, providers: list[StateProvider], update: Callable[[], object]) -> Sample:
     step = (checkpointer.latest() or 0) + 1
+    update()
     begin = time.perf_counter()
     snapshot = checkpointer.snapshot(providers, step=step)
     seconds = time.perf_counter() - begin

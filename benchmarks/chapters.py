@@ -126,7 +126,8 @@ CHAPTERS = {
         "The snapshot() call",
         "How long `snapshot()` takes to return, for a state of the same structure as the one before: {few} and {many} "
         "fp32 tensors of {elements} elements, and a module with its Adam of about {few} tensors together. Between two "
-        "calls the snapshot is committed.",
+        "calls the snapshot is committed, and all tensors are updated in place, as by a training step; in one line "
+        "they are not, so that they come from memory and no longer from the processor's caches.",
         (Column("ms", _seconds(factor=1e3), ".3f"),),
     ),
     "throughput": Chapter("Training throughput on the CPU while a checkpoint drains", _TRAINED, _TRAINING[::-1]),
