@@ -40,61 +40,69 @@ def pair(stored: object, live: object, known: Mapping[str, ArrayRef]) -> Differe
         live: The live one.
         known: The stored arrays, whichever rank had them.
     """
-    result = Differences()
-    seen: set[tuple[int, int]] = set()
+    walk = _Walk(known)
+    walk.on(stored, live, "", ())
+    return walk.found
 
-    def walk(s: Any, v: Any, key: str, path: tuple[object, ...]) -> None:
+
+class _Walk:
+    """Side by side through both. Not a function that calls itself: it would keep all until garbage is collected."""
+
+    def __init__(self, known: Mapping[str, ArrayRef]) -> None:
+        self.found = Differences()
+        self._known = known
+        self._seen: set[tuple[int, int]] = set()
+
+    def on(self, s: Any, v: Any, key: str, path: tuple[object, ...]) -> None:
+        found = self.found
         if type(s) is ArrayRef:
-            meet(s, v, key)
-        elif (id(s), id(v)) in seen:
+            self._meet(s, v, key)
+        elif (id(s), id(v)) in self._seen:
             return
         elif isinstance(s, dict) and isinstance(v, dict):
-            seen.add((id(s), id(v)))
+            self._seen.add((id(s), id(v)))
             for k in v:
                 if k not in s:
-                    seek(v[k], join(key, k), (*path, k))
+                    self._seek(v[k], join(key, k), (*path, k))
             for k, item in s.items():
                 if k in v:
-                    walk(item, v[k], join(key, k), (*path, k))
+                    self.on(item, v[k], join(key, k), (*path, k))
                 else:
-                    result.unexpected.append(join(key, k))
+                    found.unexpected.append(join(key, k))
         elif isinstance(v, (list, tuple)) and isinstance(s, (list, tuple, Unbuilt)):
             s = s.arguments if isinstance(s, Unbuilt) else s
-            seen.add((id(s), id(v)))
-            result.unexpected += [join(key, i) for i in range(len(v), len(s))]
+            self._seen.add((id(s), id(v)))
+            found.unexpected += [join(key, i) for i in range(len(v), len(s))]
             for i in range(len(s), len(v)):
-                seek(v[i], join(key, i), (*path, i) if type(s) is list else None)
+                self._seek(v[i], join(key, i), (*path, i) if type(s) is list else None)
             for i in range(min(len(s), len(v))):
-                walk(s[i], v[i], join(key, i), (*path, i))
+                self.on(s[i], v[i], join(key, i), (*path, i))
         elif arrays.kind_of(v) is not None:
-            result.mismatched[key] = "no array in the checkpoint, one in the live state"
+            found.mismatched[key] = "no array in the checkpoint, one in the live state"
         elif isinstance(s, (dict, list, tuple)) or isinstance(v, (dict, list, tuple)):
-            result.mismatched[key] = f"{type(s).__name__} in the checkpoint, {type(v).__name__} in the live state"
+            found.mismatched[key] = f"{type(s).__name__} in the checkpoint, {type(v).__name__} in the live state"
         else:
-            result.leaves.append((key, s, v))
+            found.leaves.append((key, s, v))
 
-    def meet(s: ArrayRef, v: object, key: str) -> None:
+    def _meet(self, s: ArrayRef, v: object, key: str) -> None:
         if arrays.kind_of(v) is None:
-            result.mismatched[key] = "an array in the checkpoint, none in the live state"
+            self.found.mismatched[key] = "an array in the checkpoint, none in the live state"
         else:
             # the same memory may be stored under several keys, and the reference name another of them
-            result.pairs.append((replace(s, key=key) if s.key != key and key in known else s, v))
+            self.found.pairs.append((replace(s, key=key) if s.key != key and key in self._known else s, v))
 
-    def seek(v: Any, key: str, path: tuple[object, ...] | None) -> None:
+    def _seek(self, v: Any, key: str, path: tuple[object, ...] | None) -> None:
         """Find what another rank had of a live value that the stored one lacks; without a path it cannot be added."""
         leaves = list(_leaves(v, key))
-        if path is None or not any(arrays.kind_of(leaf) is not None and k in known for k, leaf in leaves):
-            result.missing.append(key)
+        if path is None or not any(arrays.kind_of(leaf) is not None and k in self._known for k, leaf in leaves):
+            self.found.missing.append(key)
             return
         for k, leaf in leaves:
-            if arrays.kind_of(leaf) is not None and k in known:
-                result.pairs.append((known[k], leaf))
+            if arrays.kind_of(leaf) is not None and k in self._known:
+                self.found.pairs.append((self._known[k], leaf))
             else:
-                result.missing.append(k)
-        result.added.append((path, v))
-
-    walk(stored, live, "", ())
-    return result
+                self.found.missing.append(k)
+        self.found.added.append((path, v))
 
 
 def _leaves(value: Any, key: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import os
 import pickle
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import datastates as ds
 from datastates import _native
 from datastates.errors import CheckpointNotFoundError, CorruptError, ProviderError, RestoreError, TrustError
+from datastates.protocol import ArrayRef
 from datastates.providers import (
     CompositeProvider,
     HostTensorProvider,
@@ -436,3 +438,14 @@ def test_a_path_that_is_no_text_is_restored_from(tmp_path: Path) -> None:
     live = {"a": np.zeros(5)}
     assert ds.restore(path, [HostTensorProvider("s", live)]) == 3
     assert live["a"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_nothing_of_the_comparison_is_left_to_the_garbage_collector(tmp_path: Path) -> None:
+    path, live = saved(original(), tmp_path / "c"), original()
+    gc.collect()
+    gc.disable()
+    try:
+        ds.restore(path, [from_state_dict("s", live)])
+        assert not [each for each in gc.get_objects() if type(each) is ArrayRef]
+    finally:
+        gc.enable()
