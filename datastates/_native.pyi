@@ -351,7 +351,7 @@ class ReadAhead:
 
     @property
     def bytes_read(self) -> int:
-        """Of what is there and was not taken, with alignment."""
+        """So far, with alignment; 0 once a job has taken over, which counts them."""
 
     def wait(self) -> None:
         """Wait until nothing is read any more."""

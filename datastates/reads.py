@@ -184,7 +184,10 @@ class Reads:
         All files are read at once.
         """
         queues = [queue for queue in self._queues.values() if queue.buffers or queue.whole_arrays]
-        queues.sort(key=lambda queue: queue.source not in self._ahead)  # which holds blocks until it is taken
+        # which hold blocks until they are taken over
+        queues.sort(key=lambda queue: queue.source not in self._ahead)
+        for source in self._ahead.keys() - {queue.source for queue in queues}:
+            self._ahead[source].close()
         spare = SMALL_STATE // len(queues) if queues and self.nbytes < SMALL_STATE else 0
         if self._in_full:
             spare = sum(queue.source.nbytes for queue in queues)

@@ -107,7 +107,7 @@ void ReadAhead::close() {
     shelf_->close();
     if (!executor_->reader_.withdraw(*state_)) state_->wait_done();
     shelf_->clear();
-    if (std::exchange(open_, false)) executor_->reading_ahead_ = false;
+    if (open_.exchange(false)) executor_->reading_ahead_ = false;
 }
 
 std::shared_ptr<Executor> Executor::make(const Options& options) {
@@ -191,6 +191,9 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
                                                ReadAhead* ahead) {
     dests.validate(sizes(*plan, plan->dests(), &ReadPlan::dest_nbytes), false);
     require_blocks(*plan);
+    if (ahead != nullptr && (ahead->executor_.get() != this || ahead->state_->path() != path)) {
+        throw Error::invalid("what was read ahead is not of " + path + " and of this executor");
+    }
     admit();
     auto state =
         std::make_shared<ReadState>(File::open(path, direct_), std::move(plan), std::move(dests));
@@ -208,9 +211,12 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
     if (ahead != nullptr) state->use(ahead->shelf_);
     admit(state);
     auto job = std::make_unique<ReadJob>(shared_from_this(), state);
-    reader_.enqueue(std::move(state));
-    // Not before: what is being read then is taken over by a job that is there.
-    if (ahead != nullptr) ahead->shelf_->close();
+    reader_.enqueue(state);
+    if (ahead != nullptr) {
+        // Not before: what is being read then is taken over by a job that is there.
+        ahead->shelf_->close();
+        reader_.look_again();
+    }
     return job;
 }
 
@@ -230,7 +236,7 @@ std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,
     auto ahead = std::make_unique<ReadAhead>(shared_from_this(), state, shelf);
     ahead->open_ = !reading_ahead_.exchange(true);
     if (!ahead->open_) shelf->close();
-    reader_.enqueue(std::move(state));
+    reader_.enqueue(state);
     return ahead;
 }
 

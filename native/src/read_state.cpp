@@ -56,6 +56,7 @@ void ReadState::stop() {
     const std::scoped_lock lock(mutex_);
     if (done_) return;
     if (!error_) error_ = Error::cancelled();
+    error_extent_ = 0;
     stopped_.store(true, std::memory_order_release);
 }
 

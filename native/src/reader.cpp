@@ -28,13 +28,18 @@ Reader::Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
       queue_depth_(queue_depth),
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
 
-void Reader::enqueue(std::shared_ptr<ReadState> job) {
-    {
+void Reader::enqueue(const std::shared_ptr<ReadState>& job) {
+    try {
         const std::scoped_lock lock(mutex_);
-        queue_.push_back(std::move(job));
+        queue_.push_back(job);
+    } catch (...) {
+        job->finish({});  // its owner is not to wait for it
+        throw;
     }
     queued_.notify_one();
 }
+
+void Reader::look_again() { backend_->wake(); }
 
 void Reader::run(const std::stop_token& stop) {
     work_in_background();
@@ -82,7 +87,7 @@ void Reader::read(ReadState& job) {
     }
     for (;;) {
         try {
-            while (job.wants_more() && next < job.plan().extents().size() && has_room()) {
+            while (next < job.plan().extents().size() && job.wants(next) && has_room()) {
                 if (!start_next(job, next)) break;
                 ++next;
             }
@@ -99,7 +104,7 @@ void Reader::read(ReadState& job) {
             release_copied(job, false);
         } else if (!copying_.empty()) {
             release_copied(job, true);
-        } else if (!job.wants_more() || next == job.plan().extents().size()) {
+        } else if (!job.wants(next) || next == job.plan().extents().size()) {
             return;
         }
     }
@@ -114,7 +119,7 @@ bool Reader::has_room() const {
 
 /// Whether the next job knows where this one's extents go.
 bool Reader::is_taken_over(const ReadState& job) {
-    if (job.wants_more() || job.filled() == nullptr) return false;
+    if (job.filled() == nullptr || !job.filled()->closed()) return false;
     const std::scoped_lock lock(mutex_);
     return !queue_.empty() && queue_.front()->used() == job.filled();
 }
@@ -124,7 +129,7 @@ bool Reader::is_taken_over(const ReadState& job) {
 void Reader::take_over(ReadState& job, Shelf& shelf) {
     stats_.bytes_read += shelf.take_bytes_read();
     const auto extents = job.plan().extents();
-    for (std::size_t index = 0; index < extents.size() && !job.stopped(); ++index) {
+    for (std::size_t index = 0; index < extents.size() && !job.settled(index); ++index) {
         auto kept = shelf.take(extents[index]);
         if (!kept) continue;
         taken_.insert(index);
@@ -177,7 +182,7 @@ bool Reader::start_next(ReadState& job, std::size_t index) {
         }
         if (!reading->block) {
             if (!in_flight_.empty() || working_ > 0 || !copying_.empty()) return false;
-            reading->block = cache_.acquire([&] { return job.stopped(); });
+            reading->block = cache_.acquire([&] { return !job.wants(index); });
             if (!reading->block) return false;
         }
         reading->data = reading->block->memory().data();
@@ -295,18 +300,17 @@ void Reader::reap(ReadState& job) {
 void Reader::keep(ReadState& job, Reading& reading) {
     tracks_.give_back(reading.track);
     try {
+        job.filled()->count(reading.bytes_read);
         // What has failed is for that job to find.
         if (job.stopped() || !reading.block) return;
         job.filled()->put(job.plan().extents()[reading.index],
-                          {.block = std::move(*reading.block), .data = reading.data},
-                          reading.bytes_read);
+                          {.block = std::move(*reading.block), .data = reading.data});
     } catch (...) {
         job.fail(reading.index, Error::current());
     }
 }
 
 void Reader::start_work(ReadState& job, std::shared_ptr<Reading> reading, bool through_cache) {
-    ++working_;
     workers_.submit(WorkerPool::Task(
         [this, &job, through_cache, reading = std::move(reading)](unsigned worker) mutable {
             try {
@@ -320,6 +324,7 @@ void Reader::start_work(ReadState& job, std::shared_ptr<Reading> reading, bool t
             work_done_.notify_one();
             backend_->wake();
         }));
+    ++working_;
 }
 
 /// In a worker: brings an extent's bytes in, if need be, verifies them, and puts them in place as

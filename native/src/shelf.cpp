@@ -4,9 +4,8 @@
 
 namespace datastates {
 
-void Shelf::put(const ReadPlan::Extent& extent, Kept kept, std::uint64_t bytes_read) {
+void Shelf::put(const ReadPlan::Extent& extent, Kept kept) {
     const std::scoped_lock lock(mutex_);
-    bytes_read_ += bytes_read;
     entries_.try_emplace(extent.offset, Entry{.length = extent.length, .kept = std::move(kept)});
 }
 
@@ -22,6 +21,11 @@ std::optional<Shelf::Kept> Shelf::take(const ReadPlan::Extent& extent) {
 void Shelf::clear() {
     const std::scoped_lock lock(mutex_);
     entries_.clear();
+}
+
+void Shelf::count(std::uint64_t bytes_read) {
+    const std::scoped_lock lock(mutex_);
+    bytes_read_ += bytes_read;
 }
 
 std::uint64_t Shelf::bytes_read() const {

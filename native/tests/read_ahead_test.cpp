@@ -225,6 +225,14 @@ TEST(is_refused) {
         CHECK_THROWS(ErrorCode::invalid, executor->read_ahead(dir / "f", first_of(*read.plan, 3)));
         CHECK_THROWS(ErrorCode::invalid, executor->read_ahead(dir / "f", first_of(*large.plan, 2)));
         CHECK_THROWS(ErrorCode::io, executor->read_ahead(dir / "none", two));
+        support::write_file(dir / "g", written.expected);
+        const auto ahead = executor->read_ahead(dir / "g", two);
+        const auto other = support::make_executor(setup, 4, kBlock);
+        ReadCase into = ReadCase::make(written, kExtent, 0);
+        CHECK_THROWS(ErrorCode::invalid,
+                     executor->submit_read(dir / "f", into.plan, into.buffers(), ahead.get()));
+        CHECK_THROWS(ErrorCode::invalid,
+                     other->submit_read(dir / "g", into.plan, into.buffers(), ahead.get()));
         executor->close();
         CHECK_THROWS(ErrorCode::closed, executor->read_ahead(dir / "f", two));
     }

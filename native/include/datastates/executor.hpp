@@ -118,7 +118,7 @@ class ReadAhead {
     void close();
     /// Returns when nothing is read any more.
     void wait() const { state_->wait_done(); }
-    /// Of what is there and was not taken, with alignment.
+    /// So far, with alignment; 0 once a job has taken over, which counts them.
     std::uint64_t bytes_read() const { return shelf_->bytes_read(); }
 
   private:
@@ -127,7 +127,7 @@ class ReadAhead {
     std::shared_ptr<Executor> executor_;
     std::shared_ptr<ReadState> state_;
     std::shared_ptr<Shelf> shelf_;
-    bool open_ = true;
+    std::atomic<bool> open_ = true;
 };
 
 /// Owns the host cache, the threads and the rings, and runs jobs over them. Jobs keep it alive.
@@ -158,7 +158,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
     /// throws, it leaves no file.
     std::unique_ptr<WriteJob> submit_write(const std::string& path,
                                            std::shared_ptr<const WritePlan> plan, Buffers sources);
-    /// `ahead`: extents that are the same in it are not read again, all others are dropped.
+    /// `ahead`, of the same file: extents that are the same in it are not read again, all others
+    /// are dropped.
     std::unique_ptr<ReadJob> submit_read(const std::string& path,
                                          std::shared_ptr<const ReadPlan> plan, Buffers dests,
                                          ReadAhead* ahead = nullptr);

@@ -53,8 +53,11 @@ class ReadState {
     CopyEngine& engine(int device) const { return *engines_.at(device); }
     Shelf* filled() const { return filled_.get(); }
     Shelf* used() const { return used_.get(); }
-    /// Whether extents are still to be begun.
-    bool wants_more() const { return !stopped() && !(filled_ && filled_->closed()); }
+    /// Whether an extent is still to be begun: of several failures the first is reported, whatever
+    /// was begun first.
+    bool wants(std::size_t extent) const {
+        return !settled(extent) && !(filled_ && filled_->closed());
+    }
     /// Lets our streams wait for what the destinations' streams were doing.
     void order_after_producers();
     /// Nothing new is started after it; of several errors the one of the lowest `extent` stays.

@@ -40,7 +40,9 @@ class Reader {
     Reader& operator=(Reader&&) = delete;
 
     /// Thread-safe.
-    void enqueue(std::shared_ptr<ReadState> job);
+    void enqueue(const std::shared_ptr<ReadState>& job);
+    /// What it waits for may have come in another way than by its backend. Thread-safe.
+    void look_again();
     /// Ends a job that has not been begun; false where it has. Thread-safe.
     bool withdraw(const ReadState& job);
 

@@ -21,8 +21,7 @@ class Shelf {
         std::byte* data;  // the extent's first byte
     };
 
-    /// `bytes_read`: with what was read around it.
-    void put(const ReadPlan::Extent& extent, Kept kept, std::uint64_t bytes_read);
+    void put(const ReadPlan::Extent& extent, Kept kept);
     /// What was read of exactly that part of the file.
     std::optional<Kept> take(const ReadPlan::Extent& extent);
     /// Gives back the blocks that nobody took.
@@ -30,7 +29,9 @@ class Shelf {
     /// Nothing more is to be put here, but what is on its way.
     void close() { closed_.store(true, std::memory_order_release); }
     bool closed() const { return closed_.load(std::memory_order_acquire); }
-    /// Of all that was put here.
+    /// Notes what was read to put something here, or to no end.
+    void count(std::uint64_t bytes_read);
+    /// Of all that was noted.
     std::uint64_t bytes_read() const;
     /// Likewise, to be counted elsewhere from now on.
     std::uint64_t take_bytes_read();
