@@ -104,6 +104,7 @@ def drop_from_cache(root: Path) -> Path:
     """Put its only container out of the page cache."""
     (path,) = root.rglob("*.pt")
     with path.open("rb") as file:
+        os.fsync(file.fileno())  # what is yet to be written stays
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return path
 
