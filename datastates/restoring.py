@@ -187,9 +187,11 @@ def _begin(
 ) -> None:
     """Begin to read this rank's container while it is compared, where all of it will probably be wanted.
 
-    Not where a device is in use: memory for it is page-locked first, which takes as long as to compare.
+    Not where a device is in use: memory for it is page-locked first, which takes as long as to compare. Nor where a
+    framework's own files make the checkpoint, which has no containers then.
     """
-    if stored.head.ranks != meeting.ranks or current_device() is not None:
+    head = stored.head
+    if head.ranks != meeting.ranks or (head.container or head.catalog) is None or current_device() is not None:
         return
     own = stored.container(meeting.rank)
     names = {_stored_name(provider, meeting.ranks, meeting.rank) for provider in walk_unique(providers)}
