@@ -48,6 +48,9 @@ def crc32_shift(raw: _U32, nbytes: _U64) -> bytes:
     2**32 - 1 is the CRC-32 of so many zero bytes, inverted.
     """
 
+def in_memory(path: str | bytes) -> bool:
+    """Whether a file is memory and nothing else, as on tmpfs."""
+
 class Digester:
     """Folds bytes, as they go by in order, into digests: exclusive ors of shifted raw CRC-32s."""
 

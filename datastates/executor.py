@@ -15,7 +15,7 @@ import numpy as np
 
 from datastates import _native, faults
 from datastates.errors import ClosedError, CorruptError, DatastatesError, DeviceError, FormatError, StorageError
-from datastates.plan import CHUNK, I32, NO_RUNS, U8, U64, DigestRuns, ReadPlan, WritePlan
+from datastates.plan import CHUNK, I32, NO_RUNS, PAGE, U8, U64, DigestRuns, ReadPlan, WritePlan
 from datastates.protocol import Buffer
 from datastates.timeline import Span
 
@@ -313,6 +313,14 @@ class Executor:
         """How many extents are worth reading ahead: half of the host cache is left to others."""
         blocks: int = self._options["cache_bytes"] // self.block
         return min(_AHEAD * int(self._options["queue_depth"]), blocks // 2)
+
+    def extent_nbytes(self, path: Path) -> int:
+        """How long an extent of a file should be at most: a block has room for the pages around it.
+
+        Of a file in memory half of that: what all workers have at hand then stays in the processor's caches.
+        """
+        in_memory = _native_call(lambda: _native.in_memory(os.fsencode(path)))
+        return (self.block // 2 if in_memory else self.block) - 2 * PAGE
 
     def close(self) -> None:
         """Wait for running jobs and give the host cache back. Idempotent."""

@@ -159,7 +159,7 @@ class Reads:
 
         ``executor`` must be that of :meth:`start`, too. Destinations are taken to be in host memory.
         """
-        extent_nbytes, offset = _extent_nbytes(executor), source.data_offset
+        extent_nbytes, offset = executor.extent_nbytes(source.path), source.data_offset
         if not len(offset):
             return
         end = offset[0] + np.uint64(executor.most_ahead * extent_nbytes)
@@ -193,7 +193,8 @@ class Reads:
             spare = sum(queue.source.nbytes for queue in queues)
         try:
             for queue in queues:
-                source, plan = queue.source, queue.plan(_extent_nbytes(executor), spare)
+                source = queue.source
+                plan = queue.plan(executor.extent_nbytes(source.path), spare)
                 ahead = self._ahead.get(source)
                 self._jobs.append(executor.submit_read(source.path, plan, queue.memory, source.name_record, ahead))
                 self._loose |= queue.unverified(plan)
@@ -228,11 +229,6 @@ class Reads:
         """Read everything: :meth:`start` and :meth:`finish`."""
         self.start(executor)
         return self.finish()
-
-
-def _extent_nbytes(executor: Executor) -> int:
-    """How long an extent may be: a block has room for the pages around it."""
-    return executor.block - 2 * 4096
 
 
 def _places(number: int, queue: ReadQueue) -> Iterator[Any]:

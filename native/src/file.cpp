@@ -47,6 +47,10 @@ int retry(fault::Point point, Syscall&& syscall) {
     }
 }
 
+bool is_memory(const struct statfs& status) {
+    return std::cmp_equal(status.f_type, TMPFS_MAGIC) || std::cmp_equal(status.f_type, RAMFS_MAGIC);
+}
+
 }  // namespace
 
 FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
@@ -78,8 +82,7 @@ File::File(std::string path, int flags, bool want_direct) : path_(std::move(path
         if ((flags & O_CREAT) != 0) static_cast<void>(::unlink(path_.c_str()));
         throw Error::io(failure, "fstatfs", path_);
     }
-    memory_backed_ =
-        std::cmp_equal(status.f_type, TMPFS_MAGIC) || std::cmp_equal(status.f_type, RAMFS_MAGIC);
+    memory_backed_ = is_memory(status);
     if (!want_direct || memory_backed_) return;
 
     // A file system without direct I/O refuses here (EINVAL), or later at the first transfer.
@@ -112,6 +115,12 @@ File File::open(const std::string& path, bool want_direct) {
     if (file.direct()) ::posix_fadvise(file.buffered_fd(), 0, 0, POSIX_FADV_RANDOM);
     if (file.memory_backed()) file.map_for_loading();
     return file;
+}
+
+bool File::in_memory(const std::string& path) {
+    struct statfs status{};
+    if (::statfs(path.c_str(), &status) != 0) throw Error::io(errno, "statfs", path);
+    return is_memory(status);
 }
 
 void File::probe_alignment() {

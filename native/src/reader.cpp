@@ -4,7 +4,6 @@
 #include <set>
 #include <utility>
 
-#include "datastates/background.hpp"
 #include "datastates/error.hpp"
 #include "datastates/extent_read.hpp"
 
@@ -42,7 +41,6 @@ void Reader::enqueue(const std::shared_ptr<ReadState>& job) {
 void Reader::look_again() { backend_->wake(); }
 
 void Reader::run(const std::stop_token& stop) {
-    work_in_background();
     for (;;) {
         std::unique_lock lock(mutex_);
         if (!queued_.wait(lock, stop, [&] { return !queue_.empty(); })) return;
@@ -110,11 +108,12 @@ void Reader::read(ReadState& job) {
     }
 }
 
-/// Enough is under way to keep the device and the workers busy, and no more: what is queued has to
-/// be waited for when the job is stopped.
+/// Enough is under way to keep the device, the workers and the copies busy, and no more: what is
+/// queued has to be waited for when the job is stopped, and of few blocks most stay in the
+/// processor's caches, out of which a GPU then takes them.
 bool Reader::has_room() const {
     return in_flight_.size() < queue_depth_ &&
-           working_ < queue_depth_ + (std::size_t{2} * workers_.size()) + working_kept_;
+           working_ + copying_.size() < queue_depth_ + workers_.size() + working_kept_;
 }
 
 /// Whether the next job knows where this one's extents go.

@@ -10,11 +10,14 @@ namespace datastates {
 namespace {
 
 constexpr unsigned kMostWorkers = 16;
+// Where cores are many, some are left to the threads that feed the workers, and to Python.
+constexpr unsigned kCoresPerSpare = 8;
 
 }  // namespace
 
 unsigned WorkerPool::default_size() {
-    return std::clamp(std::thread::hardware_concurrency(), 1U, kMostWorkers);
+    const unsigned cores = std::thread::hardware_concurrency();
+    return std::clamp(cores - (cores / kCoresPerSpare), 1U, kMostWorkers);
 }
 
 void WorkerPool::submit(Task task) {

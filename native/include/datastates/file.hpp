@@ -53,7 +53,9 @@ class File {
 
     const std::string& path() const { return path_; }
 
-    /// Whether the file's pages are memory and nothing else.
+    /// Whether a file is memory and nothing else, as on tmpfs. Throws Error "io".
+    static bool in_memory(const std::string& path);
+    /// Whether this one is.
     bool memory_backed() const { return memory_backed_; }
     /// Whether the range can be had without the storage device, as far as the kernel tells. It only
     /// chooses between two ways to read, both right. Thread-safe.

@@ -27,7 +27,8 @@ namespace datastates {
 /// in memory already (the page cache, tmpfs), and those of many small spans, are read by workers,
 /// which also verify all extents and fill host destinations; copies to devices are started here. It
 /// holds blocks for its own reads and copies, which need nothing else, and at most half of them for
-/// what was read ahead, so it can always go on.
+/// what was read ahead, so it can always go on. Other than the workers, which it keeps busy, it is
+/// no thread of the background: it is to come before them.
 class Reader {
   public:
     Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,
