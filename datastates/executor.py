@@ -22,8 +22,8 @@ from datastates.timeline import Span
 _T = TypeVar("_T")
 PreparedWrite = _native.WritePlan
 ReadAhead = _native.ReadAhead
-_AHEAD = 4
-"""Extents that are read ahead, for each read that is in flight at a time; the native core's ``kBlocksPerRead``."""
+_AHEAD = 8
+"""Extents that are read ahead at most, for each read that is in flight at a time."""
 _TRACKS = {
     "submit": "training thread",
     "create": "worker {}",
