@@ -14,7 +14,7 @@ constexpr std::uint64_t kWord = 8;
 constexpr std::uint64_t kLine = 64;  // of the processor's cache
 
 // splitmix64's finalizer over the word, offset by its position.
-std::uint64_t mix(std::uint64_t position, std::uint64_t word) {
+[[gnu::always_inline]] inline std::uint64_t mix(std::uint64_t position, std::uint64_t word) {
     std::uint64_t x = word + ((position + 1) * 0x9E3779B97F4A7C15U);
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBU;
@@ -29,6 +29,39 @@ std::uint64_t load(const std::byte* data, std::uint64_t left) {
         std::memcpy(&word, data, left);
     }
     return word;
+}
+
+/// Of `count` whole words that lie one after the other, the first of them at `position`.
+[[gnu::always_inline]] inline std::uint64_t sum_words(std::uint64_t position, const std::byte* data,
+                                                      std::uint64_t count) {
+    std::uint64_t sum = 0;
+    for (std::uint64_t i = 0; i < count; ++i) {
+        std::uint64_t word = 0;
+        std::memcpy(&word, data + (i * kWord), kWord);
+        sum += mix(position + i, word);
+    }
+    return sum;
+}
+
+#if defined(__x86_64__)
+// Eight words at a time, which multiplications of 64 bits side by side take: a quarter of the time.
+[[gnu::target("avx512dq")]] std::uint64_t sum_words_wide(std::uint64_t position,
+                                                         const std::byte* data,
+                                                         std::uint64_t count) {
+    return sum_words(position, data, count);
+}
+
+const bool kWide = []() noexcept {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512dq") != 0;
+}();
+#endif
+
+std::uint64_t sum_run(std::uint64_t position, const std::byte* data, std::uint64_t count) {
+#if defined(__x86_64__)
+    if (kWide) return sum_words_wide(position, data, count);
+#endif
+    return sum_words(position, data, count);
 }
 
 /// Which word sample i is, of `last + 1` words that are more than there are samples.
@@ -68,8 +101,9 @@ std::uint64_t of_piece(std::uint64_t nbytes, std::uint64_t offset, const std::by
     };
     std::uint64_t sum = 0;
     if (words <= kSamples) {
-        for (std::uint64_t position = first; position < end; ++position) sum += add(position);
-        return sum;
+        const std::uint64_t whole = length / kWord;
+        sum = sum_run(first, piece, whole);
+        return first + whole < end ? sum + add(end - 1) : sum;
     }
     const std::uint64_t last = words - 1;
     // The first sample that is not before `first`.

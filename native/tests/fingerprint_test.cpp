@@ -1,5 +1,7 @@
 #include "datastates/fingerprint.hpp"
 
+#include <algorithm>
+#include <cstring>
 #include <random>
 #include <set>
 
@@ -8,6 +10,32 @@
 #include "support.hpp"
 
 using namespace datastates;
+
+namespace {
+
+/// As it is defined, word by word; of at most 32 words.
+std::uint64_t defined(const support::Bytes& data) {
+    std::uint64_t sum = 0;
+    for (std::size_t at = 0; at < data.size(); at += 8) {
+        std::uint64_t x = 0;
+        std::memcpy(&x, data.data() + at, std::min<std::size_t>(8, data.size() - at));
+        x += (at / 8 + 1) * 0x9E3779B97F4A7C15U;
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EBU;
+        sum += x ^ (x >> 31);
+    }
+    return sum;
+}
+
+}  // namespace
+
+TEST(small_ranges_are_summed_word_by_word) {
+    std::mt19937_64 random(4);
+    for (std::size_t size = 0; size <= 256; ++size) {
+        const auto data = support::random_bytes(random, size);
+        CHECK_EQ(fingerprint::of(data.data(), size), defined(data));
+    }
+}
 
 TEST(pieces_add_up) {
     std::mt19937_64 random(1);
