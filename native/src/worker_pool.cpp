@@ -10,14 +10,11 @@ namespace datastates {
 namespace {
 
 constexpr unsigned kMostWorkers = 16;
-// Where cores are many, some are left to the threads that feed the workers, and to Python.
-constexpr unsigned kCoresPerSpare = 8;
 
 }  // namespace
 
 unsigned WorkerPool::default_size() {
-    const unsigned cores = std::thread::hardware_concurrency();
-    return std::clamp(cores - (cores / kCoresPerSpare), 1U, kMostWorkers);
+    return std::clamp(std::thread::hardware_concurrency(), 1U, kMostWorkers);
 }
 
 void WorkerPool::submit(Task task) {
