@@ -3,9 +3,12 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <thread>
+
 namespace datastates {
 
 void work_in_background() {
+    if (std::thread::hardware_concurrency() > kFewCores) return;
     sched_param parameters{};
     int policy = 0;
     // Another policy is the user's choice for all threads of the process.
