@@ -233,7 +233,7 @@ class Executor:
         Args:
             cache_bytes: Host memory for data on its way, at most.
             block_bytes: The unit it is cut into, a multiple of 4096; no extent is longer.
-            queue_depth: Reads or writes in flight at a time.
+            queue_depth: Reads in flight at a time; of writes twice as many.
             backend: "auto" (io_uring where the system allows it), "io_uring" or "pwrite".
             direct: Use O_DIRECT where the file system allows it.
             io_threads: Threads of the pwrite backend.

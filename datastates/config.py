@@ -58,7 +58,12 @@ class IoSettings(BaseModel):
         "auto: up to a quarter of the memory available to each local rank.",
     )
     block: Size = Field(8 << 20, description="Bytes of one extent, the unit of capture and of I/O; a multiple of 4096.")
-    queue_depth: int = Field(8, ge=1, le=1024, description="Extents in flight to the storage, with io_uring.")
+    queue_depth: int = Field(
+        8,
+        ge=1,
+        le=1024,
+        description="Extents that are read from the storage at a time, with io_uring; twice as many are written.",
+    )
     io_backend: Literal["auto", "io_uring", "pwrite"] = Field(
         "auto", description="How to reach the storage; auto takes io_uring where the kernel allows it."
     )

@@ -16,6 +16,8 @@ namespace {
 // Room in a block for a read that is widened to whole pages on both sides.
 constexpr std::uint64_t kReadMargin = 8192;
 constexpr const char* kMemory = "memory";
+// The storage may be through with all that is in flight at once: then as much again is there.
+constexpr unsigned kWritesPerRead = 2;
 // Of a restore, for each read in flight: being read, being verified, on its way to a device.
 constexpr std::size_t kBlocksPerRead = 4;
 // `pwrite` into one file of tmpfs reaches 3.2 GB/s with any number of threads; allocating, mapping
@@ -122,8 +124,9 @@ Executor::Executor(const Options& options)
       engines_(cache_),
       workers_(options.workers),
       evacuator_(options.device_cache_bytes),
-      writer_(cache_, workers_,
-              make_backend(options.backend, options.queue_depth, options.io_threads)),
+      writer_(
+          cache_, workers_,
+          make_backend(options.backend, kWritesPerRead * options.queue_depth, options.io_threads)),
       capturer_(cache_, engines_, writer_, evacuator_.enabled()),
       reader_(cache_, workers_,
               make_backend(options.backend, options.queue_depth, options.io_threads),

@@ -7,8 +7,6 @@
 #include <iterator>
 #include <utility>
 
-#include "datastates/background.hpp"
-
 namespace datastates {
 namespace {
 
@@ -70,7 +68,6 @@ void Writer::look_again() {
 }
 
 void Writer::run(const std::stop_token& stop) {
-    work_in_background();
     std::size_t registered = 0;
     while (take_arrivals(stop)) {
         if (const std::span<std::byte> memory = cache_.populated(); memory.size() > registered) {

@@ -138,10 +138,10 @@ class Executor : public std::enable_shared_from_this<Executor> {
         std::size_t cache_bytes;           // at most
         std::size_t block_bytes;           // a multiple of 4096
         std::uint64_t device_cache_bytes;  // of each device, at most; 0: none
-        unsigned queue_depth;
-        std::string backend;  // "auto", "io_uring" or "pwrite"
-        bool direct;          // O_DIRECT where the file system allows it
-        unsigned io_threads;  // of the pwrite backend
+        unsigned queue_depth;              // reads at a time; of writes twice as many
+        std::string backend;               // "auto", "io_uring" or "pwrite"
+        bool direct;                       // O_DIRECT where the file system allows it
+        unsigned io_threads;               // of the pwrite backend
         unsigned workers = WorkerPool::default_size();
     };
 
