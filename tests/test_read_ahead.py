@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import datastates as ds
-from datastates import frames, planner, restoring
+from datastates import _native, frames, planner, restoring
 from datastates.errors import CorruptError, RestoreError
 from datastates.executor import Executor
 from datastates.plan import CHUNK, Chunks, ReadPlan
@@ -85,8 +84,7 @@ class Begun(list[tuple[Extents, Any]]):
 
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
-    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True).stdout
-    if kind.strip() in {"tmpfs", "ramfs"}:
+    if _native.in_memory(os.fsencode(tmp_path)):
         pytest.skip(f"{tmp_path} is in memory, of which nothing is read ahead")
     seen = Begun()
     real = Executor.read_ahead
