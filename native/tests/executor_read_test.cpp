@@ -1,15 +1,7 @@
-#include <sched.h>
-
 #include <cerrno>
-#include <chrono>
-#include <filesystem>
-#include <fstream>
 #include <map>
-#include <string>
-#include <thread>
 
 #include "check.hpp"
-#include "datastates/background.hpp"
 #include "datastates/error.hpp"
 #include "datastates/executor.hpp"
 #include "support.hpp"
@@ -37,19 +29,6 @@ void check_read(ReadCase& read, const WriteCase& written) {
         CHECK(
             std::equal(written.sources[i].begin(), written.sources[i].end(), read.dests[i].data()));
     }
-}
-
-/// How many of our threads are of the scheduler's usual class, beside those of the kernel's that
-/// io_uring works with.
-int usual_threads() {
-    int count = 0;
-    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-        std::string name;
-        std::ifstream(task.path() / "comm") >> name;
-        const int id = std::stoi(task.path().filename().string());
-        if (!name.starts_with("iou-") && ::sched_getscheduler(id) == SCHED_OTHER) ++count;
-    }
-    return count;
 }
 
 /// One extent without gaps, of which two destinations want a part each.
@@ -426,24 +405,6 @@ TEST(faults) {
             check_read(read, written);
         }
     }
-}
-
-TEST(only_the_reader_and_the_writer_are_not_in_the_background) {
-    if (::sched_getscheduler(0) != SCHED_OTHER || std::thread::hardware_concurrency() > kFewCores) {
-        std::cout << "SKIPPED: with so many cores, or in this class, no thread is\n" << std::flush;
-        return;
-    }
-    std::mt19937_64 random(7);
-    const support::TempDir dir;
-    const int before = usual_threads();
-    const auto executor = support::make_executor({"auto", true}, 4, kBlock);
-    const WriteCase written = make_case(random);
-    ReadCase read = ReadCase::make(written, 100000, 3);
-    executor->submit_write(dir / "f", written.plan, written.buffers())->finish({});
-    CHECK(executor->submit_read(dir / "f", read.plan, read.buffers())->wait());
-    // All threads have begun, or do in a moment.
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    CHECK_EQ(usual_threads(), before + 2);
 }
 
 TEST(reads_beside_writes_and_abandoned_reads) {

@@ -1,16 +1,11 @@
 #include "datastates/worker_pool.hpp"
 
-#include <sched.h>
-
 #include <atomic>
-#include <future>
 #include <latch>
 #include <memory>
 #include <set>
-#include <thread>
 
 #include "check.hpp"
-#include "datastates/background.hpp"
 
 using namespace datastates;
 using Task = WorkerPool::Task;
@@ -66,15 +61,6 @@ TEST(tasks_may_own_what_cannot_be_copied) {
 TEST(default_size_is_bounded) {
     CHECK(WorkerPool::default_size() >= 1);
     CHECK(WorkerPool::default_size() <= 16);
-}
-
-TEST(workers_are_in_the_background) {
-    WorkerPool pool(1);
-    std::promise<int> policy;
-    pool.submit(Task([&](unsigned) { policy.set_value(::sched_getscheduler(0)); }));
-    const int own = ::sched_getscheduler(0);
-    const bool few = std::thread::hardware_concurrency() <= kFewCores;
-    CHECK_EQ(policy.get_future().get(), few && own == SCHED_OTHER ? SCHED_BATCH : own);
 }
 
 CHECK_MAIN()

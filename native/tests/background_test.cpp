@@ -1,0 +1,68 @@
+#include "datastates/background.hpp"
+
+#include <sched.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <string>
+#include <thread>
+
+#include "check.hpp"
+#include "datastates/executor.hpp"
+#include "datastates/worker_pool.hpp"
+#include "support.hpp"
+
+using namespace datastates;
+using support::ReadCase;
+using support::WriteCase;
+
+namespace {
+
+constexpr std::size_t kBlock = 256 * 1024;
+
+/// How many of our threads are of the scheduler's usual class, beside those of the kernel's that
+/// io_uring works with.
+int usual_threads() {
+    int count = 0;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+        std::string name;
+        std::ifstream(task.path() / "comm") >> name;
+        const int id = std::stoi(task.path().filename().string());
+        if (!name.starts_with("iou-") && ::sched_getscheduler(id) == SCHED_OTHER) ++count;
+    }
+    return count;
+}
+
+}  // namespace
+
+TEST(workers_are_in_the_background) {
+    WorkerPool pool(1);
+    std::promise<int> policy;
+    pool.submit(WorkerPool::Task([&](unsigned) { policy.set_value(::sched_getscheduler(0)); }));
+    const int own = ::sched_getscheduler(0);
+    const bool few = std::thread::hardware_concurrency() <= kFewCores;
+    CHECK_EQ(policy.get_future().get(), few && own == SCHED_OTHER ? SCHED_BATCH : own);
+}
+
+TEST(only_the_reader_and_the_writer_are_not_in_the_background) {
+    if (::sched_getscheduler(0) != SCHED_OTHER || std::thread::hardware_concurrency() > kFewCores) {
+        std::cout << "SKIPPED: with so many cores, or in this class, no thread is\n" << std::flush;
+        return;
+    }
+    std::mt19937_64 random(7);
+    const support::TempDir dir;
+    const int before = usual_threads();
+    const auto executor = support::make_executor({"auto", true}, 4, kBlock);
+    const WriteCase written =
+        WriteCase::make({support::random_bytes(random, 1000000)}, {0}, kBlock, 4096, random);
+    ReadCase read = ReadCase::make(written, 100000, 3);
+    executor->submit_write(dir / "f", written.plan, written.buffers())->finish({});
+    CHECK(executor->submit_read(dir / "f", read.plan, read.buffers())->wait());
+    // All threads have begun, or do in a moment.
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    CHECK_EQ(usual_threads(), before + 2);
+}
+
+CHECK_MAIN()
