@@ -9,7 +9,7 @@ namespace datastates {
 PwriteBackend::PwriteBackend(unsigned threads) {
     threads_.reserve(threads);
     for (unsigned i = 0; i < threads; ++i) {
-        threads_.emplace_back([this](const std::stop_token& stop) { work(stop); });
+        threads_.emplace_back([this, i](const std::stop_token& stop) { work(i, stop); });
     }
 }
 
@@ -47,7 +47,7 @@ void PwriteBackend::wake() {
     completed_.notify_one();
 }
 
-void PwriteBackend::work(const std::stop_token& stop) {
+void PwriteBackend::work(unsigned thread, const std::stop_token& stop) {
     work_in_background();
     std::unique_lock lock(mutex_);
     while (requested_.wait(lock, stop, [&] { return !requests_.empty(); })) {
@@ -55,7 +55,8 @@ void PwriteBackend::work(const std::stop_token& stop) {
         const IoRequest request = requests_.front();
         requests_.pop_front();
         lock.unlock();
-        const IoCompletion completion = transfer(request);
+        IoCompletion completion = transfer(request);
+        completion.note_end(thread);
         lock.lock();
         completions_.push_back(completion);
         completed_.notify_one();

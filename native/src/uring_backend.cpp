@@ -146,6 +146,7 @@ void UringBackend::prepare(const Slot& slot, io_uring_sqe* sqe) const {
 
 void UringBackend::finish(std::size_t index) {
     completions_.push_back(slots_[index].transfer.completion());
+    completions_.back().note_end(index);
     free_slots_.push_back(index);
 }
 

@@ -202,10 +202,7 @@ void Writer::write(std::unique_ptr<CapturedExtent> captured) {
                             .offset = extent.offset,
                             .token = token};
     const std::shared_ptr<WriteState> job = captured->job;
-    in_flight_.emplace(token, InFlight{.extent = std::move(captured),
-                                       .request = request,
-                                       .track = tracks_.take(),
-                                       .begin = Clock::now()});
+    in_flight_.emplace(token, InFlight{.extent = std::move(captured), .request = request});
     if (job->file().memory_backed()) {
         start_store(request);
         return;
@@ -219,14 +216,16 @@ void Writer::write(std::unique_ptr<CapturedExtent> captured) {
 }
 
 void Writer::start_store(const IoRequest& request) {
-    workers_.submit(WorkerPool::Task([this, request](unsigned /*worker*/) {
-        Stored stored{.completion = {.token = request.token}, .error = std::nullopt};
+    workers_.submit(WorkerPool::Task([this, request](unsigned worker) {
+        Stored stored{.completion = {.token = request.token, .begin = Clock::now()},
+                      .error = std::nullopt};
         try {
             stored.completion = transfer(request);
             request.file->let_go(request.offset, request.length);
         } catch (...) {
             stored.error = Error::current();
         }
+        stored.completion.note_end(worker);
         const std::scoped_lock lock(mutex_);
         stored_.push_back(std::move(stored));
         arrived_.notify_one();
@@ -251,9 +250,12 @@ void Writer::complete(const IoCompletion& completion, const std::optional<Error>
     const auto found = in_flight_.find(completion.token);
     InFlight flight = std::move(found->second);
     in_flight_.erase(found);
-    tracks_.give_back(flight.track);
     WriteState& job = *flight.extent->job;
-    job.timeline().add(Stage::write, flight.track, flight.begin, completion.transferred);
+    job.timeline().add({.stage = Stage::write,
+                        .track = completion.slot,
+                        .begin = completion.begin,
+                        .end = completion.end,
+                        .bytes = completion.transferred});
     if (error) {
         job.fail(*error);
     } else if (!completion.ok()) {

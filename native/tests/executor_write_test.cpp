@@ -243,6 +243,27 @@ TEST(timelines_name_every_stage) {
     }
 }
 
+TEST(timelines_show_writes_from_when_they_begin) {
+    std::mt19937_64 random(18);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 40, kBlock);
+        const WriteCase written = WriteCase::make({support::random_bytes(random, 40 * kBlock)}, {0},
+                                                  kBlock, 262144, random);
+        const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
+        check_written(*job, written, dir / "f", {});
+        // Twice the queue depth, the workers, or the I/O threads.
+        const std::map<std::string, std::size_t> at_a_time = {
+            {"io_uring", 8}, {"memory", 4}, {"pwrite", 3}};
+        std::set<std::uint32_t> tracks;
+        for (const Span& span : job->timeline().spans()) {
+            if (span.stage == Stage::write) tracks.insert(span.track);
+        }
+        CHECK(!tracks.empty());
+        CHECK(tracks.size() <= at_a_time.at(job->backend_name()));
+    }
+}
+
 TEST(submit_from_many_threads) {
     for (const support::Setup& setup : support::setups()) {
         const support::TempDir dir(setup);

@@ -11,6 +11,7 @@
 
 #include "datastates/error.hpp"
 #include "datastates/file.hpp"
+#include "datastates/timeline.hpp"
 
 namespace datastates {
 
@@ -38,8 +39,16 @@ struct IoCompletion {
     /// The file ended before `required` bytes.
     bool end_of_file = false;
     std::size_t transferred = 0;
+    /// Which slot of a ring, or which thread, did it, and from when until when.
+    std::uint32_t slot = 0;
+    Clock::time_point begin{};
+    Clock::time_point end{};
 
     bool ok() const { return error_number == 0 && !end_of_file; }
+    void note_end(std::size_t in_slot) {
+        slot = static_cast<std::uint32_t>(in_slot);
+        end = Clock::now();
+    }
 };
 
 /// The exception for a completion that is not ok.
@@ -109,7 +118,7 @@ class Transfer {
 
   private:
     IoRequest request_;
-    IoCompletion completion_{.token = request_.token};
+    IoCompletion completion_{.token = request_.token, .begin = Clock::now()};
 };
 
 /// Does one request in the calling thread: through the file's mapping, where it has one that

@@ -24,7 +24,7 @@ class PwriteBackend final : public IoBackend {
     void wake() override;
 
   private:
-    void work(const std::stop_token& stop);
+    void work(unsigned thread, const std::stop_token& stop);
 
     std::mutex mutex_;
     std::condition_variable_any requested_;

@@ -22,7 +22,7 @@ enum class Stage : std::uint8_t {
     capture,     // copying sources into the cache
     cache_wait,  // for a free block
     checksum,    // of device sources, by the workers
-    write,       // one extent, from its submission to its completion
+    write,       // one extent, from its turn in the backend to its completion
     tail,        // writing what follows the last extent
     sync,        // fsync
     read,        // one extent, from its submission to its completion

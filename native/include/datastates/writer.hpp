@@ -83,8 +83,6 @@ class Writer {
     struct InFlight {
         std::unique_ptr<CapturedExtent> extent;
         IoRequest request;
-        std::uint32_t track;
-        Clock::time_point begin;
     };
     /// What a worker has stored.
     struct Stored {
@@ -123,7 +121,6 @@ class Writer {
     std::deque<std::unique_ptr<CapturedExtent>> ready_;
     std::unordered_map<std::uint64_t, InFlight> in_flight_;
     std::uint64_t next_token_ = 0;
-    Tracks tracks_;
     Clock::time_point landed_;
     std::jthread thread_;  // last: joins first
 };
