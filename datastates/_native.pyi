@@ -117,7 +117,7 @@ def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int 
     """Break a syscall, for tests, in the whole process.
 
     Points: open, write, read, sync, truncate, allocate, uring_setup, cuda_alloc (memory that kernels are told by),
-    cuda_register (page-locking the host cache), cuda_pool (the device cache). Actions: "fail" with errno ``value``,
+    cuda_register (page-locking the host cache), cuda_slab (the device cache). Actions: "fail" with errno ``value``,
     "short" (about half the bytes), "eintr" (once), "kill" (SIGKILL to this process), "delay" (``value``
     milliseconds). From the ``nth`` time the point is passed, ``count`` times, 0 for ever.
     """

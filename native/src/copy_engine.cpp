@@ -78,10 +78,8 @@ std::uint64_t DeviceFingerprints::at(std::size_t index) const {
 CopyEngine::CopyEngine(int ordinal)
     : ordinal_(ordinal), context_(std::make_shared<cuda::PrimaryContext>(ordinal)) {
     const CurrentContext current(context());
-    int reaches = 0;
-    const cuda::Result result = driver().device_get_attribute(
-        &reaches, cuda::kHostPointersForRegisteredMemory, context_->device());
-    reaches_host_ = result == cuda::kSuccess && reaches != 0;
+    reaches_host_ = has(cuda::kHostPointersForRegisteredMemory);
+    frees_in_order_ = driver().memory_free_async != nullptr && has(cuda::kMemoryPoolsSupported);
     try {
         make_streams();
     } catch (...) {
@@ -105,6 +103,13 @@ CopyEngine::~CopyEngine() {
 CopyEngine::Kernels::Kernels(const std::shared_ptr<cuda::PrimaryContext>& context)
     : fingerprint(context, fingerprint::kKernelPtx, "datastates_fingerprint"),
       gather(context, gather::kernel_ptx().c_str(), "datastates_gather") {}
+
+bool CopyEngine::has(int attribute) const {
+    int value = 0;
+    const cuda::Result result =
+        driver().device_get_attribute(&value, attribute, context_->device());
+    return result == cuda::kSuccess && value != 0;
+}
 
 void CopyEngine::make_streams() {
     for (auto* stream : {&capture_stream_, &restore_stream_, &evacuation_stream_}) {

@@ -26,7 +26,7 @@ std::uint64_t device_room(std::uint64_t limit, std::uint64_t used, std::uint64_t
     return std::min(limit - std::min(limit, used), free - std::min(free, margin));
 }
 
-DeviceSlab::~DeviceSlab() { pool_->release(pointer_, bytes_); }
+DeviceSlab::~DeviceSlab() { share_->release(pointer_, bytes_); }
 
 std::uint64_t DeviceSlab::rounded(std::uint64_t bytes) {
     return (bytes + kPage - 1) / kPage * kPage;
@@ -43,23 +43,7 @@ DeviceImage::~DeviceImage() {
     if (ready_) ready_->synchronize();
 }
 
-DevicePool::DevicePool(std::shared_ptr<CopyEngine> engine, std::uint64_t limit)
-    : engine_(std::move(engine)), limit_(limit) {
-    const auto& calls = driver();
-    if (calls.pool_create == nullptr || calls.pool_destroy == nullptr ||
-        calls.pool_allocate == nullptr || calls.pool_free == nullptr) {
-        throw Error(ErrorCode::cuda, 0, "cuMemPoolCreate", "", "the driver has no memory pools");
-    }
-    const CurrentContext current(engine_->context());
-    const cuda::PoolProperties properties{.location = engine_->ordinal()};
-    check(calls.pool_create(&pool_, &properties), "cuMemPoolCreate");
-}
-
-DevicePool::~DevicePool() {
-    quietly(engine_->context(), [&] { return driver().pool_destroy(pool_); });
-}
-
-std::uint64_t DevicePool::room() const {
+std::uint64_t DeviceShare::room() const {
     const CurrentContext current(engine_->context());
     std::size_t free = 0;
     std::size_t total = 0;
@@ -68,13 +52,11 @@ std::uint64_t DevicePool::room() const {
     return device_room(limit_, used_, free, total);
 }
 
-std::shared_ptr<DeviceSlab> DevicePool::allocate(std::uint64_t bytes) {
-    if (fault::hit_error(fault::Point::cuda_pool) != 0) return nullptr;
+std::shared_ptr<DeviceSlab> DeviceShare::allocate(std::uint64_t bytes) {
+    if (fault::hit_error(fault::Point::cuda_slab) != 0) return nullptr;
     const CurrentContext current(engine_->context());
     cuda::DevicePointer pointer = 0;
-    const cuda::Result result =
-        driver().pool_allocate(&pointer, bytes, pool_, engine_->evacuation_stream());
-    if (result != cuda::kSuccess) return nullptr;
+    if (driver().memory_allocate(&pointer, bytes) != cuda::kSuccess) return nullptr;
     {
         const std::scoped_lock lock(mutex_);
         used_ += bytes;
@@ -82,28 +64,21 @@ std::shared_ptr<DeviceSlab> DevicePool::allocate(std::uint64_t bytes) {
     return std::make_shared<DeviceSlab>(shared_from_this(), pointer, bytes);
 }
 
-void DevicePool::release(cuda::DevicePointer pointer, std::uint64_t bytes) {
-    auto* const stream = engine_->evacuation_stream();
-    quietly(engine_->context(), [&] { return driver().pool_free(pointer, stream); });
-    bool last = false;
-    {
-        const std::scoped_lock lock(mutex_);
-        used_ -= bytes;
-        last = used_ == 0;
-    }
-    // A pool gives its memory back to the device in a synchronizing call; the stream is idle.
-    if (last) engine_->drain(stream);
+void DeviceShare::release(cuda::DevicePointer pointer, std::uint64_t bytes) {
+    // Behind all that copies out of it. cuMemFree would wait for what the training has enqueued,
+    // and let nobody enqueue more meanwhile.
+    auto* const stream = engine_->capture_stream();
+    quietly(engine_->context(), [&] { return driver().memory_free_async(pointer, stream); });
+    engine_->drain(stream);  // then the device has it again
+    const std::scoped_lock lock(mutex_);
+    used_ -= bytes;
 }
 
-std::shared_ptr<DevicePool> DeviceCache::pool(CopyEngine& engine) {
+std::shared_ptr<DeviceShare> DeviceCache::share(CopyEngine& engine) {
     const std::scoped_lock lock(mutex_);
-    const auto [found, fresh] = pools_.try_emplace(engine.ordinal());
-    if (fresh) {
-        try {
-            found->second = std::make_shared<DevicePool>(engine.shared_from_this(), limit_);
-        } catch (const Error&) {
-            found->second = nullptr;  // no device cache there
-        }
+    const auto [found, fresh] = shares_.try_emplace(engine.ordinal());
+    if (fresh && engine.frees_in_order()) {
+        found->second = std::make_shared<DeviceShare>(engine.shared_from_this(), limit_);
     }
     return found->second;
 }

@@ -57,9 +57,9 @@ bool Evacuator::evacuate_what_fits(WriteState& job) {
 
 Evacuator::Place Evacuator::open(const WriteState& job, int device) {
     CopyEngine& engine = job.engine(device);
-    Place place{.pool = cache_.pool(engine), .room = 0, .slab = nullptr};
-    if (!place.pool) return place;
-    place.room = place.pool->room();
+    Place place{.share = cache_.share(engine), .room = 0, .slab = nullptr};
+    if (!place.share) return place;
+    place.room = place.share->room();
     job.order_after_producers(device, engine.evacuation_stream());
     return place;
 }
@@ -86,7 +86,7 @@ void Evacuator::take_slab(WriteState& job, int device, std::uint64_t bytes, Plac
     }
     place.slab.reset();
     for (slab = std::min(slab, place.room); slab >= bytes && !place.slab; slab /= 2) {
-        place.slab = place.pool->allocate(slab);
+        place.slab = place.share->allocate(slab);
         if (place.slab) place.room -= slab;
     }
 }

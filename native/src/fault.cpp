@@ -27,7 +27,7 @@ struct Rule {
 
 constexpr std::array<std::string_view, 10> kPoints = {
     "open",     "write",       "read",       "sync",          "truncate",
-    "allocate", "uring_setup", "cuda_alloc", "cuda_register", "cuda_pool"};
+    "allocate", "uring_setup", "cuda_alloc", "cuda_register", "cuda_slab"};
 constexpr std::array<std::string_view, 5> kActions = {"fail", "short", "eintr", "kill", "delay"};
 
 template <std::size_t N>

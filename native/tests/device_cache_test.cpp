@@ -97,7 +97,7 @@ TEST(device_cache_without_memory) {
         const auto executor = support::make_executor({"pwrite", false}, 2, kBlock, 1000 * kBlock);
         DeviceCase state(large_case(random, {0, 0, 0, 0, 0}), false);
         fault::arm("write", "delay", 5, 1, 0);
-        fault::arm("cuda_pool", "fail", ENOMEM, fails_from, 0);
+        fault::arm("cuda_slab", "fail", ENOMEM, fails_from, 0);
         const std::string path = dir / std::to_string(fails_from);
         const auto job = executor->submit_write(path, state.written.plan, state.buffers);
         CHECK(job->gate(streams_of(state)));
@@ -125,7 +125,7 @@ TEST(device_cache_asks_for_less_where_it_must) {
         const auto executor = support::make_executor({"pwrite", false}, 2, kBlock, limit * kBlock);
         DeviceCase state(large_case(random, {0, 0, 0, 0, 0, 0, 0, 0}), false);  // 54 extents
         fault::arm("write", "delay", 20, 1, 0);
-        if (refused > 0) fault::arm("cuda_pool", "fail", ENOMEM, 1, refused);
+        if (refused > 0) fault::arm("cuda_slab", "fail", ENOMEM, 1, refused);
         const std::string path = dir / (std::to_string(limit) + "-" + std::to_string(refused));
         const auto job = executor->submit_write(path, state.written.plan, state.buffers);
         CHECK(job->gate(streams_of(state)));

@@ -114,6 +114,8 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
     void drain(cuda::StreamHandle stream) const;
     /// Whether kernels reach page-locked host memory at the host's addresses.
     bool reaches_host() const { return reaches_host_; }
+    /// Whether device memory is freed in the order of a stream, without waiting for the device.
+    bool frees_in_order() const { return frees_in_order_; }
     /// One kernel launch of at most `max_blocks` for all copies: from the device, to it or to
     /// page-locked host memory (if `reaches_host`). Returns the event behind it.
     std::shared_ptr<Event> gather(std::span<const gather::Range> ranges, cuda::StreamHandle stream,
@@ -134,6 +136,7 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
         cuda::Kernel fingerprint;
         cuda::Kernel gather;
     };
+    bool has(int attribute) const;
     void make_streams();
     void destroy_streams() const;
     const Kernels& kernels();
@@ -145,6 +148,7 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
     const int ordinal_;
     std::shared_ptr<cuda::PrimaryContext> context_;
     bool reaches_host_ = false;
+    bool frees_in_order_ = false;
     cuda::StreamHandle capture_stream_ = nullptr;
     cuda::StreamHandle restore_stream_ = nullptr;
     cuda::StreamHandle evacuation_stream_ = nullptr;

@@ -17,14 +17,14 @@ namespace datastates {
 std::uint64_t device_room(std::uint64_t limit, std::uint64_t used, std::uint64_t free,
                           std::uint64_t total);
 
-class DevicePool;
+class DeviceShare;
 
 /// Spare device memory for several images: allocating takes far longer than filling it. Given back
 /// when the last of them goes. One thread at a time takes from it.
 class DeviceSlab {
   public:
-    DeviceSlab(std::shared_ptr<DevicePool> pool, cuda::DevicePointer pointer, std::uint64_t bytes)
-        : pool_(std::move(pool)), pointer_(pointer), bytes_(bytes) {}
+    DeviceSlab(std::shared_ptr<DeviceShare> share, cuda::DevicePointer pointer, std::uint64_t bytes)
+        : share_(std::move(share)), pointer_(pointer), bytes_(bytes) {}
     ~DeviceSlab();
     DeviceSlab(const DeviceSlab&) = delete;
     DeviceSlab& operator=(const DeviceSlab&) = delete;
@@ -38,7 +38,7 @@ class DeviceSlab {
     std::optional<cuda::DevicePointer> take(std::uint64_t bytes);
 
   private:
-    std::shared_ptr<DevicePool> pool_;
+    std::shared_ptr<DeviceShare> share_;
     cuda::DevicePointer pointer_;
     std::uint64_t bytes_;
     std::uint64_t taken_ = 0;
@@ -67,48 +67,44 @@ class DeviceImage {
     std::shared_ptr<Event> ready_;
 };
 
-/// Slabs on one device, out of a memory pool of our own, which gives back to the device what it
-/// does not need. Thread-safe.
-class DevicePool : public std::enable_shared_from_this<DevicePool> {
+/// What of one device's memory slabs may take, and have taken. Thread-safe.
+class DeviceShare : public std::enable_shared_from_this<DeviceShare> {
   public:
-    /// Throws Error "cuda" where the device or its driver has no pools.
-    DevicePool(std::shared_ptr<CopyEngine> engine, std::uint64_t limit);
-    ~DevicePool();
-    DevicePool(const DevicePool&) = delete;
-    DevicePool& operator=(const DevicePool&) = delete;
-    DevicePool(DevicePool&&) = delete;
-    DevicePool& operator=(DevicePool&&) = delete;
+    DeviceShare(std::shared_ptr<CopyEngine> engine, std::uint64_t limit)
+        : engine_(std::move(engine)), limit_(limit) {}
 
     /// How much there is to be had now. Asks the driver: once for many slabs.
     std::uint64_t room() const;
-    /// Usable in the order of the engine's evacuation stream. Null when the device has none.
+    /// Null when the device has none.
     std::shared_ptr<DeviceSlab> allocate(std::uint64_t bytes);
 
   private:
     friend class DeviceSlab;
+    /// Does not wait for the device, only for copies to the host. REQUIRES: nothing is being copied
+    /// into it.
     void release(cuda::DevicePointer pointer, std::uint64_t bytes);
 
     const std::shared_ptr<CopyEngine> engine_;
     const std::uint64_t limit_;
-    cuda::PoolHandle pool_ = nullptr;
     mutable std::mutex mutex_;
     std::uint64_t used_ = 0;
 };
 
-/// The pools of the devices met so far. Thread-safe.
+/// The shares of the devices met so far. Thread-safe.
 class DeviceCache {
   public:
     /// At most `limit` bytes of each device; 0: none.
     explicit DeviceCache(std::uint64_t limit) : limit_(limit) {}
 
     bool enabled() const { return limit_ > 0; }
-    /// Null where the device has no pools.
-    std::shared_ptr<DevicePool> pool(CopyEngine& engine);
+    /// Null where device memory can only be freed by waiting for the device: before CUDA 11.2, and
+    /// on devices without memory pools.
+    std::shared_ptr<DeviceShare> share(CopyEngine& engine);
 
   private:
     const std::uint64_t limit_;
     std::mutex mutex_;
-    std::map<int, std::shared_ptr<DevicePool>> pools_;
+    std::map<int, std::shared_ptr<DeviceShare>> shares_;
 };
 
 }  // namespace datastates

@@ -17,7 +17,7 @@ namespace datastates {
 /// Frees a training step from waiting for the bus: what a job has not begun to capture when its
 /// gate is reached is copied to spare device memory, which takes milliseconds, and captured from
 /// there afterwards. The driver is asked for one slab for all of it where it can be had: beside
-/// copies on the bus each allocation takes some milliseconds, of whatever size. Thread-safe.
+/// copies on the bus each allocation takes a millisecond or two, of whatever size. Thread-safe.
 class Evacuator {
   public:
     /// At most `device_cache_bytes` of each device; 0: never.
@@ -54,7 +54,7 @@ class Evacuator {
     };
     /// One device, during one evacuation.
     struct Place {
-        std::shared_ptr<DevicePool> pool;
+        std::shared_ptr<DeviceShare> share;
         std::uint64_t room = 0;
         std::shared_ptr<DeviceSlab> slab;  // the one that images are taken from
         // What goes to the slab and was not enqueued yet.

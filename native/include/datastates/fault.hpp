@@ -19,7 +19,7 @@ enum class Point : std::uint8_t {
     uring_setup,
     cuda_alloc,
     cuda_register,
-    cuda_pool,
+    cuda_slab,
 };
 
 /// What the caller of `hit` must do in place of its syscall. (Kill and delay happen inside `hit`.)

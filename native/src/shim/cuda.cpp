@@ -58,10 +58,7 @@ class Library {
         load(driver_.launch_kernel, "cuLaunchKernel");
         available_ = complete && driver_.init(0) == kSuccess;
         load(driver_.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
-        load(driver_.pool_create, "cuMemPoolCreate");
-        load(driver_.pool_destroy, "cuMemPoolDestroy");
-        load(driver_.pool_allocate, "cuMemAllocFromPoolAsync");
-        load(driver_.pool_free, "cuMemFreeAsync");
+        load(driver_.memory_free_async, "cuMemFreeAsync");
     }
 
     bool available() const { return available_; }

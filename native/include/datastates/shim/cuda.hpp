@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -18,13 +17,11 @@ struct StreamObject;
 struct EventObject;
 struct ModuleObject;
 struct FunctionObject;
-struct PoolObject;
 using ContextHandle = ContextObject*;
 using StreamHandle = StreamObject*;
 using EventHandle = EventObject*;
 using ModuleHandle = ModuleObject*;
 using FunctionHandle = FunctionObject*;
-using PoolHandle = PoolObject*;
 
 constexpr Result kSuccess = 0;
 constexpr Result kNotReady = 600;
@@ -33,18 +30,9 @@ constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kHostPortable = 1;
 constexpr unsigned kHostDeviceMap = 2;
 constexpr int kCaptureModeRelaxed = 2;
-constexpr int kHostPointersForRegisteredMemory = 91;  // a device attribute
-
-/// cuda.h's CUmemPoolProps, as far as we fill it in.
-struct PoolProperties {
-    int allocation_type = 1;  // pinned, as all device memory is
-    int handle_types = 0;     // shared with nobody
-    int location_type = 1;    // a device
-    int location = 0;         // its ordinal
-    void* security_attributes = nullptr;
-    std::size_t max_bytes = 0;
-    std::array<unsigned char, 56> reserved{};
-};
+// Device attributes.
+constexpr int kHostPointersForRegisteredMemory = 91;
+constexpr int kMemoryPoolsSupported = 115;
 
 /// libcuda.so.1's functions.
 struct Driver {
@@ -84,13 +72,9 @@ struct Driver {
                             unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
                             unsigned shared_bytes, StreamHandle stream, void** parameters,
                             void** extra);
-    // These may be missing: since CUDA 10.1, and the pools since 11.2.
+    // These may be missing: since CUDA 10.1, and 11.2.
     Result (*exchange_capture_mode)(int* mode);
-    Result (*pool_create)(PoolHandle* pool, const PoolProperties* properties);
-    Result (*pool_destroy)(PoolHandle pool);
-    Result (*pool_allocate)(DevicePointer* pointer, std::size_t bytes, PoolHandle pool,
-                            StreamHandle stream);
-    Result (*pool_free)(DevicePointer pointer, StreamHandle stream);
+    Result (*memory_free_async)(DevicePointer pointer, StreamHandle stream);
 };
 
 /// Whether a driver with all our functions was found and started. Thread-safe, as all here.
