@@ -301,8 +301,11 @@ class WriteJob:
     def wait_captured(self, timeout: float | None = None) -> bool:
         """Wait until all sources are copied off their memory; False when the timeout passed. Raises what failed."""
 
-    def wait_written(self, timeout: float | None = None) -> bool:
-        """Wait until all extents are written, though not synced; False when the timeout passed."""
+    def wait_checksummed(self, timeout: float | None = None) -> bool:
+        """Wait until all checksums and digests are known, which is before the last extents are written.
+
+        False when the timeout passed. Raises what failed.
+        """
 
     def gate(self, streams: Sequence[tuple[int, int]], timeout: float | None = None) -> bool:
         """Return once later work on ``streams``, as (device, stream handle), may change the sources.
@@ -318,11 +321,11 @@ class WriteJob:
     def checksums(self) -> tuple[bytes, bytes]:
         """CRC-32 of each source, and of each chunk of each source end to end, as little-endian u32.
 
-        Raises ``NativeError`` "invalid" before everything is written.
+        Raises ``NativeError`` "invalid" before they are known.
         """
 
     def digests(self) -> bytes:
-        """What the plan's runs come to, as little-endian u32. Raises ``NativeError`` "invalid" before it is written."""
+        """What the plan's runs come to, as little-endian u32. Raises ``NativeError`` "invalid" too early."""
 
     def finish(self, tail: Buffer) -> None:
         """Wait until written, append ``tail`` to the last extent's bytes, cut to length, fsync, close. Blocking.

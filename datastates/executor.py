@@ -147,9 +147,12 @@ class WriteJob:
         """Wait until all sources are copied; False when ``timeout`` seconds pass first. Raises what failed."""
         return _native_call(lambda: self._job.wait_captured(timeout))
 
-    def wait_written(self, timeout: float | None = None) -> bool:
-        """Wait until all extents are written, though not synced; False when ``timeout`` seconds pass first."""
-        return _native_call(lambda: self._job.wait_written(timeout))
+    def wait_checksummed(self, timeout: float | None = None) -> bool:
+        """Wait until all checksums and digests are known, which is before the last extents are written.
+
+        False when ``timeout`` seconds pass first. Raises what failed.
+        """
+        return _native_call(lambda: self._job.wait_checksummed(timeout))
 
     def gate(self, streams: Sequence[tuple[int, int]]) -> None:
         """Return once the sources may change for work enqueued on ``streams``, given as (device, stream handle).
@@ -163,12 +166,12 @@ class WriteJob:
         return self._job.torn()
 
     def checksums(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """CRC-32 of each source, and of each chunk of each source end to end; call it after everything is written."""
+        """CRC-32 of each source, and of each chunk of each source end to end; call it once checksummed."""
         sources, chunks = self._job.checksums()
         return np.frombuffer(sources, "<u4"), np.frombuffer(chunks, "<u4")
 
     def digests(self) -> np.ndarray[Any, Any]:
-        """The digests that the plan's runs contribute to; call it after everything is written."""
+        """The digests that the plan's runs contribute to; call it once checksummed."""
         return np.frombuffer(self._job.digests(), "<u4")
 
     def finish(self, tail: bytes) -> None:

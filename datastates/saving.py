@@ -267,7 +267,7 @@ class Running:
         with self.snapshot.stage("serialize"):
             pickle, objects = container.encode_pickle(self._states(), begin, bare=self.bare)
         self._release()
-        self.job.wait_written()
+        self.job.wait_checksummed()
         with self.snapshot.stage("encode"):
             index = self._index(pickle, objects, begin)
             tail, index_crc = container.encode_tail(index, pickle, self.planned.nest)

@@ -15,9 +15,9 @@ WAITS_FOR = {
     "cache_wait": "write",
     "capture": "cache_wait",
     "checksum": "capture",
+    "encode": "checksum",
     "write": "checksum",
-    "encode": "write",
-    "tail": "encode",
+    "tail": "write",
     "sync": "tail",
     "commit": "sync",
 }

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import datastates as ds
+from datastates import _native
 from datastates.providers import HostTensorProvider, PickledObjectProvider
 from datastates.timeline import WAITS_FOR, Span, chrome_trace, stages
 
@@ -76,6 +77,20 @@ def test_the_trace_of_a_snapshot(tmp_path: Path) -> None:
         assert before * 1e6 <= event["ts"] <= event["ts"] + event["dur"] <= after * 1e6
     for stage in report.stages.values():
         assert 0 <= stage.busy_seconds <= stage.seconds * (1 + 1e-9) + 1e-9
+
+
+def test_the_index_is_encoded_while_the_last_extents_are_being_written(tmp_path: Path) -> None:
+    provider = HostTensorProvider("m", {"a": torch.randn(1 << 20)})
+    try:
+        _native.arm_fault("write", "delay", 1000, 1, 1)
+        snapshot = ds.snapshot([provider], tmp_path / "c")
+        snapshot.wait_committed()
+    finally:
+        _native.clear_faults()
+    snapshot.trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    end = {e["name"]: e["ts"] + e["dur"] for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert end["encode"] < end["write"] < end["tail"]
 
 
 def test_a_trace_that_cannot_be_written_says_where(tmp_path: Path) -> None:

@@ -343,9 +343,10 @@ void bind_jobs(py::module_& module) {
             },
             "timeout"_a = py::none())
         .def(
-            "wait_written",
+            "wait_checksummed",
             [](const WriteJob& job, const Timeout& timeout) {
-                return wait_interruptibly(timeout, [&](auto end) { return job.wait_written(end); });
+                return wait_interruptibly(timeout,
+                                          [&](auto end) { return job.wait_checksummed(end); });
             },
             "timeout"_a = py::none())
         .def(
@@ -358,12 +359,12 @@ void bind_jobs(py::module_& module) {
         .def("torn", &WriteJob::torn)
         .def("checksums",
              [](const WriteJob& job) {
-                 if (!job.written()) throw Error::invalid("checksums are known once written");
+                 if (!job.checksummed()) throw Error::invalid("checksums are not known yet");
                  return py::make_tuple(to_bytes(job.source_crcs()), to_bytes(job.chunk_crcs()));
              })
         .def("digests",
              [](const WriteJob& job) {
-                 if (!job.written()) throw Error::invalid("digests are known once written");
+                 if (!job.checksummed()) throw Error::invalid("digests are not known yet");
                  return to_bytes(job.digests());
              })
         .def(

@@ -247,6 +247,12 @@ void WriteState::extent_landed(const WritePlan::Extent& extent,
     settle_locked();
 }
 
+void WriteState::extent_checksummed() {
+    const std::scoped_lock lock(mutex_);
+    ++extents_checksummed_;
+    settle_locked();
+}
+
 void WriteState::extent_retired() {
     const std::scoped_lock lock(mutex_);
     ++retired_;
@@ -279,6 +285,7 @@ void WriteState::settle_locked() {
             captured_ = true;
             stats_.capture_seconds = seconds_since(start_);
         }
+        checksummed_ = extents_checksummed_ == plan_->extents().size();
         if (!written_ && created() && retired_ == plan_->extents().size()) written_ = true;
     }
     changed_.notify_all();
@@ -316,6 +323,11 @@ bool WriteState::wait_made(Deadline deadline) const {
 bool WriteState::wait_captured(Deadline deadline) const {
     std::unique_lock lock(mutex_);
     return wait(lock, deadline, captured_);
+}
+
+bool WriteState::wait_checksummed(Deadline deadline) const {
+    std::unique_lock lock(mutex_);
+    return wait(lock, deadline, checksummed_);
 }
 
 bool WriteState::wait_written(Deadline deadline) const {
@@ -369,6 +381,11 @@ bool WriteState::quiescent() const {
 bool WriteState::captured() const {
     const std::scoped_lock lock(mutex_);
     return captured_;
+}
+
+bool WriteState::checksummed() const {
+    const std::scoped_lock lock(mutex_);
+    return checksummed_;
 }
 
 bool WriteState::written() const {

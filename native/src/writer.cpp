@@ -144,6 +144,7 @@ void Writer::process_next() {
         return;
     }
     patch(*captured);
+    job->extent_checksummed();
     write(std::move(captured));
 }
 

@@ -264,6 +264,23 @@ TEST(timelines_show_writes_from_when_they_begin) {
     }
 }
 
+TEST(checksums_are_known_before_all_is_written) {
+    std::mt19937_64 random(19);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 3, kBlock);
+        const WriteCase written =
+            WriteCase::make({support::random_bytes(random, 500000)}, {0}, kBlock, 4096, random);
+        const support::FaultScope scope;
+        fault::arm("write", "delay", 1000, 1, 1);
+        const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
+        CHECK(job->wait_checksummed());
+        CHECK(!job->written());
+        CHECK(job->digests() == written.digests);
+        check_written(*job, written, dir / "f", {});
+    }
+}
+
 TEST(submit_from_many_threads) {
     for (const support::Setup& setup : support::setups()) {
         const support::TempDir dir(setup);

@@ -45,6 +45,10 @@ class WriteJob {
     bool wait_made(Deadline deadline = {}) const { return state_->wait_made(deadline); }
     /// All sources are copied off their memory. Throws what the job failed with before that.
     bool wait_captured(Deadline deadline = {}) const { return state_->wait_captured(deadline); }
+    /// All checksums and digests are known, before all is written.
+    bool wait_checksummed(Deadline deadline = {}) const {
+        return state_->wait_checksummed(deadline);
+    }
     /// All extents are written (not synced).
     bool wait_written(Deadline deadline = {}) const { return state_->wait_written(deadline); }
     /// Waits until every host source is copied and every device copy is enqueued, and makes each
@@ -53,13 +57,14 @@ class WriteJob {
     /// more will be read.
     bool gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline = {}) const;
     bool captured() const { return state_->captured(); }
+    bool checksummed() const { return state_->checksummed(); }
     bool written() const { return state_->written(); }
     /// Sources whose fingerprint changed between submit and capture. Valid once captured.
     std::vector<int> torn() const { return state_->torn(); }
-    /// Per source, and per chunk of all sources in order. Valid once written.
+    /// Per source, and per chunk of all sources in order. Valid once checksummed.
     std::vector<std::uint32_t> source_crcs() const;
     std::span<const std::uint32_t> chunk_crcs() const { return state_->chunk_crcs(); }
-    /// Of the plan's runs. Valid once written.
+    /// Of the plan's runs. Valid once checksummed.
     std::vector<std::uint32_t> digests() const { return state_->digests(); }
     /// Waits until written; appends `tail` to the last extent's bytes, cuts the file to its exact
     /// length, syncs and closes it.

@@ -106,6 +106,8 @@ class WriteState {
     void add_evacuate_seconds(double seconds);
     void extent_landed(const WritePlan::Extent& extent,
                        std::span<const std::uint64_t> device_fingerprints);
+    /// The checksums of its bytes are told.
+    void extent_checksummed();
     void extent_retired();
     /// The capture thread will touch neither the job nor the sources again.
     void end_capture();
@@ -121,11 +123,13 @@ class WriteState {
     using Deadline = std::optional<Clock::time_point>;
     bool wait_made(Deadline deadline) const;
     bool wait_captured(Deadline deadline) const;
+    bool wait_checksummed(Deadline deadline) const;
     bool wait_written(Deadline deadline) const;
     bool gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline) const;
     /// Until no thread and no device touches the job.
     void wait_quiescent() const;
     bool captured() const;
+    bool checksummed() const;
     bool written() const;
     bool quiescent() const;
     std::vector<int> torn() const;
@@ -179,11 +183,13 @@ class WriteState {
     std::size_t enqueued_ = 0;
     std::size_t source_extents_enqueued_ = 0;  // or evacuated
     std::size_t landed_ = 0;
+    std::size_t extents_checksummed_ = 0;
     std::size_t retired_ = 0;
     bool made_ = false;
     bool creating_ = false;
     bool capturing_ = false;
     bool captured_ = false;
+    bool checksummed_ = false;
     bool written_ = false;
     bool closed_ = false;
     std::optional<Error> error_;
