@@ -66,7 +66,8 @@ std::shared_ptr<DeviceSlab> DeviceShare::allocate(std::uint64_t bytes) {
 
 void DeviceShare::release(cuda::DevicePointer pointer, std::uint64_t bytes) {
     // Behind all that copies out of it. cuMemFree would wait for what the training has enqueued,
-    // and let nobody enqueue more meanwhile.
+    // and let nobody enqueue more meanwhile. That the other frees what cuMemAlloc has given, too,
+    // is in the CUDA C++ Programming Guide, "Stream Ordered Memory Allocator".
     auto* const stream = engine_->capture_stream();
     quietly(engine_->context(), [&] { return driver().memory_free_async(pointer, stream); });
     engine_->drain(stream);  // then the device has it again
