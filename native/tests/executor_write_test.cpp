@@ -272,7 +272,7 @@ TEST(checksums_are_known_before_all_is_written) {
         const WriteCase written =
             WriteCase::make({support::random_bytes(random, 500000)}, {0}, kBlock, 4096, random);
         const support::FaultScope scope;
-        fault::arm("write", "delay", 1000, 1, 1);
+        fault::arm("write", "delay", 300, 1, 1);
         const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
         CHECK(job->wait_checksummed());
         CHECK(!job->written());
