@@ -26,7 +26,9 @@ std::uint64_t device_room(std::uint64_t limit, std::uint64_t used, std::uint64_t
     return std::min(limit - std::min(limit, used), free - std::min(free, margin));
 }
 
-DeviceSlab::~DeviceSlab() { share_->release(pointer_, bytes_); }
+DeviceSlab::~DeviceSlab() {
+    if (bytes_ > 0) share_->release(pointer_, bytes_);
+}
 
 std::uint64_t DeviceSlab::rounded(std::uint64_t bytes) {
     return (bytes + kPage - 1) / kPage * kPage;
@@ -54,14 +56,15 @@ std::uint64_t DeviceShare::room() const {
 
 std::shared_ptr<DeviceSlab> DeviceShare::allocate(std::uint64_t bytes) {
     if (fault::hit_error(fault::Point::cuda_slab) != 0) return nullptr;
+    // Before the memory, so that nothing can throw between it and its owner.
+    auto slab = std::make_shared<DeviceSlab>(shared_from_this());
     const CurrentContext current(engine_->context());
     cuda::DevicePointer pointer = 0;
     if (driver().memory_allocate(&pointer, bytes) != cuda::kSuccess) return nullptr;
-    {
-        const std::scoped_lock lock(mutex_);
-        used_ += bytes;
-    }
-    return std::make_shared<DeviceSlab>(shared_from_this(), pointer, bytes);
+    slab->hold(pointer, bytes);
+    const std::scoped_lock lock(mutex_);
+    used_ += bytes;
+    return slab;
 }
 
 void DeviceShare::release(cuda::DevicePointer pointer, std::uint64_t bytes) {

@@ -23,14 +23,18 @@ class DeviceShare;
 /// when the last of them goes. One thread at a time takes from it.
 class DeviceSlab {
   public:
-    DeviceSlab(std::shared_ptr<DeviceShare> share, cuda::DevicePointer pointer, std::uint64_t bytes)
-        : share_(std::move(share)), pointer_(pointer), bytes_(bytes) {}
+    explicit DeviceSlab(std::shared_ptr<DeviceShare> share) : share_(std::move(share)) {}
     ~DeviceSlab();
     DeviceSlab(const DeviceSlab&) = delete;
     DeviceSlab& operator=(const DeviceSlab&) = delete;
     DeviceSlab(DeviceSlab&&) = delete;
     DeviceSlab& operator=(DeviceSlab&&) = delete;
 
+    /// Takes over memory that its share has allocated; none before.
+    void hold(cuda::DevicePointer pointer, std::uint64_t bytes) noexcept {
+        pointer_ = pointer;
+        bytes_ = bytes;
+    }
     std::uint64_t bytes() const { return bytes_; }
     /// What it takes of a slab: whole pages.
     static std::uint64_t rounded(std::uint64_t bytes);
@@ -39,8 +43,8 @@ class DeviceSlab {
 
   private:
     std::shared_ptr<DeviceShare> share_;
-    cuda::DevicePointer pointer_;
-    std::uint64_t bytes_;
+    cuda::DevicePointer pointer_ = 0;
+    std::uint64_t bytes_ = 0;
     std::uint64_t taken_ = 0;
 };
 
