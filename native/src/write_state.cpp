@@ -1,18 +1,15 @@
 #include "datastates/write_state.hpp"
 
 #include <algorithm>
-#include <cstring>
-#include <new>
 #include <utility>
 
 #include "datastates/error.hpp"
+#include "datastates/file_tail.hpp"
 #include "datastates/fingerprint.hpp"
 
 namespace datastates {
 namespace {
 
-constexpr std::size_t kPage = 4096;
-constexpr std::size_t kTailStep = std::size_t{4} << 20;
 // Some 20 ms of allocating memory.
 constexpr std::uint64_t kAllocationStep = std::uint64_t{256} << 20;
 // Extents' pieces that the processor fetches ahead of the one whose fingerprint it computes.
@@ -37,23 +34,6 @@ std::vector<bool> evacuable_extents(const WritePlan& plan, const Buffers& buffer
     }
     return evacuable;
 }
-
-/// Page-aligned memory, for direct I/O.
-class AlignedBuffer {
-  public:
-    explicit AlignedBuffer(std::size_t bytes)
-        : memory_(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kPage})), bytes) {}
-    ~AlignedBuffer() { ::operator delete(memory_.data(), std::align_val_t{kPage}); }
-    AlignedBuffer(const AlignedBuffer&) = delete;
-    AlignedBuffer& operator=(const AlignedBuffer&) = delete;
-    AlignedBuffer(AlignedBuffer&&) = delete;
-    AlignedBuffer& operator=(AlignedBuffer&&) = delete;
-
-    std::span<std::byte> memory() const { return memory_; }
-
-  private:
-    std::span<std::byte> memory_;
-};
 
 }  // namespace
 
@@ -398,37 +378,6 @@ std::vector<int> WriteState::torn() const {
     return torn_;
 }
 
-void WriteState::write_tail(std::span<const std::byte> tail) {
-    // From here on everything is small: staged through one aligned buffer, zero-padded for direct
-    // I/O, and cut to its exact length at the end.
-    const std::uint64_t length = plan_->file_length() + tail.size();
-    std::uint64_t at = plan_->file_length() - residual_.size();
-    std::span<const std::byte> head = residual_;
-    if (at < length) {
-        const std::uint64_t padded = (length - at + kPage - 1) / kPage * kPage;
-        const AlignedBuffer buffer(
-            static_cast<std::size_t>(std::min<std::uint64_t>(padded, kTailStep)));
-        while (at < length) {
-            std::size_t filled = 0;
-            for (auto* part : {&head, &tail}) {
-                const std::size_t take = std::min(part->size(), buffer.memory().size() - filled);
-                std::copy_n(part->begin(), take,
-                            buffer.memory().begin() + static_cast<std::ptrdiff_t>(filled));
-                *part = part->subspan(take);
-                filled += take;
-            }
-            std::size_t write = filled;
-            if (file_->direct()) {
-                write = (filled + kPage - 1) / kPage * kPage;
-                std::ranges::fill(buffer.memory().subspan(filled, write - filled), std::byte{0});
-            }
-            file_->write_all(buffer.memory().first(write), at);
-            at += filled;
-        }
-    }
-    file_->truncate(length);
-}
-
 void WriteState::finish(std::span<const std::byte> tail) {
     static_cast<void>(wait_written(std::nullopt));
     const std::scoped_lock finishing(finish_mutex_);
@@ -440,7 +389,7 @@ void WriteState::finish(std::span<const std::byte> tail) {
     const std::uint64_t length = plan_->file_length() + tail.size();
     try {
         const auto tail_start = Clock::now();
-        write_tail(tail);
+        write_tail(*file_, plan_->file_length() - residual_.size(), residual_, tail);
         timeline_.add(Stage::tail, 0, tail_start, residual_.size() + tail.size());
         const auto start = Clock::now();
         file_->sync();

@@ -157,7 +157,6 @@ class WriteState {
     void settle_locked();
     bool allocate_memory(const File& file) const;
     void compare_fingerprints_locked();
-    void write_tail(std::span<const std::byte> tail);
 
     const std::shared_ptr<const WritePlan> plan_;
     const Buffers buffers_;
