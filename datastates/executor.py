@@ -34,6 +34,8 @@ _TRACKS = {
     "sync": "engine thread",
 }
 """Names of the native core's tracks, by stage; those of capture are in :func:`_track`."""
+_WORKERS = 1 << 16
+"""The first of capture's tracks that is a worker's: ``kWorkerTracks`` of the native core."""
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
 
@@ -41,6 +43,8 @@ Columns: TypeAlias = "tuple[U64, I32, U64]"
 def _track(stage: str, number: int) -> str:
     if stage != "capture":
         return _TRACKS[stage].format(number)
+    if number >= _WORKERS:
+        return f"worker {number - _WORKERS}"
     return ("capture thread", "training thread")[number] if number < 2 else f"copies from GPU {number - 2}"
 
 

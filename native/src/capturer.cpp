@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -15,17 +14,11 @@
 namespace datastates {
 namespace {
 
-// Copied and digested in steps that stay in the processor's cache.
-constexpr std::size_t kStep = std::size_t{256} << 10;
 // Sources that the processor fetches ahead of the one whose fingerprint it computes.
 constexpr std::size_t kFetchAhead = 2;
 // What keeps the bus busy while the thread sleeps for a poll: more than a millisecond at 55 GB/s.
 constexpr std::uint64_t kShallow = std::uint64_t{64} << 20;
 constexpr std::chrono::microseconds kPoll{100};
-
-const std::byte* host_memory(const WriteState& job, std::size_t source) {
-    return reinterpret_cast<const std::byte*>(job.buffers().address[source]);
-}
 
 cuda::StreamHandle stream_of(const WriteState& job, std::size_t source) {
     return reinterpret_cast<cuda::StreamHandle>(job.buffers().stream[source]);
@@ -164,14 +157,13 @@ void Capturer::take_fingerprints(WriteState& job) {
     for (std::size_t i = 0; i < plan.sources(); ++i) {
         const std::size_t later = i + kFetchAhead;
         if (later < plan.sources() && job.on_host(later) && buffers.witness[later] != 0) {
-            fingerprint::prefetch(host_memory(job, later), plan.source_nbytes(later));
+            fingerprint::prefetch(job.host_memory(later), plan.source_nbytes(later));
         }
         const std::uint64_t nbytes = plan.source_nbytes(i);
         if (nbytes == 0) continue;
         const bool witness = buffers.witness[i] != 0;
         if (job.on_host(i)) {
-            if (witness)
-                job.set_fingerprint_before(i, fingerprint::of(host_memory(job, i), nbytes));
+            if (witness) job.set_fingerprint_before(i, fingerprint::of(job.host_memory(i), nbytes));
             continue;
         }
         Group& group = group_of(i);
@@ -204,7 +196,9 @@ std::optional<Capturer::Pending> Capturer::stage_eager(const std::shared_ptr<Wri
         const bool mixed = plan.extents()[pending.next_extent].has_lazy;
         auto captured =
             std::make_unique<CapturedExtent>(job, pending.next_extent, std::move(*block));
-        fill(*captured, mixed ? Pick::eager : Pick::all, nullptr);
+        const Pick pick = mixed ? Pick::eager : Pick::all;
+        copy_devices(*captured, pick, nullptr);
+        captured->copy_host(pick);
         if (mixed) {
             pending.half_filled = std::move(captured);
         } else {
@@ -244,7 +238,8 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
         } else if (pending.half_filled) {
             job->order_captures_after_producers();
             pending.half_filled->begin = Clock::now();
-            fill(*pending.half_filled, Pick::lazy, nullptr);
+            copy_devices(*pending.half_filled, Pick::lazy, nullptr);
+            pending.half_filled->copy_host(Pick::lazy);
             watch_bus(*pending.half_filled);
             hand_over(std::move(pending.half_filled), kThreadTrack);
         } else if (bus_is_full()) {
@@ -259,7 +254,11 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
             job->order_captures_after_producers();
             auto captured =
                 std::make_unique<CapturedExtent>(job, pending.next_extent, std::move(*block));
-            fill(*captured, Pick::all, job->claims().capture(pending.next_extent));
+            copy_devices(*captured, Pick::all, job->claims().capture(pending.next_extent));
+            // Of the last one by itself: there is nothing else that it could begin.
+            const bool last = pending.next_extent + 1 == job->plan().extents().size();
+            captured->host_later = !last && captured->has_host_sources();
+            if (!captured->host_later) captured->copy_host(Pick::all);
             ++pending.next_extent;
             watch_bus(*captured);
             hand_over(std::move(captured), kThreadTrack);
@@ -279,9 +278,9 @@ void Capturer::remove(const Pending& pending) {
     queue_.remove_if([&](const Pending& other) { return &other == &pending; });
 }
 
-/// Out of `image`, when there is one, instead of the sources.
-void Capturer::fill(CapturedExtent& captured, Pick pick,
-                    const std::shared_ptr<DeviceImage>& image) {
+/// Enqueues them: out of `image`, when there is one, instead of the sources.
+void Capturer::copy_devices(CapturedExtent& captured, Pick pick,
+                            const std::shared_ptr<DeviceImage>& image) {
     WriteState& job = *captured.job;
     const WritePlan& plan = job.plan();
     std::byte* const memory = captured.block.memory().data();
@@ -292,24 +291,16 @@ void Capturer::fill(CapturedExtent& captured, Pick pick,
             engine.wait(engine.capture_stream(), *image->ready());
         }
         for (const WritePlan::Piece& piece : plan.pieces(captured.extent())) {
-            std::byte* const to = memory + piece.extent_offset;
-            if (piece.source < 0) {
-                if (pick != Pick::lazy) std::ranges::copy(plan.literal(piece), to);
-                continue;
-            }
+            if (!job.on_device(piece)) continue;
             const auto source = static_cast<std::size_t>(piece.source);
             const bool lazy = !plan.eager(source);
             if ((pick == Pick::eager && lazy) || (pick == Pick::lazy && !lazy)) continue;
-            if (job.on_host(source)) {
-                copy_host(job, piece, to);
-                continue;
-            }
             const int device = job.buffers().device[source];
             auto* stream = lazy ? job.engine(device).capture_stream() : stream_of(job, source);
             const cuda::DevicePointer from =
                 image ? image->pointer() + piece.extent_offset
                       : job.buffers().address[source] + piece.source_offset;
-            copies.add(device, stream, lazy, to, from, piece.length);
+            copies.add(device, stream, lazy, memory + piece.extent_offset, from, piece.length);
         }
         copies.enqueue(image);
     } catch (...) {
@@ -336,24 +327,9 @@ void Capturer::watch_bus(const CapturedExtent& captured) {
     bytes_on_bus_ += bytes;
 }
 
-void Capturer::copy_host(WriteState& job, const WritePlan::Piece& piece, std::byte* to) {
-    const auto source = static_cast<std::size_t>(piece.source);
-    const std::byte* from = host_memory(job, source) + piece.source_offset;
-    DigestSweep sweep = job.sweep(piece);
-    for (std::uint64_t at = 0; at < piece.length && !job.stopped(); at += kStep) {
-        const auto step =
-            static_cast<std::size_t>(std::min<std::uint64_t>(kStep, piece.length - at));
-        std::memcpy(to + at, from + at, step);
-        job.checksum(source, {to + at, step});
-        sweep.update({to + at, step});
-    }
-    if (job.stopped()) return;
-    sweep.finish();
-    job.fingerprint(piece, to);
-}
-
 void Capturer::hand_over(std::unique_ptr<CapturedExtent> captured, std::uint32_t track) {
-    if (captured->events.empty() && captured->extent().has_sources) captured->note_capture(track);
+    const bool through = captured->events.empty() && !captured->host_later;
+    if (through && captured->extent().has_sources) captured->note_capture(track);
     writer_.hand_over(std::move(captured));
 }
 

@@ -2,7 +2,6 @@
 
 #include <libdeflate.h>
 
-#include <algorithm>
 #include <array>
 
 namespace datastates {
@@ -68,33 +67,6 @@ std::uint32_t Crc32Shift::combine(std::uint32_t first, std::uint32_t second) con
 std::uint32_t crc32_combine(std::uint32_t first, std::uint32_t second,
                             std::uint64_t second_length) {
     return Crc32Shift(second_length).combine(first, second);
-}
-
-std::vector<CrcFragment> fragments(std::span<const std::byte> data, std::uint64_t position,
-                                   std::uint64_t chunk_bytes,
-                                   const std::function<void(std::span<const std::byte>)>& beside) {
-    std::vector<CrcFragment> cut;
-    cut.reserve((data.size() / chunk_bytes) + 2);
-    while (!data.empty()) {
-        const auto length = static_cast<std::size_t>(
-            std::min<std::uint64_t>(data.size(), chunk_bytes - (position % chunk_bytes)));
-        cut.push_back({.crc = crc32(0, data.first(length)), .length = length});
-        beside(data.first(length));
-        position += length;
-        data = data.subspan(length);
-    }
-    return cut;
-}
-
-void ChunkedCrc32::update(std::span<const std::byte> data, const Crc32Shift& full_chunk) {
-    while (!data.empty()) {
-        const auto take =
-            static_cast<std::size_t>(std::min<std::uint64_t>(data.size(), chunk_bytes_ - filled_));
-        std::uint32_t& chunk = chunks_[done_];
-        chunk = crc32(filled_ == 0 ? 0 : chunk, data.first(take));
-        filled(take, full_chunk);
-        data = data.subspan(take);
-    }
 }
 
 void ChunkedCrc32::append(const CrcFragment& fragment, const Crc32Shift& full_chunk) {

@@ -106,10 +106,6 @@ bool WriteState::allocate_memory(const File& file) const {
     return !stopped();
 }
 
-void WriteState::checksum(std::size_t source, std::span<const std::byte> data) {
-    source_crcs_[source].update(data, plan_->full_chunk());
-}
-
 void WriteState::checksum(std::size_t source, const CrcFragment& fragment) {
     source_crcs_[source].append(fragment, plan_->full_chunk());
 }
@@ -123,7 +119,10 @@ std::uint64_t WriteState::fingerprint_of(const WritePlan::Piece& piece,
 }
 
 void WriteState::fingerprint(const WritePlan::Piece& piece, const std::byte* data) {
-    after_[static_cast<std::size_t>(piece.source)] += fingerprint_of(piece, data);
+    if (buffers_.witness[static_cast<std::size_t>(piece.source)] == 0) return;
+    const std::uint64_t found = fingerprint_of(piece, data);
+    const std::scoped_lock lock(mutex_);
+    after_[static_cast<std::size_t>(piece.source)] += found;
 }
 
 std::vector<std::uint64_t> WriteState::device_fingerprints(const WritePlan::Extent& extent,
@@ -194,11 +193,22 @@ void WriteState::add_capture_event(int device, std::shared_ptr<Event> event, boo
     }
 }
 
-void WriteState::extent_enqueued(std::size_t extent) {
+void WriteState::extent_enqueued(std::size_t extent, bool host_later) {
     const bool counts = plan_->extents()[extent].has_sources && !claims_.was_evacuated(extent);
     const std::scoped_lock lock(mutex_);
     ++enqueued_;
-    if (counts) ++source_extents_enqueued_;
+    if (host_later) {
+        ++copying_;
+    } else if (counts) {
+        ++source_extents_enqueued_;
+    }
+    changed_.notify_all();
+}
+
+void WriteState::extent_copied() {
+    const std::scoped_lock lock(mutex_);
+    --copying_;
+    ++source_extents_enqueued_;
     changed_.notify_all();
 }
 
@@ -321,7 +331,8 @@ bool WriteState::gate(std::span<const std::pair<int, std::uint64_t>> streams,
     {
         std::unique_lock lock(mutex_);
         const auto enqueued = [&] {
-            return !capturing_ || source_extents_enqueued_ == plan_->source_extents();
+            return (!capturing_ && copying_ == 0) ||
+                   source_extents_enqueued_ == plan_->source_extents();
         };
         if (deadline) {
             if (!changed_.wait_until(lock, *deadline, enqueued)) return false;

@@ -14,8 +14,16 @@ constexpr std::uint64_t kPage = 4096;
 // How long a device copy that has landed may wait to be seen.
 constexpr std::chrono::microseconds kPoll{50};
 
-std::span<std::byte> captured_bytes(const CapturedExtent& captured, const WritePlan::Piece& piece) {
-    return captured.block.memory().subspan(piece.extent_offset, piece.length);
+/// In a worker: the bytes of an extent's host sources. Where there are no others, it is captured.
+void copy(CapturedExtent& captured, unsigned worker) {
+    if (!captured.events.empty()) {
+        captured.copy_host(Pick::all);
+        return;
+    }
+    captured.begin = Clock::now();
+    captured.copy_host(Pick::all);
+    captured.note_capture(kWorkerTracks + worker);
+    captured.job->extent_landed(captured.extent(), {});
 }
 
 /// In a worker: fingerprints first, as somebody may wait for the capture to be over.
@@ -24,17 +32,7 @@ void digest(CapturedExtent& captured, unsigned worker) {
     const auto begin = Clock::now();
     const std::byte* const memory = captured.block.memory().data();
     job.extent_landed(captured.extent(), job.device_fingerprints(captured.extent(), memory));
-    std::uint64_t bytes = 0;
-    for (const WritePlan::Piece& piece : job.plan().pieces(captured.extent())) {
-        if (job.stopped()) return;
-        if (!job.on_device(piece)) continue;
-        DigestSweep sweep = job.sweep(piece);
-        captured.digests.push_back(fragments(
-            captured_bytes(captured, piece), piece.source_offset, job.plan().chunk_bytes(),
-            [&](std::span<const std::byte> fragment) { sweep.update(fragment); }));
-        sweep.finish();
-        bytes += piece.length;
-    }
+    const std::uint64_t bytes = captured.digest_devices();
     job.timeline().add(Stage::checksum, worker, begin, bytes);
 }
 
@@ -47,9 +45,14 @@ Writer::Writer(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
 
 void Writer::hand_over(std::unique_ptr<CapturedExtent> extent) {
-    const bool has_sources = extent->extent().has_sources;
-    extent->job->extent_enqueued(extent->index);
-    if (has_sources && extent->events.empty()) extent->job->extent_landed(extent->extent(), {});
+    WriteState& job = *extent->job;
+    const WritePlan::Extent& planned = extent->extent();
+    job.extent_enqueued(extent->index, extent->host_later);
+    if (extent->host_later) {
+        start_copy(*extent);
+    } else if (planned.has_sources && extent->events.empty()) {
+        job.extent_landed(planned, {});
+    }
     {
         const std::scoped_lock lock(mutex_);
         arrivals_.push_back(std::move(extent));
@@ -81,7 +84,7 @@ void Writer::run(const std::stop_token& stop) {
             process_next();
             reap(false);
         } else {
-            reap(landing_.empty());
+            reap(!lands_unseen());
         }
     }
 }
@@ -90,11 +93,11 @@ void Writer::run(const std::stop_token& stop) {
 bool Writer::take_arrivals(const std::stop_token& stop) {
     std::unique_lock lock(mutex_);
     const auto arrived = [&] {
-        return !arrivals_.empty() || !digested_.empty() || !stored_.empty() || look_again_;
+        return !arrivals_.empty() || !worked_.empty() || !stored_.empty() || look_again_;
     };
     if (next_is_ready()) {
         // Goes on at once.
-    } else if (!landing_.empty()) {
+    } else if (lands_unseen()) {
         arrived_.wait_for(lock, kPoll, arrived);
     } else if (backend_->in_flight() == 0) {
         if (!arrived_.wait(lock, stop, arrived)) return false;
@@ -102,16 +105,16 @@ bool Writer::take_arrivals(const std::stop_token& stop) {
     std::ranges::move(arrivals_, std::back_inserter(landing_));
     arrivals_.clear();
     look_again_ = false;
-    for (CapturedExtent* captured : std::exchange(digested_, {})) captured->digesting = false;
+    for (CapturedExtent* captured : std::exchange(worked_, {})) captured->working = false;
     const std::vector<Stored> stored = std::exchange(stored_, {});
     lock.unlock();
     for (const Stored& store : stored) complete(store.completion, store.error);
     return true;
 }
 
-/// Takes the oldest extent whose device copies are through.
+/// Takes the oldest extent whose copies are through.
 bool Writer::land_next() {
-    if (landing_.empty()) return false;
+    if (!lands_unseen()) return false;
     CapturedExtent& captured = *landing_.front();
     WriteState& job = *captured.job;
     const bool was_landing = !captured.events.empty();
@@ -148,6 +151,27 @@ void Writer::process_next() {
     write(std::move(captured));
 }
 
+void Writer::start_copy(CapturedExtent& captured) {
+    captured.working = true;
+    const auto job = captured.job;
+    try {
+        workers_.submit(WorkerPool::Task([this, &captured](unsigned worker) {
+            const auto job = captured.job;
+            try {
+                copy(captured, worker);
+            } catch (...) {
+                job->fail(Error::current());
+            }
+            job->extent_copied();
+            give_back(captured);
+        }));
+    } catch (...) {
+        job->fail(Error::current());
+        job->extent_copied();
+        captured.working = false;
+    }
+}
+
 void Writer::start_digest(CapturedExtent& captured) {
     workers_.submit(WorkerPool::Task([this, &captured](unsigned worker) {
         try {
@@ -155,25 +179,24 @@ void Writer::start_digest(CapturedExtent& captured) {
         } catch (...) {
             captured.job->fail(Error::current());
         }
-        const std::scoped_lock lock(mutex_);
-        digested_.push_back(&captured);
-        arrived_.notify_one();
-        backend_->wake();
+        give_back(captured);
     }));
-    captured.digesting = true;
+    captured.working = true;
 }
 
-/// Adds the workers' checksums to their sources', in file order, and puts those that are complete
+/// By a worker, which is through with it.
+void Writer::give_back(CapturedExtent& captured) {
+    const std::scoped_lock lock(mutex_);
+    worked_.push_back(&captured);
+    arrived_.notify_one();
+    backend_->wake();
+}
+
+/// Adds the extent's checksums to its sources', in file order, and puts those that are complete
 /// into the extent.
 void Writer::patch(const CapturedExtent& captured) {
-    WriteState& job = *captured.job;
-    auto digest = captured.digests.begin();
-    for (const WritePlan::Piece& piece : job.plan().pieces(captured.extent())) {
-        if (!job.on_device(piece)) continue;
-        for (const CrcFragment& fragment : *digest++) {
-            job.checksum(static_cast<std::size_t>(piece.source), fragment);
-        }
-    }
+    const WriteState& job = *captured.job;
+    captured.tell_checksums();
     const std::span<std::byte> memory = captured.block.memory();
     static_assert(std::endian::native == std::endian::little);
     for (const WritePlan::Patch& patch : job.plan().patches(captured.extent())) {

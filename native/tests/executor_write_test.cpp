@@ -281,6 +281,42 @@ TEST(checksums_are_known_before_all_is_written) {
     }
 }
 
+TEST(workers_copy_host_sources_but_for_the_last_extent) {
+    std::mt19937_64 random(20);
+    const support::TempDir dir;
+    const auto executor = support::make_executor({"pwrite", false}, 40, kBlock);
+    const WriteCase written =
+        WriteCase::make({support::random_bytes(random, 20 * kBlock)}, {0}, kBlock, 4096, random);
+    const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
+    check_written(*job, written, dir / "f", {});
+    std::size_t by_workers = 0;
+    std::size_t by_thread = 0;
+    for (const Span& span : job->timeline().spans()) {
+        if (span.stage == Stage::capture) ++(span.track >= kWorkerTracks ? by_workers : by_thread);
+    }
+    CHECK_EQ(by_workers + 1, written.plan->extents().size());
+    CHECK_EQ(by_thread, 1U);
+}
+
+TEST(a_gate_waits_for_what_workers_copy) {
+    std::mt19937_64 random(21);
+    const support::TempDir dir;
+    constexpr std::size_t kLarge = std::size_t{1} << 20;
+    const auto executor = support::make_executor({"pwrite", false}, 24, kLarge);
+    WriteCase written = WriteCase::make({support::random_bytes(random, (20 * kLarge) + 1)}, {0},
+                                        kLarge, 4096, random);
+    const Bytes before = written.sources[0];
+    for (int round = 0; round < 10; ++round) {
+        const std::string path = dir / std::to_string(round);
+        const auto job = executor->submit_write(path, written.plan, written.buffers());
+        CHECK(job->gate({}));
+        std::ranges::fill(written.sources[0], std::byte{0});
+        CHECK(job->wait_captured());
+        std::ranges::copy(before, written.sources[0].begin());
+        check_written(*job, written, path, {});
+    }
+}
+
 TEST(submit_from_many_threads) {
     for (const support::Setup& setup : support::setups()) {
         const support::TempDir dir(setup);

@@ -21,8 +21,9 @@
 
 namespace datastates {
 
-/// Copies sources into cache blocks: eager ones in the caller's thread, lazy ones in a thread of
-/// its own, jobs in the order of submission, extents in file order.
+/// Has sources copied into cache blocks: eager ones in the caller's thread, lazy ones begun in a
+/// thread of its own, jobs in the order of submission, extents in file order. Lazy ones of host
+/// memory are copied by workers, several extents at a time.
 ///
 /// Why this cannot deadlock, down to a cache of one block: a filled extent needs only the writer,
 /// which needs no block. A block that is held half filled (eager pieces in, lazy ones not) is
@@ -48,7 +49,6 @@ class Capturer {
     void attend();
 
   private:
-    enum class Pick : std::uint8_t { all, eager, lazy };
     struct Pending {
         std::shared_ptr<WriteState> job;
         std::size_t next_extent = 0;
@@ -62,11 +62,10 @@ class Capturer {
     Pending* next(const std::stop_token& stop);
     void advance(Pending& pending, const std::stop_token& stop);
     void remove(const Pending& pending);
-    static void fill(CapturedExtent& captured, Pick pick,
-                     const std::shared_ptr<DeviceImage>& image);
+    static void copy_devices(CapturedExtent& captured, Pick pick,
+                             const std::shared_ptr<DeviceImage>& image);
     bool bus_is_full();
     void watch_bus(const CapturedExtent& captured);
-    static void copy_host(WriteState& job, const WritePlan::Piece& piece, std::byte* to);
     void hand_over(std::unique_ptr<CapturedExtent> captured, std::uint32_t track);
 
     HostCache& cache_;

@@ -1,10 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <span>
-#include <vector>
 
 namespace datastates {
 
@@ -42,24 +41,32 @@ struct CrcFragment {
 };
 
 /// Checksums of `data`, which begins at `position` of its source, cut where the source's chunks of
-/// `chunk_bytes` begin: what `ChunkedCrc32::append` takes. `beside` is shown each stretch in turn,
-/// while it is in the processor's cache.
-std::vector<CrcFragment> fragments(
-    std::span<const std::byte> data, std::uint64_t position, std::uint64_t chunk_bytes,
-    const std::function<void(std::span<const std::byte>)>& beside = [](auto) {});
+/// `chunk_bytes` begin: `tell` gets what `ChunkedCrc32::append` takes. `first` is shown each
+/// stretch before that, and may put it there: it is in the processor's cache then.
+template <typename First, typename Tell>
+void fragments(std::span<const std::byte> data, std::uint64_t position, std::uint64_t chunk_bytes,
+               First&& first, Tell&& tell) {
+    while (!data.empty()) {
+        const auto length = static_cast<std::size_t>(
+            std::min<std::uint64_t>(data.size(), chunk_bytes - (position % chunk_bytes)));
+        const std::span<const std::byte> stretch = data.first(length);
+        first(stretch);
+        tell(CrcFragment{.crc = crc32(0, stretch), .length = length});
+        position += length;
+        data = data.subspan(length);
+    }
+}
 
-/// One source's running checksums: its own and one for each `chunk_bytes` of it. Bytes come in
-/// order. Every byte is read once: the source's checksum is combined out of its chunks'.
+/// One source's running checksums: its own and one for each `chunk_bytes` of it. Fragments come in
+/// order. The source's checksum is combined out of its chunks'.
 class ChunkedCrc32 {
   public:
     /// `chunks` must have room for ceil(source length / chunk_bytes) values.
     ChunkedCrc32(std::uint64_t chunk_bytes, std::span<std::uint32_t> chunks)
         : chunk_bytes_(chunk_bytes), chunks_(chunks) {}
 
-    /// `full_chunk` is the operator for `chunk_bytes`.
-    void update(std::span<const std::byte> data, const Crc32Shift& full_chunk);
-
-    /// Goes on with bytes whose checksum is known. They must not reach beyond a chunk's end.
+    /// Goes on with bytes that do not reach beyond a chunk's end. `full_chunk` is the operator for
+    /// `chunk_bytes`.
     void append(const CrcFragment& fragment, const Crc32Shift& full_chunk);
 
     /// The checksum of everything so far.

@@ -60,14 +60,18 @@ class WriteState {
         return piece.source >= 0 && !on_host(static_cast<std::size_t>(piece.source));
     }
 
-    // Captured bytes, told by the capture thread for host sources, by the writer for device ones.
-    void checksum(std::size_t source, std::span<const std::byte> data);
+    const std::byte* host_memory(std::size_t source) const {
+        return reinterpret_cast<const std::byte*>(buffers_.address[source]);
+    }
+
+    // Captured bytes. The writer's, in the order of each source's bytes.
     void checksum(std::size_t source, const CrcFragment& fragment);
     /// For the digests that a piece's bytes are part of.
     DigestSweep sweep(const WritePlan::Piece& piece) {
         return {plan_->digest_runs(static_cast<std::size_t>(piece.source)), piece.source_offset,
                 digests_};
     }
+    /// Of a host source, as it was captured. Any thread's.
     void fingerprint(const WritePlan::Piece& piece, const std::byte* data);
     /// Of all device sources' pieces, in their order, when `memory` holds the extent; for
     /// extent_landed.
@@ -99,8 +103,10 @@ class WriteState {
     // Progress.
     /// Copies of `device` were enqueued; `lazy` ones replace the event before, being in one stream.
     void add_capture_event(int device, std::shared_ptr<Event> event, bool lazy);
-    /// Its bytes are on their way to a block.
-    void extent_enqueued(std::size_t extent);
+    /// It has its block, and its device bytes are on their way there; `host_later`: its host bytes
+    /// are not there before extent_copied.
+    void extent_enqueued(std::size_t extent, bool host_later);
+    void extent_copied();
     /// Its bytes are on their way to spare memory of `device`, and there behind `ready`.
     void extent_evacuated(std::size_t extent, int device, std::shared_ptr<Event> ready);
     void add_evacuate_seconds(double seconds);
@@ -180,7 +186,8 @@ class WriteState {
     mutable std::condition_variable changed_;
     std::map<int, DeviceCapture> capture_events_;
     std::size_t enqueued_ = 0;
-    std::size_t source_extents_enqueued_ = 0;  // or evacuated
+    std::size_t source_extents_enqueued_ = 0;  // or evacuated; of host bytes, copied
+    std::size_t copying_ = 0;                  // extents whose host bytes are not yet copied
     std::size_t landed_ = 0;
     std::size_t extents_checksummed_ = 0;
     std::size_t retired_ = 0;

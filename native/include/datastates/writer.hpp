@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "datastates/captured_extent.hpp"
 #include "datastates/copy_engine.hpp"
 #include "datastates/host_cache.hpp"
 #include "datastates/io_backend.hpp"
@@ -22,46 +23,10 @@
 
 namespace datastates {
 
-/// Tracks of the capture stage: the capture thread, a caller of submit_write, and from the last on
-/// one for each device.
-inline constexpr std::uint32_t kThreadTrack = 0;
-inline constexpr std::uint32_t kCallerTrack = 1;
-inline constexpr std::uint32_t kDeviceTracks = 2;
-
-/// An extent on its way from the capture to the file.
-struct CapturedExtent {
-    CapturedExtent(std::shared_ptr<WriteState> state, std::size_t extent_index, Block cache_block)
-        : job(std::move(state)), index(extent_index), block(std::move(cache_block)) {}
-    /// Tells the timeline that its capture, begun at `begin`, ends now.
-    void note_capture(std::uint32_t track) const {
-        job->timeline().add(Stage::capture, track, begin, extent().length);
-    }
-    /// The block goes back when no device writes into it any more.
-    ~CapturedExtent() {
-        for (const auto& event : events) event->synchronize();
-    }
-    CapturedExtent(const CapturedExtent&) = delete;
-    CapturedExtent& operator=(const CapturedExtent&) = delete;
-    CapturedExtent(CapturedExtent&&) = delete;
-    CapturedExtent& operator=(CapturedExtent&&) = delete;
-
-    const WritePlan::Extent& extent() const { return job->plan().extents()[index]; }
-
-    std::shared_ptr<WriteState> job;
-    std::size_t index;
-    Block block;
-    Clock::time_point begin = Clock::now();      // of its capture
-    std::vector<std::shared_ptr<Event>> events;  // of the device copies under way
-    /// Checksums of its device sources' bytes, in the order of the pieces. A worker's while
-    /// `digesting`, else the writer's.
-    std::vector<std::vector<CrcFragment>> digests;
-    bool digesting = false;
-};
-
 /// The thread that owns the write backend. Extents go through three states here, in order: landing
-/// (device copies under way) → ready (checksums, patches) → in flight (being written). Workers
-/// compute the checksums of device sources, and store into files that live in memory; both come
-/// back in any order.
+/// (device copies under way, or host copies by a worker) → ready (checksums, patches) → in flight
+/// (being written). Workers copy host sources, compute the checksums of device sources, and store
+/// into files that live in memory; all of that comes back in any order.
 class Writer {
   public:
     Writer(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend);
@@ -72,7 +37,8 @@ class Writer {
     Writer(Writer&&) = delete;
     Writer& operator=(Writer&&) = delete;
 
-    /// Takes a filled extent. Extents of one job must come in file order. Thread-safe.
+    /// Takes an extent that is filled, but for its host sources where they come later: those it has
+    /// copied. Extents of one job must come in file order. Thread-safe.
     void hand_over(std::unique_ptr<CapturedExtent> extent);
     /// Lets it look again at what waits for a file, which exists by now, or whose job has failed.
     /// Thread-safe.
@@ -94,11 +60,15 @@ class Writer {
     bool take_arrivals(const std::stop_token& stop);
     bool land_next();
     bool next_is_ready() const {
-        if (ready_.empty() || ready_.front()->digesting) return false;
+        if (ready_.empty() || ready_.front()->working) return false;
         const WriteState& job = *ready_.front()->job;
         return job.created() || job.stopped();
     }
+    /// Whether only a look at it tells when the oldest extent has landed.
+    bool lands_unseen() const { return !landing_.empty() && !landing_.front()->working; }
+    void start_copy(CapturedExtent& captured);
     void start_digest(CapturedExtent& captured);
+    void give_back(CapturedExtent& captured);
     void process_next();
     static void patch(const CapturedExtent& captured);
     void write(std::unique_ptr<CapturedExtent> captured);
@@ -113,7 +83,7 @@ class Writer {
     std::mutex mutex_;
     std::condition_variable_any arrived_;
     std::deque<std::unique_ptr<CapturedExtent>> arrivals_;
-    std::vector<CapturedExtent*> digested_;
+    std::vector<CapturedExtent*> worked_;
     std::vector<Stored> stored_;
     bool look_again_ = false;
     // The thread's own.
