@@ -257,7 +257,7 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
             copy_devices(*captured, Pick::all, job->claims().capture(pending.next_extent));
             // Of the last one by itself: there is nothing else that it could begin.
             const bool last = pending.next_extent + 1 == job->plan().extents().size();
-            captured->host_later = !last && captured->has_host_sources();
+            captured->host_later = writer_.copies_host() && !last && captured->has_host_sources();
             if (!captured->host_later) captured->copy_host(Pick::all);
             ++pending.next_extent;
             watch_bus(*captured);

@@ -23,7 +23,7 @@ namespace datastates {
 
 /// Has sources copied into cache blocks: eager ones in the caller's thread, lazy ones begun in a
 /// thread of its own, jobs in the order of submission, extents in file order. Lazy ones of host
-/// memory are copied by workers, several extents at a time.
+/// memory are copied by workers, several extents at a time, where there are enough of them.
 ///
 /// Why this cannot deadlock, down to a cache of one block: a filled extent needs only the writer,
 /// which needs no block. A block that is held half filled (eager pieces in, lazy ones not) is

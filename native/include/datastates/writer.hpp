@@ -40,12 +40,16 @@ class Writer {
     /// Takes an extent that is filled, but for its host sources where they come later: those it has
     /// copied. Extents of one job must come in file order. Thread-safe.
     void hand_over(std::unique_ptr<CapturedExtent> extent);
+    /// Whether it has host sources copied by workers. Few of them only wait for the memory that the
+    /// storage and the training need, too: there a save would take longer.
+    bool copies_host() const { return workers_.size() >= kCopyingWorkers; }
     /// Lets it look again at what waits for a file, which exists by now, or whose job has failed.
     /// Thread-safe.
     void look_again();
     std::string_view backend_name() const { return backend_->name(); }
 
   private:
+    static constexpr unsigned kCopyingWorkers = 4;
     struct InFlight {
         std::unique_ptr<CapturedExtent> extent;
         IoRequest request;
