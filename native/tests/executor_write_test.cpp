@@ -287,14 +287,7 @@ TEST(four_workers_copy_host_sources_but_for_the_last_extent) {
         WriteCase::make({support::random_bytes(random, 20 * kBlock)}, {0}, kBlock, 4096, random);
     const std::size_t extents = written.plan->extents().size();
     for (const unsigned workers : {3U, 4U}) {
-        const auto executor = Executor::make({.cache_bytes = 40 * kBlock,
-                                              .block_bytes = kBlock,
-                                              .device_cache_bytes = 0,
-                                              .queue_depth = 4,
-                                              .backend = "pwrite",
-                                              .direct = false,
-                                              .io_threads = 3,
-                                              .workers = workers});
+        const auto executor = support::make_executor({"pwrite", false}, 40, kBlock, 0, workers);
         const std::string path = dir / std::to_string(workers);
         const auto job = executor->submit_write(path, written.plan, written.buffers());
         check_written(*job, written, path, {});

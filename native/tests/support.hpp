@@ -410,7 +410,8 @@ inline std::vector<Setup> setups() {
 
 inline std::shared_ptr<datastates::Executor> make_executor(const Setup& setup, std::size_t blocks,
                                                            std::size_t block_bytes,
-                                                           std::uint64_t device_cache_bytes = 0) {
+                                                           std::uint64_t device_cache_bytes = 0,
+                                                           unsigned workers = 4) {
     return datastates::Executor::make({.cache_bytes = blocks * block_bytes,
                                        .block_bytes = block_bytes,
                                        .device_cache_bytes = device_cache_bytes,
@@ -418,7 +419,7 @@ inline std::shared_ptr<datastates::Executor> make_executor(const Setup& setup, s
                                        .backend = setup.backend,
                                        .direct = setup.direct,
                                        .io_threads = 3,
-                                       .workers = 4});
+                                       .workers = workers});
 }
 
 }  // namespace support
