@@ -63,9 +63,8 @@ def _torch_dtype(dtype: Any) -> dtypes.DType | None:
 
 
 def _numpy_dtype(dtype: Any) -> dtypes.DType | None:
-    if dtype.kind == "V":  # ml_dtypes registers bfloat16 and the float8 types as void types with a name
-        return dtypes.BY_NAME.get(dtype.name) if dtype.names is None else None
-    return dtypes.BY_NUMPY.get(dtype.str)
+    # the type strings of what ml_dtypes registers, such as "<V2", say nothing
+    return dtypes.BY_NUMPY.get(dtype.str) or dtypes.BY_NUMPY.get(dtype.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +409,13 @@ def view(block: Any, ref: ArrayRef, offset: int) -> Any:
     dtype = _host_dtype(ref)
     elements = block[offset : offset + span(ref.shape, ref.stride) * itemsize].view(dtype)
     strides = tuple(s * itemsize for s in ref.stride)
-    return np.lib.stride_tricks.as_strided(elements, ref.shape, strides) if ref.shape else elements.reshape(())
+    return strided(elements, ref.shape, strides) if ref.shape else elements.reshape(())
+
+
+def strided(array: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
+    """NumPy's ``as_strided``; strides in bytes. As plain memory: it knows ml_dtypes' types by no name."""
+    plain = array.view(np.dtype((np.void, array.itemsize)))
+    return np.lib.stride_tricks.as_strided(plain, shape, strides).view(array.dtype)
 
 
 def with_grad(array: Any, requires_grad: bool) -> Any:
@@ -432,12 +437,14 @@ def empty(ref: ArrayRef) -> Any:
 
 def _host_dtype(ref: ArrayRef) -> Any:
     name = dtypes.BY_NAME[ref.dtype].numpy
-    if name is not None:
+    if name is None:
+        raise ImportError(f"{ref.key!r} is of type {ref.dtype}, which NumPy lacks: install torch")
+    if name != ref.dtype:
         return np.dtype(name)
     try:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, ref.dtype))
+        return np.dtype(getattr(ml_dtypes, name))
     except (ImportError, AttributeError):
         raise ImportError(
             f"{ref.key!r} is of type {ref.dtype}, which NumPy lacks: install torch or ml_dtypes"

@@ -18,7 +18,7 @@ class DType:
         itemsize: Bytes an element.
         storage: torch's legacy storage class, used in ``data.pkl``; None for the newer types, which torch writes with
             an untyped storage and the dtype beside it.
-        numpy: NumPy's type string; None where NumPy has no such type of its own.
+        numpy: NumPy's type string; or the same name, where ml_dtypes gives NumPy such a type; None where neither does.
     """
 
     code: int
@@ -32,7 +32,7 @@ ALL = (
     DType(0, "float64", 8, "DoubleStorage", "<f8"),
     DType(1, "float32", 4, "FloatStorage", "<f4"),
     DType(2, "float16", 2, "HalfStorage", "<f2"),
-    DType(3, "bfloat16", 2, "BFloat16Storage", None),
+    DType(3, "bfloat16", 2, "BFloat16Storage", "bfloat16"),
     DType(4, "int64", 8, "LongStorage", "<i8"),
     DType(5, "int32", 4, "IntStorage", "<i4"),
     DType(6, "int16", 2, "ShortStorage", "<i2"),
@@ -45,11 +45,11 @@ ALL = (
     DType(13, "uint32", 4, None, "<u4"),
     DType(14, "uint64", 8, None, "<u8"),
     DType(15, "complex32", 4, None, None),
-    DType(16, "float8_e4m3fn", 1, None, None),
-    DType(17, "float8_e5m2", 1, None, None),
-    DType(18, "float8_e4m3fnuz", 1, None, None),
-    DType(19, "float8_e5m2fnuz", 1, None, None),
-    DType(20, "float8_e8m0fnu", 1, None, None),
+    DType(16, "float8_e4m3fn", 1, None, "float8_e4m3fn"),
+    DType(17, "float8_e5m2", 1, None, "float8_e5m2"),
+    DType(18, "float8_e4m3fnuz", 1, None, "float8_e4m3fnuz"),
+    DType(19, "float8_e5m2fnuz", 1, None, "float8_e5m2fnuz"),
+    DType(20, "float8_e8m0fnu", 1, None, "float8_e8m0fnu"),
     DType(21, "float4_e2m1fn_x2", 1, None, None),
     DType(22, "bits8", 1, None, None),
     DType(23, "bits16", 2, None, None),

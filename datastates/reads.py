@@ -256,7 +256,7 @@ def _region(shard: Shard, block: Block) -> Any:
         return array.as_strided(block.size, steps, array.storage_offset())
     steps = [step * array.strides[0] for step in block.steps]
     if isinstance(array, np.ndarray):
-        return np.lib.stride_tricks.as_strided(array, block.size, steps)
+        return arrays.strided(array, block.size, steps)
     import cupy
 
     return cupy.lib.stride_tricks.as_strided(array, block.size, steps)

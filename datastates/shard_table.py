@@ -208,6 +208,8 @@ class ShardTable:
         self._refuse(self.provider >= len(self.providers), "names no provider")
         self._refuse(self.kind >= len(KINDS), "is of an unknown array library")
         self._refuse(self.dtype >= len(dtypes.ALL), "is of an unknown element type")
+        only_torch = np.array([d.numpy is None for d in dtypes.ALL])[self.dtype]
+        self._refuse((self.kind != KINDS.index("torch")) & only_torch, "is of an element type that only torch has")
         self._refuse(self.record >= len(record_nbytes), "names no record")
         self._refuse(self.part > FLAT, "is an unknown kind of part")
         self._refuse(self.digested > 1, "has a digest that is neither known nor unknown")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import sys
 import warnings
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -107,6 +109,32 @@ def test_numpy_arrays_come_back_as_numpy_and_open_as_tensors(array: np.ndarray, 
     assert equal(ds.load(tmp_path / "c")["s"], state)
     opened = plain_load(file)
     assert all(np.array_equal(opened[k].numpy(), v) for k, v in state.items())
+
+
+OF_ML_DTYPES = [
+    ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz,
+    ml_dtypes.float8_e5m2fnuz, ml_dtypes.float8_e8m0fnu,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", OF_ML_DTYPES, ids=lambda d: d.__name__)
+def test_arrays_of_ml_dtypes_are_stored_as_torchs_types(
+    dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = np.arange(12).astype(dtype).reshape(3, 4)
+    file = save({"a": array, "t": array.T}, tmp_path / "c")
+    opened = plain_load(file)
+    assert opened["a"].dtype == getattr(torch, dtype.__name__)
+    assert opened["a"].view(torch.uint8).numpy().tobytes() == array.tobytes()
+    loaded = ds.load(tmp_path / "c")["s"]
+    into = np.zeros_like(array)
+    ds.restore(tmp_path / "c", [from_state_dict("s", {"a": into, "t": into.T.copy()})], **SMALL)
+    for found in (loaded["a"], loaded["t"].T, into):
+        assert found.dtype == array.dtype
+        assert found.tobytes() == array.tobytes()
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(ImportError, match=rf"'s/[at]' is of type {dtype.__name__}.*install torch or ml_dtypes"):
+        ds.load(tmp_path / "c")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ A line of JSON in, a line of JSON out. What a fork did is told: the error, the m
 from __future__ import annotations
 
 import codecs
+import importlib
 import json
 import os
 import resource
@@ -109,6 +110,7 @@ def perform(request: dict[str, Any]) -> dict[str, Any]:
 def serve() -> None:
     for name in ("utf-8-sig", "utf-16", "utf-32"):  # what is imported lazily is here before the audit begins
         codecs.lookup(name)
+    importlib.import_module("ml_dtypes")
     np.unique(np.zeros(1))
     for line in sys.stdin:
         request = json.loads(line)

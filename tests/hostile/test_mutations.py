@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datastates import container, manifest
+from datastates import container, dtypes, manifest
 from datastates.errors import DatastatesError, FormatError
 from datastates.opened import open_checkpoint
+from datastates.shard_table import KINDS
 from datastates.verifying import verify_container
 
 RELAXED = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
@@ -107,17 +108,34 @@ def lies(draw: st.DrawFn) -> bytes:
     return bytes(msgpack.packb(fields))
 
 
+def with_index(index: bytes, path: Path) -> Path:
+    """The container with another index, whose checksum is right."""
+    ending = CONTAINER[-container.ENDING_NBYTES : -container.FOOTER_NBYTES]
+    footer = f"datastates/01 index={OFFSET:016x}+{len(index):016x} crc={container.crc32(index):08x}"
+    path.write_bytes(CONTAINER[:OFFSET] + index + ending + footer.encode())
+    return path
+
+
 @settings(RELAXED, max_examples=150)
 @given(index=lies() | damaged(INDEX))
 def test_lying_index_is_refused_or_read_within_bounds(attack: Any, index: bytes) -> None:
-    ending = CONTAINER[-container.ENDING_NBYTES : -container.FOOTER_NBYTES]
-    footer = f"datastates/01 index={OFFSET:016x}+{len(index):016x} crc={container.crc32(index):08x}"
     directory = Path(tempfile.mkdtemp())
     try:
-        (directory / "container.pt").write_bytes(CONTAINER[:OFFSET] + index + ending + footer.encode())
-        attack("load", directory / "container.pt")
+        attack("load", with_index(index, directory / "container.pt"))
     finally:
         shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cupy"])
+def test_types_of_torch_in_another_library_are_refused(refused: Any, kind: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = msgpack.unpackb(INDEX)
+    shards = fields["shards"]
+    row = shards["dtype"].index(dtypes.BY_NAME["bits8"].code)
+    kinds = bytearray(shards["kind"])
+    kinds[row] = KINDS.index(kind)
+    shards["kind"] = bytes(kinds)
+    outcome = refused("load", with_index(msgpack.packb(fields), tmp_path / "container.pt"))
+    assert "bits8' is of an element type that only torch has" in outcome.message
 
 
 BEGIN, LENGTH, _ = msgpack.unpackb(INDEX)["pickle"]
