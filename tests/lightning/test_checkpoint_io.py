@@ -69,20 +69,28 @@ def run(directory: Path, steps: int, **variables: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], Any]:
+    """What training says of its steps, and its end, when nothing interrupts it."""
+    directory = tmp_path_factory.mktemp("whole")
+    done = run(directory, 12)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), torch.load(directory / "end.pt")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["write=kill@7", "sync=kill@2", "manifest.rename=kill@2"])
-def test_killed_in_a_write_it_resumes_bit_for_bit(fault: str, tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", 12)
-    assert whole.returncode == 0, whole.stderr
+def test_killed_in_a_write_it_resumes_bit_for_bit(
+    fault: str, whole: tuple[dict[str, float], Any], tmp_path: Path
+) -> None:
+    expected, end = whole
     killed = run(tmp_path / "killed", 12, DATASTATES_FAULTS=fault)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [path.name for path in (tmp_path / "killed").glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
     resumed = run(tmp_path / "killed", 12)
     assert resumed.returncode == 0, resumed.stderr
-    expected = json.loads(whole.stdout.splitlines()[-1])
     assert json.loads(resumed.stdout.splitlines()[-1]) == {k: v for k, v in expected.items() if int(k) >= 4}
-    first, second = (torch.load(tmp_path / name / "end.pt") for name in ("whole", "killed"))
-    assert same(second, first)
+    assert same(torch.load(tmp_path / "killed" / "end.pt"), end)
     # Lightning does not remove what it went on from
     assert {p.name for p in (tmp_path / "killed").iterdir()} == {
         "epoch=0-step=4.ckpt",

@@ -64,11 +64,20 @@ def same(first: Path, second: Path) -> bool:
     return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+    """The losses without this package and without interruption, and the file with the end."""
+    directory = tmp_path_factory.mktemp("stock")
+    return said(run(directory / "whole", 12, "stock"))["losses"], directory / "whole-end.pt"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["write=kill@14", "sync=kill@3", "manifest.sync_directory=kill@2"])
-def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(fault: str, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    expected = said(run(whole, 12, "stock"))["losses"]
+def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(
+    fault: str, stock: tuple[list[float], Path], tmp_path: Path
+) -> None:
+    expected, end = stock
+    killed = tmp_path / "killed"
     done = run(killed, 12, DATASTATES_FAULTS=fault)
     assert done.returncode == -signal.SIGKILL, done.stderr
     folders = {path.name for path in killed.iterdir() if not path.name.startswith(".")}
@@ -77,7 +86,7 @@ def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(fault: str, tmp_path: Pat
     assert resumed["from"] == ("checkpoint-10" if "directory" in fault else "checkpoint-5")
     assert folders == ({"checkpoint-5", "checkpoint-10"} if "directory" in fault else {"checkpoint-5"})
     assert resumed["losses"] == expected
-    assert same(tmp_path / "whole-end.pt", tmp_path / "killed-end.pt")
+    assert same(end, tmp_path / "killed-end.pt")
     assert {path.name for path in killed.iterdir()} == {"checkpoint-10", "checkpoint-12"}
 
 
