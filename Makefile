@@ -72,19 +72,22 @@ format: .venv/installed ## Format Python and C++ in place
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(HEADERS) $(SOURCES)
 
-# The frameworks that take longest: as long as all other tests.
-FRAMEWORKS := $(wildcard $(addprefix tests/,dcp deepspeed megatron transformers))
+# Three parts that take equally long, at once: all of them wait at times, for processes to start or to end.
+PART_1 := $(wildcard $(addprefix tests/,crash deepspeed transformers))
+PART_2 := $(wildcard $(addprefix tests/,dcp lightning megatron torchtitan))
 
-# Two at once: much of the time they wait for processes to start, and for each other's ends.
-.PHONY: python-test frameworks-test other-test
+.PHONY: python-test python-test-1 python-test-2 python-test-rest
 python-test: .venv/installed ## The Python tests, against the installed package
-	$(MAKE) --no-print-directory --output-sync=target -j2 frameworks-test other-test
+	$(MAKE) --no-print-directory --output-sync=target -j3 python-test-1 python-test-2 python-test-rest
 
-frameworks-test: .venv/installed
-	$(BIN)/pytest $(FRAMEWORKS)
+python-test-1: .venv/installed
+	$(BIN)/pytest $(PART_1)
 
-other-test: .venv/installed
-	$(BIN)/pytest $(addprefix --ignore=,$(FRAMEWORKS))
+python-test-2: .venv/installed
+	$(BIN)/pytest $(PART_2)
+
+python-test-rest: .venv/installed
+	$(BIN)/pytest $(addprefix --ignore=,$(PART_1) $(PART_2))
 
 .PHONY: native-test
 native-test: ctest-plain ## The C++ tests
