@@ -67,7 +67,7 @@ class Save:
     @property
     def soon_captured(self) -> bool:
         """The native core lets go a moment before the snapshot says so."""
-        end = time.monotonic() + 0.2
+        end = time.monotonic() + 5
         while not self.captured and time.monotonic() < end:
             time.sleep(0.002)
         return self.captured
@@ -145,13 +145,12 @@ def test_the_contents_are_those_of_the_call(tmp_path: Path, slow: Any, way: str)
 def test_no_step_waits_for_the_storage(tmp_path: Path, slow: Any, way: str) -> None:
     module, optimizer = big(tensors=1)
     writer = DataStatesStorageWriter(tmp_path, host_cache="16MiB", block="1MiB")
-    with slow(1500, "sync"):
-        begin = time.monotonic()
+    with slow(3000, "sync"):
         save = Save(way, writer, state_of(module, optimizer), tmp_path)
         step(module, optimizer)
         step(module, optimizer)
-        assert time.monotonic() - begin < 1.2
-        assert not (tmp_path / ".metadata").exists()
+        assert save.soon_captured
+        assert not save.snapshot.persisted
         save.wait()
     assert files(tmp_path) == [".metadata", "__0_0.distcp"]
     writer.close()
@@ -164,10 +163,10 @@ def test_a_response_tells_when_the_state_is_staged(tmp_path: Path, slow: Any) ->
         save = Save("stager", writer, state_of(module, optimizer), tmp_path)
         assert not save.staged.done()
         save.staged.result(timeout=30)  # as torchtitan waits, before the step
-        assert save.soon_captured
         step(module, optimizer)
-        assert save.snapshot.report.gate_seconds < 0.05
         save.wait()
+    report = save.snapshot.report
+    assert report.gate_seconds < report.capture_seconds / 2
     writer.close()
 
 
@@ -443,7 +442,7 @@ def test_several_snapshots_are_in_flight(tmp_path: Path, slow: Any) -> None:
     module, optimizer = big(tensors=2)
     writer = DataStatesStorageWriter(host_cache="16MiB", block="1MiB")
     taken, expected = [], []
-    with slow(200, "sync"):
+    with slow(500, "sync"):
         for number in range(4):
             state = state_of(module, optimizer)
             expected.append(copied(state))

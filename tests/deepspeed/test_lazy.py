@@ -82,7 +82,7 @@ for stage in (2, 3):
         assert gates > 0, "the wait is not in the report"
         ours(trained).wait()
 
-    with fault("sync", "delay", 1500):
+    with fault("sync", "delay", 4000):
         trained.save_checkpoint(directory / f"storage-{stage}")
         save = ours(trained).saves[-1]
         steps(trained, 2, 4)
