@@ -95,7 +95,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     def run(n: int, function: Callable[[int], Any]) -> list[Any]:
         if n not in worlds:
             store = dist.HashStore()
-            boards = [StoreBoard(dist.PrefixStore("job", store), rank, "run/1", silence=5) for rank in range(n)]
+            boards = [StoreBoard(dist.PrefixStore("job", store), rank, "run/1", silence=30) for rank in range(n)]
             worlds[n] = [BoardWorld(rank, n, board, timeout=5) for rank, board in enumerate(boards)]
 
         def one(rank: int) -> Any:

@@ -44,7 +44,7 @@ def whole(plus: float = 0.0) -> dict[str, Any]:
 
 @pytest.fixture
 def writers() -> Iterator[list[DataStatesStorageWriter]]:
-    made = [DataStatesStorageWriter(rank_timeout=5, **SMALL) for _ in range(RANKS)]
+    made = [DataStatesStorageWriter(rank_timeout=10, **SMALL) for _ in range(RANKS)]
     yield made
     closers = [threading.Thread(target=writer.close) for writer in made]
     for closer in closers:
@@ -216,7 +216,7 @@ def test_whoever_fails_all_are_told_and_nothing_changes(
     else:
         begin = time.monotonic()
         failed = save(together, writers, tmp_path, 1.0, change, planner)
-    assert time.monotonic() - begin < 3, "some waited for the time to be up"
+    assert time.monotonic() - begin < 7, "some waited for the time to be up"
     for rank, error in enumerate(failed):
         text = str(error)
         if where == "write":
@@ -283,7 +283,7 @@ def test_a_rank_that_does_not_come_is_named(together: Together, tmp_path: Path) 
 
     begin = time.monotonic()
     answers = together(RANKS, one)
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 15
     assert all(isinstance(error, RanksMissingError) for error in answers[:2])
     assert "rank 2" in str(answers[0])
     assert files(tmp_path) == []
@@ -296,7 +296,7 @@ def test_without_a_writer_the_world_is_left_only_when_all_is_done(
     """Its ranks still have to vote when the call has returned."""
 
     def one(rank: int) -> None:
-        snapshot = ours.async_save(state_of(rank), tmp_path, rank_timeout=5, **SMALL)
+        snapshot = ours.async_save(state_of(rank), tmp_path, rank_timeout=10, **SMALL)
         snapshot.wait_committed(30)
 
     with slow(60):
@@ -307,11 +307,11 @@ def test_without_a_writer_the_world_is_left_only_when_all_is_done(
 def test_without_a_writer_a_failure_is_told_before_the_world_is_left(together: Together, tmp_path: Path) -> None:
     def one(rank: int) -> None:
         planner = Failing("data") if rank == 1 else None
-        ours.async_save(state_of(rank), tmp_path, planner=planner, rank_timeout=5, **SMALL).wait_committed(30)
+        ours.async_save(state_of(rank), tmp_path, planner=planner, rank_timeout=10, **SMALL).wait_committed(30)
 
     begin = time.monotonic()
     failed = together(RANKS, one)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 7
     assert all("my own reason" in str(error) for error in failed)
 
 

@@ -210,7 +210,7 @@ def test_ranks_that_keep_theirs_follow_one_that_does_not(
     together: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was planned is sent, though it was compared by its digest only before."""
-    writers = [DataStatesStorageWriter(rank_timeout=5, **SMALL) for _ in range(RANKS)]
+    writers = [DataStatesStorageWriter(rank_timeout=10, **SMALL) for _ in range(RANKS)]
     planned: Counter[int] = Counter()
     create = DefaultSavePlanner.create_local_plan
 

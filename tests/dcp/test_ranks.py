@@ -227,7 +227,7 @@ def main(root):
     module.weight.grad = torch.ones_like(module.weight)
     began = time.monotonic()
     optimizer.step()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     assert "DefaultStager" in str(refused.exception(30)), refused.exception()
     assert not module.weight.is_shared()
     dcp.async_save(content, checkpoint_id=root / "thread", storage_writer=writer).result(30)

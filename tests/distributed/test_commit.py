@@ -148,7 +148,7 @@ def test_one_rank_fails_all_and_the_next_snapshot_works(
         if not wrong:
             assert [each["committed"] for each in said] == [f"step-{int(step):08d}"] * 4
             continue
-        assert max(each["seconds"] for each in said) < 5
+        assert max(each["seconds"] for each in said) < 15
         told_to_others = {each["text"] for rank, each in enumerate(said) if rank != confused}
         assert {each["error"] for rank, each in enumerate(said) if rank != confused} == {"CommitError"}
         place = re.escape(f"{root}/step-{int(step):08d}") + "(.partial-[0-9a-f]{8})?"

@@ -297,7 +297,7 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
         for word in ("serialize", "eager", "shards"):
             text = "no shards today" if word == "shards" else "cannot be serialized"
             assert said[word]["text"] == (text if rank == 1 else f"rank 1: LookupError: {text}")
-            assert said[word]["seconds"] < 5
+            assert said[word]["seconds"] < 15
         for word in ("twice", "after", "beside"):
             assert "error" not in said[word]
     assert names(root) == ["after", "first", "second", "step-00000006"]
