@@ -75,11 +75,13 @@ inline Bytes random_bytes(std::mt19937_64& random, std::size_t size) {
     return bytes;
 }
 
+// At once: byte by byte, the sanitizers take half of their time for this.
 inline Bytes read_file(const std::string& path) {
+    Bytes bytes(std::filesystem::file_size(path));
     std::ifstream stream(path, std::ios::binary);
-    const std::string text((std::istreambuf_iterator<char>(stream)), {});
-    const auto* begin = reinterpret_cast<const std::byte*>(text.data());
-    return {begin, begin + text.size()};
+    stream.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+    bytes.resize(static_cast<std::size_t>(stream.gcount()));
+    return bytes;
 }
 
 inline void write_file(const std::string& path, const Bytes& bytes) {
