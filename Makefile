@@ -73,8 +73,8 @@ format: .venv/installed ## Format Python and C++ in place
 	$(BIN)/clang-format -i $(HEADERS) $(SOURCES)
 
 # Three parts that take equally long, at once: all of them wait at times, for processes to start or to end.
-PART_1 := $(wildcard $(addprefix tests/,crash deepspeed transformers))
-PART_2 := $(wildcard $(addprefix tests/,dcp lightning megatron torchtitan))
+PART_1 := $(wildcard $(addprefix tests/,crash deepspeed))
+PART_2 := $(wildcard $(addprefix tests/,dcp lightning megatron torchtitan transformers))
 
 .PHONY: python-test python-test-1 python-test-2 python-test-rest
 python-test: .venv/installed ## The Python tests, against the installed package
