@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
 """A cache smaller than any state here: the rest is captured only when a first write is through."""
-HELD = 200
+HELD = 500
 """Milliseconds for which the tests hold that write up."""
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -140,7 +140,7 @@ def test_forward_and_backward_in_a_closure_do_not_wait_and_the_update_does(
     optimizer = training.optimizer if make in OPTIMIZERS.values() else make(training.model.parameters())
     waited: list[bool] = []
     with ds.Checkpointer(tmp_path, **options) as ckpt:
-        hold_capture_up(5 * HELD)
+        hold_capture_up(2 * HELD)
         before = training.state()
         snapshot = ckpt.snapshot(training.providers(), step=1)
 

@@ -240,7 +240,7 @@ def test_the_directory_vanishes_under_a_snapshot(tmp_path: Path) -> None:
     root = tmp_path / "run"
     state = state_of(1)
     with ds.Checkpointer(root, **OPTIONS) as ckpt:
-        _native.arm_fault("write", "delay", 300, 1, 1)
+        _native.arm_fault("write", "delay", 1000, 1, 1)
         failed = ckpt.snapshot(providers_of(state), step=1)
         shutil.rmtree(root)
         with pytest.raises(StorageError) as caught:

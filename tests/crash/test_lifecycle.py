@@ -27,7 +27,7 @@ from datastates.protocol import StateProvider
 from datastates.providers import HostTensorProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
-SLOW = 700
+SLOW = 1500
 """Milliseconds by which a test holds a snapshot up."""
 
 

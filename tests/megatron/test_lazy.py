@@ -55,7 +55,7 @@ def test_the_checkpoint_holds_the_state_of_the_call(run: Any, tmp_path: Path, pe
     step()
     for number in range(2):
         expected, where = copied(), directory / str(number)
-        with fault("write", "delay", 40):
+        with fault("write", "delay", 80):
             request = save(sharded(), where, strategy, async_sharded_save=True)
             queue.schedule_async_request(request)
             buffer.add_(1)  # what is small may change at once, and so may objects
@@ -82,7 +82,7 @@ def test_what_is_changed_too_early_is_named(run: Any, tmp_path: Path) -> None:
         + """
     strategy, queue = Ours.save(**SMALL), AsyncCallsQueue()
     step()
-    with fault("write", "delay", 40):
+    with fault("write", "delay", 80):
         request = save(sharded(), directory / "torn", strategy, async_sharded_save=True)
         if rank() == 1:
             with torch.no_grad():
@@ -93,7 +93,7 @@ def test_what_is_changed_too_early_is_named(run: Any, tmp_path: Path) -> None:
     assert not finished(directory / "torn")
     expected = copied()
     strategy = Ours.save(lazy=lambda key, tensor: key != "p5" and tensor.nbytes > 1 << 16, **SMALL)
-    with fault("write", "delay", 40):
+    with fault("write", "delay", 80):
         request = save(sharded(), directory / "copied", strategy, async_sharded_save=True)
         with torch.no_grad():
             parameters["p5"].mul_(2)
@@ -137,7 +137,7 @@ def test_loading_waits_for_the_capture(run: Any, tmp_path: Path) -> None:
     save(sharded(), directory / "first", strategy)
     step()
     expected = copied()
-    with fault("write", "delay", 40):
+    with fault("write", "delay", 80):
         queue.schedule_async_request(save(sharded(), directory / "second", strategy, async_sharded_save=True))
         load(sharded(), directory / "first", Ours.load())  # into the very tensors
     queue.maybe_finalize_async_calls(blocking=True)

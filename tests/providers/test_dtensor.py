@@ -232,7 +232,7 @@ def test_a_change_by_the_dtensor_and_one_by_its_local_tensor_are_seen() -> None:
 def test_a_write_to_a_dtensor_that_passes_no_gate_fails_the_snapshot_by_its_key(tmp_path: Path) -> None:
     state = {"w": sharded(torch.zeros(2**20)), "d": sharded(torch.ones(2**20))}
     with ds.Checkpointer(tmp_path, host_cache="2MiB", block="1MiB", io_threads=1) as checkpointer:
-        _native.arm_fault("write", "delay", 200, 1, 1)  # for whose block capture waits
+        _native.arm_fault("write", "delay", 1000, 1, 1)  # for whose block capture waits
         snapshot = checkpointer.snapshot([from_state_dict("x", state)], step=1)
         state["d"].mul_(1)  # the contents stay as they are: what sees it is the count of changes
         with pytest.raises(TornSnapshotError, match="'x/d'"):
