@@ -21,7 +21,9 @@ from datastates.opened import open_checkpoint
 from datastates.verifying import verify_container
 
 SCRIPT_SECONDS = 30
-LOOP = Path(__file__).with_name("training_loop.py")
+HERE = Path(__file__).parent
+LOOP = HERE / "training_loop.py"
+sys.path.insert(0, str(HERE))  # what these tests share
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -1,0 +1,226 @@
+"""A directory of checkpoints: which of them stay, who else writes into it, and what in it is nobody's business."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, hold_up_syncs, providers
+
+import datastates as ds
+from datastates import _native, directories, manifest
+from datastates.providers import HostTensorProvider
+
+# --- retention
+
+
+def test_retention_keeps_the_last_ones(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_last=2, **OPTIONS) as ckpt:
+        for step in range(1, 7):
+            ckpt.snapshot(providers(step), step=step)
+    assert_holds(tmp_path, 5, 6)
+
+
+def test_retention_keeps_the_multiples_beside_the_last_ones(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_last=2, keep_every=4, **OPTIONS) as ckpt:
+        for step in range(11):
+            ckpt.snapshot(providers(step), step=step)
+    assert_holds(tmp_path, 0, 4, 8, 9, 10)
+
+
+@pytest.mark.parametrize(("late", "kept"), [(1, [2]), (3, [2, 3])], ids=["of the past", "rolled back"])
+def test_one_that_is_overtaken_is_kept_only_where_it_is_among_the_last(
+    late: int, kept: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overtaken = threading.Event()
+    real = manifest.commit
+
+    def commit(pending: manifest.Pending, made: manifest.Manifest, target: Callable[[], Path]) -> Path:
+        if made.step == late:
+            assert overtaken.wait(30)
+        return real(pending, made, target)
+
+    monkeypatch.setattr(manifest, "commit", commit)
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(late), step=late)
+        ckpt.snapshot(providers(2), step=2).wait_committed()
+        overtaken.set()
+    assert_holds(tmp_path, *kept)
+
+
+def test_retention_deletes_nothing_before_the_newer_one_is_committed(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1).wait_committed()
+        hold_up_syncs()
+        second = ckpt.snapshot(providers(2), step=2)
+        second.wait_captured()
+        assert ckpt.steps() == [1]
+        second.wait_committed()
+    assert_holds(tmp_path, 2)
+
+
+def test_retention_deletes_nothing_for_a_snapshot_that_fails(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_last=1, on_error="warn", **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1).wait_committed()
+        fail_one(ckpt, 2)
+    assert_holds(tmp_path, 1)
+
+
+def test_a_step_saved_twice_is_superseded_by_the_later_one(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=5).wait_committed()
+        ckpt.snapshot(providers(2), step=5).wait_committed()
+        assert ckpt.steps() == [5]
+        assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(2))
+    assert len(list(tmp_path.iterdir())) == 1
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(3), step=5)
+    assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(3))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_step_saved_again_keeps_the_earlier_one_until_it_is_committed(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, on_error="warn", **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1).wait_committed()
+        hold_up_syncs()
+        again = ckpt.snapshot(providers(1), step=1)
+        again.wait_captured()
+        assert_holds(tmp_path, 1)
+        again.wait_committed()
+        fail_one(ckpt, 1)
+    assert_holds(tmp_path, 1)
+
+
+def test_a_step_saved_twice_at_once_is_superseded_by_the_later_one(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        hold_up_syncs()
+        ckpt.snapshot(providers(1), step=5)
+        ckpt.snapshot(providers(2), step=5)
+        ckpt.wait()
+        assert ckpt.failures == 0
+    assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(2))
+    assert directories.debris(tmp_path) == []
+
+
+# --- two processes, one directory
+
+
+def test_a_second_checkpointer_leaves_what_a_living_one_writes(tmp_path: Path, run: Callable[..., Any]) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        _native.arm_fault("sync", "delay", 3000, 1, 1)
+        snapshot = ckpt.snapshot(providers(1), step=1)
+        snapshot.wait_captured()
+        partial = [e for e in tmp_path.iterdir() if ".partial-" in e.name]
+        assert len(partial) == 1
+        assert directories.debris(tmp_path) == []
+        ended = run("-c", f"{PRELUDE}\nds.Checkpointer(root, **OPTIONS).close()", tmp_path)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert partial[0].exists() or snapshot.committed
+    assert_holds(tmp_path, 1)
+
+
+def test_two_processes_write_into_one_directory(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+with ds.Checkpointer(root, **OPTIONS) as ckpt:
+    for step in range(100, 110):
+        ckpt.snapshot(providers(step), step=step)
+"""
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        _native.arm_fault("sync", "delay", 50)
+        ended: list[Any] = []
+        other = threading.Thread(target=lambda: ended.append(run("-c", script, tmp_path)))
+        other.start()
+        for step in range(10):
+            ckpt.snapshot(providers(step), step=step)
+        other.join()
+    assert ended[0].returncode == 0, ended[0].stderr
+    assert_holds(tmp_path, *range(10), *range(100, 110))
+    assert directories.debris(tmp_path) == []
+
+
+def test_files_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    mine = ["notes.txt", "tensorboard", "step-1", "model.partial-0123abcd", "latest"]
+    (tmp_path / mine[0]).write_text("mine")
+    for name in mine[1:4]:
+        (tmp_path / name).mkdir()
+    os.symlink(tmp_path / "tensorboard", tmp_path / mine[4])
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        for step in (1, 2):
+            ckpt.snapshot(providers(step), step=step)
+    assert sorted(e.name for e in tmp_path.iterdir()) == sorted([*mine, "step-00000002"])
+
+
+def test_every_step_committed_stays_committed_without_retention(tmp_path: Path) -> None:
+    steps = list(range(150))
+    with ds.Checkpointer(tmp_path, max_in_flight=4, **OPTIONS) as ckpt:
+        for step in steps:
+            ckpt.snapshot([HostTensorProvider("model", {"a": np.full(10, step)})], step=step)
+    assert list(directories.committed(tmp_path)) == steps
+
+
+def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    ds.snapshot(providers(1), root / "step-00000001", step=1, **OPTIONS).wait_committed()
+    ds.snapshot(providers(1), root / "step-00000001.r1", step=1, **OPTIONS).wait_committed()
+    shutil.copytree(root / "step-00000001", tmp_path / "spare")
+    real = directories._entries
+    listings = 0
+
+    def entries(folder: Path) -> list[Path]:
+        nonlocal listings
+        found = real(folder)
+        listings += 1
+        shutil.copytree(tmp_path / "spare", root / f"step-{10 + listings:08d}")
+        return found
+
+    monkeypatch.setattr(directories, "_entries", entries)
+    assert directories.superseded(root) == [root / "step-00000001"]
+    assert listings > 0
+
+
+def test_a_step_saved_after_a_roll_back_is_not_deleted_at_once(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        for step in (5, 10):
+            ckpt.snapshot(providers(step), step=step)
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        ckpt.restore(providers(5), step=5)
+        ckpt.snapshot(providers(6), step=6).wait_committed()
+        assert ckpt.steps() == [6, 10]
+
+
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / "step-00000100"
+    foreign.mkdir()
+    (foreign / "model.safetensors").write_bytes(b"theirs")
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(100), step=100)
+    assert (foreign / "model.safetensors").read_bytes() == b"theirs"
+    assert directories.committed(tmp_path)[100].name == "step-00000100.r1"
+
+
+def test_the_gate_does_not_wait_for_a_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleting, go_on = threading.Event(), threading.Event()
+    real = directories.remove
+
+    def slow(path: Path) -> None:
+        deleting.set()
+        assert go_on.wait(30)
+        real(path)
+
+    monkeypatch.setattr(directories, "remove", slow)
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        for step in (1, 2):
+            ckpt.snapshot(providers(step), step=step)
+        assert deleting.wait(30)
+        ckpt.gate()
+        go_on.set()
+    assert list(directories.committed(tmp_path)) == [2]
