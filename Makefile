@@ -5,10 +5,20 @@ SHELL := bash
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
+# Tests wait much of their time, for processes and for storage that is held up: one worker more than there are cores.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 TORCH := torch==2.13.0
 # What is tested without all that it asks for: that would pull another torch, or what no test needs.
 ALONE := torchtitan==0.3.0 tyro docstring-parser typeguard
 BIN := .venv/bin
+# uv where it is there, else pip. uv builds a folder that it has built before only if it is told to.
+ifneq ($(shell command -v uv),)
+MAKE_VENV := uv venv --quiet --allow-existing --seed --python $(PYTHON)
+INSTALL := uv pip install --quiet --python $(BIN)/python --reinstall-package datastates
+else
+MAKE_VENV := $(PYTHON) -m venv
+INSTALL := $(BIN)/pip install --quiet
+endif
 
 PACKAGE := $(shell find datastates providers adapters native/include native/src native/bindings \
              \( -name __pycache__ -o -name '*.so' \) -prune -o -print)
@@ -20,47 +30,80 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 .PHONY: test
-test: lint native-test sanitize python-test ## Everything that must pass: lint, C++ plain and sanitized, Python
+test: ## What passes before a commit: ruff, mypy, C++ tests, all Python tests but the long ones
+	$(MAKE) --no-print-directory style types
+	$(MAKE) --no-print-directory ctest-plain
+	$(MAKE) --no-print-directory python-test
+
+.PHONY: check
+check: ## What else must pass before a merge: clang-tidy, stubs, sanitizers, long Python tests
+	$(MAKE) --no-print-directory tidy stubs
+	$(MAKE) --no-print-directory sanitize
+	$(MAKE) --no-print-directory python-test-long
 
 .PHONY: demo
-demo: .venv/installed ## Train, be killed in the middle of a checkpoint, and resume bit for bit
+demo: .venv/package ## Train, be killed in the middle of a checkpoint, and resume bit for bit
 	$(BIN)/python docs/examples/gpt.py
 
 # --- set-up ------------------------------------------------------------------------------------------------
 
-# torch first and alone: a requirement further down must not choose another one.
+# torch first and alone: a requirement further down must not choose another one. The native code is compiled meanwhile,
+# for .venv/package to take from build/.
 .venv/base: Makefile .ci/setup-system
 	.ci/setup-system $(PYTHON)
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet 'setuptools>=77.0.3' 'pybind11>=2.12'
+	$(MAKE_VENV) .venv
+	$(INSTALL) 'setuptools>=77.0.3' 'pybind11>=3.0'
+	$(BIN)/python setup.py --quiet build_ext & $(INSTALL) $(TORCH); wait $$!
 	touch $@
 
 # A regular install, for the tests and mypy see what a user gets. Folders are among PACKAGE: their time changes
 # when a file goes. What is compiled stays in build/.
-.venv/installed: .venv/base pyproject.toml setup.py $(PACKAGE)
-	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-build-isolation '.[dev]'
-	$(BIN)/pip install --quiet --no-deps $(ALONE)
+.venv/package: .venv/base pyproject.toml setup.py $(PACKAGE)
+	$(INSTALL) --no-build-isolation .
 	touch $@
+
+# What DeepSpeed compiles for the CPU, in the place where its tests look: they would wait for the compiler.
+DEEPSPEED_OPERATION := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions PATH="$(CURDIR)/$(BIN):$$PATH" \
+    $(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()' >/dev/null
+
+# The package with the tools and frameworks that it is tested with.
+.venv/installed: .venv/base pyproject.toml setup.py $(PACKAGE)
+	.ci/setup-system $(PYTHON) tests
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation '.[dev]'
+	$(INSTALL) --no-deps $(ALONE)
+	$(DEEPSPEED_OPERATION)
+	touch .venv/package $@
 
 # --- checks ------------------------------------------------------------------------------------------------
 
 .PHONY: lint
-lint: .venv/installed ## ruff, clang-format, clang-tidy, mypy, stubtest; changes nothing
+lint: style types tidy stubs ## All that looks at the source: ruff, clang-format, mypy, clang-tidy, stubtest
+
+.PHONY: style
+style: .venv/installed ## ruff and clang-format; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(HEADERS) $(SOURCES)
-	$(MAKE) --no-print-directory --keep-going --output-sync -j$(JOBS) $(TIDY)
+
 # From a folder of its own, where the installed package is not hidden by the source folder of its name.
+.PHONY: types
+types: .venv/installed ## mypy over the package
 	mkdir -p build/mypy
 	cd build/mypy && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p datastates
+
+.PHONY: stubs
+stubs: types ## stubtest, and mypy over the benchmarks
 	cd build/mypy && ../../$(BIN)/stubtest --mypy-config-file ../../pyproject.toml \
 	    --allowlist ../../.ci/stubtest-allowlist datastates._native
 	cd benchmarks && MYPYPATH=. ../$(BIN)/mypy --cache-dir ../build/mypy/benchmarks --config-file ../pyproject.toml \
 	    run.py report.py suite.py deepspeed_loop.py megatron_loop.py peers/*.py
+
+.PHONY: tidy
+tidy: .venv/installed ## clang-tidy
+	$(MAKE) --no-print-directory --keep-going --output-sync -j$(JOBS) $(TIDY)
 
 build/tidy/%.ok: native/src/%.cpp $(HEADERS) .clang-tidy build/plain/compile_commands.json
 	$(BIN)/clang-tidy --quiet -p build/plain $<
@@ -72,25 +115,16 @@ format: .venv/installed ## Format Python and C++ in place
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(HEADERS) $(SOURCES)
 
-# Three parts that take equally long, at once: all of them wait at times, for processes to start or to end.
-PART_1 := $(wildcard $(addprefix tests/,crash deepspeed))
-PART_2 := $(wildcard $(addprefix tests/,dcp lightning megatron torchtitan transformers))
+# A file stays on one worker: its tests share what a module makes once.
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: python-test python-test-1 python-test-2 python-test-rest
-python-test: .venv/installed ## The Python tests, against the installed package
-	$(MAKE) --no-print-directory --output-sync=target -j3 python-test-1 python-test-2 python-test-rest
+.PHONY: python-test
+python-test: .venv/installed ## The Python tests but the long ones, against the installed package
+	$(PYTEST) -m 'not long'
 
-python-test-1: .venv/installed
-	$(BIN)/pytest $(PART_1)
-
-python-test-2: .venv/installed
-	$(BIN)/pytest $(PART_2)
-
-python-test-rest: .venv/installed
-	$(BIN)/pytest $(addprefix --ignore=,$(PART_1) $(PART_2))
-
-.PHONY: native-test
-native-test: ctest-plain ## The C++ tests
+.PHONY: python-test-long
+python-test-long: .venv/installed ## The long Python tests: frameworks that train, every fault, every hostile file
+	$(PYTEST) -m long
 
 .PHONY: sanitize
 sanitize: ctest-asan ctest-tsan ## The C++ tests under AddressSanitizer with UBSan, and under ThreadSanitizer
@@ -101,6 +135,7 @@ SANITIZE_tsan := thread
 FIXED_ADDRESSES := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo 'setarch $(shell uname -m) -R')
 
 .PHONY: ctest-plain ctest-asan ctest-tsan
+ctest-plain: ## The C++ tests
 ctest-plain ctest-asan ctest-tsan: ctest-%: build/%/compile_commands.json
 	$(BIN)/cmake --build build/$*
 	$(FIXED_ADDRESSES) $(BIN)/ctest --test-dir build/$* --output-on-failure -j$(JOBS)
@@ -109,6 +144,28 @@ build/%/compile_commands.json: native/CMakeLists.txt | .venv/installed
 	$(BIN)/cmake -S native -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	    -DDATASTATES_SANITIZE='$(SANITIZE_$*)'
 	touch $@
+
+# The runtimes come before Python, which is built without them: that of C++, too, so that they see its exceptions.
+ASAN_RUNTIMES = $(foreach library,libasan.so libstdc++.so,$(shell $(CXX) -print-file-name=$(library)))
+ASAN_TESTS := $(addprefix tests/,test_round_trip.py test_restore.py test_single_file.py crash/test_faults.py)
+
+.PHONY: check-asan-python
+check-asan-python: build/asan-site/installed ## Some Python tests over the C++ core under AddressSanitizer with UBSan
+	PYTHONPATH=$(CURDIR)/$(<D) LD_PRELOAD='$(ASAN_RUNTIMES)' ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest $(ASAN_TESTS)
+
+build/asan-site/installed: .venv/installed
+	DATASTATES_SANITIZE=address,undefined $(INSTALL) --no-build-isolation --no-deps --upgrade --target $(@D) .
+	touch $@
+
+ROUNDS ?= 10000
+CUTS ?= 500
+
+.PHONY: check-long
+check-long: .venv/installed ## Random states, faults, kills and power cuts for an hour or so; ROUNDS= and CUTS= say how many
+	rm -rf build/long && mkdir -p build/long
+	$(BIN)/python tests/crash/campaign.py build/long --rounds $(ROUNDS) --jobs $(JOBS)
+	$(BIN)/python tests/crash/power_cuts.py build/long ext4 --cuts $(CUTS)
+	$(BIN)/python tests/crash/power_cuts.py build/long xfs --cuts $(CUTS)
 
 # --- benchmarks --------------------------------------------------------------------------------------------
 

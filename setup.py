@@ -21,14 +21,20 @@ PACKAGE_DIR = {
     "datastates.adapters": "adapters",
 }
 LIBRARIES = {"uring": "liburing.h", "deflate": "libdeflate.h"}
+NEEDED = (
+    "install a C++20 compiler, liburing and libdeflate with their headers first: "
+    "on Debian and Ubuntu `apt install g++ liburing-dev libdeflate-dev`, "
+    "on Fedora `dnf install gcc-c++ liburing-devel libdeflate-devel`"
+)
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 DEBUG = os.environ.get("DATASTATES_DEBUG", "0") == "1"
 SANITIZE = os.environ.get("DATASTATES_SANITIZE", "")
 
-COMPILE_ARGS = ["-pthread", *(["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O3"])]
+LEVEL = ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O1", "-g1"] if SANITIZE else ["-O3"]
+COMPILE_ARGS = ["-pthread", *LEVEL]
 LINK_ARGS = ["-pthread", "-Wl,--exclude-libs,ALL"]
 if SANITIZE:
-    COMPILE_ARGS += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer", "-g"]
+    COMPILE_ARGS += [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
     LINK_ARGS += [f"-fsanitize={SANITIZE}"]
 BUILD_BASE = "build/python" + "-debug" * DEBUG + "".join(f"-{s}" for s in SANITIZE.split(",") if s)
 
@@ -47,7 +53,10 @@ def packages():
 
 def compiler(*args, **options):
     """Run the C++ compiler, and say nothing of what it says."""
-    return subprocess.run([*COMPILER, *args], capture_output=True, text=True, **options)
+    try:
+        return subprocess.run([*COMPILER, *args], capture_output=True, text=True, **options)
+    except FileNotFoundError:
+        raise SystemExit(f"{COMPILER[0]} is not there: {NEEDED}") from None
 
 
 NATIVE = Pybind11Extension(
@@ -83,7 +92,7 @@ class BuildExt(build_ext):
     def build_extensions(self):
         for name, header in LIBRARIES.items():
             if compiler("-E", "-x", "c++", "-", input=f"#include <{header}>\n").returncode != 0:
-                raise SystemExit(f"{header} is missing: install liburing-dev and libdeflate-dev")
+                raise SystemExit(f"{header} is not found: {NEEDED}")
             archive = f"lib{name}.a"
             path = compiler(f"-print-file-name={archive}", check=True).stdout.strip()
             if path == archive:  # not found

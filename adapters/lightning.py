@@ -6,14 +6,14 @@ import contextlib
 import logging
 import os
 import re
-import secrets
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from datastates import durable
+from datastates import directories, durable, manifest, paths
 from datastates.adapters import torch_files
 from datastates.adapters.torch_files import FileSettings, Lazy, TorchFiles
 from datastates.futures import Snapshot
@@ -26,7 +26,10 @@ except ImportError:
 
 _log = logging.getLogger("datastates")
 _STATE = ("state_dict", "optimizer_states")
-_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{8}\Z", re.DOTALL)
+_PENDING = re.compile(r"\.")
+"""Begins the name of what is written before it gets its own."""
+_one_at_a_time = threading.RLock()
+"""A wrapper may save on a thread of its own, and remove on the training thread."""
 
 
 def is_state(key: str, tensor: torch.Tensor) -> bool:
@@ -63,9 +66,13 @@ class DataStatesCheckpointIO(CheckpointIO):
         """The last checkpoints that were begun: *committed* there means that the file is on stable storage."""
         self._last_failed = False
         self._swept: set[Path] = set()
+        self._thread = threading.get_ident()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Begin to save a checkpoint; returns once what may change at any time is copied.
+
+        On a thread that is not the one of training, as under Lightning's ``AsyncCheckpointIO``, it returns once the
+        file has its name, and raises what failed: such a wrapper waits for its thread, and not for this plugin.
 
         Raises:
             TypeError: There are ``storage_options``.
@@ -76,35 +83,39 @@ class DataStatesCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise TypeError(f"storage_options: {type(self).__name__} writes to file systems, and takes none")
         final = _local(path)
+        with _one_at_a_time:
+            self._begin(checkpoint, final)
+        if threading.get_ident() not in (self._thread, threading.main_thread().ident):
+            self.files.finish()
+
+    def _begin(self, checkpoint: dict[str, Any], final: Path) -> None:
         durable.make_directory(final.parent)
         self.files.begin()
-        self._sweep(final.parent)
-        partial = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
-        snapshot = self.files.write("checkpoint", checkpoint, partial, self.lazy)
+        if final.parent not in self._swept:
+            self._swept.add(final.parent)
+            directories.sweep(final.parent, _PENDING)
+        pending = manifest.begin(final.with_name(f".{final.name}"))
+        partial = pending.file(final.name)
+        try:
+            snapshot = self.files.write("checkpoint", checkpoint, partial, self.lazy)
+        except BaseException:
+            manifest.abandon(pending)
+            raise
         self.snapshots = {p: s for p, s in self.snapshots.items() if not s.ended} | {final: snapshot}
 
         def name(failure: BaseException | None) -> None:
             self._last_failed = True
-            if failure is not None:
-                raise failure
             try:
+                if failure is not None:
+                    raise failure
                 with durable.step("rename", final):
                     os.replace(partial, final)
-            except OSError:
-                partial.unlink(missing_ok=True)
-                raise
+            finally:
+                manifest.abandon(pending)
             durable.sync_directory(final.parent)
             self._last_failed = False
 
         self.files.then(f"the checkpoint {final}", [snapshot], name)
-
-    def _sweep(self, folder: Path) -> None:
-        if folder in self._swept:
-            return
-        self._swept.add(folder)
-        for left in [path for path in folder.iterdir() if _PARTIAL.match(path.name)]:
-            _log.warning("removing what an interrupted run left: %s", left)
-            left.unlink(missing_ok=True)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
@@ -145,7 +156,8 @@ class DataStatesCheckpointIO(CheckpointIO):
             else:
                 file.unlink(missing_ok=True)
 
-        self.files.then(f"removing {file}", None, remove)
+        with _one_at_a_time:
+            self.files.then(f"removing {file}", None, remove)
 
     def teardown(self) -> None:
         """Wait until all checkpoints have their names, and give threads and memory back; a later save takes them again.
@@ -157,10 +169,7 @@ class DataStatesCheckpointIO(CheckpointIO):
 
 
 def _local(path: Any) -> Path:
-    text = os.fspath(path).removeprefix("file://")
-    if "://" in text:
-        raise ValueError(f"{path}: checkpoints are written to file systems of this machine")
-    return Path(text).absolute()
+    return paths.local(os.fspath(path).removeprefix("file://"))
 
 
 with contextlib.suppress(ImportError):  # the Trainer of the other package looks for a class of its own

@@ -80,6 +80,8 @@ class TorchFiles:
         """How many checkpoints have failed so far."""
         self._engine: Engine | None = None
         self._process = os.getpid()
+        self._under_way: list[Future[None]] = []
+        self._saves: list[Future[None]] = []
 
     def _start(self) -> Engine:
         if self._engine is not None:
@@ -92,8 +94,6 @@ class TorchFiles:
         self._writers: dict[str, tuple[_Held, Saver]] = {}
         # one thread: checkpoints get their names in the order in which they were begun; its exit hook waits for them
         self._in_order = ThreadPoolExecutor(1, thread_name_prefix="datastates-files")
-        self._under_way: list[Future[None]] = []
-        self._saves: list[Future[None]] = []
         return self._engine
 
     def begin(self) -> None:
@@ -178,7 +178,12 @@ class TorchFiles:
         self._in_order.shutdown(wait=True)
         self._engine.close()
         self._engine = None
-        self._tell(next(filter(None, [save.exception() for save in self._saves]), None))
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until every checkpoint has ended; raises as :meth:`close` does, and a failure once."""
+        saves, self._saves = self._saves, []
+        self._tell(next(filter(None, [save.exception() for save in saves]), None))
 
 
 def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> Any:

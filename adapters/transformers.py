@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import transformers
 from pydantic import Field
 from transformers import trainer_callback, trainer_utils
 
-from datastates import durable
+from datastates import directories, durable, manifest, paths
 from datastates.adapters.torch_files import FileSettings, TorchFiles
 from datastates.barrier import World, world_of
 from datastates.committing import settle
@@ -21,6 +22,7 @@ from datastates.futures import Snapshot
 
 _log = logging.getLogger("datastates")
 _OLD = "-old"
+_PENDING = re.compile(rf"\.{trainer_utils.PREFIX_CHECKPOINT_DIR}-[0-9]+\Z")
 _METHODS = ("_get_output_dir", "_load_best_model", "_save", "_save_checkpoint", "_save_rng_state", "_save_scaler")
 
 
@@ -45,12 +47,15 @@ def attach(trainer: Any, **options: Any) -> TrainerCheckpoints:
 
     Raises:
         SettingsError: An option is unknown or impossible; the message names it.
-        ValueError: This Trainer saves in a way that is not known here; the message says what.
+        ValueError: This Trainer saves in a way that is not known here, or is attached by now; the message says what.
     """
     settings = TrainerSettings.of(options)
+    paths.refuse_address(trainer.args.output_dir)
     unknown = [name for name in _METHODS if not hasattr(trainer, name)]
     args = trainer.args
+    attached = isinstance(getattr(getattr(trainer, "_save_checkpoint", None), "__self__", None), TrainerCheckpoints)
     for refused, why in (
+        (attached, "it does by now, attach() has been called for it"),
         (unknown, f"this version of transformers ({transformers.__version__}) has no {', '.join(unknown)}"),
         (trainer.is_deepspeed_enabled, 'with DeepSpeed, give its JSON file the entry "datastates_ckpt" instead'),
         (trainer.is_fsdp_enabled, "with FSDP the Trainer writes files of torch.distributed.checkpoint"),
@@ -121,32 +126,27 @@ class TrainerCheckpoints:
         """In the place of ``Trainer._save_checkpoint``."""
         del model
         trainer, state = self._trainer, self._trainer.state
+        name = f"trainer/{self._number}"
+        self._number += 1  # before anything can fail here: all ranks are to count alike
         self.files.begin()
         root = Path(trainer._get_output_dir(trial=trial)).absolute()
         if self._world is None:
             self._world = world_of(None, None, root, self._timeout)
-        world, name = self._world, f"trainer/{self._number}"
-        self._number += 1
+        world = self._world
         final = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        staged = root / f".{final.name}.partial-{world.token(name)}"
         if world.rank == 0 and root not in self._swept:
             self._swept.add(root)
-            for left in set(root.glob(f".{trainer_utils.PREFIX_CHECKPOINT_DIR}-*.partial-*")) - {staged}:
-                if (
-                    left.name.endswith(_OLD)
-                    and not (replaced := root / left.name[1:].partition(".partial-")[0]).exists()
-                ):
-                    _put_back(left, replaced)  # the run ended between two renames
-                    continue
-                _log.warning("removing what an interrupted run left: %s", left)
-                shutil.rmtree(left, ignore_errors=True)
+            _sweep(root)
         if state.best_global_step:
             best = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
             if best == final or best in self._begun or best.exists():
                 state.best_model_checkpoint = os.path.join(trainer._get_output_dir(trial=trial), best.name)
-        snapshots: list[Snapshot] = []
+        attempt, snapshots = world.token(name), list[Snapshot]()
+        staged = root / f".{final.name}.partial-{attempt}"
+        pending: manifest.Pending | None = None
         spoiled: Exception | None = None
         try:
+            pending = manifest.begin(root / f".{final.name}", attempt)
             self._write(staged, trial, snapshots)
         except Exception as error:  # the other ranks are not to wait for this one
             spoiled = error
@@ -162,6 +162,7 @@ class TrainerCheckpoints:
             except OSError:
                 _put_back(old, final)
                 raise
+            (final / manifest.LOCK).unlink()  # not before: without it, it passes for abandoned
             durable.sync_directory(root)
             shutil.rmtree(old, ignore_errors=True)
             try:
@@ -179,6 +180,9 @@ class TrainerCheckpoints:
                 if world.rank == 0:
                     shutil.rmtree(staged, ignore_errors=True)
                 raise
+            finally:
+                if pending is not None:
+                    pending.close()
 
         self._begun.add(final)
         self.snapshots = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)} | {final: snapshots}
@@ -192,7 +196,6 @@ class TrainerCheckpoints:
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
         if args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
             module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
             if hasattr(module, "peft_config"):
                 trainer.save_model(str(folder), _internal_call=True)  # adapters are small
@@ -222,6 +225,23 @@ class TrainerCheckpoints:
                 saved.setdefault(type(callback).__name__, []).append(callback.state())
             trainer.state.stateful_callbacks |= {k: v if len(v) > 1 else v[0] for k, v in saved.items()}
             trainer.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def _sweep(root: Path) -> None:
+    """Remove what interrupted runs left in a folder, and put back what one had moved out of the way."""
+    try:
+        for old in root.glob(f".{trainer_utils.PREFIX_CHECKPOINT_DIR}-*.partial-*{_OLD}"):
+            replaced = root / old.name[1:].partition(".partial-")[0]
+            if directories.is_live(old.with_name(old.name.removesuffix(_OLD))):
+                continue  # another run is between two renames
+            if not replaced.exists():
+                _put_back(old, replaced)  # the run ended there
+                continue
+            _log.warning("removing what an interrupted run left: %s", old)
+            shutil.rmtree(old, ignore_errors=True)
+        directories.sweep(root, _PENDING)
+    except OSError as error:  # no reason for this rank to fail where the others go on
+        _log.warning("what an interrupted run left could not be removed: %s", error)
 
 
 def _put_back(old: Path, final: Path) -> None:

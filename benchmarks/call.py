@@ -36,12 +36,17 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     states = {n: many_small(n, ELEMENTS) for n in (few, many)}
     small, large = (_provider(state) for state in states.values())
     update_small, update_large = (partial(_add, list(state.values())) for state in states.values())
-    both = [from_stateful("model", model), from_stateful("optimizer", optimizer)]
-    cases: dict[str, tuple[list[StateProvider], Callable[[], object]]] = {
-        "few": (small, update_small),
-        "many": (large, update_large),
-        "few, untouched": (small, lambda: None),
-        "module and optimizer": (both, optimizer.step),
+
+    def both() -> list[StateProvider]:
+        return [from_stateful("model", model), from_stateful("optimizer", optimizer)]
+
+    same = both()
+    cases: dict[str, tuple[Callable[[], list[StateProvider]], Callable[[], object]]] = {
+        "few": (lambda: small, update_small),
+        "many": (lambda: large, update_large),
+        "few, untouched": (lambda: small, lambda: None),
+        "module and optimizer": (lambda: same, optimizer.step),
+        "module and optimizer, new providers": (both, optimizer.step),
     }
     result = Result(
         parameters={"few": few, "many": many, "elements": ELEMENTS},
@@ -50,7 +55,8 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
             "many": f"HostTensorProvider, {many:,} tensors, after an update of all of them",
             "few, untouched": "those of the first line, which nothing has touched while the others were saved",
             "module and optimizer": "from_stateful twice, after the optimizer's step",
-            "state_dict() alone": "what torch itself takes of the line above",
+            "module and optimizer, new providers": "the same, the provider objects made anew in each call",
+            "state_dict() alone": "what torch itself takes of the two lines above",
         },
     )
     with contextlib.ExitStack() as stack:
@@ -72,11 +78,13 @@ def _add(tensors: list[torch.Tensor]) -> None:
     torch._foreach_add_(tensors, 1.0)
 
 
-def _call(checkpointer: ds.Checkpointer, providers: list[StateProvider], update: Callable[[], object]) -> Sample:
+def _call(
+    checkpointer: ds.Checkpointer, providers: Callable[[], list[StateProvider]], update: Callable[[], object]
+) -> Sample:
     step = (checkpointer.latest() or 0) + 1
     update()
     begin = time.perf_counter()
-    snapshot = checkpointer.snapshot(providers, step=step)
+    snapshot = checkpointer.snapshot(providers(), step=step)
     seconds = time.perf_counter() - begin
     snapshot.wait_committed()
     return {"seconds": seconds}

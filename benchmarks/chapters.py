@@ -106,7 +106,8 @@ CHAPTERS = {
         "tensors, Python objects; {bytes} bytes of tensors) is saved until every file and directory is synced; the "
         "file is deleted before the next. Systems that do not sync get an fsync, inside the time. Raw is a C++ "
         "program that writes as many bytes to one file, fallocate and fsync included. CPU seconds are those of the "
-        "process with io_uring's workers, but without the kernel threads that write dirty pages back.",
+        "process with io_uring's workers, but without the kernel threads that write dirty pages back. With pwrite is "
+        "how datastates goes where io_uring is forbidden, as by the profile that containers have by default.",
         _MOVED,
     ),
     "restore-cold": Chapter(

@@ -22,6 +22,7 @@ SYSTEMS = (
     "TorchSnapshot",
     "torch_checkpointing",
 )
+COLD_SYSTEMS = ("datastates", "datastates with pwrite", *SYSTEMS[1:])
 
 
 class _Saved:
@@ -68,7 +69,7 @@ def run(directory: Path, plan: Plan, *, cold: bool, tiny: bool) -> Result:
     result = Result(parameters={"bytes": file.nbytes}, settings={"raw": raw.in_words(mode)})
     with Roster(directory, result) as roster:
         saved = _Saved(roster, state)
-        actions = {name: partial(saved.restore, name, prepare) for name in SYSTEMS}
+        actions = {name: partial(saved.restore, name, prepare) for name in (COLD_SYSTEMS if cold else SYSTEMS)}
         interleave(result, {"raw": read_raw, **actions}, plan)
         saved.remove()
     file.remove()

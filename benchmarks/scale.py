@@ -31,6 +31,7 @@ from datastates.committing import Vote
 from datastates.executor import read_bytes
 from datastates.parts import PRIME
 from datastates.store_board import StoreBoard
+from datastates.store_calls import StoreCalls
 from layouts import NAMES, Layout
 from measure import Plan, Result, Sample, interleave, status
 
@@ -277,7 +278,7 @@ def _calls(ranks: int) -> Sample:
     store = distributed.HashStore()
     counters = [_Counting(store) for _ in range(ranks)]
     worlds = [
-        BoardWorld(rank, ranks, StoreBoard(counter, rank, "scale", silence=60.0), timeout=60.0)
+        BoardWorld(rank, ranks, StoreBoard(StoreCalls(counter, rank, silence=60.0), "scale"), timeout=60.0)
         for rank, counter in enumerate(counters)
     ]
     for world in worlds:
@@ -334,7 +335,9 @@ def _coordinate(layout: Layout, folder: Path | None) -> Sample:
         )
         return manifest.encode(
             manifest.Manifest(
+                format=manifest.FORMAT_VERSION,
                 step=1,
+                sequence=1,
                 attempt="00000000",
                 created=manifest.now(),
                 world_size=layout.ranks,

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed
 
 from datastates.store_board import StoreBoard
+from datastates.store_calls import StoreCalls
 from measure import Sample
 
 _SILENCE = 60.0
@@ -73,7 +74,7 @@ def votes(server: Server, vote: bytes, count: int, threads: int, name: str) -> t
 
     def leave(ranks: range) -> Callable[[], None]:
         # a board is one rank's: the rest of a rank's work, its thread and connection, is not what is measured
-        board = StoreBoard(connect(server), 0, name, silence=_SILENCE)
+        board = StoreBoard(StoreCalls(connect(server), 0, silence=_SILENCE), name)
         board.run  # noqa: B018 - asked for once, and known from then on
 
         def go() -> None:
@@ -88,7 +89,7 @@ def votes(server: Server, vote: bytes, count: int, threads: int, name: str) -> t
     cpu = server.cpu()
     seconds = _together(lambda go: go(), boards)
     left = server.cpu()
-    reader = StoreBoard(connect(server), 0, name, silence=_SILENCE)
+    reader = StoreBoard(StoreCalls(connect(server), 0, silence=_SILENCE), name)
     begin = time.perf_counter()
     found = reader.read("votes", range(count))
     took = time.perf_counter() - begin

@@ -100,6 +100,11 @@ def _against(suite: str, benchmark: str, verb: str, goals: dict[str, float], fig
     ]
 
 
+def _without_io_uring(benchmark: str, verb: str) -> Target:
+    values = times_as_fast("datastates", "datastates with pwrite")
+    return Target("cpu", benchmark, f"{verb} with pwrite, over io_uring", 0.9, True, "×", values)
+
+
 def _of_ranks(layout: str) -> list[Target]:
     ours, raw = f"datastates, {layout}", f"raw, {layout}"
     return [
@@ -118,6 +123,8 @@ TARGETS = [
         "durable write",
         {"raw": 0.95, "torch.save/load": 4, "DCP": 4, "TorchSnapshot": 4, "safetensors": 1.5},
     ),
+    _without_io_uring("write", "durable write"),
+    _without_io_uring("restore-cold", "cold restore"),
     Target("cpu", "write", "CPU seconds per GB written", 0.25, False, "s/GB", cpu_per_gb("datastates")),
     *_against(
         "cpu", "restore-cold", "cold restore", {"raw": 0.95, "torch.save/load": 3.8, "DCP": 3.8, "TorchSnapshot": 3.8}

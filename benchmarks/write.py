@@ -11,7 +11,15 @@ from measure import Plan, Result, Sample, interleave, stopwatch
 from peers import Roster
 from states import State, llm_like, nbytes
 
-SYSTEMS = ("datastates", "torch.save/load", "safetensors", "DCP", "TorchSnapshot", "torch_checkpointing")
+SYSTEMS = (
+    "datastates",
+    "datastates with pwrite",
+    "torch.save/load",
+    "safetensors",
+    "DCP",
+    "TorchSnapshot",
+    "torch_checkpointing",
+)
 
 
 def remove(path: Path) -> None:

@@ -67,12 +67,12 @@ class Digester:
 
 def look(
     arrays: list[Any], memory_of: Callable[[Any], object] | None, plain: tuple[type, ...]
-) -> tuple[bytes, bytes, bytes, bytes, list[object]] | None:
-    """Look at each array once, and say: places, identities, addresses of first elements, versions, memory.
+) -> tuple[bytes, bytes, bytes, list[object]] | None:
+    """Look at each array once, and say: places, addresses of first elements, versions, memory.
 
     ``places`` is equal for two lists exactly when their arrays have, in order, the same types, addresses, devices,
-    element types, shapes and strides. The others are 64-bit words, one an array: the objects' own addresses, where
-    the first elements are, torch's count of changes in place (-1 without one). ``memory`` is what ``memory_of`` gives
+    element types, shapes and strides. The others are 64-bit words, one an array: where the
+    first elements are, torch's count of changes in place (-1 without one). ``memory`` is what ``memory_of`` gives
     for each, or empty without it. None when an array does not offer DLPack's C exchange API (torch does from 2.10 on),
     or is of none of the types in ``plain``, if that has any.
     """
@@ -99,7 +99,7 @@ def read_plain_pickle(
     ndim: _U8,
     dims: _U64,
     strides: _U64,
-    reference: Callable[[str, str, str, tuple[int, ...], tuple[int, ...], bool], object],
+    reference: Callable[[str, str, str, tuple[int, ...], tuple[int, ...], bool, bool], object],
     ordered_dict: type,
 ) -> tuple[object] | None:
     """Read the opcodes of an object that holds only dicts, lists, tuples, plain values, and arrays of these rows.
@@ -109,17 +109,18 @@ def read_plain_pickle(
     offset in bytes; its shape and strides in elements. ``frames`` says for each element type what stands before and
     behind an array's numbers, the element's bytes, and whether its storage counts elements.
 
-    The value in a tuple, ``reference(key, kind, dtype, shape, stride, requires_grad)`` for each array; None when there
-    is anything else in it: then it has to be read opcode by opcode. Imports nothing and calls nothing else.
+    The value in a tuple, ``reference(key, kind, dtype, shape, stride, requires_grad, parameter)`` for each array; None
+    when there is anything else in it: then it has to be read opcode by opcode. Imports nothing and calls nothing else.
     """
 
 def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int = 0) -> None:
     """Break a syscall, for tests, in the whole process.
 
-    Points: open, write, read, sync, truncate, allocate, uring_setup, cuda_alloc (memory that kernels are told by),
-    cuda_register (page-locking the host cache), cuda_slab (the device cache). Actions: "fail" with errno ``value``,
-    "short" (about half the bytes), "eintr" (once), "kill" (SIGKILL to this process), "delay" (``value``
-    milliseconds). From the ``nth`` time the point is passed, ``count`` times, 0 for ever.
+    Points: open, write, read, sync, truncate, allocate, statfs, uring_setup, uring_probe, uring_enter, cuda_alloc
+    (memory that kernels are told by), cuda_register (page-locking the host cache), cuda_slab (the device cache),
+    host_read (capturing host memory by process_vm_readv). Actions: "fail" with errno ``value``, "short" (about half
+    the bytes), "eintr" (once), "kill" (SIGKILL to this process), "delay" (``value`` milliseconds). From the ``nth``
+    time the point is passed, ``count`` times, 0 for ever.
     """
 
 def clear_faults() -> None:

@@ -77,8 +77,8 @@ class Board(Protocol):
     def drop(self, box: str, ranks: Iterable[int]) -> None:
         """Delete the box with its marks, its claim, and the messages of these ranks."""
 
-    def close(self) -> None:
-        """Let go; on rank 0, delete what is left of the run."""
+    def close(self, *, given_up: bool) -> None:
+        """Let go; on rank 0, delete what is left of the run. It is ``given_up`` where a rank has not come."""
 
 
 # what an answer begins with
@@ -125,6 +125,8 @@ class BoardWorld:
         self._others = range(COORDINATOR + 1, size)
         self._process = os.getpid()
         self._closed = False
+        self._missed = False
+        """Whether a rank has not come to an agreement."""
         self._lock = threading.Lock()
         self._told: dict[str, bool] = {}
         """On rank 0, what not all have read by now, and whether it was decided on."""
@@ -145,9 +147,13 @@ class BoardWorld:
     ) -> bytes:
         """See :meth:`datastates.barrier.World.agree`."""
         self._refuse_strangers()
-        if self.rank == COORDINATOR:
-            return self._bring_together(name, payload, decide, timeout, enough)
-        return self._take_part(name, payload, timeout, enough(payload))
+        try:
+            if self.rank == COORDINATOR:
+                return self._bring_together(name, payload, decide, timeout, enough)
+            return self._take_part(name, payload, timeout, enough(payload))
+        except RanksMissingError:
+            self._missed = True
+            raise
 
     def _refuse_strangers(self) -> None:
         if os.getpid() != self._process:
@@ -274,7 +280,7 @@ class BoardWorld:
                 if self.rank == COORDINATOR:
                     self._clear()
             finally:
-                self._board.close()
+                self._board.close(given_up=self._missed)
 
     def _clear(self) -> None:
         end = time.monotonic() + self._timeout

@@ -16,7 +16,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from datastates import dtensors, dtypes
+from datastates import dressed, dtensors, dtypes
 from datastates.errors import ProviderError
 from datastates.looking import look
 from datastates.plan import I32, I64, U64
@@ -32,7 +32,7 @@ def kind_of(value: Any) -> str | None:
 
     None is also the answer for sparse, quantized, nested and meta tensors, for subclasses of tensors and arrays, and
     for element types that are not in :data:`datastates.dtypes.ALL`: those are pickled. A DTensor is an array of torch:
-    what of it lies in memory here is its local tensor.
+    what of it lies in memory here is its local tensor. So is a subclass of parameters that torch pickles as those.
     """
     torch: Any = _loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -46,10 +46,9 @@ def kind_of(value: Any) -> str | None:
 
 
 def _is_plain_tensor(torch: Any, value: Any) -> bool:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) and value.numel() and not value.data_ptr():
-        return False  # it wraps others, and says only what it stands for
     return (
-        (value.is_cpu or value.is_cuda)
+        dressed.is_usual(type(value))
+        and (value.is_cpu or value.is_cuda)
         and value.layout is torch.strided
         and not value.is_quantized
         and not value.is_nested
@@ -358,7 +357,7 @@ def is_parameter(array: object) -> bool:
     torch: Any = _loaded("torch")
     if dtensors.is_dtensor(array):
         return dtensors.is_parameter(array)
-    return torch is not None and type(array) is torch.nn.Parameter
+    return torch is not None and issubclass(type(array), torch.nn.Parameter)
 
 
 def has_version(array: object) -> bool:
@@ -388,7 +387,7 @@ def allocate(kind: str, nbytes: int) -> Any:
         with contextlib.suppress(ImportError):
             import torch
 
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     return np.empty(nbytes, np.uint8)
 
 
@@ -472,6 +471,14 @@ def assign(destination: Any, source: Any) -> None:
         np.copyto(destination, source)
     else:
         destination.set(source)
+
+
+def note_rewritten(values: Sequence[object]) -> None:
+    """Count a change in place of each of torch's tensors among those, which it has not seen."""
+    torch: Any = _loaded("torch")
+    for value in values:
+        if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
+            torch.autograd.graph.increment_version(dtensors.local(value))
 
 
 def is_writable(array: Any) -> bool:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from datastates.agreement import BoardWorld, Decide, never, token_of
 from datastates.errors import SettingsError
 from datastates.joining import join
+from datastates.openings import Openings
+from datastates.polling import slowest
 from datastates.store_board import StoreBoard
+from datastates.store_calls import StoreCalls
 
 
 class World(Protocol):
@@ -94,16 +100,18 @@ class SoloWorld:
         """Nothing to do."""
 
 
-_opened_before: dict[str, int] = {}
-_opening = threading.Lock()
+_openings: WeakKeyDictionary[Any, dict[str, Openings]] = WeakKeyDictionary()
+"""By Store and by name: of another Store the ranks count anew."""
+_openings_lock = threading.Lock()
 
 
 def world_of(rank: int | None, world_size: int | None, directory: Path, timeout: float) -> World:
     """The world this process is in.
 
     With ``rank`` and ``world_size`` given, the ranks meet below ``directory``, which is created; that is waited for.
-    Otherwise, if torch.distributed is initialized with more than one rank, they meet in its default Store; all ranks
-    must then open worlds for directories of one name in the same order. Otherwise this rank is alone.
+    Otherwise, if torch.distributed is initialized with more than one rank, they meet in its default Store; the others
+    wait for rank 0 then, and all must open worlds for directories of one name in the same order. An opening that fails
+    on some ranks only does not change that. Otherwise this rank is alone.
 
     Args:
         rank: Which rank this is, or None.
@@ -113,7 +121,7 @@ def world_of(rank: int | None, world_size: int | None, directory: Path, timeout:
 
     Raises:
         SettingsError: ``rank`` and ``world_size`` are impossible; the message names the field.
-        RanksMissingError: The others did not come to ``directory`` in time.
+        RanksMissingError: The others did not come to ``directory`` in time, or rank 0 did not open its world.
         CommitError: The Store of torch.distributed cannot be reached.
         StorageError: ``directory`` cannot be written.
     """
@@ -125,20 +133,73 @@ def world_of(rank: int | None, world_size: int | None, directory: Path, timeout:
         # once all have answered, all know who belongs to this run
         world.agree("join", b"", lambda _: b"", timeout=timeout)
         return world
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return SoloWorld()
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    if world_size == 1:
-        return SoloWorld()
-    store = distributed.distributed_c10d._get_default_store()
-    if store is None:
-        raise SettingsError("rank: torch.distributed has no Store with this backend; give rank and world_size")
-    with _opening:
-        # the name alone: hosts may see the directory in different places
-        count = _opened_before[directory.name] = _opened_before.get(directory.name, 0) + 1
-    board = StoreBoard(store, rank, f"{directory.name}/{count}", silence=min(timeout, 60.0))
-    return BoardWorld(rank, world_size, board, timeout=timeout)
+    # the name alone: hosts may see the directory in different places
+    opening = _Opening.of(directory.name, timeout)
+    return SoloWorld() if opening is None else opening.world()
+
+
+def refuse(directory: Path, timeout: float, tell: Callable[[World], object]) -> None:
+    """Let ranks that meet in torch's Store know, in the background, why this one does not open its world.
+
+    It takes the place of this rank's opening, so that the others need not wait for it. Those that meet in a directory
+    are not told: nobody is missed there before all have come.
+
+    Args:
+        directory: As for :func:`world_of`.
+        timeout: As for :func:`world_of`.
+        tell: Takes part in the first agreement, with what this rank has to say; what it raises is ignored.
+    """
+    with contextlib.suppress(SettingsError):
+        if (opening := _Opening.of(directory.name, timeout)) is not None:
+            # a daemon: a rank that ends with its error is not kept by others that never come
+            threading.Thread(target=opening.refuse, args=(tell,), name="datastates-refuse", daemon=True).start()
+
+
+class _Opening:
+    """A call for a world in torch's Store: it has its place among those of this process when it is made."""
+
+    def __init__(self, store: Any, rank: int, size: int, name: str, timeout: float) -> None:
+        self._store, self._rank, self._size, self._name, self._timeout = store, rank, size, name, timeout
+        with _openings_lock:
+            self._openings = _openings.setdefault(store, {}).setdefault(name, Openings(name))
+        self._place = self._openings.queue()
+
+    @classmethod
+    def of(cls, name: str, timeout: float) -> _Opening | None:
+        """The next one; None where this rank is alone."""
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+            return None
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        if world_size == 1:
+            return None
+        store = distributed.distributed_c10d._get_default_store()
+        if store is None:
+            raise SettingsError("rank: torch.distributed has no Store with this backend; give rank and world_size")
+        return cls(store, rank, world_size, name, timeout)
+
+    def world(self) -> World:
+        """Open it."""
+        try:
+            calls = StoreCalls(self._store, self._rank, silence=min(self._timeout, 60.0))
+        except BaseException:
+            self._openings.leave(self._place)
+            raise
+        try:
+            number = self._openings.enter(self._place, calls, self._timeout, slowest(self._size))
+        except BaseException:
+            calls.close()
+            raise
+        board = StoreBoard(calls, f"{self._name}/{number}", leave=partial(self._openings.end, calls, number))
+        return BoardWorld(self._rank, self._size, board, timeout=self._timeout)
+
+    def refuse(self, tell: Callable[[World], object]) -> None:
+        with contextlib.suppress(Exception):  # this rank's own error is raised where it happened
+            world = self.world()
+            try:
+                tell(world)
+            finally:
+                world.close()
 
 
 def _checked(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from datastates import dtensors, replicas
-from datastates.errors import SettingsError
+from datastates.errors import RestoreError, SettingsError
 from datastates.meeting import Meeting
 from datastates.protocol import HOST, Shard
 
@@ -21,7 +21,7 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part that several ranks want.
+    """A part that several ranks want. The ranks are those of torch.distributed, which may number them otherwise.
 
     Attributes:
         place: Which.
@@ -35,42 +35,65 @@ class Share:
 
 
 def can_broadcast(shard: Shard) -> bool:
-    """Whether torch can send a shard's memory to other ranks; raises SettingsError where it cannot send at all."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        raise SettingsError("replicas: 'broadcast' needs torch.distributed to be initialized; 'read' does without")
+    """Whether torch can send a shard's memory to other ranks."""
     if shard.kind != "torch" or shard.buffer is None or not shard.part.numel:
         return False
-    devices = str(distributed.distributed_c10d.get_backend_config())
+    devices = str(_distributed().distributed_c10d.get_backend_config())
     return ("cpu:" if shard.buffer.device == HOST else "cuda:") in devices
 
 
-def agree(meeting: Meeting, error: Exception | None, wanted: Mapping[Place, int]) -> list[Share]:
+def agree(meeting: Meeting, wanted: Callable[[], Mapping[Place, int]]) -> list[Share]:
     """Who reads what: the parts that more than one rank wants, the work spread evenly; the same list on all ranks.
 
     Args:
         meeting: Of the ranks.
-        error: Why this rank cannot restore.
-        wanted: The parts that this rank wants and can be sent, each with its bytes.
+        wanted: Gives the parts that this rank wants and can be sent, each with its bytes; what it raises is raised,
+            once the others know of it.
+
+    Raises:
+        SettingsError: torch.distributed is not initialized here.
+        RestoreError: That is so on another rank, or it has other ranks than those that restore; the same on all ranks.
     """
 
     def decide(told: dict[int, bytes]) -> bytes:
+        said = {rank: msgpack.unpackb(data) for rank, data in sorted(told.items())}
+        everybody = list(range(len(said)))
+        if sorted(torch_rank for torch_rank, _, _ in said.values()) != everybody or any(
+            size != len(said) for _, size, _ in said.values()
+        ):
+            shown = ", ".join(f"rank {rank} is {number} of {size}" for rank, (number, size, _) in said.items())
+            raise RestoreError(
+                "replicas: 'broadcast' needs the ranks that restore to be all those of torch.distributed, each once; "
+                f"there {shown}; 'read' does without"
+            )
         ranks: dict[tuple[Place, int], list[int]] = {}
-        for rank, data in sorted(told.items()):
-            for key, part, nbytes in msgpack.unpackb(data):
-                ranks.setdefault(((key, part), nbytes), []).append(rank)
+        for torch_rank, _, places in sorted(said.values()):
+            for key, part, nbytes in places:
+                ranks.setdefault(((key, part), nbytes), []).append(torch_rank)
         shared = sorted((tuple(who), place, nbytes) for (place, nbytes), who in ranks.items() if len(who) > 1)
         readers = replicas.owners([(f"{place[0]} {place[1]}", nbytes, who) for who, place, nbytes in shared])
         return msgpack.packb([[place, who, reader] for (who, place, _), reader in zip(shared, readers, strict=True)])
 
-    own = msgpack.packb([[key, part, nbytes] for (key, part), nbytes in wanted.items()])
+    own, error = b"", None
+    try:
+        distributed = _distributed()
+        places = [[key, part, nbytes] for (key, part), nbytes in wanted().items()]
+        own = msgpack.packb([distributed.get_rank(), distributed.get_world_size(), places])
+    except Exception as failure:
+        error = failure
     answer = msgpack.unpackb(meeting.settle("share", error, own, decide))
     return [Share((key, part), tuple(who), reader) for (key, part), who, reader in answer]
 
 
+def received(shares: Sequence[Share]) -> set[str]:
+    """Full keys of what this rank does not read by itself: it is sent them."""
+    rank = _distributed().get_rank() if shares else None
+    return {share.place[0] for share in shares if rank in share.ranks and rank != share.reader}
+
+
 def broadcast(shares: Sequence[Share], shards: Mapping[Place, Shard]) -> None:
     """Send what has been read; all ranks call it with the same shares, each with its own live parts."""
-    distributed: Any = sys.modules["torch.distributed"]
+    distributed = _distributed()
     rank, everybody = distributed.get_rank(), tuple(range(distributed.get_world_size()))
     for ranks, members in groupby(shares, key=lambda share: share.ranks):
         # a group is made by all ranks together, also by those that are not in it
@@ -80,6 +103,14 @@ def broadcast(shares: Sequence[Share], shards: Mapping[Place, Shard]) -> None:
                 _send(distributed, shards[share.place].source, share.reader, group)
         if group is not None and rank in ranks:
             distributed.destroy_process_group(group)
+
+
+def _distributed() -> Any:
+    """torch.distributed; raises SettingsError where it cannot send."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        raise SettingsError("replicas: 'broadcast' needs torch.distributed to be initialized; 'read' does without")
+    return distributed
 
 
 def _send(distributed: Any, array: Any, reader: int, group: Any) -> None:

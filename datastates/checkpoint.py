@@ -7,16 +7,15 @@ import itertools
 import logging
 import operator
 import os
-import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from datastates import arrays, directories, durable, gate, loading, manifest, restoring
+from datastates import arrays, directories, durable, gate, health, loading, manifest, paths
 from datastates.barrier import World, world_of
 from datastates.committing import Ballot, meet
 from datastates.config import IoSettings, RankSettings, Settings
@@ -28,25 +27,30 @@ from datastates.errors import (
     SnapshotRefusedError,
     SnapshotSkippedError,
 )
+from datastates.executor import Executor
+from datastates.fallback import check
+from datastates.fallback import restore as restore_newest
 from datastates.futures import Snapshot
 from datastates.meeting import Meeting
+from datastates.paths import PathLike
 from datastates.protocol import StateProvider
 from datastates.reader import Checkpoint
 from datastates.restoring import Restored, Verify
 from datastates.saved import Trust
 from datastates.stored import Stored
+from datastates.telling import refuse_to_meet, refuse_to_restore, telling
+from datastates.termination import Termination
 
 _log = logging.getLogger("datastates")
-
-PathLike = str | os.PathLike[str]
-
-
-_numbers = itertools.count()
-"""Numbers what ranks do together outside of a :class:`Checkpointer`: all of them in the same order."""
 
 
 def _world(settings: RankSettings, directory: Path) -> World:
     return world_of(settings.rank, settings.world_size, directory, settings.rank_timeout)
+
+
+def _world_beside(path: Path) -> Path:
+    """Where ranks that restore meet: beside a checkpoint, never in it."""
+    return path if path.is_dir() and not (path / manifest.FILE).exists() else path.parent
 
 
 def _checked_step(step: Any) -> int:
@@ -59,10 +63,41 @@ def _checked_step(step: Any) -> int:
     return number
 
 
-def _checked_path(path: PathLike) -> Path:
-    if not os.fspath(path):
-        raise ValueError("the path of a checkpoint is empty")
-    return Path(path).expanduser().absolute()
+def _meeting(world: World, name: str, timeout: float, attempt: int) -> Meeting:
+    """Of the ranks that restore, at one of its attempts."""
+    return Meeting(world, f"{name}/again/{attempt}" if attempt else name, timeout)
+
+
+def _wished(
+    meetings: Callable[[int], Meeting],
+    providers: Sequence[StateProvider],
+    step: Any,
+    *,
+    fallback: bool,
+    strict: bool,
+) -> int | None:
+    """The step that is wanted; what is impossible is raised once the other ranks know of it."""
+    try:
+        _check_order(providers)
+        wish = None if step is None else _checked_step(step)
+        check(fallback=fallback, step=wish, strict=strict)
+    except Exception as error:
+        meetings(0).refuse(error)
+    return wish
+
+
+def _check_order(providers: Sequence[StateProvider]) -> None:
+    """Refuse a path where providers belong."""
+    if isinstance(providers, (str, bytes, os.PathLike)):
+        raise TypeError(f"providers: got the path {providers!r:.80}; providers come first, then the path")
+
+
+@contextlib.contextmanager
+def _warning() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _log.warning("an old checkpoint could not be deleted: %s", error)
 
 
 class Checkpointer:
@@ -82,39 +117,42 @@ class Checkpointer:
             SettingsError: An option is unknown or impossible; the message names it.
             StorageError: The directory cannot be made or written.
         """
-        self.settings = Settings.of(options)
-        self.directory = _checked_path(directory)
-        if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
-            raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
-        durable.make_directory(self.directory)
-        world = _world(self.settings, self.directory)
-        self._name = f"checkpointer/{next(_numbers)}"
-        try:
-            meet(world, self._name, self.directory, self._clear_debris, timeout=self.settings.rank_timeout)
+        self._name = "checkpointer"
+        with telling(lambda: paths.local(directory), options, partial(refuse_to_meet, self._name)):
+            self.settings = Settings.of(options)
+            self.directory = paths.local(directory)
+            if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
+                raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
+            durable.make_directory(self.directory)
             executor = make_executor(self.settings)
-        except BaseException:
-            world.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(executor.close)
+            world = _world(self.settings, self.directory)
+            undo.callback(world.close)
+            meet(world, self._name, self.directory, self._clear_debris, timeout=self.settings.rank_timeout)
+            undo.pop_all()
         self._snapshots = itertools.count()
         self._restores = itertools.count()
-        self._engine = Engine(executor, world, threads=self.settings.max_in_flight, auto_gate=self.settings.auto_gate)
+        self._engine = Engine(
+            executor,
+            world,
+            threads=self.settings.max_in_flight,
+            auto_gate=self.settings.auto_gate,
+            ended=self._call_back,
+        )
         device = arrays.current_device()
         if device is not None and self.settings.host_cache != "auto":
             self._engine.executor.prepare(device, self.settings.host_cache)
         self._retention = threading.Lock()
-        self._last_committed = (-1, -1)  # number and step, of those committed the snapshot that was taken last
+        self._order = directories.Order(self.directory)
         self._taken: list[Snapshot] = []
         self._closed = False
         self.failures = 0
         """How many snapshots have failed so far."""
-        self._previous_handler: Any = None
-        if self.settings.handle_sigterm:
-            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
 
     def _clear_debris(self) -> None:
-        for path in directories.debris(self.directory):
-            _log.warning("removing what an interrupted run left: %s", path)
-            directories.clear(path)
+        directories.sweep(self.directory)
 
     # --- saving
 
@@ -126,8 +164,8 @@ class Checkpointer:
 
         Args:
             providers: What makes the state.
-            step: Its number, 0 or more. A step saved before is superseded once the new one is committed. The highest
-                step is the newest: after a roll-back, delete the later ones or go on in another directory.
+            step: Its number, 0 or more. A step saved before is superseded once the new one is committed. What is taken
+                last is the newest, after a roll-back, too: the higher steps of before are then older.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, an earlier snapshot failed in the background; nothing is taken.
@@ -137,17 +175,20 @@ class Checkpointer:
         """
         self._raise_if_closed()
         number = next(self._snapshots)
-        ballot = Ballot(self._engine.world, f"{self._name}/snapshot/{number}", timeout=self.settings.rank_timeout)
+        name, sequence = f"{self._name}/snapshot/{number}", partial(self._order.sequence, number)
+        ballot = Ballot(self._engine.world, name, sequence, timeout=self.settings.rank_timeout)
         failure = None
         try:
             ballot.step = step = _checked_step(step)
             if (failure := self._failure()) is not None:
                 raise failure
+            _check_order(providers)
             begin = time.monotonic()
             self._wait_for_room()
+            if self._termination is not None:
+                self._termination.watch()
             collected = self._engine.collect(providers)
-            retain = partial(self._retain, number, step)
-            taken = self._engine.take(collected, ballot, self._place(step), retain, begin=begin)
+            taken = self._engine.take(collected, ballot, self._place(step), self._retain, begin=begin)
         except BaseException as error:
             told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
             self._engine.decline(ballot, told)  # the other ranks are not to wait for this one
@@ -185,22 +226,18 @@ class Checkpointer:
                 raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
             pending[0].wait_ended()
 
-    def _retain(self, number: int, step: int) -> None:
+    def _retain(self) -> None:
         """Delete what the settings do not keep, once a snapshot has been committed; never the one taken last."""
-        try:
-            with self._retention:
-                self._last_committed = max(self._last_committed, (number, step))
-                for path in directories.superseded(self.directory):
+        with self._retention, _warning():
+            for path in self._outdated():
+                with _warning():
                     directories.remove(path)
-                if self.settings.keep_last is None:
-                    return
-                steps = directories.committed(self.directory)
-                every = self.settings.keep_every
-                for old in list(steps)[: -self.settings.keep_last]:
-                    if old != self._last_committed[1] and (every is None or old % every):
-                        directories.remove(steps[old])
-        except OSError as error:
-            _log.warning("an old checkpoint could not be deleted: %s", error)
+
+    def _outdated(self) -> list[Path]:
+        last, every = self.settings.keep_last, self.settings.keep_every
+        old = [] if last is None else list(directories.by_age(self.directory).items())[:-last]
+        expired = [path for step, path in old if every is None or step % every]
+        return directories.superseded(self.directory) + expired
 
     # --- restoring
 
@@ -212,8 +249,12 @@ class Checkpointer:
         strict: bool = True,
         trust: Trust = (),
         verify: Verify = "checksum",
+        fallback: bool = False,
     ) -> Restored | None:
         """Restore the newest committed checkpoint, or that of ``step``, in place; all ranks call it together.
+
+        It first waits until no snapshot of this checkpointer is in flight, so it sees them all. One that failed is told
+        as ever, by the next :meth:`snapshot` or by :meth:`close`.
 
         It does not matter how many ranks saved it, nor how they shared it out: each rank reads the parts that it holds
         now. Keys, shapes and dtypes are all compared, on all ranks, before anything is changed. A damaged file is found
@@ -222,58 +263,50 @@ class Checkpointer:
         Args:
             providers: What to restore; providers in the checkpoint that are not named here are left alone.
             step: Which checkpoint; None for the newest.
-            strict: Refuse missing, unexpected and mismatched keys; False restores what both sides have.
+            strict: Refuse missing, unexpected and mismatched keys. False restores what both sides have. What is left
+                out is logged as a warning, and is in ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys`` of
+                what is returned; where nothing fits at all it is an error.
             trust: Classes that pickled objects may be of, as ``module.qualname``, or ``"all"``.
             verify: ``"digest"`` also compares the digest of every logical tensor, over all ranks, with the one that was
                 saved. What is read without checksums, because little of it is wanted, is compared so in any case.
+            fallback: Where the newest checkpoint is damaged, restore the newest that is not, on all ranks alike; a
+                warning and ``passed_over`` of the result say so. Not with ``step``, nor with ``strict=False``.
 
         Returns:
             The step, an int that also says what was left as it was, and what was read; None when there is none.
 
         Raises:
             RestoreError: The checkpoint and the live state do not fit, on this rank or another; nothing has changed.
+            CommitError: Another rank could not read, or a provider there could not take back, what it was given. The
+                state may be partly overwritten by then.
             RanksMissingError: Other ranks did not come to restore in time.
             TrustError: An object needs a class that is not trusted; nothing has been changed.
-            CorruptError, FormatError: A file is damaged.
+            CorruptError, FormatError: A file is damaged; the message names an older checkpoint that looks whole.
             CheckpointNotFoundError: There is no checkpoint of that step.
         """
         self._raise_if_closed()
-        wish = None if step is None else _checked_step(step)
-        name = f"{self._name}/restore/{next(self._restores)}"
-        meeting = Meeting(self._engine.world, name, self.settings.rank_timeout)
-        gate.pass_all()  # restoring changes the state, too
-        executor = self._engine.executor
-        with contextlib.ExitStack() as reading:
-            stored = restoring.open_together(meeting, wish, lambda: self._newest(wish), reading)
-            if stored is None and wish is not None:
-                raise CheckpointNotFoundError(f"no committed checkpoint of step {wish} in {self.directory}")
-            if stored is None:
-                return None
-            return restoring.restore(
-                stored,
-                providers,
-                lambda _: executor,
-                meeting,
-                strict=strict,
-                trust=trust,
-                verify=verify,
-                replicas=self.settings.replicas,
-            )
-
-    def _newest(self, step: int | None) -> Path | None:
-        """Where the checkpoint of a step stands, or the newest; None when there is none."""
-        steps = directories.committed(self.directory)
-        chosen = max(steps, default=None) if step is None else step
-        return None if chosen is None else steps.get(chosen)
+        name, executor = f"{self._name}/restore/{next(self._restores)}", self._engine.executor
+        return _restore(
+            self.directory,
+            providers,
+            partial(_meeting, self._engine.world, name, self.settings.rank_timeout),
+            lambda _: executor,
+            self.wait,  # what it finds must not depend on how fast the storage is
+            step=step,
+            fallback=fallback,
+            strict=strict,
+            trust=trust,
+            verify=verify,
+            replicas=self.settings.replicas,
+        )
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, ascending."""
+        """Steps of the committed checkpoints, ascending; those in flight are not among them, see :meth:`wait`."""
         return list(directories.committed(self.directory))
 
     def latest(self) -> int | None:
-        """The newest committed step, None when there is none."""
-        steps = self.steps()
-        return steps[-1] if steps else None
+        """The committed step that was saved last, None when there is none; after a roll-back, not the highest."""
+        return next(reversed(directories.by_age(self.directory)), None)
 
     # --- ending
 
@@ -291,8 +324,8 @@ class Checkpointer:
             return
         self._engine.close()
         self._closed = True
-        if self.settings.handle_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
+        if self._termination is not None:
+            self._termination.end()
         if (failure := self._failure()) is not None:
             raise failure
 
@@ -321,7 +354,7 @@ class Checkpointer:
         ended = [s for s in self._taken if s.ended]
         self._taken = [s for s in self._taken if not s.ended]
         self.failures += sum(s.failed for s in ended)
-        undelivered = [(s, error) for s in ended if (error := s.undelivered) is not None]
+        undelivered = [(s, error) for s in ended if (error := s.deliver()) is not None]
         # what another rank raised is not raised once more here: that would go back and forth for ever
         own = [error for _, error in undelivered if not isinstance(error, SnapshotSkippedError)]
         raised = own[0] if own and self.settings.on_error == "raise" else None
@@ -330,13 +363,22 @@ class Checkpointer:
                 _log.warning("snapshot %d failed: %s", snapshot.step, error)
         return raised
 
-    def _on_sigterm(self, number: int, frame: Any) -> None:
-        self.wait()
-        signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
-        if callable(self._previous_handler):
-            self._previous_handler(number, frame)
-        else:
-            os.kill(os.getpid(), number)
+    def _call_back(self, snapshot: Snapshot) -> None:
+        """Call what the settings name for a snapshot that has ended."""
+        call = self.settings.on_error if snapshot.failed else self.settings.on_commit
+        if not callable(call):
+            return
+        if snapshot.failed:
+            snapshot.deliver()
+        try:
+            call(snapshot)
+        except Exception:  # of the user's; training is not to suffer from it
+            _log.exception("%r raised, called for %r", call, snapshot)
+
+    def _wait_for_these(self) -> None:
+        """Wait for the snapshots that are in flight now, not for later ones."""
+        for snapshot in self._engine.pending():
+            snapshot.wait_ended()
 
 
 def snapshot(
@@ -357,8 +399,11 @@ def snapshot(
         FileExistsError: There is something at ``path``.
         SettingsError, ProviderError: As for :class:`Checkpointer`.
     """
-    settings = RankSettings.of(options)
-    target, step = _checked_path(path), _checked_step(step)
+    name = "snapshot"
+    with telling(lambda: paths.local(path).parent, options, partial(refuse_to_meet, name)):
+        settings = RankSettings.of(options)
+        _check_order(providers)
+        target, step = paths.local(path), _checked_step(step)
     world = _world(settings, target.parent)
 
     def prepare() -> None:
@@ -367,10 +412,10 @@ def snapshot(
         for left in directories.debris_of(target):
             directories.clear(left)
 
-    name = f"snapshot/{next(_numbers)}"
     try:
         meet(world, name, target, prepare, timeout=settings.rank_timeout)
-        ballot = Ballot(world, f"{name}/commit", step=step, timeout=settings.rank_timeout)
+        sequence = partial(directories.next_sequence, target.parent)
+        ballot = Ballot(world, f"{name}/commit", sequence, step=step, timeout=settings.rank_timeout)
         return take_one(settings, providers, world, ballot, Place.fixed(lambda: target), auto_gate=auto_gate)
     except BaseException:
         world.close()
@@ -378,68 +423,121 @@ def snapshot(
 
 
 def restore(
-    path: PathLike,
     providers: Sequence[StateProvider],
+    path: PathLike,
     *,
+    step: int | None = None,
     strict: bool = True,
     trust: Trust = (),
     verify: Verify = "checksum",
+    fallback: bool = False,
     **options: Any,
 ) -> Restored:
     """Restore one checkpoint in place: the mirror of :func:`snapshot`; all ranks call it together.
 
     Args:
-        path: A checkpoint directory, or a directory of them: then the newest.
         providers: What to restore.
+        path: A checkpoint directory, or a directory of them.
+        step: Which of them; None for the newest.
         strict: As for :meth:`Checkpointer.restore`, as are the errors.
         trust: As for :meth:`Checkpointer.restore`.
         verify: As for :meth:`Checkpointer.restore`.
+        fallback: As for :meth:`Checkpointer.restore`.
         **options: Fields of :class:`~datastates.config.RankSettings`.
+
+    Raises:
+        CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
     """
-    settings = RankSettings.of(options)
-    given = _checked_path(path)
-    several = given.is_dir() and not (given / manifest.FILE).exists()
-    world = _world(settings, given if several else given.parent)  # beside a checkpoint, never in it
-    meeting = Meeting(world, f"restore/{next(_numbers)}", settings.rank_timeout)
-    gate.pass_all()
-    try:
-        with contextlib.ExitStack() as reading:
-            stored = restoring.open_together(meeting, None, lambda: directories.find(given), reading)
-            assert stored is not None
-            return restoring.restore(
-                stored,
-                providers,
-                lambda n: make_executor(settings, n),
-                meeting,
-                strict=strict,
-                trust=trust,
-                verify=verify,
-                replicas=settings.replicas,
-            )
-    finally:
-        world.close()
+    name = "restore"
+    with telling(lambda: _world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
+        settings = RankSettings.of(options)
+        _check_order(providers)
+        given = paths.local(path)
+    with contextlib.closing(_world(settings, _world_beside(given))) as world:
+        restored = _restore(
+            given,
+            providers,
+            partial(_meeting, world, name, settings.rank_timeout),
+            lambda n: make_executor(settings, n),
+            step=step,
+            fallback=fallback,
+            strict=strict,
+            trust=trust,
+            verify=verify,
+            replicas=settings.replicas,
+        )
+    if restored is None:
+        directories.refuse_absence(given, None)
+    return restored
 
 
-def load(path: PathLike, *, trust: Trust = (), **options: Any) -> dict[str, Any]:
+def _restore(
+    directory: Path,
+    providers: Sequence[StateProvider],
+    meetings: Callable[[int], Meeting],
+    executor: Callable[[int], Executor],
+    wait: Callable[[], None] = lambda: None,
+    *,
+    step: Any,
+    fallback: bool,
+    strict: bool,
+    **how: Any,
+) -> Restored | None:
+    """What both ways to restore share. ``wait`` is called once the state may change, before anything is looked for."""
+    wish = _wished(meetings, providers, step, fallback=fallback, strict=strict)
+    gate.pass_all()  # restoring changes the state, too
+    wait()
+    restored = restore_newest(
+        providers,
+        lambda: directories.candidates(directory, wish),
+        executor,
+        meetings,
+        step=wish,
+        fallback=fallback,
+        strict=strict,
+        **how,
+    )
+    if restored is None and wish is not None:
+        directories.refuse_absence(directory, wish)
+    return restored
+
+
+def load(path: PathLike, *, step: int | None = None, trust: Trust = (), **options: Any) -> dict[str, Any]:
     """Read a checkpoint as nested host arrays and objects, with no providers: ``{provider name: value}``.
 
     Args:
-        path: A checkpoint directory, a directory of them (then the newest), or one container file.
+        path: A checkpoint directory, a directory of them, or one container file.
+        step: Which of a directory of them, None for the newest; otherwise the step that it must be.
         trust: As for :meth:`Checkpointer.restore`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
     Raises:
         TrustError: An object needs a class that is not trusted.
-        CorruptError, FormatError: The file is damaged.
-        CheckpointNotFoundError: There is no committed checkpoint.
+        CorruptError, FormatError: A file is damaged or missing; the message names an older checkpoint that looks whole.
+        CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
     settings = IoSettings.of(options)
-    with directories.kept(_checked_path(path)) as found:
+    with _kept(path, step) as found:
         return loading.load(found, lambda n: make_executor(settings, n), trust=trust)
 
 
-def open(path: PathLike, **options: Any) -> Checkpoint:
+@contextlib.contextmanager
+def _kept(path: PathLike, step: int | None) -> Iterator[Path]:
+    """What a path means, kept from deletion; an error that says that it is damaged names one that looks whole."""
+    given, wish = paths.local(path), None if step is None else _checked_step(step)
+    with directories.kept(given, wish) as found:
+        if wish is not None and found.is_file() and (saved := Stored.of_file(found).head.step) != wish:
+            raise CheckpointNotFoundError(f"{found} is of step {saved}, not of step {wish}")
+        with (
+            health.advice(found, "take it with step={step}")
+            if found != given and wish is None
+            else contextlib.nullcontext()
+        ):
+            yield found
+
+
+def open(path: PathLike, *, step: int | None = None, **options: Any) -> Checkpoint:
     """Open a checkpoint to read single arrays: a mapping of full keys to host arrays, each read when it is asked for.
 
     Retention does not delete the checkpoint before it is closed. What several ranks saved is opened rank by rank, as it
@@ -447,16 +545,16 @@ def open(path: PathLike, **options: Any) -> Checkpoint:
 
     Args:
         path: As for :func:`load`.
+        step: As for :func:`load`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
     Raises:
-        FormatError: The file is damaged.
-        CheckpointNotFoundError: There is no committed checkpoint.
+        FormatError: The file is damaged; the message names an older checkpoint that looks whole.
+        CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
     """
     settings = IoSettings.of(options)
-    found = _checked_path(path)
     most = (settings.queue_depth + 1) * settings.block  # what one array after another keeps in flight
     with contextlib.ExitStack() as reading:
-        path = reading.enter_context(directories.kept(found))
-        stored = Stored.of_file(path) if path.is_file() else Stored.open(path)
+        found = reading.enter_context(_kept(path, step))
+        stored = Stored.of_file(found) if found.is_file() else Stored.open(found)
         return Checkpoint(stored, lambda nbytes: make_executor(settings, min(nbytes, most)), reading.pop_all())

@@ -9,25 +9,29 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from datastates import directories, manifest
+from datastates import directories, health, manifest, paths
 from datastates.comparing import Comparison, compare
 from datastates.digests import Logical, combine
-from datastates.errors import DatastatesError, FormatError
+from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
 from datastates.opened import Container, open_all
 from datastates.protocol import full_key
 from datastates.stored import Head
 from datastates.verifying import verify_catalog, verify_container
 
+STATUS = (
+    """exit status: 0 all is well; 1 something is damaged or differs; 2 a wrong call, or nothing there to look at"""
+)
+SCHEMA = 1
+"""Of the JSON: goes up where a field changes its meaning or goes away."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 when something is damaged or missing, 2 for a wrong call.
-
-    To ``diff``, 1 says that something differs, and a checkpoint that cannot be read is a wrong call.
-    """
+    """Run one command; returns the exit status, as :data:`STATUS` says."""
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except DatastatesError as error:
         print(f"datastates: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, CheckpointNotFoundError) else 1
     except BrokenPipeError:
         # whoever read our output has seen enough; keep the interpreter from writing the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -43,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="datastates", description="Look at checkpoints.")
+    parser = argparse.ArgumentParser(prog="datastates", description="Look at checkpoints.", epilog=STATUS)
     parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('datastates')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for run, name, argument, what in (
@@ -51,31 +55,45 @@ def _parser() -> argparse.ArgumentParser:
         (_inspect, "inspect", "PATH", "show what a checkpoint holds: keys, types, shapes, sizes, places"),
         (_verify, "verify", "PATH", "read every byte of a checkpoint and check it; exit 1 when one is wrong"),
     ):
-        command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
+        command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", epilog=STATUS)
         target = (
             "a directory of checkpoints"
             if name == "ls"
             else "a checkpoint, a directory of them (the newest), or a container file"
         )
-        command.add_argument("path", metavar=argument, type=Path, help=target)
+        command.add_argument("path", metavar=argument, type=_path, help=target)
         command.add_argument("--json", action="store_true", help="print JSON for programs")
+        if name == "inspect":
+            command.add_argument("--keys", metavar="GLOB", default="*", help="only keys that match, as of a shell")
         command.set_defaults(run=run)
     what = "compare two checkpoints by their digests; exit 1 when they differ, 2 when they cannot be compared"
-    diff = commands.add_parser("diff", help=what, description=what[0].upper() + what[1:] + ".")
+    diff = commands.add_parser("diff", help=what, description=what[0].upper() + what[1:] + ".", epilog=STATUS)
     for name in ("A", "B"):
-        diff.add_argument(name, type=Path, help="a checkpoint, a directory of them (the newest), or a container file")
+        diff.add_argument(name, type=_path, help="a checkpoint, a directory of them (the newest), or a container file")
     diff.add_argument("--json", action="store_true", help="print JSON for programs")
     diff.set_defaults(run=_diff)
     return parser
 
 
-def _print(value: Any) -> None:
-    json.dump(value, sys.stdout, indent=2)
+def _path(text: str) -> Path:
+    try:
+        paths.refuse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def _print(value: dict[str, Any]) -> None:
+    json.dump({"schema": SCHEMA, **value}, sys.stdout, indent=2)
     print()
 
 
+_WIDEST = 80
+
+
 def _table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> None:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    # a longer cell stands out, and does not push all other lines apart
+    widths = [max((n for row in rows if (n := len(row[i])) <= _WIDEST), default=0) for i in range(len(rows[0]))]
     for row in rows:
         cells = (c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         print("  ".join(cells).rstrip())
@@ -102,29 +120,38 @@ def _ls(arguments: argparse.Namespace) -> int:
     root: Path = arguments.path
     if not root.is_dir():
         print(f"datastates: {root} is not a directory", file=sys.stderr)
-        return 1
+        return 2
     if (root / manifest.FILE).exists():
         print(f"datastates: {root} is one checkpoint: use inspect", file=sys.stderr)
-        return 1
+        return 2
+    by_age = directories.by_age(root)
     found: list[dict[str, Any]] = []
-    for step, path in directories.committed(root).items():
-        entry: dict[str, Any] = {"step": step, "name": path.name}
-        try:
+    for age, (step, path) in enumerate(by_age.items()):
+        later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
+        entry: dict[str, Any] = {"step": step, "name": path.name, "superseded_by": later}
+        with contextlib.suppress(FormatError, StorageError):  # it is told below
             opened = manifest.open(path)
             entry |= {"created": opened.created, "ranks": opened.world_size, "bytes": opened.nbytes}
-        except FormatError as error:
-            entry["error"] = str(error)
+        if (what := health.problem(path)) is not None:
+            entry["error"] = what
         found.append(entry)
     left = [path.name for path in directories.debris(root)]
+    foreign = [path.name for path in directories.without_manifest(root)]
     if arguments.json:
-        _print({"checkpoints": found, "debris": left})
-    elif found or left:
-        rows = [["STEP", "CREATED", "RANKS", "SIZE", "NAME"]]
+        _print({"checkpoints": found, "debris": left, "without_manifest": foreign})
+    elif found or left or foreign:
+        rows = [["STEP", "CREATED", "RANKS", "SIZE", "NAME", ""]]
         for e in found:
-            size = ["damaged", "", ""] if "error" in e else [e["created"], str(e["ranks"]), _size(e["bytes"])]
-            rows.append([str(e["step"]), *size, e["name"]])
-        rows += [["-", "debris", "", "", name] for name in left]
+            size = [e["created"], str(e["ranks"]), _size(e["bytes"])] if "created" in e else ["", "", ""]
+            rolled = "" if e["superseded_by"] is None else f"superseded by step {e['superseded_by']}, after a roll-back"
+            note = f"damaged: {_printable(e['error'])}" if "error" in e else rolled
+            rows.append([str(e["step"]), *size, e["name"], note])
+        rows += [["-", "debris", "", "", name, ""] for name in left]
+        rows += [["-", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
         _table(rows, numbers=(0, 2, 3))
+    elif (other := directories.kind_of_other(root)) is not None:
+        print(f"datastates: {other}", file=sys.stderr)
+        return 2
     else:
         print(f"no checkpoints in {root}")
     return 1 if any("error" in e for e in found) else 0
@@ -140,11 +167,18 @@ def _inspect(arguments: argparse.Namespace) -> int:
     tensors = combine([one.index.shards for one in containers])
     digests = {key: f"{t.stored_digest:08x}" for key, t in tensors.items() if t.stored_digest is not None}
     described = [_describe(one, digests) for one in containers]
+    assembled = [_assemble(key, t, described) for key, t in tensors.items() if fnmatchcase(key, arguments.keys)]
+    nbytes = sum(t["bytes"] for t in assembled)
+    summary = f"{len(assembled)} of {len(tensors)} arrays, {_size(nbytes)}"
+    for one in described:
+        for kind in ("arrays", "objects"):
+            one[kind] = [entry for entry in one[kind] if fnmatchcase(entry["key"], arguments.keys)]
     if arguments.json:
-        _print({"containers": described, "tensors": [_assemble(key, t, described) for key, t in tensors.items()]})
+        _print({"containers": described, "tensors": assembled})
         return 0
     if len(described) > 1:
-        _print_assembled(path, described, [_assemble(key, t, described) for key, t in tensors.items()])
+        _print_assembled(path, described, assembled)
+        print(summary)
         return 0
     for one in described:
         print(f"{one['file']}  step {one['step']}, rank {one['rank']} of {one['world_size']}, {_size(one['bytes'])}")
@@ -157,6 +191,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
             )
         rows += [[_printable(o["key"]), "object", "", _size(o["bytes"]), str(o["offset"]), ""] for o in one["objects"]]
         _table(rows, numbers=(3, 4))
+    print(summary)
     return 0
 
 
@@ -256,6 +291,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     with directories.kept(arguments.path) as path:
         containers = open_all(path)
         nbytes = sum(c.nbytes for c in containers)
+        step = containers[0].index.identity["step"]
         head = None if path.is_file() else Head.of(path, manifest.open(path))
         catalog = None if head is None else head.catalog
         nbytes += 0 if catalog is None else catalog.nbytes
@@ -266,12 +302,12 @@ def _verify(arguments: argparse.Namespace) -> int:
                 problems += list(verify_catalog(head, containers, progress))
     if arguments.json:
         found = [{"file": str(p.path), "key": p.key, "problem": p.what} for p in problems]
-        _print({"ok": not problems, "bytes": nbytes, "problems": found})
+        _print({"ok": not problems, "path": str(path), "step": step, "bytes": nbytes, "problems": found})
     else:
         for p in problems:
             print(f"{_printable(p.key)} in {p.path} {p.what}")
         if not problems:
-            print(f"{arguments.path}: {_size(nbytes)} in {len(containers)} container(s), every byte is as written")
+            print(f"{path}: step {step}, {_size(nbytes)} in {len(containers)} container(s), every byte is as written")
     return 1 if problems else 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from datastates import arrays, collector, replicas
+from datastates.describing import Knowledge
 from datastates.dtypes import BY_NAME
 from datastates.errors import ProviderError
 from datastates.executor import Columns, columns
@@ -92,9 +93,16 @@ def name_on(provider: StateProvider, rank: int, ranks: int) -> str:
 
 
 def collect(
-    providers: Sequence[StateProvider], last: Structure | None = None, *, rank: int = 0, ranks: int = 1
+    providers: Sequence[StateProvider],
+    last: Structure | None = None,
+    knowledge: Knowledge | None = None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Collected:
-    """Ask the providers for their shards, and check them; ``last`` is taken again where it still holds.
+    """Ask the providers for their shards, and check them.
+
+    ``last`` is taken again where it still holds. ``knowledge`` is handed to new providers, and kept up to date.
 
     Of what this rank of several holds like others, one of them keeps the array, and the others an empty part.
 
@@ -103,7 +111,11 @@ def collect(
         ProviderError: Two shards have the same key, or one does not lie in its buffer.
     """
     chosen = list(walk_unique(providers))
+    if knowledge is not None:
+        knowledge.teach(chosen)
     described = [_shards_of(provider) for provider in chosen]
+    if knowledge is not None:
+        knowledge.take(chosen)
     sources: list[object] = []
     memory: list[object] = []
     objects: list[tuple[int, Shard]] = []
@@ -131,6 +143,7 @@ def collect(
     if last is None or names != last.names or None in layouts or not all(map(operator.is_, layouts, last.layouts)):
         structure = _structure(names, layouts, described, sources, rank if ranks > 1 else None)
     assert structure is not None
+    _check_objects(keys, structure)
     return Collected(chosen, structure, described, sources, memory, objects)
 
 
@@ -265,6 +278,19 @@ def _shards_of(provider: StateProvider) -> Sequence[Shard]:
 
 def _no_list(name: str) -> ProviderError:
     return ProviderError(f"{name!r}: shards() must return a list of Shards with text for keys")
+
+
+def _check_objects(keys: set[tuple[int, str]], structure: Structure) -> None:
+    """Refuse an object in an array's place, and one beside that which is its provider's whole value."""
+    apart = {(p, key) for p, key in keys if key}
+    if not apart:
+        return
+    for p, key in apart.intersection((p, shard.key) for p, shard in structure.arrays):
+        raise ProviderError(f"two shards have the key {full_key(structure.names[p], key)!r}: an array and an object")
+    for p, key in apart:
+        if (p, "") in keys:
+            name = structure.names[p]
+            raise ProviderError(f"{full_key(name, key)!r} is an object beside {name!r}, which is an object as a whole")
 
 
 def _check_keys(name: str, keys: list[str]) -> None:

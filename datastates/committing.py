@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,11 +71,20 @@ _COMMITTED, _SKIPPED = b"c", b"s"  # what an answer begins with
 class Ballot:
     """The agreement of all ranks about one checkpoint. Used by one thread at a time."""
 
-    def __init__(self, world: World, name: str, *, step: int = -1, timeout: float) -> None:
-        """Name it as all ranks name it, and no other ballot of this run; ``timeout`` in seconds."""
+    def __init__(self, world: World, name: str, sequence: Callable[[], int], *, step: int = -1, timeout: float) -> None:
+        """Name it as all ranks name it, and no other ballot of this run.
+
+        Args:
+            world: The ranks.
+            name: Its name.
+            sequence: Gives the checkpoint's; called on the coordinator when it is committed.
+            step: The checkpoint's.
+            timeout: Seconds to wait for the others.
+        """
         self._world = world
         self._name = name
         self._timeout = timeout
+        self._sequence = sequence
         self.step = step
         self.attempt = world.token(name) if world.size > 1 else None
         """What all ranks call the directory that they write into; None where there is one only."""
@@ -167,7 +175,9 @@ class Ballot:
             for rank, v in sorted(votes.items())
         )
         made = manifest.Manifest(
+            format=manifest.FORMAT_VERSION,
             step=self.step,
+            sequence=self._sequence(),
             attempt=pending.attempt,
             created=manifest.now(),
             world_size=self.ranks,
@@ -221,7 +231,7 @@ def meet(world: World, name: str, path: Path, prepare: Callable[[], None], *, ti
     """Let the coordinator prepare a path before any rank writes there.
 
     Raises:
-        CommitError: The ranks mean different paths, or preparing failed.
+        CommitError: The ranks mean different paths, or preparing failed, or a rank has not come as far as this.
         RanksMissingError: Some did not come in time.
     """
 
@@ -232,7 +242,7 @@ def meet(world: World, name: str, path: Path, prepare: Callable[[], None], *, ti
         prepare()
         return b""
 
-    world.agree(name, str(path).encode("utf-8", "backslashreplace"), decide, timeout=timeout)
+    settle(world, name, None, str(path).encode("utf-8", "backslashreplace"), decide, timeout=timeout)
 
 
 def is_told(error: DatastatesError) -> bool:
@@ -271,28 +281,10 @@ def _refuse_failed(votes: dict[int, Vote]) -> None:
         raise CommitError(f"the ranks took a snapshot of different steps: {said}")
 
 
-_AT_ONCE = 32
-
-
-def _length(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
-
-
-def _lengths(paths: Sequence[Path]) -> list[int | None]:
-    try:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:  # a shared file system takes long for each
-            return list(pool.map(_length, paths))
-    except RuntimeError:  # the interpreter is ending, and starts no more threads
-        return list(map(_length, paths))
-
-
 def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifest.CatalogEntry:
     """Check that the ranks' containers are there and make one state, and write down which of them holds what."""
     paths = [pending.directory / vote.file for _, vote in sorted(votes.items())]
-    for (rank, vote), path, found in zip(sorted(votes.items()), paths, _lengths(paths), strict=True):
+    for (rank, vote), path, found in zip(sorted(votes.items()), paths, directories.lengths(paths), strict=True):
         if found != vote.nbytes:
             what = "is missing" if found is None else f"has {found} bytes, not the {vote.nbytes} that it wrote"
             raise CommitError(f"the container of rank {rank} {what}: {path}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -57,7 +57,10 @@ class IoSettings(BaseModel):
         description="Bytes of (pinned) host memory that snapshots stream through; used as far as the state needs it. "
         "auto: up to a quarter of the memory available to each local rank.",
     )
-    block: Size = Field(8 << 20, description="Bytes of one extent, the unit of capture and of I/O; a multiple of 4096.")
+    block: Size = Field(
+        8 << 20,
+        description="Bytes of one extent, the unit of capture and of I/O; a multiple of 4096 of at least 1 MiB.",
+    )
     queue_depth: int = Field(
         8,
         ge=1,
@@ -97,7 +100,7 @@ class IoSettings(BaseModel):
         except ValidationError as error:
             problems = []
             for e in error.errors():
-                field = ".".join(map(str, e["loc"]))
+                field = ".".join(map(str, e["loc"][:1]))  # what follows says which type was tried
                 variable = ENVIRONMENT_PREFIX + field.upper()
                 source = f" (from {variable})" if field not in options and variable in os.environ else ""
                 known = f"; settings are {', '.join(cls.model_fields)}" if e["type"] == "extra_forbidden" else ""
@@ -136,15 +139,24 @@ class Settings(RankSettings):
         None, ge=1, description="Steps: checkpoints at multiples of this are kept beside the last ones."
     )
     auto_gate: bool = Field(True, description="Let every torch optimizer's step() wait for capture.")
-    on_error: Literal["raise", "warn"] = Field(
-        "raise", description="Raise a background failure at the next snapshot() or close(), or only log and count it."
+    on_error: Literal["raise", "warn"] | Callable[[Any], object] = Field(
+        "raise",
+        description="Raise a background failure at the next snapshot() or close(), or only log and count it. A "
+        "callable is given the snapshot that failed, on a thread of the checkpointer, and nothing is raised.",
+    )
+    on_commit: Callable[[Any], object] | None = Field(
+        None,
+        description="A callable that is given each snapshot that has been committed, on a thread of the checkpointer. "
+        "What it raises is logged.",
     )
     max_in_flight: int = Field(2, ge=1, le=64, description="Snapshots that may be under way at once.")
     when_busy: Literal["wait", "refuse"] = Field(
         "wait", description="What a snapshot() beyond max_in_flight does: wait for one to end, or raise."
     )
     handle_sigterm: bool = Field(
-        False, description="On SIGTERM, commit the snapshots in flight before the process ends."
+        False,
+        description="On SIGTERM, commit the snapshots in flight, then do what the process would have done: end, or "
+        "call the handler that was there before. Training goes on meanwhile.",
     )
 
     @model_validator(mode="after")

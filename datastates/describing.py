@@ -10,29 +10,28 @@ from typing import Any
 import numpy as np
 
 from datastates import arrays, collector, dtypes, looking
-from datastates.protocol import Buffer, Shard, Shards, span
+from datastates.protocol import Buffer, Shard, Shards, StateProvider, span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class Known:
     """What was described last: addresses, but no array, so that no memory is kept alive."""
 
     keys: Sequence[str]
     lazy: Sequence[bool]
     places: bytes
-    identities: bytes
     specs: list[object] | None
     streams: set[tuple[str, int, int]]
     layout: tuple[Shard, ...]
 
     def serves(self, keys: Sequence[str], lazy: Sequence[bool], values: Sequence[object], seen: looking.Look) -> bool:
+        """Whether it describes these arrays as well."""
         return (
             keys == self.keys
             and lazy == self.lazy
             and seen.places == self.places
             and seen.specs == self.specs
-            # of the same objects as before this has been looked at already
-            and (seen.identities == self.identities or not looking.any_negated(values))
+            and not looking.any_negated(values)
             and all(arrays.current_stream(kind, device) == stream for kind, device, stream in self.streams)
         )
 
@@ -41,24 +40,27 @@ class Describer:
     """Describes a provider's arrays, and gives the same layout again while nothing but their contents changes.
 
     Not thread-safe.
+
+    Attributes:
+        known: What was described last, which another describer can take; None when it cannot be known again.
     """
 
     def __init__(self) -> None:
         """Nothing is known yet."""
-        self._known: _Known | None = None
+        self.known: Known | None = None
 
     def again(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Shards | None:
         """The arrays as shards if they are those of the last time, or the same memory anew; else None."""
-        seen = None if self._known is None else looking.look(values, memory=True)
-        if self._known is not None and seen is not None and self._known.serves(keys, lazy, values, seen):
-            return Shards(self._known.layout, values, versions=seen.versions, memory=seen.memory)
+        seen = None if self.known is None else looking.look(values, memory=True)
+        if self.known is not None and seen is not None and self.known.serves(keys, lazy, values, seen):
+            return Shards(self.known.layout, values, versions=seen.versions, memory=seen.memory)
         return None
 
     def describe(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Sequence[Shard]:
         """The arrays as shards; arguments and errors are those of :func:`datastates.arrays.shards_of`."""
         if (same := self.again(keys, values, lazy)) is not None:
             return same
-        self._known = None
+        self.known = None
         with collector.paused():
             seen = looking.look(values, memory=True)
             if seen is None or looking.any_negated(values):
@@ -72,8 +74,32 @@ class Describer:
                 layout[i] = replace(s, source=None, buffer=s.buffer and replace(s.buffer, owner=None))
             shards = tuple(shard for shard in layout if shard is not None)
             streams = {(s.kind, s.buffer.device, s.buffer.stream) for s in shards if s.buffer is not None}
-        self._known = _Known(list(keys), list(lazy), seen.places, seen.identities, seen.specs, streams, shards)
+        self.known = Known(list(keys), list(lazy), seen.places, seen.specs, streams, shards)
         return Shards(shards, values, versions=seen.versions, memory=seen.memory)
+
+
+class Knowledge:
+    """What the providers of the last snapshot found out, by name: new provider objects take it over."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._known: dict[str, tuple[type, object]] = {}
+
+    def teach(self, providers: Sequence[StateProvider]) -> None:
+        """Hand it to those that know nothing by themselves."""
+        for provider in providers:
+            kind, known = self._known.get(provider.name, (None, None))
+            if kind is type(provider) and provider.knowledge() is None:
+                provider.learn(known)
+
+    def take(self, providers: Sequence[StateProvider]) -> None:
+        """Keep what these know now, and nothing else."""
+        found = ((provider, provider.knowledge()) for provider in providers)
+        self._known = {p.name: (type(p), known) for p, known in found if known is not None}
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._known)
 
 
 def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> list[Shard | None]:

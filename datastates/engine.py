@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from datastates.futures import Snapshot
 from datastates.host_memory import automatic_cache
 from datastates.protocol import StateProvider
 from datastates.saving import Running, Saver
+
+_log = logging.getLogger("datastates")
 
 
 def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
@@ -59,11 +62,21 @@ class Place:
 class Engine:
     """Takes snapshots with one executor and finishes them on threads of its own."""
 
-    def __init__(self, executor: Executor, world: World, *, threads: int, auto_gate: bool) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        world: World,
+        *,
+        threads: int,
+        auto_gate: bool,
+        ended: Callable[[Snapshot], None] = lambda snapshot: None,
+    ) -> None:
+        """``ended`` is called with each snapshot that was committed or has failed, on a thread of the engine's."""
         self.executor = executor
         self.world = world
         self._threads = threads
         self._auto_gate = auto_gate
+        self._ended = ended
         self._start()
         _engines.add(self)
 
@@ -71,6 +84,8 @@ class Engine:
         self._saver = Saver(self.executor, self.world.rank, self.world.size)
         # the pool's own exit hook lets running snapshots commit before the interpreter ends
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="datastates")
+        # what waits for other ranks must not take the threads that capture state
+        self._aside = ThreadPoolExecutor(thread_name_prefix="datastates-aside")
         self._in_flight: list[Snapshot] = []
         self._left = 0  # what its threads have to do, and do
         self._closing = False
@@ -115,6 +130,7 @@ class Engine:
         except (StorageError, DeviceError) as error:
             snapshot.fail(error)
             self.decline(ballot, error)
+            self._tell(snapshot)
         snapshot.called()
         return snapshot
 
@@ -150,10 +166,14 @@ class Engine:
         else:
             self._finish(snapshot, running)
 
-    def decline(self, ballot: Ballot, error: BaseException) -> None:
+    def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this one takes no part in a checkpoint."""
-        if ballot.ranks > 1:
-            self.do_later(ballot.decline, error)
+        if self.world.size == 1:
+            return
+        try:
+            self.do_aside(whom.decline, error)
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
+            whom.decline(error)
 
     def _take(self, saver: Saver, collected: Collected, snapshot: Snapshot, open_ending: Callable[[], Ending]) -> None:
         running = saver.begin(collected, snapshot, open_ending())
@@ -164,21 +184,40 @@ class Engine:
             self.do_later(self._finish, snapshot, running)
         except BaseException as error:  # no thread, or the interpreter is ending: nobody may wait for it
             running.cancel(error)
-            self._forget(snapshot)
             snapshot.exception()  # told by being raised
+            self._forget(snapshot)
             raise
 
     def _finish(self, snapshot: Snapshot, running: Running) -> None:
-        running.run()
+        error = running.run()
         self._forget(snapshot)
+        if error is not None:
+            self.decline(running.ending, error)
+        self._tell(snapshot)
+
+    def _tell(self, snapshot: Snapshot) -> None:
+        """Log a commit, and hand the snapshot to who wants to know; beside the threads that capture state."""
+        if snapshot.committed:
+            _log.info("%s", snapshot.report)
+        try:
+            self.do_aside(self._ended, snapshot)
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
+            self._ended(snapshot)
 
     def _forget(self, snapshot: Snapshot) -> None:
         with self._lock:
-            self._in_flight.remove(snapshot)
+            if snapshot in self._in_flight:  # a call interrupted late forgets it, and so does its thread
+                self._in_flight.remove(snapshot)
 
     def do_later(self, work: Callable[..., None], *arguments: object) -> None:
         """Do something on its threads."""
+        self._submit(self._pool, work, *arguments)
 
+    def do_aside(self, work: Callable[..., None], *arguments: object) -> None:
+        """Do something that may wait for other ranks; no capture has to wait for it."""
+        self._submit(self._aside, work, *arguments)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: object) -> None:
         def do() -> None:
             try:
                 work(*arguments)
@@ -188,7 +227,7 @@ class Engine:
         with self._lock:
             self._left += 1
         try:
-            self._pool.submit(do)
+            pool.submit(do)
         except BaseException:
             self._done()
             raise
@@ -198,6 +237,8 @@ class Engine:
             self._left -= 1
             last = self._closing and not self._left
         if last:
+            for pool in (self._pool, self._aside):
+                pool.shutdown(wait=False)
             self.world.close()
 
     def pending(self) -> list[Snapshot]:
@@ -214,7 +255,8 @@ class Engine:
         """Wait until none is in flight, and give threads and memory back. Interrupted, it can be called again."""
         # the pool's own wait must not be the one that is interrupted: it would take its threads for ended
         self.wait()
-        self._pool.shutdown(wait=True)
+        for pool in (self._pool, self._aside):  # in this order: one gives the other work
+            pool.shutdown(wait=True)
         self.executor.close()
         self.world.close()
 

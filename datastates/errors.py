@@ -109,6 +109,7 @@ class RestoreError(DatastatesError, ValueError):
         missing: Keys that the state has and the checkpoint lacks.
         unexpected: Keys that the checkpoint has and the state lacks.
         mismatched: One sentence for each key whose shape, dtype or container type differs.
+        lost: Files of the checkpoint that are missing, to this rank or to another that said so.
     """
 
     def __init__(
@@ -118,12 +119,14 @@ class RestoreError(DatastatesError, ValueError):
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
         mismatched: Sequence[str] = (),
+        lost: Sequence[str] = (),
     ) -> None:
         """Keep the keys beside the message."""
         super().__init__(message)
         self.missing = list(missing)
         self.unexpected = list(unexpected)
         self.mismatched = list(mismatched)
+        self.lost = list(lost)
 
 
 class TornSnapshotError(DatastatesError, RuntimeError):
@@ -138,7 +141,7 @@ class TornSnapshotError(DatastatesError, RuntimeError):
         shown = ", ".join(repr(k) for k in keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
         super().__init__(
             f"changed between snapshot() and its capture: {shown}; guard the update with Checkpointer.gate(), "
-            "or mark what changes at any time as not lazy"
+            "or mark what changes at any time as not lazy, as by from_stateful(..., lazy=False)"
         )
         self.keys = list(keys)
 

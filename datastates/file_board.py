@@ -161,7 +161,8 @@ class FileBoard:
         """Delete the box with all that is in it."""
         remove(self._box(box))
 
-    def close(self) -> None:
+    def close(self, *, given_up: bool) -> None:
         """On rank 0, delete what is left of the run."""
+        del given_up
         if self._rank == 0:
             self._leave()

@@ -7,13 +7,14 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
 from datastates.timeline import Span, Stage, chrome_trace, stages
@@ -28,6 +29,27 @@ _silent: set[Snapshot] = set()
 def _tell_at_exit() -> None:
     for snapshot in _silent:
         _log.error("snapshot %d failed, and nobody asked: %s", snapshot.step, snapshot._error)
+    if _silent and sys.stderr is not None:
+        sys.stderr = cast("TextIO", _FailedStream(sys.stderr))
+
+
+class _FailedStream:
+    """The standard error stream of a process that has failed: the interpreter's own flush, its last, raises.
+
+    The process then ends with status 120, and everything else ends as it would. ``os._exit`` would cut off the exit
+    functions of others.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys._getframe().f_back is None:  # nobody else calls it from outside of Python
+            raise OSError("a snapshot failed, and nobody asked")
 
 
 def _forget_frames(error: BaseException, *, log: bool) -> None:
@@ -58,7 +80,7 @@ class Report:
         state: How far it is: ``started``, ``captured``, ``persisted``, ``committed`` or ``failed``.
         nbytes: Bytes of arrays.
         file_nbytes: Bytes of the container, 0 until it is persisted.
-        snapshot_seconds: How long the ``snapshot()`` call took.
+        snapshot_seconds: How long the ``snapshot()`` call took, so far while it has not returned.
         gate_seconds: How long gates held the CPU up for this snapshot; a GPU stream's own wait is not in it.
         capture_seconds: From the call until captured, None before that.
         persist_seconds: From the call until persisted, None before that.
@@ -89,6 +111,14 @@ class Report:
         """What training waited for: the call and the gates."""
         return self.snapshot_seconds + self.gate_seconds
 
+    def __str__(self) -> str:
+        """One line for a log."""
+        durable = (
+            f"durable after {self.persist_seconds:.3f} s, {self.persist_gbps:.2f} GB/s" if self.persist_gbps else ""
+        )
+        sizes = f"{self.nbytes / 1e9:.3f} GB, training waited {1e3 * self.stall_seconds:.1f} ms"
+        return f"step {self.step} {self.state}: {sizes}, {durable or 'not durable'}: {self.path}"
+
     @property
     def persist_gbps(self) -> float | None:
         """Bytes of arrays over the time until they were on stable storage."""
@@ -115,7 +145,7 @@ class Snapshot:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._delivered = False
-        self._call_seconds = 0.0
+        self._call_seconds: float | None = None
         self._gate_seconds = 0.0
         self._figures: Callable[[], dict[str, Any]] = dict
         self._native_spans: Callable[[], list[Span]] = list
@@ -174,7 +204,7 @@ class Snapshot:
                 state="failed" if self._error else reached[-1] if reached else STATES[0],
                 nbytes=self._nbytes,
                 file_nbytes=self._file_nbytes,
-                snapshot_seconds=self._call_seconds,
+                snapshot_seconds=time.monotonic() - self._begin if self._call_seconds is None else self._call_seconds,
                 gate_seconds=self._gate_seconds,
                 capture_seconds=self._times.get("captured"),
                 persist_seconds=self._times.get("persisted"),
@@ -214,9 +244,8 @@ class Snapshot:
         """Whether it was committed or has failed."""
         return self.committed or self._error is not None or self._abandoned
 
-    @property
-    def undelivered(self) -> BaseException | None:
-        """Its failure, if nobody has been told yet; tells it."""
+    def deliver(self) -> BaseException | None:
+        """Its failure, if nobody has been told yet: whoever calls this is told."""
         with self._changed:
             return None if self._delivered else self._deliver()
 

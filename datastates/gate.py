@@ -21,9 +21,11 @@ def guard(snapshot: Snapshot, *, automatic: bool) -> None:
     with _lock:
         _pending[snapshot] = automatic
         if automatic and _hook is None and "torch" in sys.modules:
+            from torch._compile import _disable_dynamo
             from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-            _hook = register_optimizer_step_pre_hook(_before_step)
+            # a compiled step runs it as it is, between two graphs; torch.compiler.disable would import Dynamo for that
+            _hook = register_optimizer_step_pre_hook(_disable_dynamo(_before_step))
 
 
 def pass_all(*, automatic_only: bool = False) -> None:

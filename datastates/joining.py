@@ -115,7 +115,7 @@ def _tell(root: Path, session: _Session) -> None:
 
 
 def _gather(root: Path, size: int, timeout: float) -> tuple[str, int]:
-    """As rank 0: tell, until a process of each rank has answered; gives the run's name and the lock that is held."""
+    """As rank 0: begin a run and meet the others; gives the run's name and the lock that is held."""
     run = secrets.token_hex(8)
     answers = root / run / _ANSWERS
     with step("mkdir", answers):
@@ -123,7 +123,19 @@ def _gather(root: Path, size: int, timeout: float) -> tuple[str, int]:
     with step("lock", answers):
         lock = os.open(root / run / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     durable.hold(lock)
-    durable.try_lock(lock)
+    try:
+        durable.try_lock(lock)
+        _meet(root, run, size, timeout)
+    except BaseException:
+        remove(root / run)
+        durable.release(lock)
+        raise
+    return run, lock
+
+
+def _meet(root: Path, run: str, size: int, timeout: float) -> None:
+    """As rank 0 of a run: tell, until a process of each rank has answered."""
+    answers = root / run / _ANSWERS
     others = set(range(1, size))
     told = _Session(run=run, seen=[])
 
@@ -149,12 +161,9 @@ def _gather(root: Path, size: int, timeout: float) -> tuple[str, int]:
         missing = sorted(rank for rank in others if newest.get(rank) not in came)
         text = f"{root}: {rank_names(missing)} of {size} did not come within {patience:.3g} s"
         _tell(root, _Session(run=run, seen=seen, missing=missing, failure=text))
-        remove(root / run)
-        durable.release(lock)
         raise RanksMissingError(text, ranks=missing)
     _tell(root, _Session(run=run, seen=told.seen, members=found))
     _clear(root, run)
-    return run, lock
 
 
 def _seen(root: Path, size: int) -> list[str]:

@@ -24,7 +24,6 @@ class Look:
 
     Attributes:
         places: Where they lie and how they are laid out: types, addresses, devices, element types, shapes, strides.
-        identities: Which objects they are.
         addresses: For each, where its first element is.
         versions: For each, torch's count of its changes in place, the free witness of D7; -1 without one.
         memory: For each, what keeps its memory alive, whatever other memory it is given; empty where not asked for.
@@ -32,7 +31,6 @@ class Look:
     """
 
     places: bytes
-    identities: bytes
     addresses: I64
     versions: I64
     memory: list[object]
@@ -58,14 +56,14 @@ def look(values: Sequence[object], *, memory: bool = False) -> Look | None:
         seen = _native.look(dtensors.unwrap(values, sharded), keeper, ())
     if seen is None:
         return None
-    places, identities, addresses, versions, kept = seen
+    places, addresses, versions, kept = seen
     counts = np.frombuffer(versions, np.int64)
     specs: list[object] | None = None
     if sharded:
         # what is done to a DTensor counts as a change of it, and not of its local tensor
         counts = counts + dtensors.versions(values, sharded)
         specs = dtensors.specs(values, sharded)
-    return Look(places, identities, np.frombuffer(addresses, np.int64), counts, kept, specs)
+    return Look(places, np.frombuffer(addresses, np.int64), counts, kept, specs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +132,7 @@ def _exchanged_dtypes() -> Callable[[int], int | None]:
         seen = None
         if hasattr(torch, dtype.name) and "complex" not in dtype.name:
             # a view: in deterministic mode torch fills what is made empty, and cannot for every type
-            seen = _native.layout([torch.empty(0, dtype=torch.uint8).view(getattr(torch, dtype.name))])
+            seen = _native.layout([torch.empty(0, dtype=torch.uint8, device="cpu").view(getattr(torch, dtype.name))])
         if seen is not None:
             codes[int(np.frombuffer(seen[2], np.int64)[0])] = dtype.code
     return codes.get
@@ -158,4 +156,6 @@ def contiguous(ndim: U8, dims: U64, strides: U64) -> tuple[I64, np.ndarray[Any, 
 def any_negated(tensors: Sequence[object]) -> bool:
     """Whether one of torch's tensors stands for the negative of what its memory says."""
     torch: Any = sys.modules.get("torch")
-    return any(map(torch.Tensor.is_neg, map(dtensors.local, tensors))) if tensors else False
+    sharded = set(filter(dtensors.is_class, set(map(type, tensors))))
+    found = dtensors.unwrap(tensors, sharded) if sharded else tensors
+    return any(map(torch.Tensor.is_neg, found)) if found else False

@@ -29,7 +29,8 @@ from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 
 FILE = "manifest.json"
 LOCK = ".lock"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of the manifests that are written. Format 1, which has no ``sequence``, is read, too."""
 _MAX_NBYTES = 1 << 28
 
 
@@ -63,8 +64,10 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: int = FORMAT_VERSION
+    format: int
     step: Annotated[int, Field(ge=0, lt=1 << 63)]
+    sequence: Annotated[int, Field(ge=1, lt=1 << 63)] | None = None
+    """Its number among the checkpoints of its directory, as they were taken: the highest is the newest. Format 2."""
     attempt: Annotated[str, Field(max_length=64)]
     """A random name shared by all containers of one snapshot."""
     created: Annotated[str, Field(max_length=64)]
@@ -73,6 +76,12 @@ class Manifest(BaseModel):
     containers: tuple[ContainerEntry, ...]
     catalog: CatalogEntry | None = None
     """Where to find which tensor; of several ranks only."""
+
+    @model_validator(mode="after")
+    def _numbered(self) -> Manifest:
+        if (self.format, self.sequence is None) not in ((1, True), (2, False)):
+            raise ValueError("a sequence belongs to format 2, and to no other")
+        return self
 
     @model_validator(mode="after")
     def _one_for_each_rank(self) -> Manifest:
@@ -118,8 +127,8 @@ def decode(data: bytes, path: str) -> Manifest:
         if type(fields) is not dict or type(fields.get("format")) is not int:
             raise FormatError(f"{path}: not a manifest")
         checksum = fields.pop("crc32")
-        if fields.get("format") != FORMAT_VERSION:
-            raise FormatError(f"{path}: a manifest of format {fields.get('format')!r:.40}; this reads {FORMAT_VERSION}")
+        if fields["format"] not in (1, 2):
+            raise FormatError(f"{path}: a manifest of format {fields['format']!r:.40}; this reads 1 and 2")
         if checksum != _checksum(fields) or encode(Manifest.model_validate_json(json.dumps(fields))) != data:
             raise FormatError(f"{path}: the manifest does not match its checksum")
         return Manifest.model_validate_json(json.dumps(fields))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import msgpack
 import numpy as np
@@ -34,6 +35,13 @@ class Held:
     contribution: int
 
 
+def _told(error: Exception) -> bytes:
+    """What other ranks are told of an error: its text, and the files that it misses."""
+    text = (str(error) or type(error).__name__).encode(errors="replace").decode()
+    lost = [file.encode(errors="replace").decode() for file in getattr(error, "lost", ())]
+    return msgpack.packb([text, lost])
+
+
 class Meeting:
     """One restore, of all ranks together. Used on the training thread; a step of it is a wait for all ranks."""
 
@@ -52,21 +60,24 @@ class Meeting:
 
         Raises:
             Exception: ``error``, once the others know of it.
-            RestoreError: Another rank has failed at this stage, or ``decide`` has; the same on all ranks.
+            RestoreError: Another rank has failed at this stage, or ``decide`` has; the same on all ranks. It names the
+                files that those miss.
             CommitError: The same, once the live state may have been changed.
             RanksMissingError: Some did not come in time.
         """
-        failed = None if error is None else (str(error) or type(error).__name__).encode(errors="replace")
-        said = _FINE + data if failed is None else _FAILED + failed
+        said = _FINE + data if error is None else _FAILED + _told(error)
 
         def outcome(told: dict[int, bytes]) -> bytes:
-            reasons = [f"rank {rank}: {t[1:].decode()}" for rank, t in sorted(told.items()) if t[:1] == _FAILED]
-            if reasons:
-                raise (CommitError if self._has_begun else RestoreError)("; ".join(reasons))
-            return decide({rank: t[1:] for rank, t in told.items()})
+            failed = {rank: msgpack.unpackb(t[1:]) for rank, t in sorted(told.items()) if t[:1] == _FAILED}
+            if failed:
+                reasons = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in failed.items())
+                return _FAILED + msgpack.packb(
+                    [reasons, sorted({file for _, lost in failed.values() for file in lost})]
+                )
+            return _FINE + decide({rank: t[1:] for rank, t in told.items()})
 
         try:
-            return self._world.agree(
+            answer = self._world.agree(
                 f"{self._name}/{stage}", said, outcome, timeout=self._timeout, enough=lambda t: t[:1] == _FAILED
             )
         except (CommitError, RestoreError, RanksMissingError, StorageError) as failure:
@@ -75,9 +86,20 @@ class Meeting:
             if not isinstance(failure, CommitError) or self._has_begun:
                 raise
             raise RestoreError(str(failure)) from failure
+        if error is not None:
+            raise error
+        if answer[:1] == _FINE:
+            return answer[1:]
+        reasons, lost = msgpack.unpackb(answer[1:])
+        raise CommitError(reasons) if self._has_begun else RestoreError(reasons, lost=lost)
 
-    def choose(self, wish: int | None, pick: Callable[[], bytes]) -> bytes:
-        """Which checkpoint: what ``pick`` gives on the coordinator. All must wish for the same step."""
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise what keeps this rank from beginning, once the others know of it."""
+        self.settle("choose", error, b"", lambda _: b"")
+        raise error
+
+    def choose(self, wish: str, pick: Callable[[], bytes]) -> bytes:
+        """Which checkpoint: what ``pick`` gives on the coordinator. All must wish for the same, in words."""
 
         def decide(wishes: dict[int, bytes]) -> bytes:
             if len(set(wishes.values())) > 1:
@@ -85,33 +107,37 @@ class Meeting:
                 raise RestoreError(f"the ranks are to restore different steps: {said}")
             return pick()
 
-        return self.settle("choose", None, b"the newest" if wish is None else b"step %d" % wish, decide)
+        return self.settle("choose", None, wish.encode(), decide)
 
     def compare(
         self,
         error: Exception | None,
         wanted: U64,
         names: Iterable[str],
+        is_vain: bool | None,
         find: Callable[[U64, set[str]], list[str]],
-    ) -> list[str]:
-        """Whether the checkpoint fits all; returns the keys that no rank wants.
+    ) -> tuple[list[str], bool]:
+        """Whether the checkpoint fits all; returns the keys that no rank wants, and whether nothing of it fits any.
 
         Args:
             error: Why it does not fit this rank.
             wanted: Hashes of what this rank takes.
             names: The providers that it has, by the names they are stored under.
+            is_vain: Whether nothing fits here, though something is wanted; None where nothing is wanted.
             find: Given what all want and have, gives the keys; called on the coordinator.
         """
 
         def decide(told: dict[int, bytes]) -> bytes:
             fields = [msgpack.unpackb(data) for data in told.values()]
-            every = np.concatenate([np.frombuffer(hashes, np.uint64) for hashes, _ in fields])
-            return msgpack.packb(find(every, {name for _, known in fields for name in known}))
+            every = np.concatenate([np.frombuffer(hashes, np.uint64) for hashes, _, _ in fields])
+            said = {vain for _, _, vain in fields}
+            keys = find(every, {name for _, known, _ in fields for name in known})
+            return msgpack.packb([keys, True in said and False not in said])
 
-        answer = self.settle("compare", error, msgpack.packb([wanted.tobytes(), list(names)]), decide)
+        answer = self.settle("compare", error, msgpack.packb([wanted.tobytes(), list(names), is_vain]), decide)
         self._has_begun = True
-        keys: list[str] = msgpack.unpackb(answer)
-        return keys
+        unwanted, in_vain = msgpack.unpackb(answer)
+        return unwanted, in_vain
 
     def finish(self, error: Exception | None, doubtful: Iterable[str]) -> list[str]:
         """That all have read it; returns the keys that any rank has read without checksums."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,17 +74,29 @@ def open_container(path: Path) -> Container:
     return Container(path, nbytes, index, footer.crc, footer.offset)
 
 
+def lost_container(path: Path, rank: int, ranks: int) -> StorageError:
+    """The error that says that a rank's container is missing."""
+    what = f"{path.name}, the container of rank {rank} of {ranks}, is missing, and what it held with it"
+    return StorageError(errno.ENOENT, "open", str(path), f"{path.parent} is damaged: {what}: {path}")
+
+
 def open_checkpoint(path: Path) -> tuple[manifest.Manifest, list[Container]]:
     """Open a checkpoint directory: its manifest, and every container that it names.
 
     Raises:
         CheckpointNotFoundError: There is no manifest.
         FormatError: A file is not the one that the manifest names, or damaged.
+        StorageError: One is missing, or cannot be read.
     """
     opened = manifest.open(path)
     containers = []
     for entry in opened.containers:
-        one = open_container(path / entry.file)
+        try:
+            one = open_container(path / entry.file)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise lost_container(path / entry.file, entry.rank, opened.world_size) from error
         identity = {"step": opened.step, "rank": entry.rank, "world_size": opened.world_size, "attempt": opened.attempt}
         if (one.nbytes, one.index_crc, one.index.identity) != (entry.nbytes, entry.index_crc32, identity):
             raise FormatError(f"{one.path} is not the container that the manifest names")

@@ -8,22 +8,25 @@ read off torch 2.13's own files).
 from __future__ import annotations
 
 import codecs
+import copyreg
 import functools
 import io
 import pickle
 import pickletools
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 from datastates import dtypes
+from datastates.depth import deeper
 
 PROTOCOL = 2
 _HEADER = pickle.PROTO + bytes([PROTOCOL])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ArrayLeaf:
     """An array inside an object that is being written.
 
@@ -31,11 +34,15 @@ class ArrayLeaf:
         key: The key, within the provider, of the array shard that holds it.
         requires_grad: torch's flag.
         parameter: Whether it is a ``torch.nn.Parameter``.
+        kind: The subclass of tensors that it is of.
+        attributes: What it has beside its elements.
     """
 
     key: str
     requires_grad: bool = False
     parameter: bool = False
+    kind: Any = None
+    attributes: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,17 @@ def encode_array(stored: StoredArray, *, parameter: bool = False) -> bytes:
     return body
 
 
+def _rebuild(stored: StoredArray) -> tuple[bytes, bytes]:
+    """What pushes the function that makes the array, and its arguments, as :func:`encode_array` writes them."""
+    opcodes = encode_array(stored)
+    begin = opcodes.index(pickle.MARK)
+    return opcodes[:begin], opcodes[begin : -len(pickle.REDUCE)]
+
+
 _PurePython: Any = pickle._Pickler  # typeshed does not describe the pure Python classes, which are there to be extended
+
+
+_whichmodule: Any = pickle.whichmodule  # type: ignore[attr-defined]
 
 
 class _Writer(_PurePython):  # type: ignore[misc]
@@ -133,9 +150,23 @@ class _Writer(_PurePython):  # type: ignore[misc]
     The C pickler cannot write a reference to a global of a module that is not installed; this one is told the bytes.
     """
 
-    def __init__(self, file: io.BytesIO, locate: Callable[[ArrayLeaf], StoredArray] | None) -> None:
+    def __init__(
+        self, file: io.BytesIO, locate: Callable[[ArrayLeaf], StoredArray] | None, names: set[str] | None
+    ) -> None:
         super().__init__(file, PROTOCOL)
         self._locate = locate
+        self._names = names
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        name = name or getattr(obj, "__qualname__", None) or obj.__name__
+        module = _whichmodule(obj, name)
+        if (module, name) in copyreg._extension_registry:  # type: ignore[attr-defined]
+            raise pickle.PicklingError(f"{module}.{name} has a number of this process instead of its name (copyreg)")
+        if self._names is not None and "." not in name:  # what is inside another is found by way of that
+            self._names.add(f"{module}.{name}")
+        super().save_global(obj, name)
+
+    dispatch = {**_PurePython.dispatch, FunctionType: save_global}  # noqa: RUF012 - the base class's own table
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if type(obj) is bytes and not obj:
@@ -151,22 +182,45 @@ class _Writer(_PurePython):  # type: ignore[misc]
             return
         if self._locate is None:
             raise pickle.PicklingError("an array leaf outside of a provider's tree")
-        self.write(encode_array(self._locate(obj), parameter=obj.parameter))
+        stored = self._locate(obj)
+        if obj.kind is None and not obj.attributes:
+            self.write(encode_array(stored, parameter=obj.parameter))
+        elif obj.parameter:
+            self.write(b"ctorch._utils\n_rebuild_parameter_with_state\n" + pickle.MARK)
+            self.write(encode_array(replace(stored, requires_grad=False)) + _flag(stored.requires_grad) + _NO_HOOKS)
+            self.save(obj.attributes)
+            self.write(pickle.TUPLE + pickle.REDUCE)
+        else:
+            function, arguments = _rebuild(stored)
+            self.write(b"ctorch._tensor\n_rebuild_from_type_v2\n" + pickle.MARK + function)
+            if obj.kind is None:
+                self.write(b"ctorch\nTensor\n")
+            else:
+                self.save(obj.kind)
+            self.write(arguments)
+            self.save(obj.attributes)
+            self.write(pickle.TUPLE + pickle.REDUCE)
         self.memoize(obj)
 
 
-def dumps(value: object, locate: Callable[[ArrayLeaf], StoredArray] | None = None) -> bytes:
+def dumps(
+    value: object,
+    locate: Callable[[ArrayLeaf], StoredArray] | None = None,
+    names: set[str] | None = None,
+) -> bytes:
     """Serialize a value as a pickle of protocol 2.
 
     Args:
         value: Anything that pickles; :class:`ArrayLeaf` objects in it stand for arrays.
         locate: Says where an array leaf's elements are stored.
+        names: Is given the classes and functions that the pickle names, as ``module.qualname``.
 
     Raises:
         pickle.PicklingError, TypeError, AttributeError: The value does not pickle.
     """
     file = io.BytesIO()
-    _Writer(file, locate).dump(value)
+    with deeper():
+        _Writer(file, locate, names).dump(value)
     return file.getvalue()
 
 

@@ -62,8 +62,10 @@ class Shard:
     elements of the flattened logical tensor, as ZeRO partitions do; then ``shape`` is one-dimensional).
 
     Attributes:
-        key: Name within the provider, unique there. Of an object shard, the empty key means: the provider's whole
-            value.
+        key: Name within the provider, unique there among arrays and among objects. It is the path below the provider's
+            name, of components joined by ``/`` (:func:`datastates.keys.join` makes one): what ``load()`` nests by,
+            what errors name, and what a restore finds the contents by, on any number of ranks. So it is the same at
+            each snapshot and on each rank. Of an object shard, the empty key means: the provider's whole value.
         dtype: A name out of :data:`datastates.dtypes.BY_NAME`; None for an object.
         kind: Which library's array it is: ``"torch"``, ``"numpy"`` or ``"cupy"``; ``"object"`` for an object.
         shape: Elements along each dimension, of this part.
@@ -175,6 +177,7 @@ class ArrayRef:
         shape: Elements along each dimension.
         stride: Elements to step along each dimension.
         requires_grad: As torch knows it; False for other kinds.
+        parameter: Whether it is a ``torch.nn.Parameter`` where an object refers to it.
     """
 
     key: str
@@ -183,6 +186,11 @@ class ArrayRef:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool = False
+    parameter: bool = False
+
+    def as_parameter(self, requires_grad: bool) -> ArrayRef:
+        """It as a parameter."""
+        return replace(self, requires_grad=requires_grad, parameter=True)
 
 
 Encoder: TypeAlias = Callable[[Callable[[ArrayLeaf], StoredArray]], bytes]
@@ -203,9 +211,9 @@ class Saved(ABC):
         their keys as well.
         """
 
+    @abstractmethod
     def every_key(self) -> Sequence[str]:
         """Keys of all stored arrays, whichever rank had them. Of many ranks this takes long."""
-        return list(self.arrays())
 
     @abstractmethod
     def objects(self) -> Sequence[str]:
@@ -259,6 +267,22 @@ class StateProvider(ABC):
         after serializing).
         REQUIRES on save: a shard marked lazy stays unchanged until Snapshot.captured.
         """
+
+    def knowledge(self) -> object:
+        """What :meth:`shards` has found out about the form of the state, for :meth:`learn`; None for nothing.
+
+        The engine keeps it from one snapshot to the next, so it holds no arrays and nothing that holds them.
+        """
+        return None
+
+    def learn(self, knowledge: object) -> None:
+        """Take the :meth:`knowledge` of the provider that had this class and name in the last snapshot.
+
+        It spares a new provider object the work of describing a known state. The state may be another one: what was
+        learned is compared with the state before it is used. Called before :meth:`shards`, on a provider that knows
+        nothing yet.
+        """
+        del knowledge
 
     def serialize(self, shard: Shard) -> bytes | Encoder:
         """Serialize one object shard with :func:`datastates.dumps`.

@@ -75,7 +75,11 @@ class Checkpoint(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         """Whether there is an array of that key."""
         with self._lock:
-            return isinstance(key, str) and self._stored.holds(key)
+            return isinstance(key, str) and self._holds(key)
+
+    def _holds(self, key: str) -> bool:
+        # of one rank, there is nothing else that would know where the container is missing
+        return key in self._stored.keys if self._stored.head.ranks == 1 else self._stored.holds(key)
 
     def __getitem__(self, key: str) -> Any:
         """Read one array into fresh host memory, verified.
@@ -106,7 +110,7 @@ class Checkpoint(Mapping[str, Any]):
     def _find(self, key: str) -> tuple[Row, list[tuple[Container, Row]]]:
         """A row of an array, and those that together have all of it; an empty one has itself."""
         stored = self._stored
-        if not stored.holds(key):
+        if not self._holds(key):
             raise KeyError(key)
         row = stored.find(key)
         whole = None if row is None else Part.whole(row.global_shape)
@@ -127,7 +131,7 @@ class Checkpoint(Mapping[str, Any]):
             KeyError: There is no array of that key.
         """
         with self._lock:
-            row = self._stored.find(key) if self._stored.holds(key) else None
+            row = self._stored.find(key) if self._holds(key) else None
             if row is None:
                 raise KeyError(key)
             contributed = self._stored.digest(key)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from datastates import arrays, dtensors, parts, planner
-from datastates.executor import Executor, ReadAhead, ReadJob
+from datastates.executor import Executor, ReadAhead, ReadJob, read_bytes
 from datastates.parts import Block
 from datastates.plan import I64
 from datastates.protocol import HOST, ArrayRef, Buffer, Shard, span
@@ -22,6 +22,8 @@ SMALL_STATE = 1 << 20
 """Bytes that a restore may read in vain when it needs less than that, so that little states are verified as a whole."""
 AHEAD_RECORDS = 4096
 """Records of which the begin of a file is planned; those of a few bytes each would take longer than they give."""
+COMPARED_AT_ONCE = 4 << 20
+"""Bytes that are held of each of two places in files that are compared."""
 SMALL_COPY = 64 * 1024
 """Bytes from which on a stretch is worth a copy to a device of its own."""
 
@@ -130,7 +132,7 @@ class Reads:
         return sum(queue.nbytes for queue in self._queues.values())
 
     def conflict(self) -> str | None:
-        """The keys of what others would overwrite: live memory is shared that was not shared when saved."""
+        """The keys of what others would overwrite with other bytes: live memory is shared that was not when saved."""
         places = [_places(number, queue) for number, queue in enumerate(self._queues.values())]
         if not places:
             return None
@@ -142,13 +144,16 @@ class Reads:
             return None  # nothing is shared
         # the same bytes at the same distance from where they are in the file are the same
         origin = np.stack((number, (offset - begin).view(np.int64)))
+        sources = list(self._queues)
         furthest = 0
         for i in range(1, len(order)):
             if device[i] == device[furthest]:
-                shared = begin[i] < end[furthest] and length[i]
-                if shared and (origin[:, i] != origin[:, furthest]).any():
-                    source: Source = list(self._queues)[number[i]]
-                    return source.name_record(int(np.searchsorted(source.data_offset, offset[i], "right")) - 1)
+                shared = int(min(end[i], end[furthest])) - int(begin[i])
+                if shared > 0 and (origin[:, i] != origin[:, furthest]).any():
+                    source: Source = sources[number[i]]
+                    other = sources[number[furthest]], int(offset[furthest] + (begin[i] - begin[furthest]))
+                    if not _alike((source, int(offset[i])), other, shared):
+                        return source.name_record(int(np.searchsorted(source.data_offset, offset[i], "right")) - 1)
                 if end[i] <= end[furthest]:
                     continue
             furthest = i
@@ -229,6 +234,13 @@ class Reads:
         """Read everything: :meth:`start` and :meth:`finish`."""
         self.start(executor)
         return self.finish()
+
+
+def _alike(first: tuple[Source, int], second: tuple[Source, int], nbytes: int) -> bool:
+    """Whether files, or places in one, hold the same bytes from two offsets on."""
+    (a, a_at), (b, b_at) = ((read_bytes(source.path), offset) for source, offset in (first, second))
+    pieces = ((at, min(COMPARED_AT_ONCE, nbytes - at)) for at in range(0, nbytes, COMPARED_AT_ONCE))
+    return all(a(a_at + at, length) == b(b_at + at, length) for at, length in pieces)
 
 
 def _places(number: int, queue: ReadQueue) -> Iterator[Any]:

@@ -12,10 +12,10 @@ from typing import Literal
 
 import numpy as np
 
-from datastates import broadcasting, collector, directories, dtensors, manifest, unpickling
-from datastates.arrays import Destinations, current_device
+from datastates import broadcasting, collector, directories, dtensors, health, manifest, unpickling
+from datastates.arrays import Destinations, current_device, note_rewritten
 from datastates.digests import contribution
-from datastates.errors import CheckpointNotFoundError, CorruptError, DatastatesError, RestoreError
+from datastates.errors import CorruptError, RestoreError
 from datastates.executor import Executor
 from datastates.meeting import Held, Meeting
 from datastates.plan import U64
@@ -43,6 +43,8 @@ class Restored(int):
         unverified_keys: Keys with contents that neither checksums nor a digest could be compared with.
         needed_nbytes: Bytes of the files that this rank wanted.
         read_nbytes: Bytes that it read for them.
+        passed_over: With ``fallback=True``, the newer checkpoints that are damaged: what is wrong with each, by the
+            names of their directories.
     """
 
     missing_keys: list[str]
@@ -51,6 +53,7 @@ class Restored(int):
     unverified_keys: list[str]
     needed_nbytes: int
     read_nbytes: int
+    passed_over: dict[str, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,8 +85,20 @@ class _Compared:
         return {(key, str(shard.part)): shard for key, shard in every}
 
 
+def advised(path: Path, wish: int | None) -> contextlib.AbstractContextManager[None]:
+    """Where nobody wished for a step, let an error that says that a checkpoint is damaged name one that looks whole."""
+    if wish is not None:
+        return contextlib.nullcontext()
+    return health.advice(path, "take it with step={step}, or let fallback=True do it")
+
+
 def open_together(
-    meeting: Meeting, wish: int | None, find: Callable[[], Path | None], reading: contextlib.ExitStack
+    meeting: Meeting,
+    wish: int | None,
+    find: Callable[[], Path | None],
+    reading: contextlib.ExitStack,
+    *,
+    fallback: bool,
 ) -> Stored | None:
     """Open the checkpoint that the coordinator finds, on all ranks, and keep it from being deleted meanwhile.
 
@@ -92,28 +107,23 @@ def open_together(
         wish: The step that is wanted, None for the newest.
         find: Where it stands, or None; called on the coordinator.
         reading: Ends the keeping.
+        fallback: Whether ``find`` passes over what is damaged.
     """
 
     def pick() -> bytes:
-        while (path := find()) is not None:
-            try:
-                reading.enter_context(directories.reading(path))
-                return Head.of(path, manifest.open(path)).encode()
-            except CheckpointNotFoundError:
-                if path == find():
-                    raise
-        return b""
+        if (path := directories.keep(find, reading)) is None:
+            return b""
+        with advised(path, wish):
+            return Head.of(path, manifest.open(path)).encode()
 
-    head = meeting.choose(wish, pick)
+    words = f"step {wish}" if wish is not None else "the newest that is whole" if fallback else "the newest"
+    head = meeting.choose(words, pick)
     if not head:
         return None
-    stored, error = Stored(Head.decode(head)), None
-    try:
+    stored = Stored(Head.decode(head))
+    with _told(meeting, "open"):
         if meeting.rank:
             reading.enter_context(directories.reading(stored.head.path))
-    except DatastatesError as failure:
-        error = failure
-    meeting.settle("open", error, b"", lambda _: b"")
     return stored
 
 
@@ -147,26 +157,43 @@ def restore(
             shares = _share(compared, meeting, error)
         try:
             if error is None:
-                _compare(compared, {s.place[0] for s in shares if meeting.rank in s.ranks and meeting.rank != s.reader})
+                _compare(compared, broadcasting.received(shares))
                 result = _left_over(compared, stored, strict=strict, alone=alone)
         except Exception as failure:
             error = failure
-        unexpected = _unexpected(compared, stored, meeting, error, alone=alone)
+        unexpected, in_vain = _unexpected(compared, stored, meeting, error, alone=alone)
         result.unexpected_keys += unexpected
-        if strict and result.unexpected_keys:
-            raise _misfit(stored, result)
+        lost = {key: what for _, saved in compared.known for key, what in saved.lost.items()}
+        if in_vain or (strict and result.unexpected_keys):
+            raise _misfit(stored, result, lost)
+        if not strict:
+            _warn(stored, result, lost)
+        result.missing_keys += compared.not_here
         filled, tally = _read(compared, executor, meeting)
         result.needed_nbytes, result.read_nbytes = tally.needed_nbytes, tally.read_nbytes
         doubtful = set(meeting.finish(None, tally.unverified_keys))
         if shares:
-            broadcasting.broadcast(shares, compared.places())
+            with _told(meeting, "broadcast"):
+                broadcasting.broadcast(shares, compared.places())
         result.unverified_keys = _verify(compared, stored, meeting, None if verify == "digest" else doubtful)
         if doubtful.intersection(result.unverified_keys):
             keys = sorted(doubtful.intersection(result.unverified_keys))
             _log.warning("read without checksums, and no digest to compare with: %s", keys[:8])
-        for (provider, saved, shard, targets), is_filled in zip(compared.objects, filled, strict=True):
-            provider.restore(shard, saved.structure(shard.key) if is_filled else saved.build(shard.key, targets))
+        with _told(meeting, "objects"):
+            for (provider, saved, shard, targets), is_filled in zip(compared.objects, filled, strict=True):
+                provider.restore(shard, saved.structure(shard.key) if is_filled else saved.build(shard.key, targets))
         return result
+
+
+@contextlib.contextmanager
+def _told(meeting: Meeting, stage: str) -> Iterator[None]:
+    """Tell the other ranks how something ends here: all go on, or none."""
+    error = None
+    try:
+        yield
+    except Exception as failure:
+        error = failure
+    meeting.settle(stage, error, b"", lambda _: b"")
 
 
 def _stored_name(provider: StateProvider, ranks: int, rank: int) -> str | None:
@@ -223,13 +250,13 @@ def _find(
 
 def _share(compared: _Compared, meeting: Meeting, error: Exception | None) -> list[broadcasting.Share]:
     """Agree on who reads what several ranks want; raises what has failed on this rank or another."""
-    wanted = {}
-    try:
-        places = {} if error is not None else compared.places()
-        wanted = {place: s.nbytes or 0 for place, s in places.items() if broadcasting.can_broadcast(s)}
-    except Exception as failure:
-        error = failure
-    return broadcasting.agree(meeting, error, wanted)
+
+    def wanted() -> dict[broadcasting.Place, int]:
+        if error is not None:
+            raise error
+        return {place: s.nbytes or 0 for place, s in compared.places().items() if broadcasting.can_broadcast(s)}
+
+    return broadcasting.agree(meeting, wanted)
 
 
 def _compare(compared: _Compared, received: Collection[str]) -> None:
@@ -248,6 +275,7 @@ def _left_over(compared: _Compared, stored: Stored, *, strict: bool, alone: bool
     result.missing_keys = [*compared.absent, *(key for s in saved for key in (*s.missing, *s.lost))]
     # of several ranks, what this one does not want may be another's
     result.unexpected_keys = [key for s in saved for key in s.unexpected] if alone else []
+    result.passed_over = {}
     result.mismatched_keys = {key: what for s in saved for key, what in s.mismatched.items()}
     if strict and (result.missing_keys or result.unexpected_keys or result.mismatched_keys):
         raise _misfit(stored, result, {key: what for s in saved for key, what in s.lost.items()})
@@ -257,14 +285,16 @@ def _left_over(compared: _Compared, stored: Stored, *, strict: bool, alone: bool
             "apart from it",
             mismatched=[keys],
         )
-    result.missing_keys += compared.not_here
     return result
 
 
 def _unexpected(
     compared: _Compared, stored: Stored, meeting: Meeting, error: Exception | None, *, alone: bool
-) -> list[str]:
-    """Keys that the checkpoint has and no rank wants; raises what fails on this rank or another."""
+) -> tuple[list[str], bool]:
+    """Keys that the checkpoint has and no rank wants, and whether no rank takes anything.
+
+    Raises what fails on this rank or another.
+    """
     saved = [s for _, s in compared.known]
     if not alone and error is None:
         for s in saved:
@@ -274,7 +304,9 @@ def _unexpected(
         return [] if alone else stored.strangers(wanted, names)
 
     wanted = np.array([number for s in saved for number in s.wanted], np.uint64)
-    return meeting.compare(error, wanted, [s.name for s in saved], find)
+    fits = any(s.takes_something for s in saved)
+    is_vain = not fits if compared.absent or any(s.takes_something is not None for s in saved) else None
+    return meeting.compare(error, wanted, [s.name for s in saved], is_vain, find)
 
 
 def _read(compared: _Compared, executor: Callable[[int], Executor], meeting: Meeting) -> tuple[list[bool], Tally]:
@@ -289,6 +321,9 @@ def _read(compared: _Compared, executor: Callable[[int], Executor], meeting: Mee
     except Exception as error:
         meeting.finish(error, ())
         raise
+    finally:
+        for _, saved in compared.known:
+            note_rewritten(saved.rewritten)
     return filled, tally
 
 
@@ -323,24 +358,38 @@ def _held(saved: SavedState, keys: set[str] | None) -> Iterator[Held]:
             yield Held(full, str(shard.part), shard.part.numel, math.prod(shard.global_shape), contribution(local))
 
 
-def _misfit(stored: Stored, result: Restored, lost: dict[str, str] | None = None) -> RestoreError:
-    lost = lost or {}
+def _misfit(stored: Stored, result: Restored, lost: dict[str, str]) -> RestoreError:
+    return RestoreError(
+        f"{stored.head.path} does not fit the live state: {_differences(stored, result, lost)}",
+        missing=result.missing_keys,
+        unexpected=result.unexpected_keys,
+        mismatched=[f"{key}: {what}" for key, what in result.mismatched_keys.items()],
+        lost=[str(path) for _, path in sorted(stored.lost.items())] if result.missing_keys else (),
+    )
 
-    def shown(keys: Sequence[str]) -> str:
-        texts = [f"{key!r} ({lost[key]})" if key in lost else repr(key) for key in keys[:8]]
-        return ", ".join(texts) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+
+def _warn(stored: Stored, result: Restored, lost: dict[str, str]) -> None:
+    """Say what is left as it was, where any of it is."""
+    counts = len(result.missing_keys), len(result.unexpected_keys), len(result.mismatched_keys)
+    if any(counts):
+        _log.warning(
+            "%s is restored in part: %d missing, %d unexpected and %d mismatched keys are left out: %s",
+            *(stored.head.path, *counts, _differences(stored, result, lost)),
+        )
+
+
+def _differences(stored: Stored, result: Restored, lost: dict[str, str]) -> str:
+    def shown(texts: Sequence[str], separator: str = ", ") -> str:
+        return separator.join(texts[:8]) + (f"{separator}and {len(texts) - 8} more" if len(texts) > 8 else "")
 
     parts = []
     if result.missing_keys:
         files = ", ".join(path.name for _, path in sorted(stored.lost.items())[:8])
         why = f" as {files} is missing" if files else ""
-        parts.append(f"the checkpoint lacks {shown(result.missing_keys)}{why}")
+        keys = [f"{key!r} ({lost[key]})" if key in lost else repr(key) for key in result.missing_keys]
+        parts.append(f"the checkpoint lacks {shown(keys)}{why}")
     if result.unexpected_keys:
-        parts.append(f"the live state lacks {shown(result.unexpected_keys)}")
-    parts += [f"{key!r}: {what}" for key, what in list(result.mismatched_keys.items())[:8]]
-    return RestoreError(
-        f"{stored.head.path} does not fit the live state: {'; '.join(parts)}",
-        missing=result.missing_keys,
-        unexpected=result.unexpected_keys,
-        mismatched=[f"{key}: {what}" for key, what in result.mismatched_keys.items()],
-    )
+        parts.append(f"the live state lacks {shown(list(map(repr, result.unexpected_keys)))}")
+    if result.mismatched_keys:
+        parts.append(shown([f"{key!r}: {what}" for key, what in result.mismatched_keys.items()], "; "))
+    return "; ".join(parts)

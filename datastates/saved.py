@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays, looking, pickling, unpickling
+from datastates import arrays, dressed, looking, pickling, unpickling
 from datastates.arrays import Destinations
 from datastates.claims import key_hash, object_hash
 from datastates.errors import FormatError, ProviderError
@@ -51,6 +51,7 @@ def _fill(value: object, resolve: Callable[[ArrayRef], object]) -> bool:
     """Put arrays in the place of references in a surveyed dict or list; False when there is more to it than those."""
     left = [value]
     seen: set[int] = set()
+    made: dict[int, tuple[ArrayRef, object]] = {}  # by id of the reference, which it keeps: what is one array stays one
     while left:
         container: Any = left.pop()
         if type(container) not in (dict, OrderedDict, list):
@@ -62,7 +63,9 @@ def _fill(value: object, resolve: Callable[[ArrayRef], object]) -> bool:
             left.append(vars(container))
         for k, item in container.items() if isinstance(container, dict) else enumerate(container):
             if type(item) is ArrayRef:
-                container[k] = resolve(item)
+                if id(item) not in made:
+                    made[id(item)] = item, resolve(item)
+                container[k] = made[id(item)][1]
             elif type(item) not in _PLAIN and not (type(item) is tuple and set(map(type, item)) <= _PLAIN):
                 left.append(item)
     return True
@@ -160,14 +163,13 @@ class SavedState(Saved):
     def fill(self, key: str, targets: Mapping[str, object]) -> bool:
         """Put the live arrays into what was read of the object; False when it is to be built over restored arrays."""
         value, complete = self._survey(key)
-        return complete and _fill(value, lambda ref: targets.get(ref.key, ref))
+        return complete and _fill(value, lambda ref: _target(targets, ref))
 
     def build(self, key: str, targets: Mapping[str, object]) -> object:
         """The object over the arrays that have been restored; what was not stays a reference."""
 
         def resolve(stored: StoredArray) -> object:
-            ref = self._reference(stored)
-            return targets.get(ref.key, ref)
+            return _target(targets, self._reference(stored))
 
         with self._named(key):
             return unpickling.loads(pickling.stream(self._opcodes(key)), resolve, trust=self._trust)
@@ -253,6 +255,20 @@ class SavedState(Saved):
         """The array shards that are restored."""
         return self.shards if self._alike is None else [s for s in self._alike if not s.is_object]
 
+    @property
+    def takes_something(self) -> bool | None:
+        """Whether any array is restored or, where there are no arrays, an object; None where nothing is wanted."""
+        if self.shards or (self._alike is not None and self._alike.keys):
+            return True
+        if self.missing or self.mismatched or self.lost:
+            return False
+        return True if self.wanted or self._alike is not None else None
+
+    @property
+    def rewritten(self) -> Sequence[object]:
+        """The live arrays that are restored."""
+        return [s.source for s in self.shards] if self._alike is None else self._alike.values
+
     def want_all(self) -> None:
         """Note the hashes of what was planned in columns, for other ranks to know of."""
         for key in self._alike.keys if self._alike is not None else ():
@@ -268,6 +284,14 @@ def _difference(row: Row, shard: Shard) -> str | None:
         texts = [f"{dtype} of shape {shape}" for dtype, shape in (stored, wanted)]
         return f"{texts[0]} in the checkpoint, {texts[1]} in the live state"
     return None if arrays.is_writable(shard.source) else "the live array is read-only"
+
+
+def _target(targets: Mapping[str, object], ref: ArrayRef) -> object:
+    """The array that has been restored, a parameter or one with a gradient as it was saved; else the reference."""
+    target = targets.get(ref.key, ref)
+    if ref.parameter and dressed.is_tensor(target):
+        return dressed.as_parameter(target, ref.requires_grad)
+    return target if getattr(target, "requires_grad", True) else arrays.with_grad(target, ref.requires_grad)
 
 
 class _References(Mapping[str, ArrayRef]):

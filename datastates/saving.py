@@ -15,6 +15,7 @@ from datastates.claims import Claims, claims_of, whole_claims
 from datastates.collecting import Collected, Structure, collect
 from datastates.committing import Vote
 from datastates.container import ProviderState
+from datastates.describing import Knowledge
 from datastates.digests import DigestPlan, plan_digests
 from datastates.dtypes import BY_NAME
 from datastates.ending import Ending
@@ -68,10 +69,12 @@ class Saver:
         self._bare = bare
         self._nested = nested
         self._last: _Plan | None = None
+        self._knowledge = Knowledge()
 
     def collect(self, providers: Sequence[StateProvider]) -> Collected:
-        """What :func:`collect` gives, the structure of the last snapshot taken again where it still holds."""
-        return collect(providers, self._last.structure if self._last else None, rank=self._rank, ranks=self._ranks)
+        """What :func:`collect` gives; what is known from the last snapshot is taken again where it still holds."""
+        last = self._last.structure if self._last else None
+        return collect(providers, last, self._knowledge, rank=self._rank, ranks=self._ranks)
 
     def begin(self, collected: Collected, snapshot: Snapshot, ending: Ending) -> Running:
         """Start capturing; what returns is the rest, to be run in the background.
@@ -192,6 +195,11 @@ class _Versions:
                 self._tensors = []
             return self._changed
 
+    def forget(self) -> None:
+        """Let go of the tensors of a snapshot that has failed: nobody asks what has changed."""
+        with self._lock:
+            self._tensors, self._changed = [], []
+
 
 @dataclass(slots=True, eq=False)
 class Running:
@@ -208,7 +216,17 @@ class Running:
     lazy_serialized: threading.Event = field(default_factory=threading.Event)
 
     def gate(self) -> None:
-        """Wait for what reads live state on the CPU; let the consumers' streams wait for the rest."""
+        """Wait for what reads live state on the CPU; let the consumers' streams wait for the rest.
+
+        What fails here fails the snapshot, once nothing is read any more, and not the update that passes.
+        """
+        try:
+            self._pass()
+        except Exception as error:
+            self.job.abort()
+            self.snapshot.fail(error)
+
+    def _pass(self) -> None:
         self.lazy_serialized.wait()
         self.versions.compare()
         try:
@@ -218,8 +236,8 @@ class Running:
             with contextlib.suppress(DatastatesError):
                 self.job.wait_captured()
 
-    def run(self) -> None:
-        """Do all the rest; a failure lands on the snapshot."""
+    def run(self) -> BaseException | None:
+        """Do all the rest; a failure lands on the snapshot, and is returned: the other ranks are to be told."""
         try:
             self._capture()
             tail, vote = self._write()
@@ -230,17 +248,18 @@ class Running:
             self.snapshot.reach("committed", at=self.ending.committed)
         except BaseException as error:  # on its way to whoever waits for the snapshot
             self.cancel(error)
-        else:
-            self._let_go()
+            return error
+        self._let_go()
+        return None
 
     def cancel(self, error: BaseException) -> None:
         """Stop at once, leave nothing behind, and let the snapshot fail."""
         self.lazy_serialized.set()
         self.job.abort()
         self.ending.abandon(made=self.job.made)
+        self.versions.forget()
         self._let_go()
         self.snapshot.fail(error)
-        self.ending.decline(error)
 
     def _capture(self) -> None:
         try:
@@ -255,7 +274,8 @@ class Running:
         if torn := set(self.job.torn()):
             structure = self.collected.structure
             for i, source in enumerate(structure.source):
-                if source in torn and structure.arrays[i][1].lazy:
+                # what was copied at once is torn only where all of its memory was without a witness, and was not there
+                if source in torn and (structure.arrays[i][1].lazy or not structure.witness[source]):
                     changed.add(structure.key(i))
         if changed:
             raise TornSnapshotError(sorted(changed))

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
 
-from datastates.errors import UnreachableError
+from datastates.store_calls import StoreCalls
 
 # TCPStore refuses a value of more than 8 MiB, and closes the connection
 PIECE = 4 << 20
 _KEYS_AT_ONCE = 64
-
-_Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class StoreBoard:
@@ -27,51 +20,22 @@ class StoreBoard:
     A mark is one more in a counter.
     """
 
-    def __init__(self, store: Any, rank: int, space: str, *, silence: float) -> None:
+    def __init__(self, calls: StoreCalls, space: str, *, leave: Callable[[bool], None] = lambda given_up: None) -> None:
         """Use a Store.
 
         Args:
-            store: A ``torch.distributed.Store``.
-            rank: This rank.
+            calls: This rank's, which are closed with the board.
             space: Sets this board apart from others in the same Store; the same on all ranks.
-            silence: Seconds after which a server that has not answered a call is taken for gone.
+            leave: Called when it is closed, before the calls are, with whether it is given up.
         """
-        # kept: the process that made it may host the server, which ends with it
-        self._given = store
-        # a connection of its own: training may block in the Store for long, and that locks the connection
-        self._store = store.clone() if hasattr(store, "clone") else store
-        self._rank = rank
+        self._call = calls
+        self._rank = calls.rank
         self._space = f"datastates/{space}"
-        self._silence = silence
+        self._leave = leave
         self._lock = threading.Lock()
         self._run: str | None = None
         self._pieces: dict[str, int] = {}
         """Further pieces of the messages that this rank has left."""
-        self._stuck: Future[Any] | None = None
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        # a daemon: a server that never answers must not keep the interpreter from ending
-        threading.Thread(target=_serve, args=(self._calls,), name="datastates-store", daemon=True).start()
-        self._stop = weakref.finalize(self, self._calls.put, None)
-        self._stop.atexit = False
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the Store on the board's own thread: a call cannot be interrupted, but waited for no longer."""
-        answer: Future[Any] = Future()
-        try:
-            if self._stuck is None or self._stuck.done():  # behind it, every wait would be in vain
-                self._calls.put((answer, getattr(self._store, method), arguments))
-                return answer.result(self._silence)
-            why = "an earlier call has no answer"
-        except FutureTimeoutError:
-            if not answer.cancel():
-                self._stuck = answer
-            why = f"no answer within {self._silence:.3g} s"
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-        raise UnreachableError(
-            f"the Store of torch.distributed is out of rank {self._rank}'s reach ({why}): "
-            "the process that hosts it, most often rank 0 or its launcher, may have ended"
-        )
 
     @property
     def run(self) -> str:
@@ -155,21 +119,13 @@ class StoreBoard:
         for name in (key, *(f"{key}/{n}" for n in range(1, 1 + pieces))):
             self._call("delete_key", name)
 
-    def close(self) -> None:
+    def close(self, *, given_up: bool) -> None:
         """Let go of the Store; on rank 0, delete the name of the run."""
         try:
             if self._rank == 0 and self._run is not None:
                 self._call("delete_key", f"{self._space}/run")
         finally:
-            self._stop()
-
-
-def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
-    while (call := calls.get()) is not None:
-        answer, function, arguments = call
-        if answer.set_running_or_notify_cancel():
             try:
-                answer.set_result(function(*arguments))
-            except BaseException as error:
-                answer.set_exception(error)
-        del call, answer, function, arguments
+                self._leave(given_up)
+            finally:
+                self._call.close()

@@ -18,7 +18,7 @@ from datastates.claims import key_hash, object_hash, span_of
 from datastates.errors import FormatError, StorageError
 from datastates.executor import read_bytes
 from datastates.manifest import CatalogEntry, ContainerEntry, Manifest, container_name
-from datastates.opened import Container, open_container
+from datastates.opened import Container, lost_container, open_container
 from datastates.parts import Part
 from datastates.plan import U64
 from datastates.protocol import full_key
@@ -226,7 +226,7 @@ class Stored:
         found: dict[str, int] = {}
         for rank in range(self.head.ranks):
             if (source := self.container(rank)) is None:
-                raise StorageError(errno.ENOENT, "open", str(self.lost[rank]))
+                raise lost_container(self.lost[rank], rank, self.head.ranks)
             if self.head.ranks == 1:
                 return source.index.shards.by_key
             found.update(dict.fromkeys(source.index.shards.by_key, rank))

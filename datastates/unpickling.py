@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _compat_pickle
 import collections
+import datetime
 import importlib
 import io
 import pickle
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from datastates import dtypes, vetted
+from datastates import dressed, dtypes, own_classes, vetted
 from datastates.errors import FormatError, TrustError
 from datastates.pickling import StoredArray
 
@@ -49,15 +50,30 @@ def _integers(opcodes: bytes) -> tuple[int, ...]:
     return tuple(found)
 
 
-_REBUILDS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
+_REBUILDS = {
+    "torch._utils._rebuild_tensor_v2": "_rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3": "_rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter": "_rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state": "_rebuild_parameter",
+    "torch._utils._rebuild_wrapper_subclass": "_rebuild_wrapper_subclass",
+    "torch._tensor._rebuild_from_type_v2": "_rebuild_from_type",
+}
+_TIMES: tuple[Any, ...] = (datetime.datetime, datetime.time)
+"""Made with a time zone."""
+_OF_TORCH = ("torch.storage.UntypedStorage", "torch.Tensor", "torch.Size", "torch.device")
 # fmt: off
 _OPCODES = (
-    "PROTO", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
-    "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST",
-    "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "GLOBAL", "REDUCE", "BUILD", "NEWOBJ", "BINPERSID",
-    "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT",
+    "PROTO", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
+    "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2",
+    "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "GLOBAL", "REDUCE", "BUILD",
+    "NEWOBJ", "BINPERSID", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT",
 )
 # fmt: on
+
+
+_BYTES_EACH = 3
+"""Of a stream that a pickler writes there are at least so many for each container, its place in the memo among them."""
+_SLACK = 4096
 
 
 _PurePython: Any = (
@@ -77,13 +93,44 @@ class _Reader(_PurePython):  # type: ignore[misc]
         super().__init__(self._file)
         self._resolve = resolve
         self.trust = trust
-        self._rebuilds = [getattr(self, name) for name in _REBUILDS]
+        self._rebuilds = [getattr(self, name) for name in _REBUILDS.values()]
         self._foreign: dict[int, Any] = {}
         """By id: what a trusted name stands for, and what calls of those have made. Only these may do as they like."""
+        self._made = 0
+
+    def _charge(self, containers: int) -> None:
+        """Refuse a stream that makes more than a pickler writes: a byte would cost a hundred in memory."""
+        self._made += containers
+        if self._made > _SLACK and self._made * _BYTES_EACH > self._file.tell() + _SLACK * _BYTES_EACH:
+            raise FormatError("more containers than its bytes can mean")
 
     def _own(self, value: Any) -> Any:
         self._foreign[id(value)] = value
         return value
+
+    def load_mark(self) -> None:
+        self._charge(1)
+        super().load_mark()
+
+    def load_empty_list(self) -> None:
+        self._charge(1)
+        super().load_empty_list()
+
+    def load_empty_dictionary(self) -> None:
+        self._charge(1)
+        super().load_empty_dictionary()
+
+    def load_tuple1(self) -> None:
+        self._charge(1)
+        super().load_tuple1()
+
+    def load_tuple2(self) -> None:
+        self._charge(1)
+        super().load_tuple2()
+
+    def load_tuple3(self) -> None:
+        self._charge(1)
+        super().load_tuple3()
 
     def load_global(self) -> None:
         match = _ARRAY.match(self._data, self._file.tell())
@@ -104,24 +151,29 @@ class _Reader(_PurePython):  # type: ignore[misc]
         return True
 
     def load_reduce(self) -> None:
+        self._charge(2)
         function, args = self.stack[-2:]
         if type(args) is not tuple:
             raise FormatError("a call without a tuple of arguments")
         if args and isinstance(args[0], type) and issubclass(args[0], Unbuilt):
             function = self.stack[-2] = args[0]  # a subclass of arrays, say, that is to stay unbuilt
+        elif function in _TIMES and isinstance(args[-1], Unbuilt):
+            function = self.stack[-2] = type(args[-1])
         foreign = id(function) in self._foreign
-        rebuilds = isinstance(function, MethodType) and function in self._rebuilds
-        if not (foreign or rebuilds or vetted.may_call(function, args)):
+        if not self._may_call(function, args):
             raise FormatError("a call of what may not be called, or with arguments that its own pickles do not hold")
         super().load_reduce()
         if foreign:
             self._own(self.stack[-1])
 
     def load_newobj(self) -> None:
-        if id(self.stack[-2]) not in self._foreign:
+        kind, arguments = self.stack[-2:]
+        foreign = id(kind) in self._foreign
+        if not foreign and not (isinstance(kind, type) and own_classes.is_by_field(kind) and arguments == ()):
             raise FormatError("an object of a class that makes its objects otherwise")
         super().load_newobj()
-        self._own(self.stack[-1])
+        if foreign:
+            self._own(self.stack[-1])
 
     def load_build(self) -> None:
         target, state = self.stack[-2:]
@@ -132,21 +184,25 @@ class _Reader(_PurePython):  # type: ignore[misc]
             vetted.set_numpy_array(target, self.stack.pop())
         elif any(c.__module__ == "numpy" and c.__name__ == "dtype" for c in kind.__mro__):
             vetted.set_numpy_dtype(target, self.stack.pop())
+        elif vetted.is_generator(target):
+            vetted.set_generator(target, self.stack.pop())
         elif id(target) in self._foreign and not isinstance(target, type):
             super().load_build()
+        elif own_classes.is_by_field(kind):
+            own_classes.set_fields(target, self.stack.pop())
         else:
             raise FormatError(f"a state for a {kind.__name__}, which has none")
 
-    def _check_target(self, target: Any, kind: type) -> None:
+    def _check_target(self, target: Any, kind: type | tuple[type, ...]) -> None:
         if not isinstance(target, kind) and (id(target) not in self._foreign or isinstance(target, type)):
             raise FormatError(f"items for a {type(target).__name__}, which takes none")
 
     def load_append(self) -> None:
-        self._check_target(self.stack[-2], list)
+        self._check_target(self.stack[-2], (list, collections.deque))
         super().load_append()
 
     def load_appends(self) -> None:
-        self._check_target(self.metastack[-1][-1], list)
+        self._check_target(self.metastack[-1][-1], (list, collections.deque))
         super().load_appends()
 
     def load_setitem(self) -> None:
@@ -162,6 +218,12 @@ class _Reader(_PurePython):  # type: ignore[misc]
 
     dispatch.update(  # a dispatch table holds functions, not names
         {
+            pickle.MARK[0]: load_mark,
+            pickle.EMPTY_LIST[0]: load_empty_list,
+            pickle.EMPTY_DICT[0]: load_empty_dictionary,
+            pickle.TUPLE1[0]: load_tuple1,
+            pickle.TUPLE2[0]: load_tuple2,
+            pickle.TUPLE3[0]: load_tuple3,
             pickle.GLOBAL[0]: load_global,
             pickle.REDUCE[0]: load_reduce,
             pickle.NEWOBJ[0]: load_newobj,
@@ -180,15 +242,21 @@ class _Reader(_PurePython):  # type: ignore[misc]
         full = f"{module}.{name}"
         if full in vetted.SAFE:
             return vetted.SAFE[full]()
-        if module == "torch._utils" and name in _REBUILDS:
-            return getattr(self, name)
+        if full in _REBUILDS:
+            return getattr(self, _REBUILDS[full])
         if module == "torch" and (name in dtypes.BY_STORAGE or name in dtypes.BY_NAME):
             return vetted.torch_global(name) if name in dtypes.BY_NAME else vetted.TorchName(name)
-        if full in ("torch.storage.UntypedStorage", "torch.Size", "torch.device"):
-            return vetted.TorchName("UntypedStorage") if name == "UntypedStorage" else vetted.torch_global(name)
+        if full in _OF_TORCH:
+            return vetted.torch_global(name) if name in ("Size", "device") else vetted.TorchName(name)
         if full in vetted.BUILT_LATE or self.trust == "all" or full in self.trust:
             return self._other_class(module, name)
+        own = own_classes.find(module, name)
+        if own is not None:
+            return self._own_class(own)
         raise TrustError(full)
+
+    def _own_class(self, kind: type) -> type:
+        return kind
 
     def _other_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -244,13 +312,70 @@ class _Reader(_PurePython):  # type: ignore[misc]
             raise FormatError(f"a tensor of record {record!r} has an impossible shape")
         return self._resolve(StoredArray(record, dtype, offset, shape, stride, elements, grad is True))
 
-    def _rebuild_parameter(self, data: Any, requires_grad: Any, hooks: Any) -> object:
+    def _rebuild_parameter(self, data: Any, requires_grad: Any, hooks: Any, attributes: Any = None) -> object:
         del hooks
-        if type(data).__module__ == "torch" and type(data).__name__ == "Tensor":
-            import torch
+        if dressed.is_tensor(data):
+            # with attributes it is another object than what else there is of this memory
+            data = dressed.as_parameter(data.detach() if attributes else data, requires_grad is True)
+        elif (refer := getattr(data, "as_parameter", None)) is not None:  # an array that has not been read
+            data = refer(requires_grad is True)
+        return self._with_attributes(data, attributes)
 
-            return torch.nn.Parameter(data, requires_grad is True)
-        return data
+    def _rebuild_from_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> object:
+        if type(arguments) is not tuple or not self._may_call(function, arguments):
+            raise FormatError("a tensor is made by what may not be called")
+        made = function(*arguments)
+        if isinstance(kind, vetted.TorchName) and kind.name == "Tensor":
+            if state and dressed.is_tensor(made):
+                made = made.detach().requires_grad_(made.requires_grad)
+            return self._with_attributes(made, state)
+        if id(kind) not in self._foreign:
+            raise FormatError("a tensor of what is no class of tensors")
+        return self._own(self._of_class(kind, made, state))
+
+    def _of_class(self, kind: Any, made: Any, state: Any) -> object:
+        import torch
+
+        return torch._tensor._rebuild_from_type_v2(lambda: made, kind, (), state)  # type: ignore[no-untyped-call]
+
+    def _rebuild_wrapper_subclass(self, kind: Any, *arguments: Any) -> object:
+        if id(kind) not in self._foreign:
+            raise FormatError("a tensor of what is no class of tensors")
+        return self._own(self._wrapper(kind, arguments))
+
+    def _wrapper(self, kind: Any, arguments: tuple[Any, ...]) -> object:
+        import torch
+
+        return torch._utils._rebuild_wrapper_subclass(kind, *arguments)  # type: ignore[no-untyped-call]
+
+    def _with_attributes(self, made: Any, attributes: Any) -> Any:
+        if not attributes:
+            return made
+        if type(attributes) is not dict or not all(type(name) is str for name in attributes):
+            raise FormatError("the attributes of a tensor are no mapping of names")
+        if dressed.is_tensor(made):
+            dressed.set_attributes(made, attributes)
+        return made
+
+    def _may_call(self, function: Any, arguments: tuple[Any, ...]) -> bool:
+        rebuilds = isinstance(function, MethodType) and function in self._rebuilds
+        if rebuilds or id(function) in self._foreign or vetted.may_call(function, arguments):
+            return True
+        if isinstance(function, type) and own_classes.may_call(function, arguments):
+            return True
+        if not arguments or id(arguments[-1]) not in self._foreign:
+            return False
+        # over what has come through trust
+        if function in _TIMES:
+            return len(arguments) == 2 and vetted.may_call(function, arguments[:1])
+        return function is collections.defaultdict and len(arguments) == 1
+
+
+def needs_trust(names: Collection[str]) -> list[str]:
+    """Those of the names, as ``module.qualname``, that a reader like this process refuses without ``trust``."""
+    known = {*vetted.SAFE, *vetted.BUILT_LATE, *_REBUILDS, *_OF_TORCH}
+    others = (n for n in names if n not in known and n.removeprefix("torch.") not in dtypes.BY_NAME)
+    return sorted(name for name in others if own_classes.find(*name.rpartition(".")[::2]) is None)
 
 
 class Unbuilt:
@@ -271,6 +396,10 @@ class Unbuilt:
     def __init__(self, *arguments: Any) -> None:
         del arguments
 
+    def __call__(self, *arguments: Any) -> Unbuilt:
+        """What a call would make: it may stand for a class inside another, which a function has found."""
+        return type(self)(*arguments)
+
     def _ignore(self, *state: Any) -> None:
         del state
 
@@ -285,6 +414,30 @@ class _Surveyor(_Reader):
     def _other_class(self, module: str, name: str) -> Any:
         self.complete = False
         return self._own(type(name, (Unbuilt,), {"__module__": module}))
+
+    def _own_class(self, kind: type) -> Any:
+        if own_classes.has_plain_values(kind):
+            return kind
+        self.complete = False  # a dataclass may hold what is still to be built
+        return kind if own_classes.is_by_field(kind) else self._other_class(kind.__module__, kind.__qualname__)
+
+    def load_newobj(self) -> None:
+        if isinstance(self.stack[-2], Unbuilt):  # a class inside another, which a function has found
+            self.load_reduce()
+        else:
+            super().load_newobj()
+
+    dispatch = {**_Reader.dispatch, pickle.NEWOBJ[0]: load_newobj}  # noqa: RUF012 - as the base class's
+
+    def _of_class(self, kind: Any, made: Any, state: Any) -> object:
+        return kind(made, state)
+
+    def _wrapper(self, kind: Any, arguments: tuple[Any, ...]) -> object:
+        return kind(*arguments)
+
+    def _with_attributes(self, made: Any, attributes: Any) -> Any:
+        self.complete = self.complete and not attributes  # they may hold what is still to be built
+        return super()._with_attributes(made, None)
 
 
 def _no_arrays(stored: StoredArray) -> object:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import builtins
 import collections
+import dataclasses
+import datetime
+import decimal
+import fractions
 import math
+import pathlib
+import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,7 +49,8 @@ def _rebuild_numpy(subtype: object, shape: object, kind: object) -> Any:
     return np.ndarray.__new__(subtype, (0,), "b")
 
 
-def _numpy_dtype(*args: Any) -> Any:
+def numpy_dtype(*args: Any) -> Any:
+    """A NumPy type, which set_numpy_dtype completes."""
     import numpy as np
 
     # as NumPy writes it: a name, no alignment, and a copy, so that BUILD changes no dtype of the process
@@ -133,6 +141,8 @@ def check_key(key: object) -> None:
         part = parts.pop()
         if isinstance(part, slice):
             part = (part.start, part.stop, part.step)
+        elif dataclasses.is_dataclass(part):
+            part = tuple(getattr(part, field.name, None) for field in dataclasses.fields(part))
         if isinstance(part, tuple):
             left -= 1 + len(part)
             if left < 0:
@@ -153,7 +163,46 @@ def are_sizes(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**62 for n in value)
 
 
+_FACTORIES = (
+    *(int, float, bool, str, bytes, list, tuple, dict, set, collections.OrderedDict, collections.Counter),
+    *(frozenset, complex, collections.deque, collections.defaultdict, decimal.Decimal, fractions.Fraction),
+)
+_LARGE = 1 << 16
+"""Bits of a fraction's integers, at most: it takes long to reduce what is larger."""
+
+
+def _are_of_fraction(args: Any) -> bool:
+    if len(args) == 1 and type(args[0]) is str:
+        return len(args[0]) < _LARGE // 8 and re.fullmatch(r"-?[0-9]+(/[0-9]+)?", args[0]) is not None
+    return len(args) == 2 and all(type(a) is int and a.bit_length() <= _LARGE for a in args)
+
+
+def _are_of_time(size: int) -> Callable[[Any], bool]:
+    """Bytes of that length, as the standard library packs them, and perhaps a time zone."""
+    return lambda args: (
+        0 < len(args) < 3
+        and (type(args[0]) is bytes and len(args[0]) == size)
+        and (len(args) == 1 or type(args[1]) is datetime.timezone)
+    )
+
+
+def _are_texts(args: Any) -> bool:
+    return all(type(a) is str for a in args)
+
+
 _CALLS: dict[Any, Callable[[Any], bool]] = {
+    collections.deque: lambda args: not args or (args[0] == () and all(a is None or type(a) is int for a in args[1:])),
+    collections.defaultdict: lambda args: not args or (len(args) == 1 and (args[0] is None or args[0] in _FACTORIES)),
+    pathlib.PurePosixPath: _are_texts,
+    pathlib.PureWindowsPath: _are_texts,
+    pathlib.PosixPath: _are_texts,
+    datetime.date: lambda args: _are_of_time(4)(args) and len(args) == 1,
+    datetime.time: _are_of_time(6),
+    datetime.datetime: _are_of_time(10),
+    datetime.timedelta: lambda args: all(type(a) is int for a in args),
+    datetime.timezone: lambda args: bool(args) and type(args[0]) is datetime.timedelta and _are_texts(args[1:]),
+    decimal.Decimal: lambda args: len(args) == 1 and type(args[0]) is str,
+    fractions.Fraction: _are_of_fraction,
     set: _are_keys,
     frozenset: _are_keys,
     collections.OrderedDict: lambda args: not args,
@@ -188,11 +237,15 @@ def _sparse(layout: Any, parts: Any) -> Any:
         indices, values, size, coalesced = parts
         if not (_are_tensors((indices, values)) and are_sizes(size) and type(coalesced) is bool):
             raise FormatError("a sparse tensor is not made of tensors and sizes")
-        return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=coalesced)
+        return torch.sparse_coo_tensor(
+            indices, values, size, device=values.device, check_invariants=True, is_coalesced=coalesced
+        )
     outer, inner, values, size = parts
     if not (_are_tensors((outer, inner, values)) and are_sizes(size)):
         raise FormatError("a sparse tensor is not made of tensors and sizes")
-    return torch.sparse_compressed_tensor(outer, inner, values, size, layout=layout, check_invariants=True)
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, size, layout=layout, device=values.device, check_invariants=True
+    )
 
 
 def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
@@ -203,21 +256,51 @@ def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
     return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
+def _generator(device: Any) -> Any:
+    import torch
+
+    if type(device) is not torch.device:
+        raise FormatError("a random number generator is not for a device")
+    return torch.Generator(device)
+
+
+def is_generator(value: object) -> bool:
+    """Whether it is a random number generator of torch."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Generator)
+
+
+def set_generator(generator: Any, state: Any) -> None:
+    """Set a generator's state, which torch checks."""
+    match state:
+        case (int(), None | int(), tensor) if _are_tensors((tensor,)):
+            generator.__setstate__(state)
+        case _:
+            raise FormatError("a random number generator has a state that torch does not write")
+
+
 def _ndarray() -> Any:
     import numpy as np
 
     return np.ndarray
 
 
-_BUILTINS: tuple[type, ...] = (set, frozenset, complex, slice, range)
+_BUILTINS: tuple[type, ...] = (set, frozenset, complex, slice, range, *_FACTORIES[:8])
+_STANDARD: tuple[Any, ...] = (
+    *(collections.deque, collections.defaultdict, decimal.Decimal, fractions.Fraction),
+    *(datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone),
+)
+_PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath")
 SAFE: dict[str, Callable[[], Any]] = {
     **{f"builtins.{c.__name__}": partial(getattr, builtins, c.__name__) for c in _BUILTINS},
+    **{f"{c.__module__}.{c.__name__}": partial(lambda c: c, c) for c in _STANDARD},
+    **{f"{m}.{c}": partial(getattr, pathlib, c) for m in ("pathlib", "pathlib._local") for c in _PATHS},
     "builtins.bytearray": lambda: _bytearray,
     "collections.OrderedDict": lambda: collections.OrderedDict,
     "collections.Counter": lambda: collections.Counter,
     "_codecs.encode": lambda: _encode,
     "numpy.ndarray": _ndarray,
-    "numpy.dtype": lambda: _numpy_dtype,
+    "numpy.dtype": lambda: numpy_dtype,
     **{f"numpy.{m}.multiarray._reconstruct": lambda: _rebuild_numpy for m in ("core", "_core")},
     **{f"numpy.{m}.multiarray.scalar": lambda: _numpy_scalar for m in ("core", "_core")},
 }
@@ -225,9 +308,10 @@ BUILT_LATE = {
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch.serialization._get_layout": _layout,
+    "torch._C.Generator": _generator,
 }
 """Needs its arrays' elements, or torch: only built when these have been read."""
-_FUNCTIONS = (_encode, _bytearray, _numpy_dtype, _rebuild_numpy, _numpy_scalar, _layout, _sparse, _meta)
+_FUNCTIONS = (_encode, _bytearray, numpy_dtype, _rebuild_numpy, _numpy_scalar, _layout, _sparse, _meta, _generator)
 
 
 def may_call(function: Any, arguments: tuple[Any, ...]) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from datastates.describing import Knowledge
 from datastates.keys import component
 from datastates.pickling import ArrayLeaf, StoredArray
 from datastates.protocol import ArrayRef, Encoder, Saved, Shard, StateProvider, walk_unique
@@ -29,6 +30,17 @@ class CompositeProvider(StateProvider):
                 "they are stored differently and need composites of their own"
             )
         self.per_rank = bool(apart)
+
+    def knowledge(self) -> object:
+        """The children's, by name."""
+        known = Knowledge()
+        known.take(self._children)
+        return known or None
+
+    def learn(self, knowledge: object) -> None:
+        """Hand it to the children."""
+        assert isinstance(knowledge, Knowledge)
+        knowledge.teach(self._children)
 
     def shards(self) -> Sequence[Shard]:
         """The children's shards, their keys below the children's names."""
@@ -63,6 +75,11 @@ def _key(child: StateProvider, key: str) -> str:
     return f"{component(child.name)}/{key}" if key else component(child.name)
 
 
+def _own_keys(child: StateProvider, keys: Iterable[str]) -> list[str]:
+    name = component(child.name)
+    return ["" if key == name else key[len(name) + 1 :] for key in keys if key == name or key.startswith(name + "/")]
+
+
 def _adopt(child: StateProvider, shard: Shard) -> Shard:
     # an object shard carries its origin, for serialize() and restore(); an array shard needs none
     return replace(shard, key=_key(child, shard.key), source=(child, shard) if shard.is_object else shard.source)
@@ -81,16 +98,14 @@ class _Part(Saved):
         self._saved = saved
         self._child = child
 
-    def _own(self, key: str) -> str | None:
-        name = component(self._child.name)
-        return "" if key == name else key[len(name) + 1 :] if key.startswith(name + "/") else None
-
     def arrays(self) -> Mapping[str, ArrayRef]:
-        own = {self._own(key): ref for key, ref in self._saved.arrays().items()}
-        return {key: replace(ref, key=key) for key, ref in own.items() if key is not None}
+        return _Arrays(self._saved.arrays(), self._child)
+
+    def every_key(self) -> Sequence[str]:
+        return _own_keys(self._child, self._saved.every_key())
 
     def objects(self) -> Sequence[str]:
-        return [own for own in map(self._own, self._saved.objects()) if own is not None]
+        return _own_keys(self._child, self._saved.objects())
 
     def report(
         self,
@@ -107,3 +122,23 @@ class _Part(Saved):
 
     def structure(self, key: str) -> object:
         return self._saved.structure(_key(self._child, key))
+
+
+class _Arrays(Mapping[str, ArrayRef]):
+    """The arrays of one child: those that are listed for it, and by their keys those that any rank had."""
+
+    def __init__(self, arrays: Mapping[str, ArrayRef], child: StateProvider) -> None:
+        self._arrays = arrays
+        self._child = child
+
+    def __len__(self) -> int:
+        return len(_own_keys(self._child, self._arrays))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_own_keys(self._child, self._arrays))
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and _key(self._child, key) in self._arrays
+
+    def __getitem__(self, key: str) -> ArrayRef:
+        return replace(self._arrays[_key(self._child, key)], key=key)

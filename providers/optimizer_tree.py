@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from datastates import arrays, dtensors
@@ -27,20 +28,68 @@ def group_differences(stored: Any, live: Any) -> dict[str, str]:
     return {"param_groups": f"groups of {sizes[0]} parameters in the checkpoint, of {sizes[1]} in the live state"}
 
 
+_LIKE_PARAMETERS = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
+    *("acc_delta", "sum", "prev", "step_size", "ax"),
+}
+"""States of torch's own optimizers that have the shape of their parameter."""
+
+
+def _states(value: Any) -> dict[object, dict[str, Any]]:
+    """The states by parameter, of what torch's optimizers make; nothing of another value."""
+    states = value.get("state") if isinstance(value, dict) else None
+    plain = isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())
+    return states if plain and states is not None else {}
+
+
+def _with_parameters(stored: Any, optimizer: Any) -> Iterator[tuple[object, Any, dict[str, Any]]]:
+    """What a stored value in the same groups calls each live parameter, the parameter, and its stored states."""
+    if states := _states(stored):
+        numbers = [number for group in stored["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            yield number, parameter, states.get(number, {})
+
+
 def sharded_parameters(stored: Any, optimizer: Any) -> dict[str, Any]:
     """By the keys of an optimizer's stored states, the parameters that they are states of, where those are DTensors."""
-    try:
-        numbers = [number for group in stored["param_groups"] for number in group["params"]]
-        states = {number: list(state) for number, state in stored["state"].items()}
-    except (KeyError, TypeError, AttributeError):
-        return {}  # not what torch's optimizers make
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {
         state_key(number, name): parameter
-        for number, parameter in zip(numbers, parameters, strict=True)
+        for number, parameter, states in _with_parameters(stored, optimizer)
         if dtensors.is_dtensor(parameter)
-        for name in states.get(number, ())
+        for name in states
     }
+
+
+def other_shapes(stored: Any, optimizer: Any) -> dict[object, dict[str, str]]:
+    """For each parameter of another shape than when it was saved, the keys of the states that say so, and how.
+
+    Optimizers of other makers may keep states of any shape: they are not looked at.
+    """
+    bases = [f"{base.__module__}." for base in type(optimizer).__mro__ if base.__name__ != "Optimizer"]
+    found: dict[object, dict[str, str]] = {}
+    if any(base.startswith("torch.optim.") for base in bases):
+        for number, parameter, states in _with_parameters(stored, optimizer):
+            for name, ref in states.items():
+                if name in _LIKE_PARAMETERS and isinstance(ref, ArrayRef) and ref.shape != tuple(parameter.shape):
+                    found.setdefault(number, {})[state_key(number, name)] = (
+                        f"{ref.dtype} of shape {ref.shape} in the checkpoint, "
+                        f"its parameter is of shape {tuple(parameter.shape)} in the live state"
+                    )
+    return found
+
+
+def live_where_not_restored(value: Any, live: Any) -> Any:
+    """A restored value in which a parameter that has not got all its states keeps its live ones, if it has any."""
+    kept = {
+        number: _states(live).get(number)
+        for number, states in _states(value).items()
+        if any(isinstance(state, ArrayRef) for state in states.values())
+    }
+    if not kept:
+        return value
+    states = {number: kept.get(number, restored) for number, restored in value["state"].items()}
+    return {**value, "state": {number: state for number, state in states.items() if state is not None}}
 
 
 def fresh(ref: ArrayRef, like: Any) -> Any:

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datastates.errors import ProviderError
 from datastates.protocol import Encoder, Saved, Shard, Shards, StateProvider
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Marked:
+    """The shards of a layout, marked as alike on those ranks."""
+
+    layout: tuple[Shard, ...]
+    ranks: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Knowledge:
+    kind: type[StateProvider]
+    inner: object
+    said: object
+    marked: _Marked | None
 
 
 class ReplicatedProvider(StateProvider):
@@ -39,16 +56,34 @@ class ReplicatedProvider(StateProvider):
             raise ValueError(f"{provider.name!r}: ranks are distinct numbers from 0, not {list(ranks)}")
         self._provider = provider
         self._ranks = None if ranks is None else tuple(sorted(ranks))
-        self._marked: tuple[tuple[Shard, ...], tuple[int, ...], tuple[Shard, ...]] | None = None
+        self._marked: _Marked | None = None
+
+    def knowledge(self) -> object:
+        """What the provider in it knows, and its arrays as they were marked."""
+        inner = self._provider.knowledge()
+        return None if inner is None else _Knowledge(type(self._provider), inner, self._said(), self._marked)
+
+    def learn(self, knowledge: object) -> None:
+        """Take it; what was marked is of use where the same was said."""
+        assert isinstance(knowledge, _Knowledge)
+        if knowledge.kind is type(self._provider):
+            self._provider.learn(knowledge.inner)
+            self._marked = knowledge.marked if knowledge.said == self._said() else None
+
+    def _said(self) -> object:
+        """What the marks depend on, beside the shards and the ranks."""
+        return self._ranks
 
     def shards(self) -> Sequence[Shard]:
         """The provider's, its arrays marked; raises ProviderError when this is none of the ranks."""
         shards, ranks = self._provider.shards(), self._current_ranks()
         if not isinstance(shards, Shards):
             return [shard if shard.is_object else self._mark(shard, ranks) for shard in shards]
-        if self._marked is None or self._marked[0] is not shards.layout or self._marked[1] != ranks:
-            self._marked = shards.layout, ranks, tuple(self._mark(shard, ranks) for shard in shards.layout)
-        return Shards(self._marked[2], shards.sources, shards.objects, versions=shards.versions, memory=shards.memory)
+        marked = self._marked
+        if marked is None or marked.layout is not shards.layout or marked.ranks != ranks:
+            marked = _Marked(shards.layout, ranks, tuple(self._mark(shard, ranks) for shard in shards.layout))
+            self._marked = marked
+        return Shards(marked.shards, shards.sources, shards.objects, versions=shards.versions, memory=shards.memory)
 
     def _current_ranks(self) -> tuple[int, ...]:
         """The ranks as shards name them: none where there is no other."""

@@ -45,6 +45,11 @@ class Share(ABC):
 
     @property
     @abstractmethod
+    def form(self) -> object:
+        """Equal for two shares that make the same shards of an array."""
+
+    @property
+    @abstractmethod
     def scalar_source(self) -> Name:
         """The parameter whose scalars are taken on restore."""
 
@@ -90,6 +95,11 @@ class Partition(Share):
     tensors: Mapping[str, Any] = field(default_factory=dict)
     parameter: Any = None
     group: int = 0
+
+    @property
+    def form(self) -> object:
+        """The layout."""
+        return self.layout
 
     @property
     def names(self) -> Sequence[Name]:
@@ -159,6 +169,11 @@ class WholeParameter(Share):
     parameter: Any
     group: int
     tensors: Mapping[str, Any] = field(default_factory=dict, init=False)
+
+    @property
+    def form(self) -> object:
+        """The name."""
+        return self.name
 
     @property
     def names(self) -> Sequence[Name]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datastates import arrays
+from datastates.depth import DEEPEST
 from datastates.keys import join
 
 _ARRAY, _PLAIN = object(), object()
@@ -58,12 +59,14 @@ class Skeleton:
         keys: list[str] = []
         seen: set[int] = set()
 
-        def build(item: Any, key: str) -> _Container | None:
-            if id(item) in seen or type(item) not in (dict, OrderedDict, list, tuple):
+        def build(item: Any, key: str, depth: int) -> _Container | None:
+            if depth > DEEPEST or id(item) in seen or type(item) not in (dict, OrderedDict, list, tuple):
                 return None
             if type(item) is not tuple:  # which of two equal tuples it is makes no difference
                 seen.add(id(item))
             is_mapping = isinstance(item, dict)
+            if is_mapping and not all(map(is_plain_key, item)):
+                return None
             children: list[Any] = []
             for k, child in item.items() if is_mapping else enumerate(item):
                 child_key = join(key, k)
@@ -73,7 +76,7 @@ class Skeleton:
                 elif plain(child):
                     children.append(_PLAIN)
                 else:
-                    children.append(build(child, child_key))
+                    children.append(build(child, child_key, depth + 1))
                     if children[-1] is None:
                         return None
             attributes = attributes_of(item)
@@ -83,7 +86,7 @@ class Skeleton:
             shape = list(item) if is_mapping else len(item)
             return _Container(type(item), shape, children, uniform, copy.deepcopy(attributes))
 
-        root = build(value, "")
+        root = build(value, "", 1)
         return None if root is None else cls(root, keys, plain)
 
     def strip(self, value: object) -> tuple[list[Any], list[Any]] | None:
@@ -139,6 +142,11 @@ def _clothe(bones: _Container, leaves: Iterator[object], plain: Iterator[object]
     if bones.attributes:
         vars(made).update(bones.attributes)
     return made
+
+
+def is_plain_key(key: object) -> bool:
+    """Whether a key of a mapping is text or an integer of a usual size, which has a name and can be read back."""
+    return type(key) is str or (type(key) is int and key.bit_length() <= 64)
 
 
 def attributes_of(value: object) -> dict[str, Any]:

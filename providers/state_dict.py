@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from datastates import arrays, dtensors
+from datastates.dressed import take_attributes
 from datastates.errors import ProviderError
 from datastates.keys import component
 from datastates.protocol import ArrayRef, Saved, StateProvider
 from datastates.providers.optimizer_tree import (
     fresh,
     group_differences,
+    live_where_not_restored,
     of_live_names,
+    other_shapes,
     sharded_parameters,
     state_key,
     states_left_out,
@@ -22,6 +25,7 @@ from datastates.providers.optimizer_tree import (
 from datastates.providers.pairing import add, pair
 from datastates.providers.replicated import ReplicatedProvider
 from datastates.providers.tree import TreeProvider, is_inner
+from datastates.vetted import is_generator
 
 
 @runtime_checkable
@@ -52,11 +56,19 @@ def from_state_dict(
             ones.
         lazy: Whether arrays stay unchanged until capture, for all of them or by key. By default torch and CuPy arrays
             do, as the gate guards them, and NumPy arrays do not.
+
+    Raises:
+        TypeError: It is an object with ``state_dict`` and ``load_state_dict``, for :func:`from_stateful`.
     """
+    if not isinstance(mapping_or_callable, dict | list | tuple) and isinstance(mapping_or_callable, Stateful):
+        kind = type(mapping_or_callable).__name__
+        raise TypeError(
+            f"{name!r}: {kind} has a state_dict(): give it to from_stateful, or call it and give its result"
+        )
     return _ContainerProvider(name, mapping_or_callable, lazy)
 
 
-def from_stateful(name: str, obj: Stateful) -> StateProvider:
+def from_stateful(name: str, obj: Stateful, *, lazy: bool = True) -> StateProvider:
     """A provider for anything with ``state_dict`` and ``load_state_dict``, asked anew at each snapshot.
 
     Parameters of modules and the states of torch optimizers are captured lazily, as only an optimizer step changes
@@ -72,23 +84,33 @@ def from_stateful(name: str, obj: Stateful) -> StateProvider:
     ``DistributedDataParallel`` is saved as the module in it, without ``module.`` in front of the keys, so that it comes
     back with and without: its arrays are alike on all ranks of its process group, but for parameters that it ignores.
 
+    Args:
+        name: Top-level key in the checkpoint.
+        obj: The live object.
+        lazy: Whether parameters and optimizer states stay unchanged until the snapshot is captured; an update that is
+            not a torch optimizer's must be guarded by ``Checkpointer.gate()`` then. False: they are copied inside
+            ``snapshot()``, too, as for an average of weights that is updated after it.
+
     Raises:
         TypeError: The object lacks one of the two methods.
     """
     if not isinstance(obj, Stateful):
         raise TypeError(f"{name!r}: {type(obj).__name__} has no state_dict() and load_state_dict()")
     if _is_a(obj, "nn.parallel.DistributedDataParallel"):
-        return _DataParallel(name, obj)
-    return _StatefulProvider(name, obj)
+        return _DataParallel(name, obj, lazy)
+    return _StatefulProvider(name, obj, lazy)
 
 
 class _DataParallel(ReplicatedProvider):
     """The module in a ``DistributedDataParallel``."""
 
-    def __init__(self, name: str, wrapped: Any) -> None:
+    def __init__(self, name: str, wrapped: Any, lazy: bool) -> None:
         ranks = sys.modules["torch"].distributed.get_process_group_ranks(wrapped.process_group)
-        super().__init__(_StatefulProvider(name, wrapped.module), ranks)
+        super().__init__(_StatefulProvider(name, wrapped.module, lazy), ranks)
         self._ignored = {component(key) for key in wrapped.parameters_to_ignore}
+
+    def _said(self) -> object:
+        return super()._said(), self._ignored
 
     def _is_replicated(self, key: str) -> bool:
         return key not in self._ignored
@@ -147,6 +169,7 @@ def same(a: object, b: object) -> bool:
 def merge(live: Any, value: Any) -> object:
     """Put a restored value into live containers of the same structure; returns what belongs into the parent."""
     if live is value or arrays.kind_of(live) is not None:
+        take_attributes(live, value)
         return live
     if isinstance(live, dict) and isinstance(value, dict):
         for k, item in value.items():
@@ -163,17 +186,22 @@ def merge(live: Any, value: Any) -> object:
         if all(a is b for a, b in zip(live, parts, strict=True)):
             return live
         return tuple.__new__(type(live), parts)
+    if is_generator(live) and is_generator(value):
+        live.set_state(value.get_state())
+        return live
     return live if isinstance(value, ArrayRef) else value
 
 
 class _StatefulProvider(TreeProvider):
-    def __init__(self, name: str, obj: Stateful) -> None:
+    def __init__(self, name: str, obj: Stateful, lazy: bool) -> None:
         super().__init__(name)
         self._object = obj
+        self._lazy = lazy
         self._in_place = False
         self._live: object = None
         self._added: list[tuple[tuple[object, ...], object]] = []
         self._parameters: frozenset[int] | None = None
+        self._is_module, self._is_optimizer = _is_a(obj, "nn.Module"), _is_a(obj, "optim.Optimizer")
 
     def value(self) -> object:
         state = self._object.state_dict()
@@ -186,8 +214,12 @@ class _StatefulProvider(TreeProvider):
         self._parameters = None
         if state is not None:
             return state, True
-        if _is_a(self._object, "nn.Module"):
-            self._parameters = frozenset(map(arrays.address, self._object.parameters()))  # type: ignore[attr-defined]
+        if self._is_module:
+            self._parameters = frozenset(
+                arrays.address(p)
+                for p in self._object.parameters()  # type: ignore[attr-defined]
+                if arrays.kind_of(p) is not None
+            )
         return self.value(), False
 
     def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
@@ -196,23 +228,25 @@ class _StatefulProvider(TreeProvider):
         return [self.is_lazy(key, array) for key, array in zip(keys, values, strict=True)]
 
     def is_lazy(self, key: str, array: Any) -> bool:
+        if not self._lazy:
+            return False
         if self._parameters is not None:
             return arrays.kind_of(array) == "torch" and arrays.address(array) in self._parameters
-        if _is_a(self._object, "nn.Module"):
+        if self._is_module:
             return arrays.is_parameter(array)
-        in_state = key.split("/")[0] == "state"  # a scheduler changes what is in the groups
-        return in_state and _is_a(self._object, "optim.Optimizer") and arrays.is_lazy_kind(array)
+        # a scheduler changes what is in the groups
+        return self._is_optimizer and key.startswith("state/") and arrays.is_lazy_kind(array)
 
     def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
         live = self.value()
-        if _is_a(self._object, "nn.Module"):
+        if self._is_module:
             found = pair(stored, live, saved.arrays())
             saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=found.mismatched)
             plain = not found.leaves and not _has_load_hooks(self._object)
             self._in_place = plain and _is_live(self.value(), live)
             return [*((ref.key, array) for ref, array in found.pairs), *_inner(saved)]
         self._in_place = False
-        if _is_a(self._object, "optim.Optimizer"):
+        if self._is_optimizer:
             return self._match_optimizer(stored, live, saved)
         cut = of_live_names(stored, live)
         left_out = states_left_out(stored, cut)
@@ -226,7 +260,7 @@ class _StatefulProvider(TreeProvider):
         known = saved.arrays()  # a reference is made when it is asked for
         return [*into.items(), *((key, arrays.empty(known[key])) for key in kept if key not in into)]
 
-    def _match_optimizer(self, stored: object, live: object, saved: Saved) -> Sequence[tuple[str, object]]:
+    def _match_optimizer(self, stored: Any, live: object, saved: Saved) -> Sequence[tuple[str, object]]:
         differences = group_differences(stored, live)
         saved.report(mismatched=differences)
         if differences:
@@ -237,19 +271,26 @@ class _StatefulProvider(TreeProvider):
         like = sharded_parameters(stored, self._object)
         known = saved.arrays()
         keys = dict.fromkeys([*self.listed(saved), *(state_key(number, name) for number, name in added)])
+        for number, mismatched in other_shapes(stored, self._object).items():
+            saved.report(mismatched=mismatched)
+            for name in stored["state"][number]:  # none of them without the others
+                keys.pop(state_key(number, name), None)
         found = {key: into[key] if key in into else fresh(known[key], like.get(key)) for key in keys}
-        self._added = [(("state", number, name), found[state_key(number, name)]) for number, name in added]
+        found_added = ((number, name, found.get(state_key(number, name))) for number, name in added)
+        self._added = [(("state", number, name), array) for number, name, array in found_added if array is not None]
         return list(found.items())
 
     def accept(self, value: Any) -> None:
         if self._in_place:
             return
-        if _is_a(self._object, "nn.Module"):
+        if self._is_module:
             value = merge(self.value(), value)  # what was not restored keeps its live tensor
         else:
             value = of_live_names(value, self._live)
             for path, item in self._added:
                 add(value, path, item)
+            if self._is_optimizer:
+                value = live_where_not_restored(value, self._object.state_dict())
         self._live, self._added = None, []
         self._object.load_state_dict(value)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datastates import arrays
-from datastates.describing import Describer
+from datastates.describing import Describer, Known
 from datastates.protocol import HOST, Saved, Shard, Shards, StateProvider
 
 
@@ -36,6 +36,15 @@ class ArraysProvider(StateProvider):
     @abstractmethod
     def check(self, shard: Shard) -> None:
         """Raise TypeError for an array that does not belong here."""
+
+    def knowledge(self) -> object:
+        """Where the arrays lie."""
+        return self._describer.known
+
+    def learn(self, knowledge: object) -> None:
+        """Take it."""
+        assert isinstance(knowledge, Known)
+        self._describer.known = knowledge
 
     def shards(self) -> Sequence[Shard]:
         """One shard for each array; raises TypeError for one that is elsewhere."""

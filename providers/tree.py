@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import pickle
+import logging
+import operator
 import sys
 from abc import abstractmethod
 from collections import OrderedDict
@@ -14,14 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays, dtensors
-from datastates.describing import Describer
+from datastates import arrays, dressed, dtensors
+from datastates.depth import DEEPEST, deeper
+from datastates.describing import Describer, Known
 from datastates.errors import ProviderError
 from datastates.keys import join
 from datastates.pickling import PROTOCOL, ArrayLeaf, StoredArray, dumps
 from datastates.protocol import Encoder, Saved, Shard, Shards, StateProvider, object_shard
 from datastates.providers.by_key import ByKey
-from datastates.providers.skeleton import Skeleton, attributes_of
+from datastates.providers.freezing import freeze, thaw, vet
+from datastates.providers.skeleton import Skeleton, attributes_of, is_plain_key
+from datastates.unpickling import needs_trust
+from datastates.vetted import is_generator
+
+_log = logging.getLogger("datastates")
+_told: set[tuple[str, str]] = set()
+"""Of what needs trust, by provider: it is said once in a process."""
 
 Lazy = Callable[[str, object], bool]
 """Says of an array, by its key, whether it stays unchanged until the snapshot is captured."""
@@ -39,15 +47,16 @@ class _Opaque:
         self.number = number
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
     """Stands in a frozen tree for an object that is made by calling a function: it pickles as that call."""
 
     function: Any
     arguments: Any
+    state: Any = None
 
-    def __reduce__(self) -> tuple[Any, Any]:
-        return self.function, self.arguments
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.arguments, self.state
 
 
 @dataclass
@@ -57,10 +66,12 @@ class Tree:
     Attributes:
         shards: The arrays.
         root: The containers, copied, with an :class:`~datastates.pickling.ArrayLeaf` for each array.
+        name: Whose value it is, for messages.
     """
 
     shards: Sequence[Shard] = ()
     root: object = None
+    name: str = ""
     _opaque: bytes = b""
 
     def thaws(self) -> bool:
@@ -72,29 +83,18 @@ class Tree:
         return True
 
     def _thaw(self) -> list[object]:
-        return _Thaw(io.BytesIO(self._opaque)).load() if self._opaque else []
+        return thaw(self._opaque) if self._opaque else []
 
     def encode(self, locate: Callable[[ArrayLeaf], StoredArray]) -> bytes:
         """Serialize the frozen copy; depends on live state no more."""
-        return dumps(_fill(self.root, self._thaw(), {}), locate)
-
-
-class _Freeze(pickle.Pickler):
-    """Copies opaque objects at once; the tensors in them become shards like all others."""
-
-    def __init__(self, file: io.BytesIO, leaf: Callable[[object], ArrayLeaf | None]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._leaf = leaf
-
-    def persistent_id(self, obj: object) -> ArrayLeaf | None:
-        return self._leaf(obj)
-
-
-class _Thaw(pickle.Unpickler):
-    """Reads back what :class:`_Freeze` wrote in this process."""
-
-    def persistent_load(self, pid: Any) -> ArrayLeaf:
-        return ArrayLeaf(pid.key, pid.requires_grad, pid.parameter)
+        names: set[str] = set()
+        with deeper():
+            data = dumps(_fill(self.root, self._thaw(), {}), locate, names)
+        needed = [name for name in needs_trust(names) if (self.name, name) not in _told]
+        if needed:
+            _told.update((self.name, name) for name in needed)
+            _log.warning("%r is saved with objects that are read back with trust=%s only", self.name, needed)
+        return data
 
 
 @dataclass
@@ -105,17 +105,26 @@ class PlainTree:
         skeleton: Its containers.
         requires_grad, parameter: What :class:`~datastates.pickling.ArrayLeaf` is to say of each array.
         plain: The plain values.
+        attributes: What each array has beside its elements; None where no one has anything.
+        tied: Numbers of arrays that are the same object as an earlier one, each with the number of that.
     """
 
     skeleton: Skeleton
     requires_grad: Sequence[bool]
     parameter: Sequence[bool]
     plain: Sequence[object]
+    attributes: Sequence[dict[str, Any]] | None = None
+    tied: Sequence[tuple[int, int]] = ()
 
     def encode(self, locate: Callable[[ArrayLeaf], StoredArray]) -> bytes:
         """Serialize all but the arrays; depends on live state no more."""
         leaves = list(map(ArrayLeaf, self.skeleton.keys, self.requires_grad, self.parameter))
-        return dumps(self.skeleton.clothe(leaves, self.plain), locate)
+        for leaf, attributes in zip(leaves, self.attributes or (), strict=False):
+            leaf.attributes = attributes
+        for again, first in self.tied:
+            leaves[again] = leaves[first]
+        with deeper():
+            return dumps(self.skeleton.clothe(leaves, self.plain), locate)
 
 
 def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: bool = False) -> Tree:
@@ -137,26 +146,73 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
     found: list[tuple[str, object, bool]] = []
     opaque: list[object] = []
     opaque_keys: list[str] = []
+    outer: dict[str, str] = {}
+    depth = 0
     copies: dict[int, object] = {}
+    leaves: dict[int, ArrayLeaf] = {}
+    made: list[object] = []  # lives as long as the walk: of what is freed, another object may get the id
     open_tuples: set[int] = set()
+
+    def inside(key: str) -> str:
+        inner_key = f"{_INNER}{len(found)}"
+        outer[inner_key] = key
+        return inner_key
+
+    def shown(key: str) -> str:
+        head, slash, rest = key.partition("/")
+        return f"{shown(outer[head])}{slash}{rest}" if head in outer else key
+
+    def of_key(key: str, k: object) -> str:
+        if not is_plain_key(k):
+            vet(shown(key), {k: None})
+        try:
+            return join(key, k)
+        except ValueError as error:  # an integer of too many digits
+            raise ProviderError(f"{shown(key)!r} has a key without a name: {error}") from error
 
     def leaf(key: str, array: Any, is_lazy: bool) -> ArrayLeaf:
         found.append((key, array, is_lazy))
         return _leaf(key, array, detached)
 
+    def dressed_leaf(key: str, array: Any, kind: Any, attributes: Any) -> ArrayLeaf:
+        made = copies[id(array)] = leaf(key, array, kind is None and lazy(key, array))
+        inner_key = inside(key)
+        made.kind, made.attributes = walk(kind, inner_key), walk(attributes, inner_key)
+        return made
+
+    def stateful_call(item: Any, key: str) -> Call:
+        parts = item.__reduce__()
+        made.append(parts)
+        inner_key = inside(key)
+        call = copies[id(item)] = Call(*(walk(part, join(inner_key, i)) for i, part in enumerate(parts)))
+        return call
+
     def walk(item: Any, key: str) -> object:
+        nonlocal depth
+        depth += 1
+        if depth > DEEPEST:
+            raise ProviderError(f"{shown(key)[:80]!r}... is nested more than {DEEPEST} levels deep")
+        copy = copied(item, key)
+        depth -= 1
+        return copy
+
+    def copied(item: Any, key: str) -> object:
         if type(item) in _IMMUTABLE:
             return item
         if id(item) in copies:
             return copies[id(item)]
         if arrays.kind_of(item) is not None:
-            return leaf(key, item, lazy(key, item))
+            if not detached and (beside := dressed.attributes_of([item])):
+                return dressed_leaf(key, item, None, *beside)
+            found_leaf = leaf(key, item, lazy(key, item))
+            is_apart = found_leaf.parameter or found_leaf.requires_grad
+            return leaves.setdefault(id(item), found_leaf) if is_apart else found_leaf
         if type(item) in (dict, OrderedDict):
             mapping = copies[id(item)] = type(item)()
             for k, v in item.items():
-                mapping[k] = walk(v, join(key, k))
+                mapping[k] = walk(v, of_key(key, k))
             if attributes := attributes_of(item):
-                inner_key = f"{_INNER}{len(found)}"
+                inner_key = inside(key)
                 vars(mapping).update((k, walk(v, join(inner_key, k))) for k, v in attributes.items())
             return mapping
         if type(item) is list:
@@ -165,17 +221,30 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
             sequence.extend(walk(v, join(key, i)) for i, v in enumerate(item))
             return sequence
         if _is_tuple(item) and id(item) not in open_tuples:
+            if type(item) is not tuple:
+                vet(shown(key), type(item))
             open_tuples.add(id(item))
             parts = [walk(v, join(key, i)) for i, v in enumerate(item)]
             open_tuples.remove(id(item))
             return tuple.__new__(type(item), parts)
         if is_plain(item):
             return item
-        if _is_tensor(item):  # sparse, meta and the like: torch says which plain tensors they are made of
-            inner_key = f"{_INNER}{len(found)}"
-            return Call(*(walk(part, join(inner_key, i)) for i, part in enumerate(item.__reduce_ex__(PROTOCOL)[:2])))
+        if dressed.is_tensor(item):  # sparse, meta and the like: torch says which plain tensors they are made of
+            if dressed.is_uninitialized(item):
+                raise ProviderError(f"{shown(key)!r} is uninitialized: call the lazy module once before it is saved")
+            inner_key = inside(key)
+            parts = item.__reduce_ex__(PROTOCOL)[:2]
+            made.append(parts)
+            memory = dressed.memory(parts)
+            if memory is not None:
+                copies[id(item)] = subclass = dressed_leaf(inner_key, memory, parts[1][1], parts[1][3])
+                return subclass
+            call = copies[id(item)] = Call(*(walk(part, join(inner_key, i)) for i, part in enumerate(parts)))
+            return call
+        if is_generator(item):  # its state is an array
+            return stateful_call(item, key)
         opaque.append(item)
-        opaque_keys.append(key)
+        opaque_keys.append(shown(key))
         return _Opaque(len(opaque) - 1)
 
     def inner(item: object) -> ArrayLeaf | None:
@@ -183,18 +252,33 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
             return None
         if dtensors.is_dtensor(item):  # it could come back as a whole tensor only
             raise ProviderError("it holds a DTensor, which has its place in plain dicts, lists and tuples")
-        return leaf(f"{_INNER}{len(found)}", item, False)
+        made = leaf(f"{_INNER}{len(found)}", item, False)
+        made.attributes = None if detached else next(iter(dressed.attributes_of([item]) or ()), None)
+        return made
 
     tree.root = walk(value, "")
     if opaque:
-        outer = len(found)
-        tree._opaque = _freeze(opaque, opaque_keys, inner)
-        if len(found) > outer and not tree.thaws():
+        plain = len(found)
+        tree._opaque = freeze(opaque, opaque_keys, inner)
+        if len(found) > plain and not tree.thaws():
             # their own code wants real tensors to build them: then the tensors are pickled with them
-            del found[outer:]
-            tree._opaque = _freeze(opaque, opaque_keys, lambda _: None)
+            del found[plain:]
+            tree._opaque = freeze(opaque, opaque_keys, lambda _: None)
+        if not tree.thaws():
+            raise ProviderError(f"{', '.join(map(repr, opaque_keys))}: what they pickle cannot be read back")
     tree.shards = describer.describe([k for k, _, _ in found], [a for _, a, _ in found], [z for _, _, z in found])
     return tree
+
+
+def _tied(values: Sequence[object], apart: Sequence[bool]) -> list[tuple[int, int]]:
+    """Numbers of the objects that have come before, each with the number of the first; asked of those that are apart.
+
+    What is no parameter and requires no gradient is one by its memory, when it is read.
+    """
+    numbers = [i for i, is_apart in enumerate(apart) if is_apart]
+    first: dict[int, int] = {}
+    found = ((i, first.setdefault(id(values[i]), i)) for i in numbers)
+    return [(i, number) for i, number in found if i != number]
 
 
 def _leaf(key: str, array: object, detached: bool) -> ArrayLeaf:
@@ -203,27 +287,8 @@ def _leaf(key: str, array: object, detached: bool) -> ArrayLeaf:
     return ArrayLeaf(key, bool(getattr(array, "requires_grad", False)), arrays.is_parameter(array))
 
 
-def _freeze(objects: list[object], keys: list[str], leaf: Callable[[object], ArrayLeaf | None]) -> bytes:
-    file = io.BytesIO()
-    try:
-        _Freeze(file, leaf).dump(objects)
-    except Exception as error:
-        for key, item in zip(keys, objects, strict=True):
-            try:
-                _Freeze(io.BytesIO(), leaf).dump(item)
-            except Exception as cause:  # whatever the object's own code raises
-                raise ProviderError(f"{key!r} ({type(item).__name__}) cannot be pickled: {cause}") from cause
-        raise ProviderError(f"{', '.join(map(repr, keys))} cannot be pickled together: {error}") from error
-    return file.getvalue()
-
-
 def _is_tuple(item: object) -> bool:
     return type(item) is tuple or (isinstance(item, tuple) and hasattr(item, "_fields"))
-
-
-def _is_tensor(item: object) -> bool:
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and isinstance(item, torch.Tensor)
 
 
 def is_plain(item: object) -> bool:
@@ -253,9 +318,22 @@ def _fill(item: Any, objects: list[object], seen: dict[int, object]) -> object:
         item[:] = [_fill(v, objects, seen) for v in item]
     elif _is_tuple(item):
         return tuple.__new__(type(item), [_fill(v, objects, seen) for v in item])
+    elif type(item) is ArrayLeaf:
+        seen[id(item)] = item
+        item.kind, item.attributes = _fill(item.kind, objects, seen), _fill(item.attributes, objects, seen)
     elif type(item) is Call:
-        return Call(_fill(item.function, objects, seen), _fill(item.arguments, objects, seen))
+        seen[id(item)] = item
+        parts = (item.function, item.arguments, item.state)
+        item.function, item.arguments, item.state = (_fill(part, objects, seen) for part in parts)
     return item
+
+
+def _plain_attributes(values: Sequence[object]) -> list[dict[str, Any]] | None:
+    """Copies of what each array has beside its elements, None where no one has anything; empty if not all is plain."""
+    live = dressed.attributes_of(values)
+    if live is None:
+        return None
+    return [dict(own) for own in live] if all(is_plain(v) for own in live for v in own.values()) else []
 
 
 def is_inner(key: str) -> bool:
@@ -271,6 +349,38 @@ def _with(shards: Sequence[Shard], rest: object) -> Sequence[Shard]:
     return [*shards, *objects]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """What a nested value looked like.
+
+    Attributes:
+        skeleton: Its containers.
+        detached: Whether its parameters were stored as plain tensors.
+        parameter: For each array, whether it was a parameter and stored as one.
+    """
+
+    skeleton: Skeleton
+    detached: bool
+    parameter: list[bool]
+
+
+def _plain_tree(
+    form: _Form,
+    values: Sequence[object],
+    requires_grad: Sequence[bool],
+    plain: Sequence[object],
+    attributes: Sequence[dict[str, Any]] | None,
+) -> PlainTree:
+    tied = _tied(values, list(map(operator.or_, requires_grad, form.parameter)))
+    return PlainTree(form.skeleton, requires_grad, form.parameter, plain, attributes, tied)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Knowledge:
+    form: _Form | None
+    arrays: Known | None
+
+
 class TreeProvider(StateProvider):
     """A provider whose state is one nested value; subclasses say where it comes from and goes to."""
 
@@ -278,9 +388,8 @@ class TreeProvider(StateProvider):
         """Nothing is known of the value yet."""
         super().__init__(name)
         self._describer = Describer()
-        self._skeleton: Skeleton | None = None
-        self._lazy_flags: list[bool] = []
-        self._parameter_flags: list[bool] = []
+        self._form: _Form | None = None
+        self._lazy_flags: list[bool] | None = None
 
     @abstractmethod
     def value(self) -> object:
@@ -301,39 +410,59 @@ class TreeProvider(StateProvider):
         Reports what differs.
         """
 
+    def knowledge(self) -> object:
+        """The containers, and where the arrays lie."""
+        known = self._describer.known
+        return None if self._form is None and known is None else _Knowledge(self._form, known)
+
+    def learn(self, knowledge: object) -> None:
+        """Take it; what is lazy is this provider's own to say, and is asked anew."""
+        assert isinstance(knowledge, _Knowledge)
+        self._form, self._describer.known, self._lazy_flags = knowledge.form, knowledge.arrays, None
+
+    @deeper()
     def shards(self) -> Sequence[Shard]:
         """Take the live value apart: its arrays, then the object that holds all the rest."""
         value, detached = self._current()
         again = self._again(value, detached)
         if again is not None:
             return again
-        self._skeleton = Skeleton.of(value, is_plain)
-        stripped = None if self._skeleton is None else self._skeleton.strip(value)
-        if self._skeleton is None or stripped is None:
+        self._form = None
+        skeleton = Skeleton.of(value, is_plain)
+        stripped = None if skeleton is None else skeleton.strip(value)
+        attributes = None if stripped is None or detached else _plain_attributes(stripped[0])
+        if skeleton is None or stripped is None or attributes == []:
             tree = take_apart(value, self.is_lazy, self._describer, detached=detached)
+            tree.name = self.name
             return _with(tree.shards, tree)
-        keys, (values, plain) = self._skeleton.keys, stripped
+        keys, (values, plain) = skeleton.keys, stripped
         self._lazy_flags = list(map(self.is_lazy, keys, values))
-        self._parameter_flags = [not detached and arrays.is_parameter(array) for array in values]
+        parameter = [not detached and arrays.is_parameter(array) for array in values]
         shards = self._describer.describe(keys, values, self._lazy_flags)
         requires_grad = [not detached and bool(getattr(array, "requires_grad", False)) for array in values]
-        return _with(shards, PlainTree(self._skeleton, requires_grad, self._parameter_flags, plain))
+        self._form = _Form(skeleton, detached, parameter)
+        return _with(shards, _plain_tree(self._form, values, requires_grad, plain, attributes))
 
     def _again(self, value: object, detached: bool) -> Sequence[Shard] | None:
         """The shards of a value whose structure and memory are those of the last time; None for others."""
-        stripped = None if self._skeleton is None else self._skeleton.strip(value)
-        if self._skeleton is None or stripped is None:
+        form = self._form
+        stripped = None if form is None or form.detached != detached else form.skeleton.strip(value)
+        if form is None or stripped is None:
             return None
-        keys, (values, plain) = self._skeleton.keys, stripped
+        keys, (values, plain) = form.skeleton.keys, stripped
         shards = self._describer.again(keys, values, self._lazy_again(keys, values))
         if shards is None:
             return None
+        attributes = None if detached else _plain_attributes(values)
+        if attributes == []:
+            return None
         requires_grad = [False] * len(keys) if detached else list(map(attrgetter("requires_grad"), values))
-        return _with(shards, PlainTree(self._skeleton, requires_grad, self._parameter_flags, plain))
+        return _with(shards, _plain_tree(form, values, requires_grad, plain, attributes))
 
     def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
-        """What :meth:`is_lazy` says of arrays whose keys and types are those of the last time."""
-        del keys, values
+        """What :meth:`is_lazy` says of arrays whose keys and types are those of the last time; it is asked once."""
+        if self._lazy_flags is None:
+            self._lazy_flags = list(map(self.is_lazy, keys, values))
         return self._lazy_flags
 
     def serialize(self, shard: Shard) -> Encoder:
@@ -341,6 +470,7 @@ class TreeProvider(StateProvider):
         assert isinstance(shard.source, (Tree, PlainTree))
         return shard.source.encode
 
+    @deeper()
     def destinations(self, saved: Saved) -> Sequence[Shard]:
         """What the live state and the stored one have in common, and whatever else the subclass wants."""
         by_key = None if "" in saved.objects() else ByKey.of(saved)
@@ -359,6 +489,7 @@ class TreeProvider(StateProvider):
         """Keys of the arrays in the stored value, and of those that share memory with one."""
         return saved.arrays() if "" in saved.objects() else saved.every_key()
 
+    @deeper()
     def restore(self, shard: Shard, value: object) -> None:
         """Take back the whole value, in which the arrays have been restored."""
         self.accept(shard.source.assemble(value) if isinstance(shard.source, ByKey) else value)

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays, collector
+from datastates import arrays
 from datastates.describing import Describer
 from datastates.errors import ProviderError
 from datastates.keys import component
 from datastates.pickling import dumps
-from datastates.plan import I64
 from datastates.protocol import ArrayRef, Saved, Shard, Shards, StateProvider, object_shard
 from datastates.providers.flat_layout import Name
 from datastates.providers.shares import Share, WholeParameter, key_of
+from datastates.providers.spread import Knowledge, Spread
 from datastates.providers.stored_states import StoredStates
 
 _GROUPS = "param_groups"
@@ -108,9 +108,8 @@ class ShardedZeroProvider(StateProvider):
             twice = next(n for n in names if names.count(n) > 1)
             raise ValueError(f"{name!r}: the parameter {twice!r} is in two shares")
         self._describer = Describer()
-        self._seen: object = None
-        self._layout: tuple[Shard, ...] = ()
-        self._index: I64 = np.empty(0, np.int64)
+        self._forms = [share.form for share in shares]
+        self._spread: Spread | None = None
         self._pending: list[tuple[Share, dict[str, Any]]] = []
 
     @classmethod
@@ -153,6 +152,17 @@ class ShardedZeroProvider(StateProvider):
 
     # --- saving
 
+    def knowledge(self) -> object:
+        """Where the arrays lie, and what the shares make of them."""
+        known = self._describer.known
+        return None if known is None else Knowledge(self._forms, known, self._spread)
+
+    def learn(self, knowledge: object) -> None:
+        """Take it, if the shares are of the same forms."""
+        assert isinstance(knowledge, Knowledge)
+        if knowledge.forms == self._forms:
+            self._describer.known, self._spread = knowledge.arrays, knowledge.spread
+
     def shards(self) -> Sequence[Shard]:
         """The ranges that this rank holds, then the parameter groups.
 
@@ -172,14 +182,11 @@ class ShardedZeroProvider(StateProvider):
                     raise ProviderError(f"{key!r} is a {type(value).__name__}, which cannot be shared out over ranks")
             described = self._describer.describe(tags, values, lazy)
         if not isinstance(described, Shards):
-            return [*(shard for _, shard in self._spread(found, described)), rest]
-        if described.layout is not self._seen:
-            spread = self._spread(found, described.layout)
-            self._layout = tuple(shard for _, shard in spread)
-            self._index = np.array([i for i, _ in spread], np.int64)
-            self._seen = described.layout
-        sources = [values[i] for i in self._index.tolist()]
-        return Shards(self._layout, sources, [rest], versions=described.versions[self._index], memory=described.memory)
+            return [*Spread.of(self._shares, found, described).shards, rest]
+        if (spread := self._spread) is None or spread.whole is not described.layout:
+            spread = self._spread = Spread.of(self._shares, found, described.layout)
+        sources, versions = [values[i] for i in spread.index.tolist()], described.versions[spread.index]
+        return Shards(spread.shards, sources, [rest], versions=versions, memory=described.memory)
 
     def _states(self) -> Iterator[tuple[int, str, Any]]:
         """Number of the share, name of the state, and the array: an optimizer's Python numbers as NumPy's."""
@@ -188,14 +195,6 @@ class ShardedZeroProvider(StateProvider):
                 yield number, state, value
             for state, value in self._own_states(share).items():
                 yield number, state, np.asarray(value) if type(value) in (int, float, bool) else value
-
-    def _spread(self, found: Sequence[tuple[int, str, Any]], described: Sequence[Shard]) -> list[tuple[int, Shard]]:
-        with collector.paused():
-            return [
-                (i, shard)
-                for i, ((number, state, _), whole) in enumerate(zip(found, described, strict=True))
-                for shard in self._shares[number].shards(state, whole)
-            ]
 
     def serialize(self, shard: Shard) -> bytes:
         """The hyperparameters and the names, as ``Optimizer.state_dict()`` has them; tensors of them as numbers."""

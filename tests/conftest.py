@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -25,9 +26,14 @@ from datastates.futures import Snapshot
 from datastates.providers import from_state_dict
 from datastates.saving import Saver
 
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+from fork_server import Forked, ForkServer
+
 Ranks = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 # once one rank has failed, how long the others may take to say why they did
 AFTERMATH_SECONDS = 5
+# what most ranks import
+IMPORTED = ("msgpack", "numpy", "pydantic", "torch.distributed.checkpoint", "torch.distributed.tensor")
 
 os.environ.setdefault("DATASTATES_HOST_CACHE", "64MiB")
 # DeepSpeed compiles with the ninja that is installed beside this Python
@@ -83,23 +89,57 @@ def write_file() -> WriteFile:
     return write
 
 
+# what ranks have in their environment, whatever they run
+SHARED = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store that goes away is logged with long stacks
+}
+Process = subprocess.Popen[str] | Forked
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[Callable[..., ForkServer]]:
+    """The server that has some modules imported; each is started once in a session."""
+    made: dict[tuple[str, ...], ForkServer] = {}
+    lock = threading.Lock()
+
+    def server(modules: tuple[str, ...], variables: dict[str, str]) -> ForkServer:
+        with lock:
+            if modules not in made:
+                made[modules] = ForkServer(modules, variables)
+            return made[modules]
+
+    yield server
+    for each in made.values():
+        each.close()
+
+
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
+def ranks(tmp_path: Path, fork_server: Callable[..., ForkServer]) -> Iterator[Ranks]:
     """Run Python as each of several ranks, to the end of all; gives one completed process for each, in order.
 
-    ``ranks(n, script, *arguments, timeout=60, may_fail=(), **variables)``: ``script`` is a file (a Path) or a source (a
-    str). A rank that does not end in time, or that fails and is not among ``may_fail``, fails the test with the output
-    of all. No process outlives the test. It may be called on several threads at once.
+    ``ranks(n, script, *arguments, timeout=60, may_fail=(), imported=IMPORTED, alone=False, **variables)``: ``script``
+    is a file (a Path) or a source (a str). A rank that does not end in time, or that fails and is not among
+    ``may_fail``, fails the test with the output of all. No process outlives the test. It may be called on several
+    threads at once. Each rank is forked from a process that has the modules ``imported``, or is a new one where there
+    are none. A process that is ``alone`` is not told of ranks.
     """
-    with _processes(tmp_path) as run:
+    with _processes(tmp_path, fork_server) as run:
         yield run
 
 
 @pytest.fixture(scope="module")
-def module_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def module_ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: Callable[..., ForkServer]) -> Iterator[Ranks]:
     """As ``ranks``, for what all tests of a module look at."""
-    with _processes(tmp_path_factory.mktemp("ranks")) as run:
+    with _processes(tmp_path_factory.mktemp("ranks"), fork_server) as run:
         yield run
+
+
+def _place(rank: int, n: int, port: str) -> dict[str, str]:
+    """What torchrun says to a rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
+    return {**{k: str(v) for k, v in numbers.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def _free_port() -> int:
@@ -109,8 +149,8 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _processes(directory: Path) -> Iterator[Ranks]:
-    started: list[subprocess.Popen[str]] = []
+def _processes(directory: Path, fork_server: Callable[..., ForkServer]) -> Iterator[Ranks]:
+    started: list[Process] = []
     numbers = itertools.count()
 
     def run(
@@ -119,6 +159,8 @@ def _processes(directory: Path) -> Iterator[Ranks]:
         *arguments: object,
         timeout: float = 60,
         may_fail: Collection[int] = (),
+        imported: tuple[str, ...] = IMPORTED,
+        alone: bool = False,
         **variables: str,
     ) -> list[subprocess.CompletedProcess[str]]:
         logs = directory / f"ranks-{next(numbers)}"
@@ -126,27 +168,22 @@ def _processes(directory: Path) -> Iterator[Ranks]:
         if isinstance(script, str):
             (logs / "script.py").write_text(textwrap.dedent(script))
             script = logs / "script.py"
-        shared = {
-            "WORLD_SIZE": str(n),
-            "LOCAL_WORLD_SIZE": str(n),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store that goes away is logged with long stacks
-            **variables,
-        }
-        processes = []
+        port = str(_free_port())
+        server = fork_server(imported, {**SHARED, **variables}) if imported else None
+        args = [str(script), *map(str, arguments)]
+        processes: list[Process] = []
         for rank in range(n):
+            place = {} if alone else _place(rank, n, port)
+            environment = {**os.environ, **SHARED, **place, **variables}
             with (logs / f"{rank}.out").open("w") as out, (logs / f"{rank}.err").open("w") as err:
-                process = subprocess.Popen(
-                    [sys.executable, str(script), *map(str, arguments)],
-                    env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=out,
-                    stderr=err,
-                    text=True,
-                    start_new_session=True,
-                )
+                process: Process
+                if server is not None and server.serves(environment):
+                    process = server.start(args, environment, out, err)
+                else:
+                    command = [sys.executable, *args]
+                    process = subprocess.Popen(
+                        command, env=environment, stdout=out, stderr=err, text=True, start_new_session=True
+                    )
             processes.append(process)
             started.append(process)
         problem = _wait(processes, timeout, may_fail)
@@ -170,7 +207,7 @@ def _processes(directory: Path) -> Iterator[Ranks]:
             _kill(process)
 
 
-def _wait(processes: list[subprocess.Popen[str]], timeout: float, may_fail: Collection[int]) -> str | None:
+def _wait(processes: list[Process], timeout: float, may_fail: Collection[int]) -> str | None:
     """Wait until all have ended; says what went wrong."""
     end, problem = time.monotonic() + timeout, None
     while any(p.poll() is None for p in processes):
@@ -186,7 +223,7 @@ def _wait(processes: list[subprocess.Popen[str]], timeout: float, may_fail: Coll
     return problem or (f"rank {failed[0]} failed" if failed else None)
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _kill(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

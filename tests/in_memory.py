@@ -126,6 +126,9 @@ class InMemory(Saved):
         kinds = self._checkpoint.kinds
         return {key: _reference(key, kinds[key], tensor) for key, tensor in self._checkpoint.arrays.items()}
 
+    def every_key(self) -> Sequence[str]:
+        return list(self.arrays())
+
     def objects(self) -> Sequence[str]:
         return list(self._objects)
 

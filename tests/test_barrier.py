@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from datastates import directories, file_board, joining
+from datastates import directories, durable, file_board, joining
 from datastates.agreement import BoardWorld
 from datastates.barrier import SoloWorld, World, world_of
 from datastates.errors import (
@@ -29,6 +29,7 @@ from datastates.errors import (
 )
 from datastates.joining import FOLDER
 from datastates.store_board import PIECE, StoreBoard
+from datastates.store_calls import StoreCalls
 
 SIZE = 4
 SECONDS = 20.0
@@ -86,7 +87,9 @@ def store_of(kind: str, path: Path) -> Any:
 
 
 def over_store(store: Any, silence: float = SECONDS) -> list[World]:
-    boards = [StoreBoard(dist.PrefixStore("job", store), rank, "ckpts/1", silence=silence) for rank in range(SIZE)]
+    boards = [
+        StoreBoard(StoreCalls(dist.PrefixStore("job", store), rank, silence=silence), "ckpts/1") for rank in range(SIZE)
+    ]
     return [BoardWorld(rank, SIZE, board, timeout=SECONDS) for rank, board in enumerate(boards)]
 
 
@@ -350,7 +353,7 @@ def test_a_store_that_ends_is_told_in_words(tmp_path: Path) -> None:
     store = store_of("tcp", tmp_path)
     clients = [dist.TCPStore("localhost", store.port, is_master=False) for _ in range(SIZE)]
     worlds = [
-        BoardWorld(rank, SIZE, StoreBoard(client, rank, "ckpts/1", silence=SECONDS), timeout=SECONDS)
+        BoardWorld(rank, SIZE, StoreBoard(StoreCalls(client, rank, silence=SECONDS), "ckpts/1"), timeout=SECONDS)
         for rank, client in enumerate(clients)
     ]
     assert agree(worlds) == [ALL] * SIZE
@@ -385,7 +388,7 @@ class Stalled:
 
 def test_a_store_that_does_not_answer_holds_up_nobody_for_long() -> None:
     store = Stalled(dist.HashStore())
-    worlds = [BoardWorld(r, 2, StoreBoard(store, r, "c/1", silence=1), timeout=SECONDS) for r in range(2)]
+    worlds = [BoardWorld(r, 2, StoreBoard(StoreCalls(store, r, silence=1), "c/1"), timeout=SECONDS) for r in range(2)]
     assert agree(worlds) == [b"<0><1>"] * 2
     store.go.clear()
     begin = time.monotonic()
@@ -394,7 +397,7 @@ def test_a_store_that_does_not_answer_holds_up_nobody_for_long() -> None:
     assert ["no answer within 1 s" in str(o) for o in outcomes] == [True, True]
     store.go.set()
     for world in worlds:
-        world._board._stuck.result(SECONDS)
+        world._board._call._stuck.result(SECONDS)
     assert agree(worlds, "later") == [b"<0><1>"] * 2
     for world in worlds:
         world.close()
@@ -625,3 +628,23 @@ def test_impossible_numbers_are_named(tmp_path: Path, rank: Any, world_size: Any
 )
 def test_ranks_in_messages(ranks: list[int], text: str) -> None:
     assert rank_names(ranks) == text
+
+
+def test_a_rank_0_that_cannot_meet_the_others_holds_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise StorageError(28, "write", "session")
+
+    monkeypatch.setattr(joining, "_seen", fail)
+    before = set(durable._held)
+    with pytest.raises(StorageError, match="session"):
+        world_of(0, 2, tmp_path, 1)
+    assert durable._held == before
+    assert [entry.name for entry in (tmp_path / FOLDER).iterdir()] == []
+
+
+def test_a_board_that_was_closed_says_so_at_once() -> None:
+    board = StoreBoard(StoreCalls(dist.HashStore(), 1, silence=SECONDS * 100), "c/1")
+    board.mark("a")
+    board.close(given_up=False)
+    with pytest.raises(UnreachableError, match="rank 1 has left"):
+        board.mark("a")

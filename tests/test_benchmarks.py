@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from by_path import module_at
 
 from datastates import polling
 from datastates.claims import claims_of
@@ -30,8 +30,8 @@ UNDRAWN = {
     "ranks": {"plain", "DCP async"},
 }
 CPU_ROWS = {
-    "write": WRITERS,
-    "restore-cold": WRITERS | {"torch.save/load mmap"},
+    "write": WRITERS | {"datastates with pwrite"},
+    "restore-cold": WRITERS | {"torch.save/load mmap", "datastates with pwrite"},
     "restore-warm": WRITERS | {"torch.save/load mmap"},
     "call": {"few", "many", "module and optimizer", "state_dict() alone"},
     "throughput": {"plain", "datastates", "DCP async", "torch_checkpointing async"},
@@ -100,7 +100,7 @@ def check(report: dict[str, Any], rows: dict[str, set[str]]) -> None:
             assert all(value > 0 for s in samples for k, value in s.items() if k != "cpu_seconds"), (name, system)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_cpu_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     report = run_suite("cpu", scratch, folder)
@@ -135,7 +135,7 @@ def report_of(suite: str, name: str, samples: dict[str, list[dict[str, float]]],
     return {**circumstances, "benchmarks": {name: made}}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_scale_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     report = run_suite("scale", scratch, folder)
@@ -260,7 +260,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_fails_ends_its_team_and_the_next_command_has_a_new_one(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = tmp_path / "script.py"
@@ -272,13 +272,7 @@ def test_a_rank_that_fails_ends_its_team_and_the_next_command_has_a_new_one(tmp_
 
 def load(name: str) -> ModuleType:
     """A module of benchmarks/ that needs none of the others."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "benchmarks" / f"{name}.py")
 
 
 def test_systems_take_turns_and_one_that_fails_is_left_out() -> None:

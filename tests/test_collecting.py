@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 import datastates as ds
+from datastates.arrays import array_shard
 from datastates.collecting import collect
-from datastates.protocol import Buffer, Shard
+from datastates.errors import ProviderError
+from datastates.pickling import dumps
+from datastates.protocol import Buffer, Shard, object_shard
 from datastates.providers import ReplicatedProvider, from_state_dict
 
 
@@ -38,3 +43,34 @@ class _Last(ds.StateProvider):
 def test_empty_parts_have_records_of_their_own() -> None:
     structure = collect([_Last("optim")], rank=2, ranks=3).structure
     assert structure.source == [0, 1]
+
+
+class _Both(ds.StateProvider):
+    """Arrays and objects under keys of its own choice."""
+
+    def __init__(self, name: str, arrays: Sequence[str], objects: Sequence[str]) -> None:
+        super().__init__(name)
+        self._arrays, self._objects = arrays, objects
+
+    def shards(self) -> Sequence[Shard]:
+        """Each array by itself, then the objects."""
+        arrays = [array_shard(key, np.ones(3)) for key in self._arrays]
+        return [*arrays, *map(object_shard, self._objects)]
+
+    def serialize(self, shard: Shard) -> bytes:
+        """Anything."""
+        return dumps(shard.key)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "objects", "key"),
+    [(["a", "b"], ["b"], "m/b"), (["a"], ["", "rest"], "m/rest"), ([], ["x", "x"], "m/x")],
+)
+def test_of_two_shards_none_takes_the_others_place(
+    tmp_path: Path, arrays: list[str], objects: list[str], key: str
+) -> None:
+    """Also where the arrays are those of the last time."""
+    with ds.Checkpointer(tmp_path) as ckpt:
+        ckpt.snapshot([_Both("m", arrays, ["other"])], step=1)
+        with pytest.raises(ProviderError, match=key):
+            ckpt.snapshot([_Both("m", arrays, objects)], step=2)

@@ -131,7 +131,7 @@ def test_a_snapshot_is_restored_whichever_way_the_arrays_lie(route: str, tmp_pat
     base = torch.zeros(40)
     live: dict[str, Any] = {k: torch.zeros_like(t.detach()) for k, t in TENSORS.items()}
     live |= {"matrix": torch.zeros(3, 2).t(), "view": base[:8], "its neighbour": base[4:16].view(3, 4)}
-    ds.restore(tmp_path / "c", [HostTensorProvider("s", live)])
+    ds.restore([HostTensorProvider("s", live)], tmp_path / "c")
     assert equal(live, {k: t.detach() for k, t in TENSORS.items()})
 
 
@@ -140,14 +140,14 @@ def test_tied_tensors_are_restored_into_tied_and_into_separate_ones(route: str, 
     ds.snapshot([from_state_dict("s", {"a": weight, "b": [weight], "c": weight[:2]})], tmp_path / "c").wait_committed()
     tied = torch.zeros(4)
     live: dict[str, Any] = {"a": tied, "b": [tied], "c": tied[:2]}
-    ds.restore(tmp_path / "c", [from_state_dict("s", live)])
+    ds.restore([from_state_dict("s", live)], tmp_path / "c")
     assert tied.tolist() == [0, 1, 2, 3]
     live = {"a": torch.zeros(4), "b": [torch.zeros(4)], "c": torch.zeros(2)}
-    ds.restore(tmp_path / "c", [from_state_dict("s", live)])
+    ds.restore([from_state_dict("s", live)], tmp_path / "c")
     assert equal(live, {"a": weight, "b": [weight], "c": weight[:2]})
     other = torch.zeros(6)
     with pytest.raises(RestoreError, match="shares live memory"):
-        ds.restore(tmp_path / "c", [from_state_dict("s", {"a": other[:4], "b": [torch.zeros(4)], "c": other[3:5]})])
+        ds.restore([from_state_dict("s", {"a": other[:4], "b": [torch.zeros(4)], "c": other[3:5]})], tmp_path / "c")
     assert not other.any()
 
 
@@ -166,7 +166,7 @@ def test_tied_states_of_an_optimizer_stay_tied_when_it_has_none_yet(route: str, 
     shared = torch.arange(3.0)
     full.state = {"a": shared, "b": {"c": shared}}
     ds.snapshot([from_stateful("l", full)], tmp_path / "c").wait_committed()
-    ds.restore(tmp_path / "c", [from_stateful("l", fresh)], strict=False)
+    ds.restore([from_stateful("l", fresh)], tmp_path / "c", strict=False)
     assert equal(fresh.state, full.state)
     assert fresh.state["a"].data_ptr() == fresh.state["b"]["c"].data_ptr()
 
@@ -176,9 +176,9 @@ def test_one_that_differs_is_named_on_both_routes(route: str, other: torch.Tenso
     ds.snapshot([from_state_dict("s", {"a": torch.ones(2), "b": torch.ones(2)})], tmp_path / "c").wait_committed()
     live = {"a": torch.zeros(2), "b": other}
     with pytest.raises(RestoreError, match=r"'s/b': float32 of shape \(2,\) in the checkpoint"):
-        ds.restore(tmp_path / "c", [from_state_dict("s", live)])
+        ds.restore([from_state_dict("s", live)], tmp_path / "c")
     assert not live["a"].any()
-    assert list(ds.restore(tmp_path / "c", [from_state_dict("s", live)], strict=False).mismatched_keys) == ["s/b"]
+    assert list(ds.restore([from_state_dict("s", live)], tmp_path / "c", strict=False).mismatched_keys) == ["s/b"]
     assert live["a"].all()
 
 
@@ -189,7 +189,7 @@ def test_no_array_of_a_state_that_fits_is_looked_at_by_itself(tmp_path: Path, mo
     looked: list[object] = []
     view = arrays._view
     monkeypatch.setattr(arrays, "_view", lambda array: looked.append(array) or view(array))
-    ds.restore(tmp_path / "c", [from_state_dict("s", state)])
+    ds.restore([from_state_dict("s", state)], tmp_path / "c")
     assert state["a"].all()
     assert looked == []
 

@@ -146,7 +146,7 @@ def test_a_single_restore_reads_ahead(tmp_path: Path, begun: Begun) -> None:
     saved, live = state_of(1), state_of(2)
     ds.snapshot([provider_of(saved)], tmp_path / "one", **OPTIONS).wait_committed()
     drop_from_cache(tmp_path)
-    ds.restore(tmp_path / "one", [provider_of(live)], **OPTIONS)
+    ds.restore([provider_of(live)], tmp_path / "one", **OPTIONS)
     assert begun.nbytes_left() == [0]
     assert all(torch.equal(live[key], saved[key]) for key in saved)
 

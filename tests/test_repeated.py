@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import datastates as ds
-from datastates.protocol import Shards
+from datastates.protocol import Shards, StateProvider
 from datastates.providers import HostTensorProvider, PickledObjectProvider, RngProvider, from_state_dict, from_stateful
 from datastates.testing import equal
 
@@ -83,18 +83,23 @@ MUTATIONS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+@pytest.mark.parametrize("made", ["once", "anew"])
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_what_changed_since_the_last_snapshot_is_saved(mutation: str, tmp_path: Path) -> None:
+def test_what_changed_since_the_last_snapshot_is_saved(mutation: str, made: str, tmp_path: Path) -> None:
     state = _state()
-    provider = from_state_dict("s", state)
+    once = from_state_dict("s", state)
+
+    def providers() -> list[StateProvider]:
+        return [once if made == "once" else from_state_dict("s", state)]
+
     with ds.Checkpointer(tmp_path, max_in_flight=1) as checkpointer:
         for step in range(2):
-            checkpointer.snapshot([provider], step=step)
+            checkpointer.snapshot(providers(), step=step)
         checkpointer.gate()
         MUTATIONS[mutation](state)
         expected = copy.deepcopy({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in state.items()})
         for step in (2, 3):
-            checkpointer.snapshot([provider], step=step)
+            checkpointer.snapshot(providers(), step=step)
         flags = {k: v.requires_grad for k, v in state.items() if isinstance(v, torch.Tensor)}
         kinds = {k: type(v) for k, v in state.items()}
     for step in (2, 3):

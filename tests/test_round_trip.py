@@ -128,7 +128,7 @@ def test_arrays_of_ml_dtypes_are_stored_as_torchs_types(
     assert opened["a"].view(torch.uint8).numpy().tobytes() == array.tobytes()
     loaded = ds.load(tmp_path / "c")["s"]
     into = np.zeros_like(array)
-    ds.restore(tmp_path / "c", [from_state_dict("s", {"a": into, "t": into.T.copy()})], **SMALL)
+    ds.restore([from_state_dict("s", {"a": into, "t": into.T.copy()})], tmp_path / "c", **SMALL)
     for found in (loaded["a"], loaded["t"].T, into):
         assert found.dtype == array.dtype
         assert found.tobytes() == array.tobytes()
@@ -258,7 +258,7 @@ def test_odd_keys_restore_in_place(tmp_path: Path) -> None:
     state = {k: torch.tensor(float(i)) for i, k in enumerate(KEYS)}
     save(state, tmp_path / "c")
     other = {k: torch.zeros(()) for k in KEYS}
-    ds.restore(tmp_path / "c", [from_state_dict("s", other)])
+    ds.restore([from_state_dict("s", other)], tmp_path / "c")
     assert equal(other, state)
 
 
@@ -378,5 +378,5 @@ def test_nested_states_round_trip(state: object, tmp_path_factory: pytest.TempPa
     save({"root": state}, path)
     assert equal(ds.load(path)["s"], {"root": state})
     taken: list[object] = []
-    ds.restore(path, [PickledObjectProvider("s", get=lambda: None, set=taken.append)])
+    ds.restore([PickledObjectProvider("s", get=lambda: None, set=taken.append)], path)
     assert equal(taken, [{"root": state}])

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from datastates import container, gate
+from datastates import container, gate, paths
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.own_file import OwnFile
 from datastates.adapters.dcp.read_items import Claims, name_of
@@ -44,7 +44,9 @@ class DataStatesStorageReader(FileSystemReader):
 
         Raises:
             SettingsError: An option is unknown or impossible.
+            ValueError: The path is the address of a store.
         """
+        paths.refuse_address(path)
         super().__init__(path)
         self.settings = IoSettings.of(options)
         self.tally: Tally | None = None

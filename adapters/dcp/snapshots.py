@@ -7,7 +7,7 @@ import copy
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
-from datastates import collector, dtensors
+from datastates import collector, dtensors, paths
 from datastates.adapters.dcp.ending import IN_FLIGHT, DcpEnding, Order, Turn
 from datastates.adapters.dcp.file_writer import FileWriter
 from datastates.adapters.dcp.local_plans import LocalPlans
@@ -66,9 +66,12 @@ def async_save(
 
     Raises:
         TypeError: Options were given together with a writer.
+        ValueError: The path is the address of a store.
     """
-    if storage_writer is not None and options:
-        raise TypeError(f"{', '.join(options)}: given to the storage_writer, or here without one")
+    with refusing(storage_writer):
+        paths.refuse_address(path)
+        if storage_writer is not None and options:
+            raise TypeError(f"{', '.join(options)}: given to the storage_writer, or here without one")
     writer = storage_writer or DataStatesStorageWriter(path, **options)
     session = session_of(writer, Path(path))
     try:
@@ -84,6 +87,17 @@ def session_of(writer: DataStatesStorageWriter, directory: Path) -> Session:
         writer.session = Session(writer, directory)
     assert isinstance(writer.session, Session)
     return writer.session
+
+
+@contextlib.contextmanager
+def refusing(writer: DataStatesStorageWriter | None) -> Iterator[None]:
+    """Where this rank cannot begin a save with a writer that has saved before, let the other ranks know."""
+    try:
+        yield
+    except Exception as error:
+        if writer is not None and isinstance(writer.session, Session):
+            writer.session.refuse(error)
+        raise
 
 
 class Session:
@@ -107,35 +121,44 @@ class Session:
 
     def save(self, state_dict: dict[str, Any], path: Path, planner: SavePlanner, step: int) -> Snapshot:
         """Begin one; see :func:`async_save`."""
-        self.wait_for_room()
+        turn = self.reserve()
         try:
             lazy = _lazy(state_dict, self._writer.lazy)
             plain = {key: v.state_dict() if isinstance(v, Stateful) else v for key, v in state_dict.items()}
             staged = Staged(plain, lazy, step=step, grace=float("inf"))
         except BaseException as error:
-            self._decline(self._next_turn(), error)
+            self.decline(turn, error)
             raise
-        return self.save_staged(staged, path, planner)
+        return self.save_staged(staged, path, planner, turn)
 
-    def wait_for_room(self) -> None:
-        """Wait until one more save may be under way.
+    def reserve(self) -> Turn:
+        """The next save's turn, which is the same one on all ranks; waits until one more save may be under way.
 
         Raises:
             SnapshotAbandonedError: This process was forked off the one that saves.
         """
         if os.getpid() != self._process:
             raise SnapshotAbandonedError("this process was forked off one that saves, and cannot save with it")
-        while len(pending := self._engine.pending()) >= IN_FLIGHT:
-            pending[0].wait_ended()
+        turn = self._next_turn()
+        try:
+            while len(pending := self._engine.pending()) >= IN_FLIGHT:
+                pending[0].wait_ended()
+        except BaseException as error:  # an interrupt
+            self.decline(turn, error)
+            raise
+        return turn
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks, in the background, that this one takes no part in the next save."""
+        self.decline(self._next_turn(), error)
 
     def _next_turn(self) -> Turn:
         number = next(self._numbers)
         before, self._before = self._before, threading.Event()
         return Turn(f"dcp/{number}", number, before, self._before)
 
-    def save_staged(self, staged: Staged, path: Path, planner: SavePlanner) -> Snapshot:
+    def save_staged(self, staged: Staged, path: Path, planner: SavePlanner, turn: Turn) -> Snapshot:
         """Begin to save what is staged; what fails from here on lands on its snapshot."""
-        turn = self._next_turn()
         staged.snapshot.path = path
         try:
             writer = copy.copy(self._writer)  # the next save may name another directory before this one has begun
@@ -164,7 +187,7 @@ class Session:
                 running, ending.written = self._files.begin(plan, planner, ending, staged.snapshot, staged.check)
             except BaseException as error:
                 staged.give_up(error)  # training is not to wait until the others have heard of it
-                ending.decline(error)
+                self._engine.decline(ending, error)
                 raise
             return running
 
@@ -178,7 +201,7 @@ class Session:
         kept = type(writer) is DataStatesStorageWriter
         return writer.prepare_local_plan(self._plans.plan(planner) if kept else planner.create_local_plan())
 
-    def _decline(self, turn: Turn, error: BaseException) -> None:
+    def decline(self, turn: Turn, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this one takes no part in a save."""
         told = CommitError(text_of(error))
 
@@ -187,7 +210,7 @@ class Session:
                 self._planning.decline(turn.name, told)
 
         with contextlib.suppress(RuntimeError):  # the interpreter is ending
-            self._engine.do_later(tell)
+            self._engine.do_aside(tell)
 
     def close(self) -> None:
         """Wait for what is in flight, and give threads and memory back."""

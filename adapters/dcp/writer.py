@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from datastates import durable
+from datastates import durable, paths
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.file_writer import FileWriter
 from datastates.adapters.dcp.staging import Held, Lazy, Staged, is_large
@@ -78,7 +78,9 @@ class DataStatesStorageWriter(FileSystemWriter):
 
         Raises:
             SettingsError: An option is unknown or impossible.
+            ValueError: The path is the address of a store.
         """
+        paths.refuse_address(path)
         super().__init__(path, overwrite=overwrite)
         self.settings = WriterSettings.of(options)
         self.lazy = lazy
@@ -151,7 +153,9 @@ class DataStatesStorageWriter(FileSystemWriter):
 
         Raises:
             DatastatesError: Another save with this writer is under way.
+            ValueError: It is the address of a store.
         """
+        paths.refuse_address(checkpoint_id or "")
         self._enter()
         super().reset(checkpoint_id)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from datastates import arrays, gate
+from datastates import arrays, gate, manifest, paths
 from datastates.adapters import torch_files
 from datastates.adapters.deepspeed import glue
-from datastates.adapters.deepspeed.saves import Save, debris, partial
+from datastates.adapters.deepspeed.saves import Save, begin_file, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.deepspeed.state_file import StateFileProvider, buffer_storages
 from datastates.barrier import SoloWorld, World, world_of
@@ -106,16 +106,16 @@ class CheckpointEngine:
         if not self.settings.enabled:
             return
         self._refuse_children()
+        name = f"save/{next(self._numbers)}"  # before anything can fail here: all ranks are to count alike
         if self._opened is not None:
             self.seal(CommitError(f"the checkpoint {self._opened.tag} was not given to its end"))
         self._wait_for_room()
         latest = self._context[1] if self._context else None
-        name = f"save/{next(self._numbers)}"
         self._opened = Save(name, tag, latest, self._world, self.settings.rank_timeout)
         self.saves.append(self._opened)
         if latest is not None and self.rank == 0 and latest.parent not in self._swept:
             self._swept.add(latest.parent)
-            self._remove_debris(latest.parent)
+            sweep(latest.parent)
 
     def _refuse_children(self) -> None:
         if os.getpid() != self._process:
@@ -134,15 +134,6 @@ class CheckpointEngine:
             if self.settings.on_error == "raise":
                 raise failure
 
-    def _remove_debris(self, root: Path) -> None:
-        try:
-            folders = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))]
-            for path in debris(folders):
-                _log.warning("removing what an interrupted run left: %s", path)
-                path.unlink(missing_ok=True)
-        except OSError as error:  # no reason for this rank to fail where the others go on
-            _log.warning("what an interrupted run left could not be removed: %s", error)
-
     def save(self, state_dict: dict[Any, Any], path: str) -> None:
         """Begin to write one file of the checkpoint; copies now what is not lazy.
 
@@ -150,12 +141,14 @@ class CheckpointEngine:
 
         Raises:
             TypeError: ``state_dict`` is no dict.
+            ValueError: The path is the address of a store.
             ProviderError: Something in it does not pickle; the message names it.
         """
         if not self.settings.enabled:
             torch.save(state_dict, path)
             return
         try:
+            paths.refuse_address(path)
             self._begin_file(state_dict, path)
         except Exception as error:
             if self._context is None:
@@ -165,7 +158,7 @@ class CheckpointEngine:
     def _begin_file(self, state_dict: dict[Any, Any], path: str) -> None:
         if not isinstance(state_dict, dict):
             raise TypeError(f"{path}: a state dict is wanted, not a {type(state_dict).__name__}")
-        begin = time.monotonic()
+        called = time.monotonic()
         assert self._engine is not None
         # by itself where nobody has begun a checkpoint: then other ranks need not save anything
         save = self._opened or Save("alone", "", None, SoloWorld(), self.settings.rank_timeout)
@@ -175,10 +168,14 @@ class CheckpointEngine:
             writer = self._writers[final.name] = _Writer(self._engine, final.name.removesuffix(".pt"))
         buffers = buffer_storages(self._context[0].module) if self._context else frozenset()
         writer.provider.hold(state_dict, buffers)
+        pending = begin_file(final)
         try:
             collected = writer.saver.collect([writer.provider])
-            ending = FileEnding(partial(final, save.attempt), identity_alone(save.attempt))
-            save.add(self._engine.take_file(writer.saver, collected, ending, 0, begin=begin), final)
+            ending = FileEnding(pending.files[0], identity_alone(save.attempt))
+            save.add(self._engine.take_file(writer.saver, collected, ending, 0, begin=called), pending, final)
+        except BaseException:
+            manifest.abandon(pending)
+            raise
         finally:
             writer.provider.let_go()
         if self._opened is None:
@@ -265,7 +262,7 @@ class CheckpointEngine:
             FormatError: It is no file of torch's; the message names it.
             StorageError: It cannot be read.
         """
-        file = Path(path)
+        file = paths.local(path)
         self.wait_for(file)
         if torch_files.is_ours(file):
             return torch_files.load(file, self.settings, map_location, trust="all")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datastates import gate, restoring
+from datastates import gate, paths, restoring
 from datastates.adapters.deepspeed import glue
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.deepspeed.zero_live import LiveZero
@@ -56,6 +56,7 @@ def load_checkpoint(
         CheckpointNotFoundError: There is no checkpoint of that tag.
         StorageError: A file is missing or cannot be read; the message names it.
     """
+    paths.refuse_address(load_dir)
     ours = glue.engine_of(engine)
     settings = DeepSpeedSettings.of_entry(None) if ours is None else ours.settings
     if ours is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
 import re
@@ -13,38 +13,48 @@ from pathlib import Path
 
 import msgpack
 
-from datastates import durable
+from datastates import directories, durable, manifest
 from datastates.barrier import World
 from datastates.committing import settle
-from datastates.errors import CommitError, StorageError
+from datastates.errors import CommitError
 from datastates.futures import Report, Snapshot
 
 _log = logging.getLogger("datastates")
-_under_way: set[str] = set()
-"""The attempts of this process's saves that have not ended, of all of its engines."""
-_PARTIAL = re.compile(r"\.(.+)\.partial-([0-9a-f]{8})\Z", re.DOTALL)
+_PENDING = re.compile(r"\.")
 
 
-def partial(final: Path, attempt: str) -> Path:
-    """Where a file is written before it gets its name; DeepSpeed's patterns do not match it."""
-    return final.with_name(f".{final.name}.partial-{attempt}")
+def begin_file(final: Path) -> manifest.Pending:
+    """Make and lock a folder beside a file, to write it in: ``file`` of it is what to write; raises StorageError."""
+    pending = manifest.begin(final.with_name(f".{final.name}"))
+    pending.file(f".{final.name}")  # DeepSpeed's patterns do not match it
+    return pending
 
 
-def debris(folders: Iterable[Path]) -> list[Path]:
-    """Files that killed runs were writing, in these folders; not those of saves that are under way."""
-    found = []
+def sweep(root: Path) -> None:
+    """Remove what killed runs were writing in a folder and in those in it; not what any run is writing."""
+    try:
+        folders = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))]
+    except OSError as error:
+        _log.warning("what an interrupted run left could not be looked for: %s", error)
+        return
     for folder in folders:
-        with contextlib.suppress(OSError):  # gone, or somebody else's
-            matches = ((name, _PARTIAL.match(name)) for name in os.listdir(folder))
-            found += [folder / name for name, match in matches if match and match[2] not in _under_way]
-    return found
+        try:
+            directories.sweep(folder, _PENDING)
+        except OSError as error:  # no reason for this rank to fail where the others go on
+            if error.errno not in (errno.EACCES, errno.EPERM):  # somebody else's
+                _log.warning("what an interrupted run left could not be removed: %s", error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _File:
     snapshot: Snapshot
-    partial: Path
+    pending: manifest.Pending
     final: Path
+
+    @property
+    def partial(self) -> Path:
+        """Where it is written."""
+        return self.pending.files[0]
 
 
 class Save:
@@ -66,7 +76,6 @@ class Save:
         self.tag = tag
         """DeepSpeed's tag."""
         self.attempt = world.token(name)
-        _under_way.add(self.attempt)
         self._name = name
         self._latest = latest
         self._world = world
@@ -110,9 +119,9 @@ class Save:
 
     # --- for the checkpoint engine
 
-    def add(self, snapshot: Snapshot, final: Path) -> None:
-        """Take one file along."""
-        self._files.append(_File(snapshot, snapshot.path, final))
+    def add(self, snapshot: Snapshot, pending: manifest.Pending, final: Path) -> None:
+        """Take one file along, which is written in what :func:`begin_file` made for it."""
+        self._files.append(_File(snapshot, pending, final))
 
     def undelivered(self) -> BaseException | None:
         """Its failure, once."""
@@ -133,12 +142,11 @@ class Save:
             for file in self._files:
                 if self._old_are_gone and file.partial.exists():
                     _log.warning("%s is kept: what it was to replace has been removed", file.partial)
-                    continue
-                with contextlib.suppress(OSError):  # what cannot be removed is debris for the next run
-                    file.partial.unlink()
+                    file.pending.close()
+                else:
+                    manifest.abandon(file.pending)
             _log.warning("the checkpoint %s has failed: %s", self.tag, error)
         finally:
-            _under_way.discard(self.attempt)
             self._ended.set()
 
     def _finish(self, given_up: BaseException | None) -> None:
@@ -175,6 +183,8 @@ class Save:
                 os.rename(file.partial, file.final)
         for folder in {*folders, *(folder.parent for folder in folders)}:  # those of new tags, too
             durable.sync_directory(folder)
+        for file in self._files:
+            manifest.abandon(file.pending)
 
     def _agree(self, stage: str, error: BaseException | None, flag: bool = False, *, publish: bool = False) -> bool:
         """Hear all ranks; whether any of them raised its flag.
@@ -188,21 +198,21 @@ class Save:
             if other := [f"rank {rank} {tag!r}" for rank, (_, tag) in heard.items() if tag != self.tag]:
                 raise CommitError(f"rank 0 saves the tag {self.tag!r}, {', '.join(other[:8])}")
             if publish and self._latest is not None:
-                _publish(self._latest, self.tag, self.attempt)
+                _publish(self._latest, self.tag)
             return b"1" if any(flagged for flagged, _ in heard.values()) else b"0"
 
         vote, name = msgpack.packb([flag, self.tag]), f"{self._name}/{stage}"
         return settle(self._world, name, error, vote, decide, timeout=self._timeout) == b"1"
 
 
-def _publish(latest: Path, tag: str, attempt: str) -> None:
+def _publish(latest: Path, tag: str) -> None:
     """Let ``latest`` name a tag: the old one or the new one, whatever happens."""
-    new = partial(latest, attempt)
+    pending = begin_file(latest)
     try:
+        (new,) = pending.files
         durable.write_file(new, tag.encode())
         with durable.step("rename", latest):
             os.rename(new, latest)
-    except StorageError:
-        new.unlink(missing_ok=True)
-        raise
+    finally:
+        manifest.abandon(pending)
     durable.sync_directory(latest.parent)

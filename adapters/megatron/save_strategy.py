@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from datastates.adapters.dcp import DataStatesStorageWriter
-from datastates.adapters.dcp.snapshots import session_of
+from datastates.adapters.dcp.snapshots import refusing, session_of
 from datastates.adapters.dcp.staging import Lazy, Staged, is_large
 from datastates.adapters.megatron.async_request import request
 from datastates.adapters.megatron.paths import local
@@ -93,9 +93,10 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         self._writer.close()
 
     def _begin(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Snapshot:
-        directory = local(checkpoint_dir)
+        with refusing(self._writer):
+            directory = local(checkpoint_dir)
         session = session_of(self._writer, directory)
-        session.wait_for_room()
+        turn = session.reserve()
         found = re.search(r"(\d+)\Z", directory.name)
         stage = partial(Staged, lazy=self._lazy, step=int(found[1]) if found else 0, grace=float("inf"))
         planner: SavePlanner
@@ -112,7 +113,10 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
             staged = stage(mcore_to_pyt_state_dict(kept, False), kept=live)
         except Exception as error:  # the other ranks are to hear of it where they plan
             staged, planner = stage({}, kept=()), _Failed(error)
-        self.last = session.save_staged(staged, directory, planner)
+        except BaseException as error:  # an interrupt
+            session.decline(turn, error)
+            raise
+        self.last = session.save_staged(staged, directory, planner, turn)
         return self.last
 
     def _kept(self, part: Any, live: list[tuple[str, torch.Tensor]]) -> Any:

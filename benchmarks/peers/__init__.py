@@ -16,6 +16,7 @@ __all__ = ["Pending", "Roster", "System", "class_of", "is_peer"]
 
 _CLASSES = {
     "datastates": "datastates_peer:Datastates",
+    "datastates with pwrite": "datastates_peer:DatastatesWithPwrite",
     "datastates with device_cache": "datastates_peer:DatastatesWithDeviceCache",
     "datastates through DCP": "dcp_adapter_peer:DatastatesThroughDcp",
     "torch.save/load": "torch_save_peer:TorchSave",

@@ -55,6 +55,13 @@ class Datastates(System):
         return self._providers
 
 
+class DatastatesWithPwrite(Datastates):
+    """The same without io_uring, as under the profile that containers have by default."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__(directory, io_backend="pwrite", **options)
+
+
 class DatastatesWithDeviceCache(Datastates):
     """The same, with spare GPU memory as a first stop."""
 

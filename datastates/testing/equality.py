@@ -15,20 +15,37 @@ def equal(a: Any, b: Any) -> bool:
     Arrays may lie on different devices and have different strides. NaNs of the same bits are equal; objects of other
     classes are compared by ``==``.
     """
+    return difference(a, b) is None
+
+
+def difference(a: Any, b: Any, at: str = "state") -> str | None:
+    """The first place where :func:`equal` finds two nested values different, and both values there; None if nowhere."""
     kind = arrays.kind_of(a)
-    if kind is not None:
-        return kind == arrays.kind_of(b) and _same_bits(a, b)
-    if type(a) is not type(b):
-        return False
+    if kind is not None or type(a) is not type(b):
+        is_equal = kind is not None and kind == arrays.kind_of(b) and _same_bits(a, b)
+        return None if is_equal else f"{at}: {_shown(a)} is not {_shown(b)}"
     if isinstance(a, dict):
-        return list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+        if list(a) != list(b):
+            return f"{at}: keys {_shown(list(a))} are not {_shown(list(b))}"
+        return next(filter(None, (difference(a[k], b[k], f"{at}[{k!r}]") for k in a)), None)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
+        if len(a) != len(b):
+            return f"{at}: {len(a)} items are not {len(b)}: {_shown(a)}, {_shown(b)}"
+        pairs = enumerate(zip(a, b, strict=True))
+        return next(filter(None, (difference(x, y, f"{at}[{i}]") for i, (x, y) in pairs)), None)
     if isinstance(a, np.ndarray):  # of strings, objects, dates: what is pickled
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, float):
-        return a == b or (a != a and b != b)
-    return bool(a == b)
+        is_equal = a.dtype == b.dtype and np.array_equal(a, b)
+    else:
+        is_equal = bool(a == b) or (isinstance(a, float) and a != a and b != b)
+    return None if is_equal else f"{at}: {_shown(a)} is not {_shown(b)}"
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    text = text if len(text) <= 200 else f"{text[:200]}..."
+    if arrays.kind_of(value) is None:
+        return text
+    return f"{text} ({value.dtype}, shape {tuple(value.shape)})"
 
 
 def _same_bits(a: Any, b: Any) -> bool:

@@ -11,7 +11,7 @@ import datastates
 from datastates.errors import RestoreError
 from datastates.protocol import StateProvider
 from datastates.saved import Trust
-from datastates.testing.equality import equal
+from datastates.testing.equality import difference
 
 
 class ProviderTests:
@@ -43,28 +43,34 @@ class ProviderTests:
         provider = self.provider()
         before = self.state(provider)
         self.perturb(provider)
-        assert not equal(before, self.state(provider))
+        found = difference(before, self.state(provider))
+        assert found is not None, f"perturb() changed nothing: state() gives {before!r:.400} before and after"
 
     def test_describing_changes_nothing(self) -> None:
         """``shards()`` may be called at any time, and says the same each time."""
         provider = self.provider()
         before = self.state(provider)
         first, second = provider.shards(), provider.shards()
-        assert [(s.key, s.dtype, s.shape, s.lazy) for s in first] == [(s.key, s.dtype, s.shape, s.lazy) for s in second]
-        assert equal(before, self.state(provider))
+        told = [[(s.key, s.dtype, s.shape, s.lazy) for s in shards] for shards in (first, second)]
+        _check(told[0], told[1], at="shards() as (key, dtype, shape, lazy)")
+        _check(before, self.state(provider))
 
     def test_keys_are_unique(self) -> None:
         """No two shards of a kind share a key, and each array says what part of which shape it is."""
         shards = self.provider().shards()
-        assert len({(s.key, s.is_object) for s in shards}) == len(shards)
-        assert all(s.is_object or (s.offset is None) != (s.flat is None) for s in shards)
+        keys = [(s.key, "object" if s.is_object else "array") for s in shards]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        assert not twice, f"shards() gave several shards of one key: {twice}"
+        for s in shards:
+            is_placed = s.is_object or (s.offset is None) != (s.flat is None)
+            assert is_placed, f"shard {s.key!r}: one of offset and flat is None, not {s.offset} and {s.flat}"
 
     def test_saving_changes_nothing(self, tmp_path: Path) -> None:
         """A snapshot reads the state and leaves it alone."""
         provider = self.provider()
         before = self.state(provider)
         self._save(provider, tmp_path / "saved")
-        assert equal(before, self.state(provider))
+        _check(before, self.state(provider))
 
     def test_restores_what_was_saved(self, tmp_path: Path) -> None:
         """The state comes back after it has changed."""
@@ -72,8 +78,8 @@ class ProviderTests:
         before = self.state(provider)
         self._save(provider, tmp_path / "saved")
         self.perturb(provider)
-        datastates.restore(tmp_path / "saved", [provider], trust=self.trust)
-        assert equal(before, self.state(provider))
+        datastates.restore([provider], tmp_path / "saved", trust=self.trust)
+        _check(before, self.state(provider))
 
     def test_restores_into_a_new_process_state(self, tmp_path: Path) -> None:
         """The state comes back in a provider that never saved it."""
@@ -82,8 +88,8 @@ class ProviderTests:
         self._save(provider, tmp_path / "saved")
         other = self.provider()
         self.perturb(other)
-        datastates.restore(tmp_path / "saved", [other], trust=self.trust)
-        assert equal(before, self.state(other))
+        datastates.restore([other], tmp_path / "saved", trust=self.trust)
+        _check(before, self.state(other))
 
     def test_snapshot_keeps_the_state_of_its_call(self, tmp_path: Path) -> None:
         """What changes right after ``snapshot()``, past the gate for what is lazy, is not in the checkpoint."""
@@ -94,14 +100,15 @@ class ProviderTests:
             if any(shard.lazy for shard in provider.shards()):
                 checkpointer.gate()
             self.perturb(provider)
-        datastates.restore(tmp_path, [provider], trust=self.trust)
-        assert equal(before, self.state(provider))
+        datastates.restore([provider], tmp_path, trust=self.trust)
+        _check(before, self.state(provider))
 
     def test_loads_without_the_provider(self, tmp_path: Path) -> None:
         """The checkpoint opens as plain nested values, under the provider's name."""
         provider = self.provider()
         self._save(provider, tmp_path / "saved")
-        assert list(datastates.load(tmp_path / "saved", trust=self.trust)) == [provider.name]
+        found = list(datastates.load(tmp_path / "saved", trust=self.trust))
+        assert found == [provider.name], f"the checkpoint holds {found}, not {[provider.name]}"
 
     def test_absence_is_an_error_that_changes_nothing(self, tmp_path: Path) -> None:
         """A checkpoint without this provider is refused by name."""
@@ -109,9 +116,15 @@ class ProviderTests:
         provider = self.provider()
         before = self.state(provider)
         with pytest.raises(RestoreError) as caught:
-            datastates.restore(tmp_path / "saved", [provider], trust=self.trust)
-        assert caught.value.missing
-        assert equal(before, self.state(provider))
+            datastates.restore([provider], tmp_path / "saved", trust=self.trust)
+        assert caught.value.missing, f"the error names no missing key: {caught.value}"
+        _check(before, self.state(provider))
+
+
+def _check(expected: object, found: object, at: str = "state()") -> None:
+    """Fail by naming the first field that differs, with the value that is wanted and the one that is there."""
+    said = difference(expected, found, at)
+    assert said is None, f"{said} (wanted, then found)"
 
 
 class _Stranger(StateProvider):

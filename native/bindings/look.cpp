@@ -113,11 +113,9 @@ py::bytes to_bytes(const std::vector<Word>& words) {
 
 py::object look(const py::list& arrays, const py::object& memory_of, const py::tuple& plain) {
     std::vector<std::int64_t> places;
-    std::vector<std::uintptr_t> identities;
     std::vector<std::int64_t> addresses;
     std::vector<std::int64_t> versions;
     places.reserve(arrays.size() * 8);
-    identities.reserve(arrays.size());
     addresses.reserve(arrays.size());
     versions.reserve(arrays.size());
     py::list memory(memory_of.is_none() ? 0 : arrays.size());
@@ -128,7 +126,6 @@ py::object look(const py::list& arrays, const py::object& memory_of, const py::t
         if (!looker.look(array, tensor)) return py::none();
         // Now, while the array is in the processor's cache: half of it all is waiting for memory.
         if (!memory_of.is_none()) memory[i] = memory_of(array);
-        identities.push_back(reinterpret_cast<std::uintptr_t>(array.ptr()));
         addresses.push_back(address_of(tensor));
         versions.push_back(looker.version_of(array));
         places.push_back(
@@ -140,8 +137,7 @@ py::object look(const py::list& arrays, const py::object& memory_of, const py::t
         if (tensor.strides == nullptr) continue;  // contiguous
         places.insert(places.end(), tensor.strides, tensor.strides + tensor.ndim);
     }
-    return py::make_tuple(to_bytes(places), to_bytes(identities), to_bytes(addresses),
-                          to_bytes(versions), memory);
+    return py::make_tuple(to_bytes(places), to_bytes(addresses), to_bytes(versions), memory);
 }
 
 py::object layout(const py::list& arrays) {

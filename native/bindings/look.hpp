@@ -9,11 +9,10 @@ namespace datastates::python {
 /// - places: where each lies and how it is laid out, as words end to end: equal for two lists
 ///   exactly when their arrays have, in order, the same types, addresses, devices, element types,
 ///   shapes and strides;
-/// - identities: the objects' own addresses;
 /// - addresses: of the first elements;
 /// - versions: torch's count of changes in place, -1 for an array without;
 ///
-/// the last three of which are 64-bit words, one an array; and a list of what `memory_of` gives for
+/// the last two of which are 64-bit words, one an array; and a list of what `memory_of` gives for
 /// each array, empty where that is None. None when one of them does not offer DLPack's C exchange
 /// API, or not for what it holds, or is of none of the types in `plain`, if that has any.
 pybind11::object look(const pybind11::list& arrays, const pybind11::object& memory_of,

@@ -171,7 +171,7 @@ void bind_functions(py::module_& module) {
             return crc32(value, view.bytes());
         },
         "data"_a, "value"_a = 0);
-    module.def("in_memory", &File::in_memory, "path"_a);
+    module.def("in_memory", &File::in_memory, "path"_a, py::call_guard<py::gil_scoped_release>());
     module.def("look", &look, "arrays"_a, "memory_of"_a, "plain"_a);
     module.def("layout", &layout, "arrays"_a);
     module.def(

@@ -280,9 +280,7 @@ class PlainReader {
     bool read_global() {
         --at_;
         if (take(kOrderedDict)) return push(ordered_dict_);
-        const bool parameter = take(kParameter);
-        if (!read_array()) return false;
-        return !parameter || (read_flag() && take(kParameterTail));
+        return read_array(take(kParameter));
     }
 
     bool reduce() {
@@ -318,7 +316,7 @@ class PlainReader {
     }
 
     /// The next row's array, if it stands here exactly as it is to be written.
-    bool read_array() {
+    bool read_array(bool parameter) {
         if (row_ == rows_.dtype.size()) return false;
         const std::size_t i = row_++;
         const ArrayFrame& frame = rows_.frames[rows_.dtype[i]];
@@ -339,13 +337,17 @@ class PlainReader {
         append_tuple(expected_, shape);
         append_tuple(expected_, stride);
         if (!take(expected_)) return false;
-        const auto requires_grad = read_flag();
+        auto requires_grad = read_flag();
         if (!requires_grad || !take(frame.tail)) return false;
-        return push(reference(i, tuple_of(shape), tuple_of(stride), *requires_grad));
+        if (parameter) {
+            requires_grad = read_flag();
+            if (!requires_grad || !take(kParameterTail)) return false;
+        }
+        return push(reference(i, tuple_of(shape), tuple_of(stride), *requires_grad, parameter));
     }
 
     py::object reference(std::size_t i, const py::object& shape, const py::object& stride,
-                         bool requires_grad) const {
+                         bool requires_grad, bool parameter) const {
         PyObject* const arguments[] = {
             PyList_GET_ITEM(rows_.keys.ptr(), static_cast<Py_ssize_t>(i)),
             PyTuple_GET_ITEM(rows_.kinds.ptr(), static_cast<Py_ssize_t>(rows_.kind[i])),
@@ -353,6 +355,7 @@ class PlainReader {
             shape.ptr(),
             stride.ptr(),
             requires_grad ? Py_True : Py_False,
+            parameter ? Py_True : Py_False,
         };
         return owned(
             PyObject_Vectorcall(reference_.ptr(), arguments, std::size(arguments), nullptr));

@@ -36,8 +36,8 @@ struct ArrayRows {
 
 /// Reads the opcodes of an object that holds dicts, lists, tuples, plain values and arrays only,
 /// and whose arrays are those of the rows, in their order and written exactly as they are to be.
-/// Each is `reference(key, kind, dtype, shape, stride, requires_grad)`. Nothing that the opcodes
-/// name is imported or called, and no number in them decides how much memory is asked for.
+/// Each is `reference(key, kind, dtype, shape, stride, requires_grad, parameter)`. Nothing that the
+/// opcodes name is imported or called, and no number in them decides how much memory is asked for.
 ///
 /// A tuple of the value; None when there is anything else in it, which another reader has to judge.
 pybind11::object read_plain_pickle(const pybind11::bytes& opcodes, const ArrayRows& rows,

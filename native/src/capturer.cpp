@@ -10,12 +10,12 @@
 #include "datastates/copy_batch.hpp"
 #include "datastates/error.hpp"
 #include "datastates/fingerprint.hpp"
+#include "datastates/host_fingerprints.hpp"
+#include "datastates/thread.hpp"
 
 namespace datastates {
 namespace {
 
-// Sources that the processor fetches ahead of the one whose fingerprint it computes.
-constexpr std::size_t kFetchAhead = 2;
 // What keeps the bus busy while the thread sleeps for a poll: more than a millisecond at 55 GB/s.
 constexpr std::uint64_t kShallow = std::uint64_t{64} << 20;
 constexpr std::chrono::microseconds kPoll{100};
@@ -49,8 +49,11 @@ class BlockCopies {
             captured_.events.push_back(std::move(event));
         }
     }
+    /// The block must not go back while a device writes into it.
     void drain() const {
-        for (const Batch& batch : batches_) batch.copies.engine().drain(batch.copies.stream());
+        for (const Batch& batch : batches_) {
+            if (!batch.copies.engine().drain(batch.copies.stream())) captured_.block.lose();
+        }
     }
 
   private:
@@ -88,28 +91,28 @@ Capturer::Capturer(HostCache& cache, CopyEngines& engines, Writer& writer, bool 
       engines_(engines),
       writer_(writer),
       shallow_(shallow),
-      thread_([this](const std::stop_token& stop) { run(stop); }) {}
+      thread_(start_thread("ds-capturer", [this](const std::stop_token& stop) { run(stop); })) {}
 
 void Capturer::start(const std::shared_ptr<WriteState>& job) {
-    std::optional<Pending> rest;
+    std::list<Pending> rest;
     try {
         prepare_devices(*job);
         // Only now: where a device is in use, memory is page-locked before it is used.
         cache_.reserve(job->plan().extents().size() * cache_.block_bytes());
         take_fingerprints(*job);
-        rest = stage_eager(job);
+        if (auto pending = stage_eager(job)) rest.push_back(std::move(*pending));
     } catch (...) {
         job->fail(Error::current());
         job->end_capture();
         throw;
     }
-    if (!rest) {
+    if (rest.empty()) {
         job->end_capture();
         return;
     }
     {
         const std::scoped_lock lock(mutex_);
-        queue_.push_back(std::move(*rest));
+        queue_.splice(queue_.end(), rest);
     }
     queued_.notify_one();
     attend();
@@ -154,16 +157,13 @@ void Capturer::take_fingerprints(WriteState& job) {
         }
         return groups[last];
     };
+    HostFingerprints host(job);
     for (std::size_t i = 0; i < plan.sources(); ++i) {
-        const std::size_t later = i + kFetchAhead;
-        if (later < plan.sources() && job.on_host(later) && buffers.witness[later] != 0) {
-            fingerprint::prefetch(job.host_memory(later), plan.source_nbytes(later));
-        }
         const std::uint64_t nbytes = plan.source_nbytes(i);
         if (nbytes == 0) continue;
         const bool witness = buffers.witness[i] != 0;
         if (job.on_host(i)) {
-            if (witness) job.set_fingerprint_before(i, fingerprint::of(job.host_memory(i), nbytes));
+            if (witness) host.add(i);
             continue;
         }
         Group& group = group_of(i);
@@ -172,9 +172,11 @@ void Capturer::take_fingerprints(WriteState& job) {
         group.ranges.push_back({.address = buffers.address[i], .nbytes = nbytes});
         group.sources.push_back(i);
     }
+    host.finish();
     for (Group& group : groups) {
         CopyEngine& engine = job.engine(group.device);
         auto* stream = reinterpret_cast<cuda::StreamHandle>(group.stream);
+        engine.require_not_capturing(stream);
         if (!group.ranges.empty()) {
             job.add_fingerprints_before(engine.fingerprint(group.ranges, stream),
                                         std::move(group.sources));
@@ -285,6 +287,7 @@ void Capturer::copy_devices(CapturedExtent& captured, Pick pick,
     const WritePlan& plan = job.plan();
     std::byte* const memory = captured.block.memory().data();
     BlockCopies copies(captured);
+    std::uint64_t known = cuda::kNowhere;
     try {
         if (image) {
             CopyEngine& engine = job.engine(job.device_of(captured.index));
@@ -297,6 +300,10 @@ void Capturer::copy_devices(CapturedExtent& captured, Pick pick,
             if ((pick == Pick::eager && lazy) || (pick == Pick::lazy && !lazy)) continue;
             const int device = job.buffers().device[source];
             auto* stream = lazy ? job.engine(device).capture_stream() : stream_of(job, source);
+            if (!image && !job.has_memory(piece, known)) {
+                job.lose(piece.source);
+                continue;
+            }
             const cuda::DevicePointer from =
                 image ? image->pointer() + piece.extent_offset
                       : job.buffers().address[source] + piece.source_offset;
@@ -304,7 +311,7 @@ void Capturer::copy_devices(CapturedExtent& captured, Pick pick,
         }
         copies.enqueue(image);
     } catch (...) {
-        copies.drain();  // the block must not go back while a device writes into it
+        copies.drain();
         throw;
     }
 }

@@ -27,6 +27,7 @@ Event::Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle s
              std::shared_ptr<const void> keep)
     : context_(std::move(context)), keep_(std::move(keep)) {
     const CurrentContext current(context_->handle());
+    cuda::require_not_capturing(stream);  // it would be a part of the graph, and never pass
     check(driver().event_create(&event_, cuda::kEventDisableTiming), "cuEventCreate");
     const cuda::Result result = driver().event_record(event_, stream);
     if (result != cuda::kSuccess) static_cast<void>(driver().event_destroy(event_));
@@ -45,8 +46,8 @@ bool Event::passed() const {
     return true;
 }
 
-void Event::synchronize() const {
-    quietly(context_->handle(), [&] { return driver().event_synchronize(event_); });
+bool Event::synchronize() const {
+    return quietly(context_->handle(), [&] { return driver().event_synchronize(event_); });
 }
 
 void Event::order_before(cuda::StreamHandle stream) const {
@@ -89,15 +90,13 @@ CopyEngine::CopyEngine(int ordinal)
 }
 
 CopyEngine::~CopyEngine() {
-    kernels_.reset();
-    static_cast<void>(driver().context_push(context()));
+    // What kernels are told by, and their code, stay until they are through.
     for (const auto& spare : spares_) {
-        if (spare.used) spare.used->synchronize();
-        static_cast<void>(driver().host_free(spare.memory));
+        if (spare.used && !spare.used->synchronize()) continue;
+        quietly(context(), [&] { return driver().host_free(spare.memory); });
     }
+    kernels_.reset();
     destroy_streams();
-    cuda::ContextHandle popped = nullptr;
-    static_cast<void>(driver().context_pop(&popped));
 }
 
 CopyEngine::Kernels::Kernels(const std::shared_ptr<cuda::PrimaryContext>& context)
@@ -119,7 +118,8 @@ void CopyEngine::make_streams() {
 
 void CopyEngine::destroy_streams() const {
     for (auto* stream : {capture_stream_, restore_stream_, evacuation_stream_}) {
-        if (stream != nullptr) static_cast<void>(driver().stream_destroy(stream));
+        if (stream == nullptr) continue;
+        quietly(context(), [&] { return driver().stream_destroy(stream); });
     }
 }
 
@@ -136,7 +136,22 @@ std::shared_ptr<Event> CopyEngine::record(cuda::StreamHandle stream,
 
 void CopyEngine::wait(cuda::StreamHandle stream, const Event& event) const {
     const CurrentContext current(context());
-    event.order_before(stream);
+    if (cuda::is_capturing(stream)) {
+        if (!event.synchronize()) throw cuda::capture_lasts();
+    } else {
+        event.order_before(stream);
+    }
+}
+
+void CopyEngine::require_not_capturing(cuda::StreamHandle stream) const {
+    const CurrentContext current(context());
+    cuda::require_not_capturing(stream);
+}
+
+bool CopyEngine::has_memory(cuda::DevicePointer pointer, std::uint64_t bytes,
+                            std::uint64_t& known) const {
+    const CurrentContext current(context());
+    return cuda::is_mapped(pointer, bytes, known);
 }
 
 void CopyEngine::to_host(std::byte* host, cuda::DevicePointer device, std::size_t bytes,
@@ -151,8 +166,8 @@ void CopyEngine::to_device(cuda::DevicePointer device, const std::byte* host, st
     check(driver().memcpy_to_device(device, host, bytes, stream), "cuMemcpyHtoDAsync");
 }
 
-void CopyEngine::drain(cuda::StreamHandle stream) const {
-    quietly(context(), [&] { return driver().stream_synchronize(stream); });
+bool CopyEngine::drain(cuda::StreamHandle stream) const {
+    return quietly(context(), [&] { return driver().stream_synchronize(stream); });
 }
 
 const CopyEngine::Kernels& CopyEngine::kernels() {

@@ -73,7 +73,7 @@ void DeviceShare::release(cuda::DevicePointer pointer, std::uint64_t bytes) {
     // is in the CUDA C++ Programming Guide, "Stream Ordered Memory Allocator".
     auto* const stream = engine_->capture_stream();
     quietly(engine_->context(), [&] { return driver().memory_free_async(pointer, stream); });
-    engine_->drain(stream);  // then the device has it again
+    if (!engine_->drain(stream)) return;  // else the device has it again
     const std::scoped_lock lock(mutex_);
     used_ -= bytes;
 }

@@ -6,6 +6,27 @@
 #include <utility>
 
 namespace datastates {
+namespace {
+
+// Made before there is none left to make it of. Where there is none at the start, nothing runs.
+// NOLINTNEXTLINE(bugprone-throwing-static-initialization)
+const Error kOutOfMemory = []() noexcept { return Error::io(ENOMEM, "allocate memory", ""); }();
+
+Error described() {
+    try {
+        throw;
+    } catch (const Error& error) {
+        return error;
+    } catch (const std::bad_alloc&) {
+        return kOutOfMemory;
+    } catch (const std::exception& error) {
+        return {ErrorCode::io, 0, "run", "", error.what()};
+    } catch (...) {
+        return {ErrorCode::io, 0, "run", "", "an exception of no known type"};
+    }
+}
+
+}  // namespace
 
 std::string_view to_string(ErrorCode code) {
     switch (code) {
@@ -54,15 +75,11 @@ Error Error::closed(std::string message) {
 
 Error Error::cancelled() { return {ErrorCode::cancelled, 0, "abort", "", "the job was aborted"}; }
 
-Error Error::current() {
+Error Error::current() noexcept {
     try {
-        throw;
-    } catch (const Error& error) {
-        return error;
-    } catch (const std::bad_alloc&) {
-        return io(ENOMEM, "allocate memory", "");
-    } catch (const std::exception& error) {
-        return {ErrorCode::io, 0, "run", "", error.what()};
+        return described();
+    } catch (...) {
+        return kOutOfMemory;
     }
 }
 

@@ -91,10 +91,14 @@ void Evacuator::take_slab(WriteState& job, int device, std::uint64_t bytes, Plac
     }
 }
 
-void Evacuator::add(const WriteState& job, Claim claim, std::shared_ptr<DeviceImage> image,
+void Evacuator::add(WriteState& job, Claim claim, std::shared_ptr<DeviceImage> image,
                     Place& place) {
     for (const WritePlan::Piece& piece : job.plan().pieces(job.plan().extents()[claim.extent()])) {
         if (piece.source < 0) continue;
+        if (!job.has_memory(piece, place.known)) {
+            job.lose(piece.source);
+            continue;
+        }
         const auto source = static_cast<std::size_t>(piece.source);
         gather::add(place.ranges, image->pointer() + piece.extent_offset,
                     job.buffers().address[source] + piece.source_offset, piece.length);
@@ -108,7 +112,9 @@ void Evacuator::enqueue(WriteState& job, int device, Place& place) {
     if (place.moves.empty()) return;
     CopyEngine& engine = job.engine(device);
     const std::shared_ptr<Event> ready =
-        engine.gather(place.ranges, engine.evacuation_stream(), gather::kBlocksOnDevice);
+        place.ranges.empty()
+            ? engine.record(engine.evacuation_stream())
+            : engine.gather(place.ranges, engine.evacuation_stream(), gather::kBlocksOnDevice);
     for (Move& move : place.moves) {
         move.image->set_ready(ready);
         move.claim.settle(std::move(move.image));

@@ -39,7 +39,7 @@ void require_fits(std::uint64_t extent, std::uint64_t room) {
 }
 
 /// In a forked child, on purpose: what would end it would join threads that the fork left behind,
-/// or take locks that they held.
+/// take locks that they held, or unmap what the child has not.
 template <typename T>
 void keep_for_ever(std::shared_ptr<T> object) {
     static auto* const kept = new std::vector<std::shared_ptr<T>>;
@@ -51,7 +51,10 @@ void keep_for_ever(std::shared_ptr<T> object) {
 WriteJob::WriteJob(std::shared_ptr<Executor> executor, std::shared_ptr<WriteState> state)
     : executor_(std::move(executor)), state_(std::move(state)) {}
 
-WriteJob::~WriteJob() { abort(); }
+WriteJob::~WriteJob() {
+    abort();
+    if (executor_->abandoned()) keep_for_ever(std::move(state_));
+}
 
 std::vector<std::uint32_t> WriteJob::source_crcs() const {
     const std::size_t count = state_->plan().sources();
@@ -87,7 +90,10 @@ ReadJob::ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> 
     : executor_(std::move(executor)), state_(std::move(state)) {}
 
 ReadJob::~ReadJob() {
-    if (executor_->abandoned()) return;
+    if (executor_->abandoned()) {
+        keep_for_ever(std::move(state_));
+        return;
+    }
     state_->stop();
     executor_->cache_.poke();
     state_->wait_done();
@@ -104,6 +110,7 @@ ReadAhead::ReadAhead(std::shared_ptr<Executor> executor, std::shared_ptr<ReadSta
 void ReadAhead::close() {
     if (executor_->abandoned()) {
         keep_for_ever(shelf_);
+        keep_for_ever(state_);
         return;
     }
     shelf_->close();

@@ -8,25 +8,29 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "datastates/error.hpp"
 #include "datastates/fault.hpp"
 #include "datastates/io_backend.hpp"
+#include "datastates/page.hpp"
 
 namespace datastates {
 namespace {
 
 constexpr mode_t kMode = 0644;
-constexpr std::uint64_t kPage = 4096;
 
-// cachestat(2), of Linux 6.5, newer than many C libraries: one number on all architectures but one.
-#ifdef SYS_cachestat
-constexpr long kCachestat = SYS_cachestat;
-#else
+// What runs is not to depend on the headers of the system that it was built on.
+// cachestat(2), of Linux 6.5: one number on all architectures but one.
 constexpr long kCachestat = 451;
-#endif
+// STATX_DIOALIGN, of Linux 6.1, and where struct statx has stx_dio_mem_align, which
+// stx_dio_offset_align follows.
+constexpr unsigned kDirectAlignment = 0x2000;
+constexpr std::size_t kAlignmentAt = 0x98;
+static_assert(sizeof(struct statx) == 256);
 struct CacheRange {
     std::uint64_t offset;
     std::uint64_t length;
@@ -52,20 +56,6 @@ bool is_memory(const struct statfs& status) {
 }
 
 }  // namespace
-
-FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
-    if (this != &other) {
-        reset();
-        fd_ = std::exchange(other.fd_, -1);
-    }
-    return *this;
-}
-
-void FileDescriptor::reset() {
-    // close() frees the descriptor even when it reports an error, and what was written is made sure
-    // by sync(), so there is nothing to learn from its result.
-    if (fd_ >= 0) ::close(std::exchange(fd_, -1));
-}
 
 File::File(std::string path, int flags, bool want_direct) : path_(std::move(path)) {
     int fd = -1;
@@ -119,22 +109,25 @@ File File::open(const std::string& path, bool want_direct) {
 
 bool File::in_memory(const std::string& path) {
     struct statfs status{};
-    if (::statfs(path.c_str(), &status) != 0) throw Error::io(errno, "statfs", path);
+    const int error = retry(fault::Point::statfs, [&] { return ::statfs(path.c_str(), &status); });
+    if (error != 0) throw Error::io(error, "statfs", path);
     return is_memory(status);
 }
 
 void File::probe_alignment() {
-#ifdef STATX_DIOALIGN
+    // Linux before 6.1 does not tell.
     struct statx status{};
-    if (::statx(direct_fd_.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0) return;
-    if ((status.stx_mask & STATX_DIOALIGN) == 0) return;
-    if (status.stx_dio_offset_align == 0) {
+    if (::statx(direct_fd_.get(), "", AT_EMPTY_PATH, kDirectAlignment, &status) != 0) return;
+    if ((status.stx_mask & kDirectAlignment) == 0) return;
+    std::array<std::uint32_t, 2> alignment{};  // of memory, of offsets
+    std::memcpy(alignment.data(), reinterpret_cast<const std::byte*>(&status) + kAlignmentAt,
+                sizeof alignment);
+    if (alignment[1] == 0) {
         drop_direct();
         return;
     }
-    memory_alignment_ = std::max<std::size_t>(status.stx_dio_mem_align, 1);
-    offset_alignment_ = status.stx_dio_offset_align;
-#endif
+    memory_alignment_ = std::max<std::size_t>(alignment[0], 1);
+    offset_alignment_ = alignment[1];
 }
 
 bool File::fits_direct(const void* memory, std::size_t length, std::uint64_t offset) const {
@@ -157,7 +150,7 @@ bool File::cached(std::uint64_t offset, std::uint64_t length) const {
     // Refused by old kernels, by seccomp, or for somebody else's file: then it is read as if it was
     // not there.
     if (::syscall(kCachestat, buffered_.get(), &range, &status, 0) != 0) return false;
-    return status.cached >= ((offset + length - 1) / kPage) - (offset / kPage) + 1;
+    return status.cached >= pages_touched(offset, length, page_size());
 }
 
 void File::will_need(std::uint64_t offset, std::uint64_t length) const {

@@ -3,13 +3,9 @@
 #include <sys/mman.h>
 
 #include "datastates/file.hpp"
+#include "datastates/page.hpp"
 
 namespace datastates {
-namespace {
-
-constexpr std::uintptr_t kPage = 4096;
-
-}  // namespace
 
 FileMemory::FileMemory(const File& file, std::size_t length, Access access) {
     if (length == 0) return;
@@ -19,6 +15,8 @@ FileMemory::FileMemory(const File& file, std::size_t length, Access access) {
     bytes_ = {static_cast<std::byte*>(memory), length};
     // Of such mappings the kernel does not ask which pages were used. Advice: without it all works.
     static_cast<void>(::madvise(memory, length, MADV_SEQUENTIAL));
+    // A forked child would keep a deleted file's pages.
+    static_cast<void>(::madvise(memory, length, MADV_DONTFORK));
 }
 
 FileMemory::~FileMemory() {
@@ -27,7 +25,7 @@ FileMemory::~FileMemory() {
 
 void FileMemory::let_go(std::span<std::byte> part) {
     const auto begin = reinterpret_cast<std::uintptr_t>(part.data());
-    const std::uintptr_t before = begin % kPage;
+    const std::uintptr_t before = begin % page_size();
     // Advice: whatever is left of it is unmapped with the rest.
     static_cast<void>(
         ::madvise(reinterpret_cast<void*>(begin - before), part.size() + before, MADV_DONTNEED));

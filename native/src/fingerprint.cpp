@@ -9,8 +9,6 @@
 namespace datastates::fingerprint {
 namespace {
 
-constexpr std::uint64_t kSamples = 32;  // one for each lane of a warp
-constexpr std::uint64_t kWord = 8;
 constexpr std::uint64_t kLine = 64;  // of the processor's cache
 
 // splitmix64's finalizer over the word, offset by its position.
@@ -71,6 +69,20 @@ std::uint64_t position_of(std::uint64_t i, std::uint64_t last) { return i * last
 
 std::uint64_t of(const std::byte* data, std::uint64_t nbytes) {
     return of_piece(nbytes, 0, data, nbytes);
+}
+
+std::uint64_t sample_offset(std::uint64_t nbytes, std::uint64_t i) {
+    return position_of(i, ((nbytes + kWord - 1) / kWord) - 1) * kWord;
+}
+
+std::uint64_t of_samples(std::uint64_t nbytes, const std::byte* samples) {
+    const std::uint64_t last = ((nbytes + kWord - 1) / kWord) - 1;
+    std::uint64_t sum = 0;
+    for (std::uint64_t i = 0; i < kSamples; ++i) {
+        const std::uint64_t position = position_of(i, last);
+        sum += mix(position, load(samples + (i * kWord), nbytes - (position * kWord)));
+    }
+    return sum;
 }
 
 void prefetch(const std::byte* data, std::uint64_t nbytes) {

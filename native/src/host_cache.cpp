@@ -4,16 +4,22 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <new>
+#include <numeric>
 #include <string>
 #include <utility>
 
 #include "datastates/background.hpp"
 #include "datastates/error.hpp"
+#include "datastates/thread.hpp"
 
 namespace datastates {
 namespace {
 
-constexpr std::size_t kPage = 4096;
+constexpr std::size_t kBlockUnit = 4096;
+// MADV_POPULATE_WRITE, of Linux 5.14: what runs is not to depend on the headers of the system that
+// it was built on.
+constexpr int kPopulateWrite = 23;
 // Long enough that the calls cost nothing beside the work, short enough that the first piece comes
 // soon and that whoever ends the cache waits for little (some 10 ms).
 constexpr std::size_t kPiece = std::size_t{64} << 20;
@@ -24,11 +30,7 @@ constexpr unsigned kCoresPerWorker = 4;
 
 /// Backs memory with pages. Where the kernel cannot (before 5.14), they appear at their first use.
 void populate(std::span<std::byte> memory) {
-#ifdef MADV_POPULATE_WRITE
-    static_cast<void>(::madvise(memory.data(), memory.size(), MADV_POPULATE_WRITE));
-#else
-    static_cast<void>(memory);
-#endif
+    static_cast<void>(::madvise(memory.data(), memory.size(), kPopulateWrite));
 }
 
 /// Null where it cannot be: the limit on locked memory, most often.
@@ -37,6 +39,8 @@ std::unique_ptr<cuda::PageLock> try_page_lock(std::shared_ptr<cuda::PrimaryConte
     try {
         return std::make_unique<cuda::PageLock>(std::move(context), memory);
     } catch (const Error&) {
+        return nullptr;
+    } catch (const std::bad_alloc&) {
         return nullptr;
     }
 }
@@ -68,8 +72,9 @@ bool Block::page_locked() const {
     return cache_->piece_of(index_).page_lock != nullptr;
 }
 
-HostCache::HostCache(std::size_t limit_bytes, std::size_t block_bytes) : block_bytes_(block_bytes) {
-    if (block_bytes == 0 || block_bytes % kPage != 0) {
+HostCache::HostCache(std::size_t limit_bytes, std::size_t block_bytes, std::size_t page_bytes)
+    : block_bytes_(block_bytes) {
+    if (block_bytes == 0 || block_bytes % kBlockUnit != 0) {
         throw Error::invalid("block_bytes must be a positive multiple of 4096, not " +
                              std::to_string(block_bytes));
     }
@@ -78,12 +83,15 @@ HostCache::HostCache(std::size_t limit_bytes, std::size_t block_bytes) : block_b
         throw Error::invalid("a host cache of " + std::to_string(limit_bytes) +
                              " bytes holds no block of " + std::to_string(block_bytes));
     }
-    blocks_per_piece_ = std::max<std::size_t>(1, kPiece / block_bytes);
+    // A page is of one piece only, or it could be neither backed nor page-locked.
+    const std::size_t step = std::lcm(block_bytes, page_bytes);
+    blocks_per_piece_ = std::max<std::size_t>(1, kPiece / step) * (step / block_bytes);
     piece_bytes_ = blocks_per_piece_ * block_bytes;
     const std::size_t bytes = blocks * block_bytes;
     // Before the mapping, so that nothing can throw between it and the destructor's duty.
     pieces_.resize((bytes + piece_bytes_ - 1) / piece_bytes_);
     taken_.resize(blocks);
+    free_.resize(blocks);
     void* memory =
         ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw Error::io(errno, "mmap", "");
@@ -135,7 +143,8 @@ void HostCache::pin(std::shared_ptr<cuda::PrimaryContext> context) {
     if (context_) return;
     context_ = std::move(context);
     // What is free waits for its page lock, which comes soon; what is in use is locked as it is.
-    free_.clear();
+    free_.assign(free_.size(), false);
+    free_count_ = 0;
     for (Piece& piece : pieces_) piece.ready = false;
     work_.notify_all();
 }
@@ -159,7 +168,8 @@ void HostCache::start_workers() {
     const unsigned count =
         std::clamp(std::thread::hardware_concurrency() / kCoresPerWorker, 1U, kMaxWorkers);
     for (unsigned i = 0; i < count; ++i) {
-        workers_.emplace_back([this](const std::stop_token& stop) { work(stop); });
+        workers_.push_back(start_thread("ds-cache-" + std::to_string(i),
+                                        [this](const std::stop_token& stop) { work(stop); }));
     }
 }
 
@@ -204,13 +214,20 @@ void HostCache::make_ready(Piece& piece) {
     const auto first = static_cast<std::size_t>(&piece - pieces_.data()) * blocks_per_piece_;
     const std::size_t end = std::min(first + blocks_per_piece_, taken_.size());
     for (std::size_t i = first; i < end; ++i) {
-        if (!taken_[i]) free_.insert(free_.end(), i);
+        if (!taken_[i]) make_free(i);
     }
 }
 
+void HostCache::make_free(std::size_t index) {
+    if (!free_[index]) ++free_count_;
+    free_[index] = true;
+}
+
 Block HostCache::take_lowest() {
-    const std::size_t index = *free_.begin();
-    free_.erase(free_.begin());
+    const auto lowest = std::ranges::find(free_, true);
+    const auto index = static_cast<std::size_t>(lowest - free_.begin());
+    *lowest = false;
+    --free_count_;
     taken_[index] = true;
     return {this, index};
 }
@@ -220,7 +237,7 @@ std::optional<Block> HostCache::acquire(const std::function<bool()>& give_up) {
     bool gave_up = false;
     changed_.wait(lock, [&] {
         gave_up = give_up();
-        return gave_up || !free_.empty();
+        return gave_up || free_count_ > 0;
     });
     if (gave_up) return std::nullopt;
     return take_lowest();
@@ -228,7 +245,7 @@ std::optional<Block> HostCache::acquire(const std::function<bool()>& give_up) {
 
 std::optional<Block> HostCache::try_acquire() {
     const std::scoped_lock lock(mutex_);
-    if (free_.empty()) return std::nullopt;
+    if (free_count_ == 0) return std::nullopt;
     return take_lowest();
 }
 
@@ -241,7 +258,7 @@ void HostCache::poke() {
 void HostCache::release(std::size_t index) {
     const std::scoped_lock lock(mutex_);
     taken_[index] = false;
-    if (piece_of(index).ready) free_.insert(index);
+    if (piece_of(index).ready) make_free(index);
     // All: the one woken might give up instead of taking the block.
     changed_.notify_all();
 }

@@ -1,15 +1,18 @@
 #include "datastates/pwrite_backend.hpp"
 
+#include <string>
 #include <utility>
 
 #include "datastates/background.hpp"
+#include "datastates/thread.hpp"
 
 namespace datastates {
 
 PwriteBackend::PwriteBackend(unsigned threads) {
     threads_.reserve(threads);
     for (unsigned i = 0; i < threads; ++i) {
-        threads_.emplace_back([this, i](const std::stop_token& stop) { work(i, stop); });
+        threads_.push_back(start_thread("ds-io-" + std::to_string(i),
+                                        [this, i](const std::stop_token& stop) { work(i, stop); }));
     }
 }
 
@@ -20,11 +23,12 @@ PwriteBackend::~PwriteBackend() {
 }
 
 void PwriteBackend::submit(const IoRequest& request) {
-    ++in_flight_;
     {
         const std::scoped_lock lock(mutex_);
+        completions_.reserve(in_flight_ + 1);  // the threads need no memory then
         requests_.push_back(request);
     }
+    ++in_flight_;
     requested_.notify_one();
 }
 
@@ -34,7 +38,8 @@ std::vector<IoCompletion> PwriteBackend::reap(bool wait) {
         completed_.wait(lock, [&] { return woken_ || !completions_.empty(); });
     }
     woken_ = false;
-    std::vector<IoCompletion> reaped = std::exchange(completions_, {});
+    std::vector<IoCompletion> reaped = completions_;
+    completions_.clear();  // and keep their room
     in_flight_ -= reaped.size();
     return reaped;
 }

@@ -6,6 +6,7 @@
 
 #include "datastates/error.hpp"
 #include "datastates/extent_read.hpp"
+#include "datastates/thread.hpp"
 
 namespace datastates {
 namespace {
@@ -25,7 +26,7 @@ Reader::Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
       workers_(workers),
       backend_(std::move(backend)),
       queue_depth_(queue_depth),
-      thread_([this](const std::stop_token& stop) { run(stop); }) {}
+      thread_(start_thread("ds-reader", [this](const std::stop_token& stop) { run(stop); })) {}
 
 void Reader::enqueue(const std::shared_ptr<ReadState>& job) {
     try {
@@ -251,8 +252,14 @@ void Reader::submit(ReadState& job, const std::shared_ptr<Reading>& reading, std
                             .required = required,
                             .offset = offset,
                             .token = next_token_++};
-    in_flight_.emplace(request.token, Part{.reading = reading, .request = request});
-    backend_->submit(request);
+    const auto part = in_flight_.try_emplace(request.token).first;
+    part->second = {.reading = reading, .request = request};
+    try {
+        backend_->submit(request);
+    } catch (...) {
+        in_flight_.erase(part);
+        throw;
+    }
 }
 
 /// Waits for the backend, or for a worker that is through.
@@ -285,7 +292,11 @@ void Reader::reap(ReadState& job) {
         } else {
             job.timeline().add(Stage::read, reading->track, reading->begin,
                                job.plan().extents()[reading->index].length);
-            start_work(job, reading, false);
+            try {
+                start_work(job, reading, false);
+            } catch (...) {
+                job.fail(reading->index, Error::current());
+            }
         }
     }
     if (leaving_ != nullptr && std::ranges::none_of(in_flight_, [&](const auto& flying) {
@@ -310,16 +321,19 @@ void Reader::keep(ReadState& job, Reading& reading) {
 }
 
 void Reader::start_work(ReadState& job, std::shared_ptr<Reading> reading, bool through_cache) {
+    std::list<std::shared_ptr<Reading>> worked;  // here, where its want of memory can be told
+    worked.push_back(std::move(reading));
     workers_.submit(WorkerPool::Task(
-        [this, &job, through_cache, reading = std::move(reading)](unsigned worker) mutable {
+        [this, &job, through_cache, worked = std::move(worked)](unsigned worker) mutable {
+            Reading& reading = *worked.front();
             try {
-                work(job, *reading, through_cache, worker);
+                work(job, reading, through_cache, worker);
             } catch (...) {
-                job.fail(reading->index, Error::current());
+                job.fail(reading.index, Error::current());
             }
             // Locked to the end: the job may be over as soon as it is open.
             const std::scoped_lock lock(mutex_);
-            worked_.push_back(std::move(reading));
+            worked_.splice(worked_.end(), worked);
             work_done_.notify_one();
             backend_->wake();
         }));
@@ -343,7 +357,7 @@ void Reader::work(ReadState& job, Reading& reading, bool through_cache, unsigned
 void Reader::take_worked(ReadState& job, bool wait) {
     std::unique_lock lock(mutex_);
     if (wait) work_done_.wait(lock, [&] { return !worked_.empty(); });
-    const std::vector<std::shared_ptr<Reading>> worked = std::exchange(worked_, {});
+    const std::list<std::shared_ptr<Reading>> worked = std::exchange(worked_, {});
     lock.unlock();
     working_ -= worked.size();
     for (const auto& reading : worked) {
@@ -394,7 +408,7 @@ void Reader::release_copied(ReadState& job, bool wait) {
         const Copying& oldest = copying_.front();
         try {
             for (const auto& event : oldest.events) {
-                if (wait) event->synchronize();
+                if (wait && !event->synchronize()) throw cuda::capture_lasts();
                 if (!event->passed()) return;
             }
         } catch (...) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <new>
 #include <tuple>
 
 namespace datastates {
@@ -15,12 +16,16 @@ constexpr std::array<std::string_view, kStages> kNames = {
 
 std::string_view to_string(Stage stage) { return kNames.at(static_cast<std::size_t>(stage)); }
 
-void Timeline::add(const Span& span) {
+void Timeline::add(const Span& span) noexcept {
     const std::scoped_lock lock(mutex_);
-    if (spans_.size() < limit_) {
-        spans_.push_back(span);
-    } else {
-        ++dropped_;
+    try {
+        if (spans_.size() < limit_) {
+            spans_.push_back(span);
+        } else {
+            ++dropped_;
+        }
+    } catch (const std::bad_alloc&) {
+        ++dropped_;  // no job is to fail for that
     }
 }
 

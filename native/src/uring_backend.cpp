@@ -6,7 +6,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <chrono>
+#include <memory>
 #include <thread>
 #include <utility>
 
@@ -20,6 +23,23 @@ constexpr std::uint64_t kWake = ~std::uint64_t{0};
 // The kernel registers at most this much as one buffer, and so many buffers.
 constexpr std::size_t kMaxRegisteredPiece = std::size_t{1} << 30;
 constexpr unsigned kMaxRegistered = 1U << 14;
+constexpr std::array<int, 5> kOpcodes = {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READ_FIXED,
+                                         IORING_OP_WRITE_FIXED, IORING_OP_POLL_ADD};
+// How often the completions are looked at where the kernel lets nobody wait for them.
+constexpr std::chrono::milliseconds kPoll{1};
+
+/// 0, or why the kernel has not all that is asked of it: Linux 5.1 to 5.5 read and write registered
+/// memory only, and do not even tell.
+int probe(io_uring& ring) {
+    if (const int error = fault::hit_error(fault::Point::uring_probe); error != 0) return error;
+    const std::unique_ptr<io_uring_probe, decltype(&io_uring_free_probe)> known(
+        io_uring_get_probe_ring(&ring), &io_uring_free_probe);
+    if (!known) return EINVAL;
+    const auto supported = [&](int opcode) {
+        return io_uring_opcode_supported(known.get(), opcode) != 0;
+    };
+    return std::ranges::all_of(kOpcodes, supported) ? 0 : EOPNOTSUPP;
+}
 
 }  // namespace
 
@@ -27,6 +47,21 @@ UringBackend::Ring::Ring(unsigned entries) {
     int error = fault::hit_error(fault::Point::uring_setup);
     if (error == 0) error = -io_uring_queue_init(entries, &ring, 0);
     if (error != 0) throw Error::io(error, "io_uring_setup", "");
+    error = probe(ring);
+    if (error != 0) {
+        io_uring_queue_exit(&ring);
+        throw Error::io(error, "io_uring_probe", "");
+    }
+    descriptor = FileDescriptor(ring.ring_fd);
+    // A mapping would keep the ring in a forked child as its descriptor does. Advice.
+    static_cast<void>(io_uring_ring_dontfork(&ring));
+}
+
+UringBackend::Ring::~Ring() {
+    // First, as another process may hold the ring for a moment, between its fork and its exec.
+    static_cast<void>(io_uring_unregister_buffers(&ring));
+    static_cast<void>(descriptor.release());
+    io_uring_queue_exit(&ring);
 }
 
 UringBackend::UringBackend(unsigned queue_depth)
@@ -36,21 +71,14 @@ UringBackend::UringBackend(unsigned queue_depth)
     if (!wake_event_.valid()) throw Error::io(errno, "eventfd", "");
     free_slots_.reserve(queue_depth);
     for (std::size_t i = queue_depth; i > 0; --i) free_slots_.push_back(i - 1);
-    arm_wake();
+    queued_.reserve(queue_depth + 1);
+    if (const int error = push(); error != 0) throw Error::io(error, "io_uring_enter", "");
 }
 
 UringBackend::~UringBackend() {
     waiting_.clear();
     // The kernel may still write into callers' memory: wait until it does not.
-    while (free_slots_.size() < slots_.size()) {
-        try {
-            push();
-            static_cast<void>(reap(true));
-            waiting_.clear();
-        } catch (const Error&) {
-            std::this_thread::yield();
-        }
-    }
+    while (free_slots_.size() < slots_.size()) static_cast<void>(reap(true));
 }
 
 void UringBackend::register_memory(std::span<std::byte> memory, std::size_t piece_bytes) {
@@ -83,8 +111,9 @@ int UringBackend::registered_index(const std::byte* buffer, std::size_t length) 
 }
 
 void UringBackend::submit(const IoRequest& request) {
-    ++in_flight_;
+    completions_.reserve(in_flight_ + 1);
     waiting_.push_back(request);
+    ++in_flight_;
     start_waiting();
     push();
 }
@@ -97,7 +126,7 @@ void UringBackend::start_waiting() {
         free_slots_.pop_back();
         slots_[slot].transfer = Transfer(request);
         if (request.length == 0) {
-            finish(slot);
+            finish(slot, slots_[slot].transfer.completion());
         } else {
             start(slot);
         }
@@ -111,17 +140,19 @@ void UringBackend::start(std::size_t index) {
         slot.step = slot.transfer.next(&injected);
         if (injected == 0) break;
         if (slot.transfer.advance(-injected, slot.step) == Transfer::Next::finished) {
-            finish(index);
+            finish(index, slot.transfer.completion());
             return;
         }
     }
-    io_uring_sqe* sqe = io_uring_get_sqe(&ring_.ring);
-    while (sqe == nullptr) {  // every entry is queued and not yet taken by the kernel
-        push();
-        sqe = io_uring_get_sqe(&ring_.ring);
-    }
+    io_uring_sqe* const sqe = queue(index);
     prepare(slot, sqe);
     io_uring_sqe_set_data64(sqe, index);
+}
+
+/// An entry to prepare. There is one for each slot and one for the poll, so never none.
+io_uring_sqe* UringBackend::queue(std::uint64_t user_data) {
+    queued_.push_back(user_data);
+    return io_uring_get_sqe(&ring_.ring);
 }
 
 void UringBackend::prepare(const Slot& slot, io_uring_sqe* sqe) const {
@@ -144,32 +175,54 @@ void UringBackend::prepare(const Slot& slot, io_uring_sqe* sqe) const {
     if (!step.direct) io_uring_sqe_set_flags(sqe, IOSQE_ASYNC);
 }
 
-void UringBackend::finish(std::size_t index) {
-    completions_.push_back(slots_[index].transfer.completion());
+void UringBackend::finish(std::size_t index, const IoCompletion& completion) {
+    completions_.push_back(completion);
     completions_.back().note_end(index);
     free_slots_.push_back(index);
 }
 
-void UringBackend::arm_wake() {
-    io_uring_sqe* sqe = io_uring_get_sqe(&ring_.ring);
-    while (sqe == nullptr) {
-        push();
-        sqe = io_uring_get_sqe(&ring_.ring);
+/// Hands the kernel what is queued. What it refuses for now waits for a later push, as long as the
+/// kernel has something of ours to complete before; everything else is done here. Returns the
+/// refusal's errno in this case, else 0.
+int UringBackend::push() {
+    if (!listening_) {
+        io_uring_sqe* const sqe = queue(kWake);
+        io_uring_prep_poll_add(sqe, wake_event_.get(), POLLIN);
+        io_uring_sqe_set_data64(sqe, kWake);
+        listening_ = true;
     }
-    io_uring_prep_poll_add(sqe, wake_event_.get(), POLLIN);
-    io_uring_sqe_set_data64(sqe, kWake);
-    push();
+    while (!queued_.empty()) {
+        int result = -fault::hit_error(fault::Point::uring_enter);
+        if (result == 0) result = io_uring_submit(&ring_.ring);
+        if (result == -EINTR) continue;
+        if (result > 0) {
+            const auto end = queued_.begin() + result;
+            taken_ += static_cast<std::size_t>(result - std::count(queued_.begin(), end, kWake));
+            queued_.erase(queued_.begin(), end);
+            continue;
+        }
+        // Out of memory for requests, or completions to be taken first.
+        const bool for_now = result == 0 || result == -EAGAIN || result == -EBUSY;
+        if (for_now && taken_ > 0) return 0;
+        do_queued();
+        return result == 0 ? EAGAIN : -result;
+    }
+    return 0;
 }
 
-void UringBackend::push() {
-    while (io_uring_sq_ready(&ring_.ring) > 0) {
-        const int result = io_uring_submit(&ring_.ring);
-        if (result > 0 || result == -EINTR) continue;
-        // Out of request memory, or completions to be taken first: entries stay queued and go out
-        // with a later push.
-        if (result == 0 || result == -EAGAIN || result == -EBUSY) return;
-        throw Error::io(-result, "io_uring_submit", "");
+/// Takes back what the kernel has not taken, and does it in this thread.
+void UringBackend::do_queued() {
+    // The kernel looks at entries in io_uring_enter only, and that is called by this thread only.
+    io_uring_sq& sq = ring_.ring.sq;
+    sq.sqe_head = sq.sqe_tail = *sq.ktail = *sq.khead;
+    for (const std::uint64_t user_data : queued_) {
+        if (user_data == kWake) {
+            listening_ = false;
+        } else {
+            finish(user_data, transfer(slots_[user_data].transfer.request()));
+        }
     }
+    queued_.clear();
 }
 
 void UringBackend::handle(const io_uring_cqe& cqe) {
@@ -178,13 +231,14 @@ void UringBackend::handle(const io_uring_cqe& cqe) {
         // Empty (EAGAIN) only if an earlier poll already drained it.
         static_cast<void>(::read(wake_event_.get(), &value, sizeof value));
         woken_ = true;
-        arm_wake();
+        listening_ = false;
         return;
     }
+    --taken_;
     const auto index = static_cast<std::size_t>(cqe.user_data);
     Slot& slot = slots_[index];
     if (slot.transfer.advance(cqe.res, slot.step) == Transfer::Next::finished) {
-        finish(index);
+        finish(index, slot.transfer.completion());
     } else {
         start(index);
     }
@@ -202,13 +256,15 @@ std::vector<IoCompletion> UringBackend::reap(bool wait) {
         push();
         const bool woken = std::exchange(woken_, false);
         if (!completions_.empty() || !wait || woken || in_flight_ == 0) break;
-        const int result = io_uring_wait_cqe(&ring_.ring, &cqe);
-        if (result != 0 && result != -EINTR && result != -EAGAIN) {
-            throw Error::io(-result, "io_uring_wait", "");
-        }
+        // The kernel has the rest.
+        int result = -fault::hit_error(fault::Point::uring_enter);
+        if (result == 0) result = io_uring_wait_cqe(&ring_.ring, &cqe);
+        if (result != 0 && result != -EINTR) std::this_thread::sleep_for(kPoll);
     }
-    in_flight_ -= completions_.size();
-    return std::exchange(completions_, {});
+    std::vector<IoCompletion> reaped = completions_;
+    completions_.clear();  // and keep their room
+    in_flight_ -= reaped.size();
+    return reaped;
 }
 
 void UringBackend::wake() {

@@ -1,10 +1,13 @@
 #include "datastates/worker_pool.hpp"
 
 #include <algorithm>
+#include <new>
 #include <optional>
+#include <string>
 #include <system_error>
 
 #include "datastates/background.hpp"
+#include "datastates/thread.hpp"
 
 namespace datastates {
 namespace {
@@ -33,9 +36,12 @@ void WorkerPool::submit(Task task) {
 bool WorkerPool::grow() {
     const auto worker = static_cast<unsigned>(threads_.size());
     try {
-        threads_.emplace_back([this, worker] { work(worker); });
+        threads_.push_back(
+            start_thread("ds-worker-" + std::to_string(worker), [this, worker] { work(worker); }));
     } catch (const std::system_error&) {
         return false;  // the workers that there are do the same work
+    } catch (const std::bad_alloc&) {
+        return false;
     }
     return true;
 }

@@ -125,6 +125,17 @@ void WriteState::fingerprint(const WritePlan::Piece& piece, const std::byte* dat
     after_[static_cast<std::size_t>(piece.source)] += found;
 }
 
+bool WriteState::has_memory(const WritePlan::Piece& piece, std::uint64_t& known) const {
+    const auto source = static_cast<std::size_t>(piece.source);
+    return engine(buffers_.device[source])
+        .has_memory(buffers_.address[source] + piece.source_offset, piece.length, known);
+}
+
+void WriteState::lose(std::int32_t source) {
+    const std::scoped_lock lock(mutex_);
+    lost_.insert(source);
+}
+
 std::vector<std::uint64_t> WriteState::device_fingerprints(const WritePlan::Extent& extent,
                                                            const std::byte* memory) const {
     const auto pieces = plan_->pieces(extent);
@@ -289,7 +300,8 @@ void WriteState::compare_fingerprints_locked() {
     }
     device_before_.clear();
     for (std::size_t i = 0; i < before_.size(); ++i) {
-        if (before_[i] != after_[i]) torn_.push_back(static_cast<int>(i));
+        const int source = static_cast<int>(i);
+        if (before_[i] != after_[i] || lost_.contains(source)) torn_.push_back(source);
     }
 }
 

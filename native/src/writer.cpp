@@ -4,8 +4,9 @@
 #include <bit>
 #include <chrono>
 #include <cstring>
-#include <iterator>
 #include <utility>
+
+#include "datastates/thread.hpp"
 
 namespace datastates {
 namespace {
@@ -42,20 +43,34 @@ Writer::Writer(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
     : cache_(cache),
       workers_(workers),
       backend_(std::move(backend)),
-      thread_([this](const std::stop_token& stop) { run(stop); }) {}
+      thread_(start_thread("ds-writer", [this](const std::stop_token& stop) { run(stop); })) {}
 
 void Writer::hand_over(std::unique_ptr<CapturedExtent> extent) {
-    WriteState& job = *extent->job;
+    const std::shared_ptr<WriteState> job = extent->job;
     const WritePlan::Extent& planned = extent->extent();
-    job.extent_enqueued(extent->index, extent->host_later);
+    job->extent_enqueued(extent->index, extent->host_later);
+    Extents arrival;
+    try {
+        arrival.emplace_back();  // all of the memory that it needs on its way
+    } catch (...) {
+        job->fail(Error::current());
+        if (extent->host_later) job->extent_copied();
+        retire(std::move(extent));
+        return;
+    }
     if (extent->host_later) {
         start_copy(*extent);
     } else if (planned.has_sources && extent->events.empty()) {
-        job.extent_landed(planned, {});
+        try {
+            job->extent_landed(planned, {});
+        } catch (...) {
+            job->fail(Error::current());
+        }
     }
+    arrival.front() = std::move(extent);
     {
         const std::scoped_lock lock(mutex_);
-        arrivals_.push_back(std::move(extent));
+        arrivals_.splice(arrivals_.end(), arrival);
     }
     arrived_.notify_one();
     backend_->wake();
@@ -92,9 +107,7 @@ void Writer::run(const std::stop_token& stop) {
 /// Waits when there is nothing else to do. False when it is time to end.
 bool Writer::take_arrivals(const std::stop_token& stop) {
     std::unique_lock lock(mutex_);
-    const auto arrived = [&] {
-        return !arrivals_.empty() || !worked_.empty() || !stored_.empty() || look_again_;
-    };
+    const auto arrived = [&] { return !arrivals_.empty() || !stored_.empty() || look_again_; };
     if (next_is_ready()) {
         // Goes on at once.
     } else if (lands_unseen()) {
@@ -102,11 +115,9 @@ bool Writer::take_arrivals(const std::stop_token& stop) {
     } else if (backend_->in_flight() == 0) {
         if (!arrived_.wait(lock, stop, arrived)) return false;
     }
-    std::ranges::move(arrivals_, std::back_inserter(landing_));
-    arrivals_.clear();
+    landing_.splice(landing_.end(), arrivals_);
     look_again_ = false;
-    for (CapturedExtent* captured : std::exchange(worked_, {})) captured->working = false;
-    const std::vector<Stored> stored = std::exchange(stored_, {});
+    const std::list<Stored> stored = std::exchange(stored_, {});
     lock.unlock();
     for (const Stored& store : stored) complete(store.completion, store.error);
     return true;
@@ -133,8 +144,7 @@ bool Writer::land_next() {
     } catch (...) {
         job.fail(Error::current());
     }
-    ready_.push_back(std::move(landing_.front()));
-    landing_.pop_front();
+    ready_.splice(ready_.end(), landing_, landing_.begin());
     return true;
 }
 
@@ -142,13 +152,16 @@ void Writer::process_next() {
     std::unique_ptr<CapturedExtent> captured = std::move(ready_.front());
     ready_.pop_front();
     const std::shared_ptr<WriteState> job = captured->job;
-    if (job->stopped()) {
-        retire(std::move(captured));
-        return;
+    try {
+        if (!job->stopped()) {
+            patch(*captured);
+            job->extent_checksummed();
+            write(captured);
+        }
+    } catch (...) {
+        job->fail(Error::current());
     }
-    patch(*captured);
-    job->extent_checksummed();
-    write(std::move(captured));
+    if (captured) retire(std::move(captured));
 }
 
 void Writer::start_copy(CapturedExtent& captured) {
@@ -173,21 +186,27 @@ void Writer::start_copy(CapturedExtent& captured) {
 }
 
 void Writer::start_digest(CapturedExtent& captured) {
-    workers_.submit(WorkerPool::Task([this, &captured](unsigned worker) {
-        try {
-            digest(captured, worker);
-        } catch (...) {
-            captured.job->fail(Error::current());
-        }
-        give_back(captured);
-    }));
     captured.working = true;
+    try {
+        workers_.submit(WorkerPool::Task([this, &captured](unsigned worker) {
+            try {
+                digest(captured, worker);
+            } catch (...) {
+                captured.job->fail(Error::current());
+            }
+            give_back(captured);
+        }));
+    } catch (...) {
+        captured.working = false;
+        throw;
+    }
 }
 
 /// By a worker, which is through with it.
 void Writer::give_back(CapturedExtent& captured) {
     const std::scoped_lock lock(mutex_);
-    worked_.push_back(&captured);
+    captured.working = false;
+    look_again_ = true;
     arrived_.notify_one();
     backend_->wake();
 }
@@ -205,7 +224,8 @@ void Writer::patch(const CapturedExtent& captured) {
     }
 }
 
-void Writer::write(std::unique_ptr<CapturedExtent> captured) {
+/// Takes it, unless there is nothing to write.
+void Writer::write(std::unique_ptr<CapturedExtent>& captured) {
     const WritePlan::Extent& extent = captured->extent();
     const std::span<std::byte> memory = captured->block.memory();
     // Only the last extent can end off a page; its rest goes out with the tail.
@@ -213,10 +233,7 @@ void Writer::write(std::unique_ptr<CapturedExtent> captured) {
     if (whole < extent.length) {
         captured->job->keep_residual(memory.subspan(whole, extent.length - whole));
     }
-    if (whole == 0) {
-        retire(std::move(captured));
-        return;
-    }
+    if (whole == 0) return;
     const std::uint64_t token = next_token_++;
     const IoRequest request{.kind = IoKind::write,
                             .file = &captured->job->file(),
@@ -225,36 +242,40 @@ void Writer::write(std::unique_ptr<CapturedExtent> captured) {
                             .required = whole,
                             .offset = extent.offset,
                             .token = token};
-    const std::shared_ptr<WriteState> job = captured->job;
-    in_flight_.emplace(token, InFlight{.extent = std::move(captured), .request = request});
-    if (job->file().memory_backed()) {
-        start_store(request);
-        return;
-    }
+    const bool stored = captured->job->file().memory_backed();
+    const auto flight = in_flight_.try_emplace(token).first;
+    flight->second = {.extent = std::move(captured), .request = request};
     try {
-        backend_->submit(request);
+        if (stored) {
+            start_store(request);
+        } else {
+            backend_->submit(request);
+        }
     } catch (...) {
-        // The request may be queued all the same: its block stays until it completes.
-        job->fail(Error::current());
+        captured = std::move(flight->second.extent);
+        in_flight_.erase(flight);
+        throw;
     }
 }
 
 void Writer::start_store(const IoRequest& request) {
-    workers_.submit(WorkerPool::Task([this, request](unsigned worker) {
-        Stored stored{.completion = {.token = request.token, .begin = Clock::now()},
-                      .error = std::nullopt};
-        try {
-            stored.completion = transfer(request);
-            request.file->let_go(request.offset, request.length);
-        } catch (...) {
-            stored.error = Error::current();
-        }
-        stored.completion.note_end(worker);
-        const std::scoped_lock lock(mutex_);
-        stored_.push_back(std::move(stored));
-        arrived_.notify_one();
-        backend_->wake();
-    }));
+    std::list<Stored> made(1);  // here, where its want of memory has somebody to be told
+    workers_.submit(
+        WorkerPool::Task([this, request, made = std::move(made)](unsigned worker) mutable {
+            Stored& stored = made.front();
+            stored.completion = {.token = request.token, .begin = Clock::now()};
+            try {
+                stored.completion = transfer(request);
+                request.file->let_go(request.offset, request.length);
+            } catch (...) {
+                stored.error = Error::current();
+            }
+            stored.completion.note_end(worker);
+            const std::scoped_lock lock(mutex_);
+            stored_.splice(stored_.end(), made);
+            arrived_.notify_one();
+            backend_->wake();
+        }));
 }
 
 void Writer::reap(bool wait) {
@@ -280,10 +301,11 @@ void Writer::complete(const IoCompletion& completion, const std::optional<Error>
                         .begin = completion.begin,
                         .end = completion.end,
                         .bytes = completion.transferred});
-    if (error) {
-        job.fail(*error);
-    } else if (!completion.ok()) {
-        job.fail(io_error(completion, flight.request));
+    try {
+        if (error) throw Error(*error);
+        if (!completion.ok()) throw io_error(completion, flight.request);
+    } catch (...) {
+        job.fail(Error::current());
     }
     retire(std::move(flight.extent));
 }

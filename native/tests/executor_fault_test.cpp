@@ -148,4 +148,24 @@ TEST(falls_back_to_pwrite) {
     CHECK_THROWS(ErrorCode::io, support::make_executor({"io_uring", true}, 2, kBlock));
 }
 
+TEST(a_ring_refused_in_the_middle_loses_nothing_and_holds_nobody_up) {
+    std::mt19937_64 random(6);
+    for (const support::Setup& setup : support::setups()) {
+        if (setup.backend != std::string_view("io_uring")) continue;
+        const support::TempDir dir(setup);
+        for (const std::uint64_t nth : {1, 4}) {
+            const support::FaultScope scope;
+            const auto executor = support::make_executor(setup, 2, kBlock);
+            const WriteCase written = make_case(random);
+            fault::arm("uring_enter", "fail", EPERM, nth, 0);
+            const std::string path = dir / std::to_string(nth);
+            const auto job = executor->submit_write(path, written.plan, written.buffers());
+            job->finish({});
+            CHECK(support::read_file(path) == written.expected);
+            executor->submit_write(path + "b", written.plan, written.buffers())->abort();
+            check_serves(*executor, path + "c", random);
+        }
+    }
+}
+
 CHECK_MAIN()

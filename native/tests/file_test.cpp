@@ -1,9 +1,11 @@
 #include "datastates/file.hpp"
 
+#include <bit>
 #include <cerrno>
 
 #include "check.hpp"
 #include "datastates/error.hpp"
+#include "datastates/page.hpp"
 #include "support.hpp"
 
 using namespace datastates;
@@ -62,6 +64,14 @@ TEST(knows_what_is_cached) {
     support::drop_cache(dir / "a");
     CHECK(!file.cached(0, 40000));
     CHECK(!file.cached(8192, 1));
+}
+
+TEST(pages_are_counted_in_the_systems_size) {
+    static_assert(pages_touched(0, 40000, 4096) == 10);
+    static_assert(pages_touched(0, 40000, 65536) == 1);
+    static_assert(pages_touched(65535, 2, 65536) == 2);
+    static_assert(pages_touched(65536, 65536, 65536) == 1);
+    CHECK(page_size() >= 4096 && std::has_single_bit(page_size()));
 }
 
 TEST(faults) {

@@ -96,4 +96,19 @@ TEST(empty_is_zero_and_cut_words_are_refused) {
     CHECK_THROWS(ErrorCode::invalid, fingerprint::of_piece(32, 24, data.data(), 16));
 }
 
+TEST(of_large_ranges_the_sampled_words_suffice) {
+    std::mt19937_64 random(9);
+    for (const std::size_t size : {257, 260, 264, 1000, 4099, 100001}) {
+        const auto data = support::random_bytes(random, size);
+        support::Bytes samples;
+        for (std::uint64_t i = 0; i < fingerprint::kSamples; ++i) {
+            const auto offset = static_cast<std::ptrdiff_t>(fingerprint::sample_offset(size, i));
+            const auto bytes =
+                std::min<std::ptrdiff_t>(8, static_cast<std::ptrdiff_t>(size) - offset);
+            samples.insert(samples.end(), data.begin() + offset, data.begin() + offset + bytes);
+        }
+        CHECK_EQ(fingerprint::of_samples(size, samples.data()), fingerprint::of(data.data(), size));
+    }
+}
+
 CHECK_MAIN()

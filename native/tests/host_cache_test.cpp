@@ -157,4 +157,15 @@ TEST(ends_while_memory_comes) {
     }
 }
 
+TEST(no_page_is_of_two_pieces) {
+    for (const std::size_t page : {4096, 16384, 65536}) {
+        for (const std::size_t block :
+             {std::size_t{4096}, (std::size_t{1} << 20) + 4096, (std::size_t{96} << 20) + 4096}) {
+            const HostCache cache(64 * block, block, page);
+            CHECK_EQ(cache.piece_bytes() % page, 0U);
+            CHECK_EQ(cache.piece_bytes() % block, 0U);
+        }
+    }
+}
+
 CHECK_MAIN()

@@ -377,4 +377,11 @@ TEST(choice_of_backend) {
     CHECK_THROWS(ErrorCode::invalid, make_backend("auto", 4, 0));
 }
 
+TEST(a_kernel_without_the_opcodes_has_no_ring_for_us) {
+    const support::FaultScope scope;
+    fault::arm("uring_probe", "fail", EINVAL, 1, 0);  // as Linux 5.1 to 5.5 answer
+    CHECK_EQ(make_backend("auto", 4, 1)->name(), "pwrite");
+    CHECK_THROWS(ErrorCode::io, make_backend("io_uring", 4, 1));
+}
+
 CHECK_MAIN()

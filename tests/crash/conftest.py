@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from by_path import module_at
 
 import datastates as ds
 from datastates import _native, directories, faults
@@ -51,12 +51,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def training() -> ModuleType:
     """The training loop's module, for what its state is at a step."""
-    spec = importlib.util.spec_from_file_location("crash_training_loop", LOOP)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(LOOP)
 
 
 @pytest.fixture
@@ -87,14 +82,16 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def run(start: Callable[..., subprocess.Popen[str]]) -> Run:
     """Run Python to its end; a process that hangs fails the test."""
 
-    def to_the_end(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    def to_the_end(
+        *arguments: object, timeout: float = SCRIPT_SECONDS, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         process = start(*arguments, **variables)
         try:
-            out, err = process.communicate(timeout=SCRIPT_SECONDS)
+            out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-            pytest.fail(f"still running after {SCRIPT_SECONDS} s\n{out}\n{err}")
+            pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     return to_the_end

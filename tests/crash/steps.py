@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import errno
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import datastates as ds
-from datastates import _native, directories
+from datastates import _native, directories, durable, manifest
 from datastates.protocol import StateProvider
 from datastates.providers import HostTensorProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
+SOURCES = "".join(map(inspect.getsource, (directories, durable, manifest)))
+OPERATIONS = sorted(set(re.findall(r'\bstep\("(\w+)"', SOURCES)))
+"""The system calls on a checkpoint's files that have fault points."""
 SLOW = 1500
 """Milliseconds by which a test holds a snapshot up."""
 PRELUDE = """

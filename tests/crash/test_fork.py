@@ -206,6 +206,23 @@ os.waitpid(worker, 0)
     assert ended.stdout == "['step-00000002']\n"
 
 
+def test_a_child_holds_no_ring_and_no_file_of_its_parent(backend: str, tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{IN_FLIGHT.replace("**OPTIONS", f"io_backend={backend!r}, **OPTIONS")}
+def held():
+    descriptors = [f"/proc/self/fd/{{name}}" for name in os.listdir("/proc/self/fd")]
+    opened = [os.readlink(path) for path in descriptors if os.path.lexists(path)]
+    mapped = [line.split(maxsplit=5)[-1] for line in open("/proc/self/maps")]
+    return [name for name in opened + mapped if root in name or "io_uring" in name or "eventfd" in name]
+def child(): assert held() == [], held()
+assert any(name.endswith(".pt") for name in held())
+ended_well(fork(child))
+ckpt.close()
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_what_a_killed_parent_left_is_debris_though_its_child_lives_on(
     tmp_path: Path, start: Callable[..., Any]
 ) -> None:

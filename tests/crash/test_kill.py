@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -15,13 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from steps import OPERATIONS
 
 import datastates as ds
-from datastates import _native, directories, durable, manifest
+from datastates import _native, directories
 
 LOOP = Path(__file__).with_name("training_loop.py")
-SOURCES = "".join(map(inspect.getsource, (directories, durable, manifest)))
-OPERATIONS = sorted(set(re.findall(r'\bstep\("(\w+)"', SOURCES)))
 PYTHON_POINTS = [f"manifest.{operation}=kill@{nth}" for operation in OPERATIONS for nth in (1, 3)]
 DIRECTORY_SYNCS = [f"manifest.sync_directory=kill@{nth}" for nth in (4, 5, 6, 7)]
 NATIVE_POINTS = [
@@ -91,7 +88,7 @@ def test_killed_in_the_first_snapshot_leaves_nothing_to_restore(
     resume(tmp_path)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_killed_at_random_times_again_and_again(
     seed: int, tmp_path: Path, start: Callable[..., subprocess.Popen[str]], audit: Callable[..., Any], resume: Any
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from random_states import differences, random_array, random_tree
 
 import datastates as ds
 from datastates import _native, directories, faults
@@ -24,32 +25,6 @@ from datastates.verifying import verify_container
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
 STEPS = 310
-DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "u2", "?", "c8", "c16"]
-
-
-def random_array(rng: random.Random) -> Any:
-    shape = [rng.choice([0, 1, 2, 3, 7, 30]) for _ in range(rng.randint(0, 3))]
-    if rng.random() < 0.05:
-        shape = [rng.randint(100_000, 400_000)]  # larger than the host cache with the wider types
-    data = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 100, shape)
-    array = np.asarray(data, rng.choice(DTYPES))
-    if array.ndim >= 2 and rng.random() < 0.3:
-        array = array.T if rng.random() < 0.5 else array[:, ::2]
-    return array
-
-
-def random_tree(rng: random.Random, depth: int = 3) -> Any:
-    kind = rng.random()
-    if depth == 0 or kind < 0.35:
-        return random_array(rng)
-    if kind < 0.5:
-        return rng.choice([None, True, rng.randint(-(1 << 70), 1 << 70), rng.random(), "text/with|dots.", b"\0bytes"])
-    count = rng.randint(0, 4)
-    if kind < 0.8:
-        keys = rng.sample(["a", "b.c", "d/e", "7", "", "ü", "x|y"], count)
-        return {key: random_tree(rng, depth - 1) for key in keys}
-    parts = [random_tree(rng, depth - 1) for _ in range(count)]
-    return parts if rng.random() < 0.6 else tuple(parts)
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -69,21 +44,11 @@ def providers_of(state: dict[str, Any]) -> list[ds.StateProvider]:
     ]
 
 
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(b, np.ndarray):
-        return isinstance(a, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(b, dict):
-        return isinstance(a, dict) and list(a) == list(b) and all(equal(a[k], b[k]) for k in b)
-    if isinstance(b, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
-    return type(a) is type(b) and bool(a == b)
-
-
 def assert_holds(path: Path, step: int) -> None:
     opened, containers = open_checkpoint(path)
     assert opened.step == step
     assert [p for c in containers for p in verify_container(c, lambda _: None)] == []
-    assert equal(ds.load(path, **OPTIONS), state_of(step))
+    assert differences(ds.load(path, **OPTIONS), state_of(step)) == []
 
 
 def resident() -> int:
@@ -153,7 +118,7 @@ def test_single_snapshots_restores_and_loads_leave_nothing_behind(tmp_path: Path
         path = tmp_path / f"{step}"
         ds.snapshot(providers_of(state_of(step)), path, step=step, **OPTIONS).wait_committed()
         assert_holds(path, step)
-        assert ds.restore(path, providers_of(state_of(step)), **OPTIONS) == step
+        assert ds.restore(providers_of(state_of(step)), path, **OPTIONS) == step
 
     for step in range(20):
         once(step)
@@ -185,9 +150,10 @@ def test_checkpointers_opened_and_closed_leave_nothing_behind(backend: str, tmp_
 def test_a_snapshot_kept_after_close_keeps_neither_threads_nor_cache(fails: bool, tmp_path: Path) -> None:
     before = native_threads()
     ckpt = ds.Checkpointer(tmp_path, on_error="warn", host_cache="64MiB", block="1MiB")
+    big = np.ones(4_000_000)
+    ckpt.snapshot([HostTensorProvider("m", {"a": big})], step=0).wait_committed()  # the cache is there
     if fails:
         _native.arm_fault("write", "fail", errno.EIO, 1, 1)
-    big = np.ones(4_000_000)
     kept = ckpt.snapshot([HostTensorProvider("m", {"a": big})], step=1)
     ckpt.wait()
     held = resident()

@@ -236,6 +236,20 @@ def test_whoever_fails_all_are_told_and_nothing_changes(
     same(loaded(tmp_path, whole()), whole(2.0))
 
 
+def test_a_rank_that_cannot_begin_a_save_stays_in_step(together: Together, writers: Any, tmp_path: Path) -> None:
+    assert not any(save(together, writers, tmp_path / "a"))
+
+    def wrong_on_one(rank: int) -> None:
+        path = "s3://bucket/b" if rank == 1 else tmp_path / "b"
+        ours.async_save(state_of(rank), path, storage_writer=writers[rank]).wait_committed()
+
+    first, refused, last = together(RANKS, wrong_on_one)
+    assert isinstance(refused, ValueError)
+    assert [type(e) for e in (first, last)] == [CommitError] * 2
+    assert "rank 1: " in str(first)
+    assert not any(save(together, writers, tmp_path / "c", 1.0))
+
+
 def test_a_full_disk_costs_all_ranks_this_checkpoint_only(together: Together, writers: Any, tmp_path: Path) -> None:
     assert save(together, writers, tmp_path) == [None] * RANKS
     before = files(tmp_path)

@@ -527,7 +527,7 @@ def test_a_failure_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest
         timeout=60,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 120, done.stderr
     assert "nobody asked" in done.stderr
     assert "No space left on device" in done.stderr
     assert files(tmp_path) == []
@@ -580,6 +580,7 @@ def test_a_forked_child_waits_for_nothing(tmp_path: Path, slow: Any) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code == 0, code
         writer._staged.give_up(RuntimeError("no save"))
+        writer._staged.snapshot.exception()
         snapshot.wait_committed()
     """
     done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 HOW = ("stock", "ours", "thread", "snapshot")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_goes_on_alike_on_any_number_of_ranks(train: Any, said: Any, tmp_path: Path) -> None:
     """From two ranks to two and to one, from one to two; whoever wrote it, and whoever reads it."""
     write = """
@@ -130,7 +130,7 @@ same(loaded(root / f"alone{rank()}", mine, "alone"), mine)
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_rank_reads_its_own_part(train: Any, tmp_path: Path) -> None:
     """Of rows, whatever number of ranks wrote them, little more than is needed."""
     source = """
@@ -159,7 +159,7 @@ for name in sys.argv[2:]:
     train(2, source, tmp_path, "1")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_is_killed_while_it_writes(train: Any, tmp_path: Path) -> None:
     for victim in (1, 0):
         done = train(
@@ -239,6 +239,6 @@ if __name__ == "__main__":  # the process that saves imports this file, too
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_process_saves_what_torch_has_copied_and_refuses_what_is_lazy(ranks: Any, tmp_path: Path) -> None:
     ranks(1, PROCESS, tmp_path, Path(__file__).parent, timeout=150)

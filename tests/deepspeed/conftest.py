@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,12 @@ import pytest
 # the first run on a machine compiles DeepSpeed's operation for shared memory
 SECONDS = 180
 HERE = Path(__file__).parent
-VARIABLES = {"DS_ACCELERATOR": "cpu", "DEEPSPEED_LOG_LEVEL": "warning"}
+VARIABLES = {
+    "DS_ACCELERATOR": "cpu",
+    "DEEPSPEED_LOG_LEVEL": "warning",
+    # that operation is compiled anew for each place where DeepSpeed is installed
+    "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),
+}
 
 Train = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 
@@ -34,7 +40,7 @@ def _train(ranks: Any) -> Train:
         begin = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nfrom training import *\nbegin()\n"
         source = begin + textwrap.dedent(script) + "\nend()\n"
         done: list[subprocess.CompletedProcess[str]]
-        done = ranks(n, source, *arguments, **{"timeout": SECONDS, **VARIABLES, **options})
+        done = ranks(n, source, *arguments, **{"timeout": SECONDS, "imported": (), **VARIABLES, **options})
         return done
 
     return run

@@ -13,7 +13,7 @@ LOOP = Path(__file__).parent / "elastic_loop.py"
 SECONDS = 180
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_size_resumes_what_every_other_has_saved(ranks: Any, tmp_path: Path) -> None:
     def run(n: int, *words: str) -> None:
         ranks(n, LOOP, tmp_path, *words, timeout=SECONDS, DS_ACCELERATOR="cpu")

@@ -34,7 +34,7 @@ def mixed(entry, stage, dtype):
 ORDER = {"PYTHONHASHSEED": "0"}
 CASES = [
     *((2, case) for case in ("0-fp32", "0-bf16", "1-fp32", "1-bf16", "2-bf16")),
-    *(pytest.param(4, case, marks=pytest.mark.slow) for case in ("0-fp32", "2-bf16")),
+    *(pytest.param(4, case, marks=pytest.mark.long) for case in ("0-fp32", "2-bf16")),
 ]
 
 

@@ -35,7 +35,7 @@ def check(trained, expected):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_files_hold_the_state_of_the_call(train: Any, tmp_path: Path) -> None:
     train(
         2,

@@ -8,7 +8,7 @@ import pytest
 
 QUICK = ("2-bf16", "3-fp32")
 CASES = [
-    pytest.param(case, marks=() if case in QUICK else pytest.mark.slow)
+    pytest.param(case, marks=() if case in QUICK else pytest.mark.long)
     for case in (f"{stage}-{dtype}" for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp32"))
 ]
 PAIRS = ("torch ours", "ours torch", "ours ours")  # who wrote, and who reads

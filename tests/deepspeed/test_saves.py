@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from datastates import _native, faults, futures
+from datastates import _native, durable, faults, futures
 from datastates.agreement import BoardWorld
 from datastates.barrier import SoloWorld
 from datastates.config import IoSettings
 from datastates.engine import Engine, make_executor
 from datastates.errors import CommitError, FormatError, StorageError
 from datastates.store_board import StoreBoard
+from datastates.store_calls import StoreCalls
 
 saves = pytest.importorskip("datastates.adapters.deepspeed.saves")
 RANKS = 3
@@ -29,7 +32,10 @@ Give = Callable[[Any, Path, float], None]
 @pytest.fixture
 def worlds() -> Iterator[list[BoardWorld]]:
     store = dist.HashStore()
-    made = [BoardWorld(r, RANKS, StoreBoard(store, r, "deepspeed/1", silence=5), timeout=5) for r in range(RANKS)]
+    made = [
+        BoardWorld(r, RANKS, StoreBoard(StoreCalls(store, r, silence=5), "deepspeed/1"), timeout=5)
+        for r in range(RANKS)
+    ]
     yield made
     for world in reversed(made):
         world.close()
@@ -48,9 +54,9 @@ def give(engine: Engine, write_file: Any) -> Give:
 
     def add(save: Any, final: Path, value: float) -> None:
         final.parent.mkdir(exist_ok=True)
+        pending = saves.begin_file(final)
         content = {"a": torch.full((5,), value)}
-        path = saves.partial(final, save.attempt)
-        save.add(write_file(path, content, engine=engine, attempt=save.attempt), final)
+        save.add(write_file(pending.files[0], content, engine=engine, attempt=save.attempt), pending, final)
 
     return add
 
@@ -111,7 +117,7 @@ def test_what_replaces_is_kept_when_the_old_is_gone(worlds: list[BoardWorld], gi
     run(worlds, give, tmp_path, "save/0", lambda _: "tag", 1)
     faults.arm(faults.parse(f"manifest.rename=fail:{errno.EIO}")[0])
     assert None not in run(worlds, give, tmp_path, "save/1", lambda _: "tag", 2)
-    found = [torch.load(path)["a"][0].item() for path in (tmp_path / "tag").iterdir()]
+    found = [torch.load(path)["a"][0].item() for path in (tmp_path / "tag").rglob("*.pt")]
     assert found == [2.0] * RANKS
     assert any(".partial-" in name for name in names(tmp_path))
 
@@ -131,10 +137,11 @@ def test_every_file_that_failed_is_told(give: Give, tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_folders_that_cannot_be_listed_hold_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = tmp_path / "tag" / ".a.pt.partial-0123abcd"
-    left.parent.mkdir()
-    left.touch()
+def test_folders_that_cannot_be_listed_hold_no_debris(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = saves.begin_file(tmp_path / "tag" / "a.pt")
+    left.close()
     listdir = os.listdir
 
     def refuse(path: Path) -> list[str]:
@@ -143,7 +150,38 @@ def test_folders_that_cannot_be_listed_hold_no_debris(tmp_path: Path, monkeypatc
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", refuse)
-    assert saves.debris([tmp_path / "lost+found", tmp_path / "tag", tmp_path / "none"]) == [left]
+    (tmp_path / "lost+found").mkdir()
+    saves.sweep(tmp_path)
+    assert not left.directory.exists()
+    assert caplog.messages == [f"removing what an interrupted run left: {left.directory}"]
+
+
+def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> None:
+    """Of another process, too: its lock says so, and no list in this one."""
+    save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld(), 5.0)
+    give(save, tmp_path / "tag" / "a.pt", 1)
+    code = (
+        "import pathlib, sys; from datastates.adapters.deepspeed import saves; saves.sweep(pathlib.Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    save.finish()
+    assert save.undelivered() is None
+    assert names(tmp_path) == ["latest", "tag/a.pt"]
+
+
+def test_latest_is_no_debris_while_it_is_written(give: Give, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = durable.write_file
+
+    def write_beside_another_run(path: Path, data: bytes) -> None:
+        write(path, data)
+        saves.sweep(tmp_path)
+
+    monkeypatch.setattr(durable, "write_file", write_beside_another_run)
+    save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld(), 5.0)
+    give(save, tmp_path / "tag" / "a.pt", 1)
+    save.finish()
+    assert save.undelivered() is None
+    assert (tmp_path / "latest").read_text() == "tag"
 
 
 def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(give: Give, tmp_path: Path) -> None:

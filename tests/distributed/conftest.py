@@ -17,9 +17,10 @@ import torch.distributed as distributed
 
 from datastates import checkpoint
 from datastates.agreement import BoardWorld
-from datastates.barrier import SoloWorld
+from datastates.barrier import SoloWorld, World
 from datastates.errors import DatastatesError
 from datastates.store_board import StoreBoard
+from datastates.store_calls import StoreCalls
 
 sys.path.insert(0, str(Path(__file__).parent))  # the states that these tests share
 
@@ -58,20 +59,13 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads[Any]:
     """
     here = threading.local()
 
-    class Numbers:
-        """Numbers what a rank does; every process has its own, and here every thread."""
-
-        def __next__(self) -> int:
-            return next(here.numbers)
-
-    monkeypatch.setattr(checkpoint, "_world", lambda settings, directory: here.world)
-    monkeypatch.setattr(checkpoint, "_numbers", Numbers())
+    monkeypatch.setattr(checkpoint, "_world", lambda settings, directory: next(here.worlds))
 
     def run(n: int, function: Callable[[int], T]) -> list[T | DatastatesError]:
-        worlds = [SoloWorld()] if n == 1 else _worlds(n)
+        store = distributed.HashStore()
 
         def one(rank: int) -> T | DatastatesError:
-            here.world, here.numbers = worlds[rank], itertools.count()
+            here.worlds = (_world(store, rank, n, number) for number in itertools.count())
             try:
                 return function(rank)
             except DatastatesError as error:
@@ -83,7 +77,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads[Any]:
     return run
 
 
-def _worlds(n: int) -> list[Any]:
-    store = distributed.HashStore()
-    boards = [StoreBoard(distributed.PrefixStore("job", store), rank, "run/1", silence=20) for rank in range(n)]
-    return [BoardWorld(rank, n, board, timeout=20) for rank, board in enumerate(boards)]
+def _world(store: Any, rank: int, n: int, number: int) -> World:
+    if n == 1:
+        return SoloWorld()
+    board = StoreBoard(StoreCalls(distributed.PrefixStore("job", store), rank, silence=20), f"run/{number}")
+    return BoardWorld(rank, n, board, timeout=20)

@@ -62,7 +62,7 @@ def restore(threads: Any, path: Path, layout: str, m: int, shapes: Any = None, *
     def one(rank: int) -> tuple[Restored, Rank]:
         state = Rank(layout, rank, m, shapes)
         state.loop["rank"] = state.own["rank"] = -1
-        return ds.restore(path, state.providers, **{**SMALL, **options}), state
+        return ds.restore(state.providers, path, **{**SMALL, **options}), state
 
     return threads(m, one)  # type: ignore[no-any-return]
 

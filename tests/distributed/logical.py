@@ -101,6 +101,9 @@ class HandMade(Saved):
             k: ArrayRef(k, "torch", str(t.dtype)[6:], tuple(t.shape), tuple(t.stride())) for k, t in self.whole.items()
         }
 
+    def every_key(self) -> Sequence[str]:
+        return list(self.arrays())
+
     def objects(self) -> Sequence[str]:
         return [""]
 

@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import run
 from elastic_state import reseal, save, sign
 from split_state import logical
 
-from datastates import cli, manifest
+from datastates import manifest
 
 SHAPES = {"w": (96, 40), "b": (33,), "scalar": ()}
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    status = cli.main([str(a) for a in arguments])
-    return status, capsys.readouterr().out
 
 
 @pytest.fixture

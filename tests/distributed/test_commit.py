@@ -115,7 +115,7 @@ WRONG = {
     "shards": "rank 2: LookupError: no shards today",
     "serialize": "rank 2: LookupError: cannot be serialized",
     "torn": "rank 2: TornSnapshotError: changed between snapshot() and its capture: 'large/x'; guard the update with "
-    "Checkpointer.gate(), or mark what changes at any time as not lazy",
+    "Checkpointer.gate(), or mark what changes at any time as not lazy, as by from_stateful(..., lazy=False)",
     "write=fail:28": "rank 2: StorageError: write failed on {}/rank-00002.pt: No space left on device (errno 28)",
     "allocate=fail:122": "rank 2: StorageError: allocate failed on {}/rank-00002.pt: Disk quota exceeded (errno 122)",
     "sync=fail:5": "rank 2: StorageError: sync failed on {}/rank-00002.pt: Input/output error (errno 5)",
@@ -170,7 +170,7 @@ def test_a_straggler_is_named_and_comes_too_late(ranks: Any, reports: Any, tmp_p
     for number, word in enumerate(["2/late", "3"]):
         for rank in told:
             assert rank[word]["error"] == "RanksMissingError"
-            expected = f"checkpointer/0/snapshot/{number + 1}: no answer from rank 1 within {0.8 * SECONDS:.3g} s"
+            expected = f"checkpointer/snapshot/{number + 1}: no answer from rank 1 within {0.8 * SECONDS:.3g} s"
             assert rank[word]["text"] == expected
     for rank in (0, 2):
         assert told[rank]["2/late"]["seconds"] < SECONDS + 0.5

@@ -35,7 +35,7 @@ def restore_into(threads: Any, path: Path, states: Sequence[Rank], **options: An
     for state in states:
         state.loop["rank"] = state.own["rank"] = -1
     options = {**SMALL, **options}
-    return threads(len(states), lambda rank: ds.restore(path, states[rank].providers, **options))  # type: ignore[no-any-return]
+    return threads(len(states), lambda rank: ds.restore(states[rank].providers, path, **options))  # type: ignore[no-any-return]
 
 
 def refused(threads: Any, path: Path, m: int = 2, layout: str = "rows", **options: Any) -> list[Any]:
@@ -69,11 +69,20 @@ def test_a_missing_container_loses_what_it_held_and_no_more(threads: Any, tmp_pa
         assert outcomes[rank].missing_keys == []
         assert states[rank].model.wrong(3) == []
         assert states[rank].loop == states[rank].own == {"rank": rank}
-    lost = [f"model/{key}" for key, array in states[1].model.arrays.items() if array.size and key != "scalar"]
-    assert sorted(outcomes[1].missing_keys) == sorted([*lost, "loop", "own"])
+    held = [f"model/{key}" for key, array in states[1].model.arrays.items() if array.size and key != "scalar"]
+    assert sorted(outcomes[1].missing_keys) == sorted([*held, "loop", "own"])
     assert not states[1].model.arrays["w"].any()
     assert states[1].own == {"rank": -1}
     assert states[1].loop == {"rank": 0}  # of the lowest rank that is there
+
+
+def test_ranks_that_miss_nothing_hear_which_file_another_misses(threads: Any, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save(threads, path, "rows", 3)
+    (path / "rank-00001.pt").unlink()
+    errors = refused(threads, path, 3)
+    assert [bool(error.missing) for error in errors] == [False, True, False]
+    assert [error.lost for error in errors] == [[str(path / "rank-00001.pt")]] * 3
 
 
 def test_a_missing_container_that_nobody_needs_is_not_missed(threads: Any, tmp_path: Path) -> None:
@@ -216,7 +225,7 @@ def test_keys_of_other_ranks_are_expected_and_those_of_none_are_named(threads: A
     def go_on(parts: Sequence[str], **options: Any) -> list[Any]:
         def one(rank: int) -> Any:
             state = stage(rank, parts[rank])
-            restored = ds.restore(path, [state], **SMALL, **options)
+            restored = ds.restore([state], path, **SMALL, **options)
             assert state.wrong(1) == []
             return restored.unexpected_keys
 
@@ -249,7 +258,7 @@ def test_a_rank_killed_during_a_restore_is_named_by_the_others(
     for rank in (0, 2):
         told = json.loads(done[rank].stdout.splitlines()[0])
         assert told["error"] == "RanksMissingError"
-        assert told["text"].startswith(f"checkpointer/0/restore/0/{stage}: no answer from rank 1 within")
+        assert told["text"].startswith(f"checkpointer/restore/0/{stage}: no answer from rank 1 within")
 
 
 class Slow(Split):
@@ -280,7 +289,7 @@ def test_what_another_job_restores_is_not_deleted(threads: Any, tmp_path: Path) 
 
     def one(rank: int) -> Any:
         state = Slow.rows("model", SHAPES, rank, 2)
-        return int(ds.restore(tmp_path / "run", [state], **SMALL)), state.wrong(3)
+        return int(ds.restore([state], tmp_path / "run", **SMALL)), state.wrong(3)
 
     outcomes = threads(2, one)
     other.join()

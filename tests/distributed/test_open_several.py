@@ -182,7 +182,7 @@ def test_views_and_ties_of_replicas_stay_what_they_are(threads: Any, tmp_path: P
 
         def two(rank: int, m: int = m) -> dict[str, Any]:
             state = tied(0.0)
-            ds.restore(path, [ReplicatedProvider(from_state_dict("m", state), range(m))], verify="digest", **SMALL)
+            ds.restore([ReplicatedProvider(from_state_dict("m", state), range(m))], path, verify="digest", **SMALL)
             return state
 
         for state in threads(m, two):

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from by_path import module_at
 
 import datastates as ds
 
 SCRIPT = Path(__file__).with_name("torch_layouts.py")
-_spec = importlib.util.spec_from_file_location("torch_layouts", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-layouts = sys.modules["torch_layouts"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(layouts)
+layouts = module_at(SCRIPT)
 
 
 def _checkpoint(case: Path) -> Path:
@@ -72,7 +67,7 @@ def _alone(folder: Path, *words: str) -> None:
         getattr(layouts, verb)(folder, *names)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sharded_over_four_two_and_one(ranks: Any, tmp_path: Path) -> None:
     _alone(tmp_path, "save:plain", "save:named")
     ranks(
@@ -97,7 +92,7 @@ def test_sharded_over_four_two_and_one(ranks: Any, tmp_path: Path) -> None:
     ranks(4, SCRIPT, tmp_path, "take:fsdp:fsdp-2", "take:grid:fsdp-2", "take:hybrid:grid-4", timeout=120)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_zero_replicas_and_pipelines(ranks: Any, tmp_path: Path) -> None:
     _alone(tmp_path, "save:plain", "save:named", "save:pipeline")
     ranks(3, SCRIPT, tmp_path, "save:ddp", "save:zero", "save:named_zero", "save:flat", "take:zero:zero-3", timeout=120)

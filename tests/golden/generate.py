@@ -111,7 +111,7 @@ def build() -> dict[str, bytes]:
     data, index_crc = _file(index, pickle, [RECORDS[n] for n in order])
     entry = manifest.ContainerEntry(file=CONTAINER, rank=0, nbytes=len(data), index_crc32=index_crc)
     made = manifest.Manifest(
-        step=120, attempt="9f86d081", created="2026-01-31T12:00:00+00:00", world_size=1, containers=(entry,)
+        format=1, step=120, attempt="9f86d081", created="2026-01-31T12:00:00+00:00", world_size=1, containers=(entry,)
     )
     return {CONTAINER: data, MANIFEST: manifest.encode(made)}
 
@@ -234,6 +234,7 @@ def build_several() -> dict[str, bytes]:
     encoded, head_crc = catalog.encode_catalog(claims, np.array(nbytes, np.uint64), np.array(crcs, np.uint32))
     files[catalog.FILE] = encoded
     made = manifest.Manifest(
+        format=1,
         step=120,
         attempt="9f86d081",
         created="2026-01-31T12:00:00+00:00",

@@ -66,7 +66,7 @@ def test_the_device_cache_keeps_snapshots_whole(device_cache: str, tmp_path: Pat
                 assert used > 0
     for step, (m, o) in expected.items():
         other, other_optimizer = _trained()
-        ds.restore(tmp_path / f"step-{step:08d}", [from_stateful("m", other), from_stateful("o", other_optimizer)])
+        ds.restore([from_stateful("m", other), from_stateful("o", other_optimizer)], tmp_path / f"step-{step:08d}")
         assert equal(dict(other.state_dict()), dict(m))
         assert equal(other_optimizer.state_dict()["state"], o["state"])
 

@@ -79,7 +79,7 @@ def test_mixed_state_larger_than_the_cache(backend: str, tmp_path: Path) -> None
     for tensor in live["small"]:
         tensor.zero_()
     live["array"] = np.zeros_like(state["array"])
-    ds.restore(tmp_path / "c", [from_state_dict("s", live)], io_backend=backend, **SMALL)
+    ds.restore([from_state_dict("s", live)], tmp_path / "c", io_backend=backend, **SMALL)
     assert equal(live, state)
     assert live["large"].is_cuda
 
@@ -104,7 +104,7 @@ def test_cupy_arrays(tmp_path: Path) -> None:
         with checkpointer.gate():
             for array in state.values():
                 array += 1
-    ds.restore(tmp_path, [from_state_dict("s", state)], **SMALL)
+    ds.restore([from_state_dict("s", state)], tmp_path, **SMALL)
     assert equal(state, before)
     assert equal(ds.load(tmp_path)["s"], {k: v.get() for k, v in before.items()})
 

@@ -96,7 +96,7 @@ def commit(directory: Path, data: bytes, **fields: Any) -> Path:
     entry = manifest.ContainerEntry(
         file="rank-00000.pt", rank=0, nbytes=len(data), index_crc32=int(data[-8:].decode(), 16)
     )
-    identity = {"step": 120, "attempt": "9f86d081", "world_size": 1, **fields}
+    identity = {"format": 1, "step": 120, "attempt": "9f86d081", "world_size": 1, **fields}
     made = manifest.Manifest(created="2026-01-31T12:00:00+00:00", containers=(entry,), **identity)
     (directory / manifest.FILE).write_bytes(manifest.encode(made))
     return directory

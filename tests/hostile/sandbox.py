@@ -54,14 +54,14 @@ def attack(action: str, path: str, data: bytes, trust: Any) -> object:
         case "restore_object":
             taken: list[object] = []
             provider = PickledObjectProvider("m", get=dict, set=taken.append)
-            ds.restore(path, [provider], trust=trust, **SMALL)
+            ds.restore([provider], path, trust=trust, **SMALL)
             return taken
         case "restore_state":
-            ds.restore(path, [from_state_dict("m", {"w": torch.zeros(4)})], trust=trust, **SMALL)
+            ds.restore([from_state_dict("m", {"w": torch.zeros(4)})], path, trust=trust, **SMALL)
             return None
         case "restore_parts":
             # a part of each tensor of the golden checkpoint of two ranks, so that its catalog is asked
-            ds.restore(path, [HostTensorProvider("m", {k: torch.zeros(n, dtype=t) for k, n, t in PARTS})], **SMALL)
+            ds.restore([HostTensorProvider("m", {k: torch.zeros(n, dtype=t) for k, n, t in PARTS})], path, **SMALL)
             return None
         case "open_arrays":
             with ds.open(path, **SMALL) as checkpoint:
@@ -69,7 +69,7 @@ def attack(action: str, path: str, data: bytes, trust: Any) -> object:
                     raise DatastatesError(f"no {missing}")
                 return [(checkpoint[f"m/{key}"], checkpoint.digest(f"m/{key}")) for key, _, _ in PARTS]
         case "restore_built":
-            ds.restore(path, [from_state_dict("m", lambda: {"a": 5})], trust=trust, **SMALL)
+            ds.restore([from_state_dict("m", lambda: {"a": 5})], path, trust=trust, **SMALL)
             return None
     raise AssertionError(action)
 

@@ -63,8 +63,27 @@ FILES += ["x" * 256, "käse", "C:", "a/../../b", "rank-00000.pt/", "./rank-00000
 NUMBERS = [-1, 10**30, 10**4299, 1.0, 1.5, True, "1", None, [], {}, [1], -(10**30), float("inf"), float("nan")]
 
 
-def test_well_signed_manifest_is_accepted(attack: Any) -> None:
-    assert attack("manifest", data=GOOD).error is None
+def numbered(sequence: Any) -> bytes:
+    fields = dict(FIELDS)
+    return signed(
+        {"format": 2, "step": fields.pop("step"), "sequence": sequence}
+        | {k: fields[k] for k in fields if k != "format"}
+    )
+
+
+@pytest.mark.parametrize("data", [GOOD, numbered(1), numbered(2**63 - 1)], ids=["format 1", "format 2", "the highest"])
+def test_well_signed_manifest_is_accepted(attack: Any, data: bytes) -> None:
+    assert attack("manifest", data=data).error is None
+
+
+@pytest.mark.parametrize("value", [0, 2**63, *NUMBERS], ids=brief)
+def test_impossible_sequence_is_refused(refused: Any, value: Any) -> None:
+    refused("manifest", data=numbered(value))
+
+
+def test_a_sequence_in_a_manifest_of_format_1_is_refused(refused: Any) -> None:
+    refused("manifest", data=numbered(1).replace(b'"format": 2', b'"format": 1'))
+    refused("manifest", data=signed({**FIELDS, "sequence": 1}))
 
 
 @pytest.mark.parametrize("file", FILES)

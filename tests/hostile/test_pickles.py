@@ -333,6 +333,11 @@ def test_huge_memo_number_costs_nothing(attack: Any, index: int) -> None:
     assert attack("loads", data=pickled(b"]r" + number + b"0j" + number)).error is None
 
 
+@pytest.mark.parametrize("unit", [b"]", b"}", b"(", b"N\x85", b"]0", b"N\x85\x85"], ids=repr)
+def test_more_containers_than_a_pickler_writes_are_refused(refused: Any, unit: bytes) -> None:
+    refused("loads", data=pickled(b"]" + unit * 300_000))
+
+
 # --- time
 
 LAUGHS = laughs(60)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from datetime import timedelta
-from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ from datastates.errors import DatastatesError, FormatError, TrustError
 from datastates.providers import PickledObjectProvider, from_state_dict
 
 SMALL = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_threads": 1}
-OBJECTS = {"fraction": Fraction(2, 3), "delta": timedelta(1, 2), "plain": [1, "a"]}
-BOTH = ["fractions.Fraction", "datetime.timedelta"]
+OBJECTS = {"space": SimpleNamespace(a=1), "uuid": UUID(int=5), "plain": [1, "a"]}
+BOTH = ["types.SimpleNamespace", "uuid.UUID"]
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def test_trusted_classes_are_loaded(checkpoint: Path, trust: Collection[str] | s
 @pytest.mark.parametrize(
     ("trust", "missing"),
     [
-        ((), "fractions.Fraction"),
-        (["fractions.Fraction"], "datetime.timedelta"),
-        (["datetime.timedelta"], "fractions.Fraction"),
+        ((), "types.SimpleNamespace"),
+        (["types.SimpleNamespace"], "uuid.UUID"),
+        (["uuid.UUID"], "types.SimpleNamespace"),
         (
-            ["fractions", "Fraction", "fractions.*", "*", "fractions.Fraction2", "Fractions.fraction"],
-            "fractions.Fraction",
+            ["types", "SimpleNamespace", "types.*", "*", "types.SimpleNamespace2", "Types.SimpleNamespace"],
+            "types.SimpleNamespace",
         ),
-        (["all"], "fractions.Fraction"),
+        (["all"], "types.SimpleNamespace"),
     ],
 )
 def test_class_that_is_not_named_is_refused_by_its_name(checkpoint: Path, trust: list[str], missing: str) -> None:
@@ -56,14 +56,14 @@ def test_class_that_is_not_named_is_refused_by_its_name(checkpoint: Path, trust:
     assert f"trust=[{missing!r}]" in str(caught.value)
 
 
-@pytest.mark.parametrize("trust", [(), ["fractions.Fraction"]])
+@pytest.mark.parametrize("trust", [(), ["types.SimpleNamespace"]])
 @pytest.mark.parametrize("strict", [True, False])
 def test_refusal_leaves_the_state_unchanged(checkpoint: Path, trust: list[str], strict: bool) -> None:
     live = {"w": torch.zeros(3), "n": 1}
     taken: list[Any] = []
     providers = [from_state_dict("state", live), PickledObjectProvider("objects", get=dict, set=taken.append)]
     with pytest.raises(TrustError):
-        ds.restore(checkpoint, providers, trust=trust, strict=strict, **SMALL)
+        ds.restore(providers, checkpoint, trust=trust, strict=strict, **SMALL)
     assert live["n"] == 1
     assert torch.equal(live["w"], torch.zeros(3))
     assert taken == []
@@ -73,7 +73,7 @@ def test_trusted_objects_are_restored(checkpoint: Path) -> None:
     live = {"w": torch.zeros(3), "n": 1}
     taken: list[Any] = []
     providers = [from_state_dict("state", live), PickledObjectProvider("objects", get=dict, set=taken.append)]
-    ds.restore(checkpoint, providers, trust=BOTH, **SMALL)
+    ds.restore(providers, checkpoint, trust=BOTH, **SMALL)
     assert live["n"] == 5
     assert torch.equal(live["w"], torch.ones(3))
     assert taken == [OBJECTS]
@@ -81,7 +81,7 @@ def test_trusted_objects_are_restored(checkpoint: Path) -> None:
 
 def test_providers_that_are_not_restored_need_no_trust(checkpoint: Path) -> None:
     live = {"w": torch.zeros(3), "n": 1}
-    ds.restore(checkpoint, [from_state_dict("state", live)], **SMALL)
+    ds.restore([from_state_dict("state", live)], checkpoint, **SMALL)
     assert live["n"] == 5
 
 

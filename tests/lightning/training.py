@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -64,7 +65,7 @@ def quiet() -> None:
 if __name__ == "__main__":
     quiet()
     directory, steps = Path(sys.argv[1]), int(sys.argv[2])
-    module, io = Module(), DataStatesCheckpointIO(**OPTIONS)
+    module, io = Module(), DataStatesCheckpointIO(**OPTIONS, **json.loads(os.environ.get("MORE", "{}")))
     there = sorted(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     trainer(directory, steps, io).fit(module, data(), ckpt_path=there[-1] if there else None)
     print(json.dumps(module.losses))

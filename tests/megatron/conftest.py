@@ -15,6 +15,13 @@ import pytest
 SECONDS = 120
 HERE = Path(__file__).parent
 
+IMPORTED = (
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "pytest",
+)
+
 Run = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 
 
@@ -47,7 +54,8 @@ def run(ranks: Any, tmp_path: Path) -> Run:
         source += '\nif __name__ == "__main__":\n    begin()\n    main()\n    end()\n'
         done: list[subprocess.CompletedProcess[str]]
         # the locks of processes that are killed stay; the name is short, as Megatron makes sockets there
-        done = ranks(n, source, *arguments, **{"timeout": SECONDS, "TMPDIR": str(tmp_path.parent), **options})
+        given = {"timeout": SECONDS, "imported": IMPORTED, "TMPDIR": str(tmp_path.parent), **options}
+        done = ranks(n, source, *arguments, **given)
         return done
 
     return start

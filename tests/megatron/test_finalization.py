@@ -29,7 +29,8 @@ def nothing(directory):
 """
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+# a persistent worker imports Megatron-Core anew
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_full_disk_on_one_rank(run: Any, tmp_path: Path, persistent: bool) -> None:
     run(
         2,
@@ -169,6 +170,7 @@ def _python(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["ended", "killed"])
 def test_who_waits_is_woken(how: str) -> None:
     with _python(HOLDER) as holder:

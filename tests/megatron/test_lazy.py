@@ -45,7 +45,8 @@ SLOW = """
 """
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+# a persistent worker imports Megatron-Core anew
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_checkpoint_holds_the_state_of_the_call(run: Any, tmp_path: Path, persistent: bool) -> None:
     run(
         2,
@@ -111,17 +112,19 @@ def test_what_is_changed_while_the_ranks_plan_is_named(run: Any, tmp_path: Path)
         SLOW
         + """
     strategy = Ours.save(**SMALL)
-    together(directory.mkdir)
+    save(sharded(), directory / "first", strategy)  # a first one waits until the ranks have met
+    second = directory / "second"
+    together(second.mkdir)
     if rank() == 0:
         time.sleep(1)  # rank 1 plans with it in the meantime
-    request = strategy.async_save(sharded()["tensors"], directory)
+    request = strategy.async_save(sharded()["tensors"], second)
     if rank() == 1:
         time.sleep(0.3)
         with torch.no_grad():
             parameters["p5"].mul_(2)
     with pytest.raises(TornSnapshotError if rank() == 1 else CommitError, match="'p5'|/p5'"):
         request.execute_sync()
-    assert not names(directory), names(directory)
+    assert not names(second), names(second)
 """,
         tmp_path / "made",
     )

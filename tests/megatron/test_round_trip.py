@@ -10,7 +10,7 @@ import pytest
 PAIRS = [("Ours", "Ours"), ("Ours", "Stock"), ("Stock", "Ours")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_between_layouts_of_two_ranks(run: Any, tmp_path: Path) -> None:
     run(
         2,
@@ -30,7 +30,7 @@ def test_between_layouts_of_two_ranks(run: Any, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_from_two_ranks_to_one_and_back(run: Any, tmp_path: Path) -> None:
     layouts = ["tp=2", "pp=2", "dp=2"]
     run(
@@ -65,7 +65,8 @@ def test_from_two_ranks_to_one_and_back(run: Any, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+# a persistent worker imports Megatron-Core anew
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_asynchronous(run: Any, tmp_path: Path, persistent: bool) -> None:
     run(
         2,

@@ -46,7 +46,7 @@ def test_arrays_among_them_are_kept(tmp_path: Path) -> None:
     assert found.objects == [{1}]
     live = {"module": state(mean=torch.zeros(5), objects=[set()])}
     live["module"]["weight"].zero_()
-    ds.restore(tmp_path / "c", [from_state_dict("s", live)], trust="all")
+    ds.restore([from_state_dict("s", live)], tmp_path / "c", trust="all")
     assert torch.equal(live["module"]["weight"], torch.arange(6.0))
 
 
@@ -74,6 +74,6 @@ def test_modules_hand_them_to_load_state_dict(tmp_path: Path) -> None:
     assert found._metadata == saved.state_dict()._metadata
     # a hook makes load_state_dict() the way to restore
     live[1].register_load_state_dict_pre_hook(lambda _, __, ___, local_metadata, *rest: seen.append(local_metadata))
-    ds.restore(tmp_path / "c", [from_stateful("m", live)])
+    ds.restore([from_stateful("m", live)], tmp_path / "c")
     assert torch.equal(live[0].weight, saved[0].weight)
     assert {"version": 2} in [{"version": item["version"]} for item in seen if isinstance(item, dict)]

@@ -149,7 +149,7 @@ def test_a_fresh_optimizer_gets_states_placed_like_its_parameters(tmp_path: Path
     train(live, optimizer)
     ds.snapshot([from_stateful("optimizer", optimizer)], tmp_path / "saved").wait_committed()
     fresh = torch.optim.AdamW(live.parameters(), lr=0.3, fused=False)
-    ds.restore(tmp_path / "saved", [from_stateful("optimizer", fresh)])
+    ds.restore([from_stateful("optimizer", fresh)], tmp_path / "saved")
     assert fresh.param_groups[0]["lr"] == 0.1
     assert live[0].bias not in fresh.state
     for parameter, state in optimizer.state.items():

@@ -66,7 +66,7 @@ def test_what_was_saved_key_by_key_restores_into_an_optimizer(is_fresh: bool, tm
     model, optimizer = _trained(1)
     ds.snapshot([_zero(model, optimizer)], tmp_path / "c").wait_committed()
     other = torch.optim.AdamW(model.parameters()) if is_fresh else _trained(2)[1]
-    ds.restore(tmp_path / "c", [from_stateful("optim", other)])
+    ds.restore([from_stateful("optim", other)], tmp_path / "c")
     assert equal(_states(other), _states(optimizer))
     assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
@@ -76,7 +76,7 @@ def test_what_was_saved_key_by_key_restores_into_containers(tmp_path: Path) -> N
     ds.snapshot([_zero(model, optimizer)], tmp_path / "c").wait_committed()
     live = {**_trained(2)[1].state_dict()}
     del live["param_groups"][0]["decoupled_weight_decay"], live["param_groups"][0]["lr"]
-    restored = ds.restore(tmp_path / "c", [from_state_dict("optim", live)], strict=False)
+    restored = ds.restore([from_state_dict("optim", live)], tmp_path / "c", strict=False)
     assert restored.unexpected_keys == ["optim/param_groups/0/lr", "optim/param_groups/0/decoupled_weight_decay"]
     assert equal(live["state"], optimizer.state_dict()["state"])
 

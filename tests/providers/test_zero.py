@@ -369,7 +369,7 @@ def test_python_numbers_of_an_optimizer_stay_what_they_are(tmp_path: Path) -> No
     ds.snapshot([saving], tmp_path / "saved").wait_committed()
     for live in ({}, {"step": 1, "scale": 1.0, "m": torch.zeros(3)}, {"step": torch.tensor(3.0)}):
         restored, optimizer = provider(live)
-        ds.restore(tmp_path / "saved", [restored])
+        ds.restore([restored], tmp_path / "saved")
         (state,) = optimizer.state.values()
         kind = type(live.get("step", 0))
         assert (type(state["step"]), float(state["step"]), state["scale"]) == (kind, 12.0, 0.5)
@@ -476,7 +476,7 @@ def test_a_plain_optimizer_restores_into_zero_redundancy(tmp_path: Path) -> None
     ds.snapshot([from_stateful("optim", plain)], tmp_path / "saved").wait_committed()
     twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
     optimizer = ZeroRedundancyOptimizer(twins, torch.optim.AdamW, lr=5.0)
-    ds.restore(tmp_path / "saved", [ShardedZeroProvider.from_zero_redundancy("optim", optimizer)])
+    ds.restore([ShardedZeroProvider.from_zero_redundancy("optim", optimizer)], tmp_path / "saved")
     for parameter, twin, gradient in zip(parameters, twins, _logical(13).values(), strict=True):
         parameter.grad, twin.grad = gradient, gradient.clone()
     plain.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+IMPORTED = ("torch.distributed.fsdp", "torchtitan.components.checkpointer")
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "torchtitan"
 
 TRAINING = f"""
@@ -107,6 +108,7 @@ os._exit(0)  # an interpreter with threads of gloo may abort at its end
 """,
         tmp_path,
         timeout=120,
+        imported=IMPORTED,
     )
 
 
@@ -150,6 +152,7 @@ os._exit(0)  # an interpreter with threads of gloo may abort at its end
 """,
         tmp_path,
         timeout=120,
+        imported=IMPORTED,
     )
 
 
@@ -177,6 +180,7 @@ os._exit(0)  # an interpreter with threads of gloo may abort at its end
 """,
         tmp_path,
         timeout=120,
+        imported=IMPORTED,
     )
 
 
@@ -209,4 +213,5 @@ os._exit(0)  # an interpreter with threads of gloo may abort at its end
 """,
         tmp_path,
         timeout=120,
+        imported=IMPORTED,
     )

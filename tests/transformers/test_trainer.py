@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
-import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from by_path import module_at
 
-from datastates import _native, faults
+from datastates import _native, directories, faults, manifest
 from datastates.errors import SettingsError, StorageError
 
 torch = pytest.importorskip("torch")
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.filterwarnings("ignore")  # of loaders without pinned memory, and of transformers itself
+IMPORTED = ("accelerate", "transformers.models.llama.modeling_llama", "transformers.trainer")
 HELD = 2000
 """Milliseconds for which a first write is held up, and with it the capture of what the cache does not hold."""
 
 
 @pytest.fixture(scope="module")
 def training() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trainer_training", HERE / "training.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(HERE / "training.py")
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +39,17 @@ def _disarmed() -> Iterator[None]:
     faults.clear()
 
 
-def run(directory: Path, steps: int, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, HERE / "training.py", directory, str(steps), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def run(module_ranks: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Train for some steps in a process of its own."""
+
+    def train(directory: Path, steps: int, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        options = {"timeout": 150, "may_fail": [0], "imported": IMPORTED, "alone": True}
+        done: subprocess.CompletedProcess[str]
+        (done,) = module_ranks(1, HERE / "training.py", directory, steps, *words, **options, **variables)
+        return done
+
+    return train
 
 
 def said(done: subprocess.CompletedProcess[str]) -> Any:
@@ -65,16 +63,16 @@ def same(first: Path, second: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+def stock(run: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
     """The losses without this package and without interruption, and the file with the end."""
     directory = tmp_path_factory.mktemp("stock")
     return said(run(directory / "whole", 12, "stock"))["losses"], directory / "whole-end.pt"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["write=kill@14", "sync=kill@3", "manifest.sync_directory=kill@2"])
 def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(
-    fault: str, stock: tuple[list[float], Path], tmp_path: Path
+    fault: str, run: Any, stock: tuple[list[float], Path], tmp_path: Path
 ) -> None:
     expected, end = stock
     killed = tmp_path / "killed"
@@ -90,10 +88,11 @@ def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(
     assert {path.name for path in killed.iterdir()} == {"checkpoint-10", "checkpoint-12"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_several_ranks_commit_one_folder(ranks: Any, tmp_path: Path) -> None:
     arguments = (HERE / "training.py", tmp_path / "run")
-    (first, *_) = ranks(2, *arguments, 12, timeout=150, TOKENIZERS_PARALLELISM="false")
+    options = {"timeout": 150, "imported": IMPORTED, "TOKENIZERS_PARALLELISM": "false"}
+    (first, *_) = ranks(2, *arguments, 12, **options)
     expected = said(first)["losses"]
     folder = tmp_path / "run" / "checkpoint-10"
     assert {"rng_state_0.pth", "rng_state_1.pth", "pytorch_model.bin", "optimizer.pt"} <= {
@@ -101,12 +100,12 @@ def test_several_ranks_commit_one_folder(ranks: Any, tmp_path: Path) -> None:
     }
     (tmp_path / "run-end.pt").rename(tmp_path / "whole-end.pt")
     (tmp_path / "run" / "checkpoint-12").rename(tmp_path / "last")
-    (second, *_) = ranks(2, *arguments, 12, timeout=150)
+    (second, *_) = ranks(2, *arguments, 12, **options)
     assert said(second) == {"from": "checkpoint-10", "losses": expected}
     assert same(tmp_path / "whole-end.pt", tmp_path / "run-end.pt")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: Path) -> None:
     script = f"""
     import sys
@@ -126,7 +125,7 @@ def test_what_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: Path) -> None
     else:
         raise AssertionError("nothing was raised")
     """
-    ranks(2, script, timeout=150)
+    ranks(2, script, timeout=150, imported=IMPORTED)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint-6"}
 
 
@@ -200,6 +199,39 @@ def test_a_failure_is_told_and_leaves_nothing(training: ModuleType, tmp_path: Pa
     with pytest.raises(StorageError, match="No space"):
         made.train()
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-6"}
+
+
+def test_what_another_run_is_writing_is_left_alone(training: ModuleType, tmp_path: Path) -> None:
+    alive, dead = (manifest.begin(tmp_path / f".checkpoint-{step}") for step in (77, 78))
+    dead.close()
+    for pending in (alive, dead):  # between the two renames that replace a checkpoint
+        pending.directory.with_name(pending.directory.name + "-old").mkdir()
+    made = training.trainer(tmp_path, 5)
+    checkpoints = training.attach(made, **training.OPTIONS)
+    found: list[bool] = []
+
+    class Watch(training.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_save(self, *_: Any, **__: Any) -> None:
+            found.extend(directories.is_live(path) for path in tmp_path.glob(".checkpoint-5.partial-*"))
+            go.set()
+
+    go = threading.Event()
+    checkpoints.files.begin()
+    checkpoints.files.then("what comes before", None, lambda _: go.wait())
+    made.add_callback(Watch())
+    made.train()
+    assert found == [True]
+    names = {"checkpoint-5", "checkpoint-78", alive.directory.name, alive.directory.name + "-old"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert not (tmp_path / "checkpoint-5" / manifest.LOCK).exists()
+    manifest.abandon(alive)
+
+
+def test_a_trainer_is_attached_once(training: ModuleType, tmp_path: Path) -> None:
+    made = training.trainer(tmp_path, 5)
+    training.attach(made, **training.OPTIONS)
+    with pytest.raises(ValueError, match="has been called for it"):
+        training.attach(made, **training.OPTIONS)
 
 
 def test_a_module_that_is_no_model_of_transformers(training: ModuleType, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -30,7 +31,9 @@ struct CapturedExtent {
         : job(std::move(state)), index(extent_index), block(std::move(cache_block)) {}
     /// The block goes back when no device writes into it any more.
     ~CapturedExtent() {
-        for (const auto& event : events) event->synchronize();
+        for (const auto& event : events) {
+            if (!event->synchronize()) block.lose();
+        }
     }
     CapturedExtent(const CapturedExtent&) = delete;
     CapturedExtent& operator=(const CapturedExtent&) = delete;
@@ -59,8 +62,8 @@ struct CapturedExtent {
     std::vector<std::shared_ptr<Event>> events;  // of the device copies under way
     /// A worker is to copy its host sources.
     bool host_later = false;
-    /// It is a worker's until the writer has been told.
-    bool working = false;
+    /// It is a worker's.
+    std::atomic<bool> working = false;
 
   private:
     struct SourceFragment {

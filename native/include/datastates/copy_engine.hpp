@@ -30,7 +30,8 @@ class Event {
     /// Whether the stream has come past it. Throws Error "cuda" when the device failed on the way.
     bool passed() const;
     /// Blocks until it has; a failed device counts as passed, since nothing runs on it any more.
-    void synchronize() const;
+    /// False where the driver let nobody wait for it (cuda::quietly).
+    bool synchronize() const;
     /// Lets later work on `stream`, of any device, wait for it.
     void order_before(cuda::StreamHandle stream) const;
 
@@ -104,14 +105,20 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
     void prepare();
     std::shared_ptr<Event> record(cuda::StreamHandle stream,
                                   std::shared_ptr<const void> keep = nullptr) const;
+    /// Lets later work on `stream` wait for the event. Of a stream that is being captured the
+    /// caller waits: a graph cannot, and what goes into one is done later.
     void wait(cuda::StreamHandle stream, const Event& event) const;
+    /// Throws Error "cuda" for a stream that is being captured.
+    void require_not_capturing(cuda::StreamHandle stream) const;
+    /// See cuda::is_mapped.
+    bool has_memory(cuda::DevicePointer pointer, std::uint64_t bytes, std::uint64_t& known) const;
     /// Asynchronous copies; the host side should be page-locked.
     void to_host(std::byte* host, cuda::DevicePointer device, std::size_t bytes,
                  cuda::StreamHandle stream) const;
     void to_device(cuda::DevicePointer device, const std::byte* host, std::size_t bytes,
                    cuda::StreamHandle stream) const;
-    /// Blocks until the stream is idle, or its device has failed.
-    void drain(cuda::StreamHandle stream) const;
+    /// Blocks until the stream is idle, or its device has failed. False as of Event::synchronize.
+    bool drain(cuda::StreamHandle stream) const;
     /// Whether kernels reach page-locked host memory at the host's addresses.
     bool reaches_host() const { return reaches_host_; }
     /// Whether device memory is freed in the order of a stream, without waiting for the device.

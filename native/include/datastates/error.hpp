@@ -27,8 +27,8 @@ class Error : public std::exception {
     static Error invalid(std::string message);
     static Error closed(std::string message);
     static Error cancelled();
-    /// The exception being handled, whatever its type.
-    static Error current();
+    /// The exception being handled, whatever its type; needs no memory where there is none.
+    static Error current() noexcept;
 
     const char* what() const noexcept override { return details_->message.c_str(); }
     ErrorCode code() const { return details_->code; }

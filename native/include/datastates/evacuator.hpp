@@ -60,6 +60,7 @@ class Evacuator {
         // What goes to the slab and was not enqueued yet.
         std::vector<Move> moves{};
         std::vector<gather::Range> ranges{};
+        std::uint64_t known = cuda::kNowhere;
     };
 
     bool evacuate_what_fits(WriteState& job);
@@ -67,8 +68,7 @@ class Evacuator {
     static std::shared_ptr<DeviceImage> image(WriteState& job, int device, std::uint64_t bytes,
                                               Place& place);
     static void take_slab(WriteState& job, int device, std::uint64_t bytes, Place& place);
-    static void add(const WriteState& job, Claim claim, std::shared_ptr<DeviceImage> image,
-                    Place& place);
+    static void add(WriteState& job, Claim claim, std::shared_ptr<DeviceImage> image, Place& place);
     static void enqueue(WriteState& job, int device, Place& place);
 
     DeviceCache cache_;

@@ -16,10 +16,14 @@ enum class Point : std::uint8_t {
     sync,
     truncate,
     allocate,
+    statfs,
     uring_setup,
+    uring_probe,
+    uring_enter,
     cuda_alloc,
     cuda_register,
     cuda_slab,
+    host_read,
 };
 
 /// What the caller of `hit` must do in place of its syscall. (Kill and delay happen inside `hit`.)

@@ -8,30 +8,11 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <utility>
 
+#include "datastates/descriptor.hpp"
 #include "datastates/file_memory.hpp"
 
 namespace datastates {
-
-/// A file descriptor that closes itself.
-class FileDescriptor {
-  public:
-    FileDescriptor() = default;
-    explicit FileDescriptor(int fd) : fd_(fd) {}
-    FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-    FileDescriptor& operator=(FileDescriptor&& other) noexcept;
-    FileDescriptor(const FileDescriptor&) = delete;
-    FileDescriptor& operator=(const FileDescriptor&) = delete;
-    ~FileDescriptor() { reset(); }
-
-    int get() const { return fd_; }
-    bool valid() const { return fd_ >= 0; }
-    void reset();
-
-  private:
-    int fd_ = -1;
-};
 
 /// An open file. It holds a buffered descriptor and, where the file system takes direct I/O, a
 /// second one with O_DIRECT; a transfer goes through the direct one when its place, length and

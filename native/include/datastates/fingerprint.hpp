@@ -12,8 +12,17 @@
 /// added up in any order. The device kernel computes the same function.
 namespace datastates::fingerprint {
 
+constexpr std::uint64_t kSamples = 32;  // one for each lane of a warp
+constexpr std::uint64_t kWord = 8;
+
 /// Of a whole range in host memory.
 std::uint64_t of(const std::byte* data, std::uint64_t nbytes);
+
+/// Where the word of sample `i` begins in a range of more than kSamples words.
+std::uint64_t sample_offset(std::uint64_t nbytes, std::uint64_t i);
+
+/// Of a whole range of more than kSamples words, from the sampled words alone, one after the other.
+std::uint64_t of_samples(std::uint64_t nbytes, const std::byte* samples);
 
 /// Fetches what `of` will read into the processor's cache, while it does something else.
 void prefetch(const std::byte* data, std::uint64_t nbytes);

@@ -7,12 +7,12 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <span>
 #include <stop_token>
 #include <thread>
 #include <vector>
 
+#include "datastates/page.hpp"
 #include "datastates/shim/cuda.hpp"
 
 namespace datastates {
@@ -34,6 +34,8 @@ class Block {
     /// way.
     bool page_locked() const;
     void reset();
+    /// Never gives it back: a device may write into it for ever.
+    void lose() { cache_ = nullptr; }
 
   private:
     HostCache* cache_;
@@ -54,7 +56,8 @@ class Block {
 class HostCache {
   public:
     /// Takes as many whole blocks as fit `limit_bytes` (at least one must). Touches no memory.
-    HostCache(std::size_t limit_bytes, std::size_t block_bytes);
+    HostCache(std::size_t limit_bytes, std::size_t block_bytes,
+              std::size_t page_bytes = page_size());
     ~HostCache();
     HostCache(const HostCache&) = delete;
     HostCache& operator=(const HostCache&) = delete;
@@ -105,6 +108,7 @@ class HostCache {
     Piece* next_piece();
     void make_ready(Piece& piece);
     Piece& piece_of(std::size_t block) { return pieces_[block / blocks_per_piece_]; }
+    void make_free(std::size_t index);
     Block take_lowest();
     void release(std::size_t index);
 
@@ -117,7 +121,9 @@ class HostCache {
     std::vector<Piece> pieces_;
     std::size_t reserved_ = 0;  // pieces
     std::vector<bool> taken_;
-    std::set<std::size_t> free_;  // blocks that can be had, lowest first
+    // Blocks that can be had. To give one back takes no memory: there may be none.
+    std::vector<bool> free_;
+    std::size_t free_count_ = 0;
     std::shared_ptr<cuda::PrimaryContext> context_;
     std::condition_variable_any work_;
     std::vector<std::jthread> workers_;  // last: join first

@@ -75,7 +75,8 @@ class IoBackend {
     /// effort; called by the submitting thread, again when the memory has grown at its end.
     virtual void register_memory(std::span<std::byte> memory, std::size_t piece_bytes) = 0;
 
-    /// Never blocks on I/O: what exceeds the queue depth waits inside.
+    /// Never blocks on I/O: what exceeds the queue depth waits inside. Where it throws, nothing has
+    /// been submitted.
     virtual void submit(const IoRequest& request) = 0;
 
     /// The completions there are. With `wait` and none there yet, blocks until there is one, or

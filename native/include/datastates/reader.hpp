@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -98,7 +99,7 @@ class Reader {
     std::condition_variable_any queued_;
     std::deque<std::shared_ptr<ReadState>> queue_;
     std::condition_variable work_done_;
-    std::vector<std::shared_ptr<Reading>> worked_;
+    std::list<std::shared_ptr<Reading>> worked_;
     // The thread's own, for the job at hand.
     std::unordered_map<std::uint64_t, Part> in_flight_;
     std::shared_ptr<ReadState> leaving_;     // over, but for reads that the job at hand took over

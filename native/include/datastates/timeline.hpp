@@ -42,7 +42,7 @@ struct Span {
 };
 
 /// What happened when during one job. Bounded: a job of more spans keeps the first ones and counts
-/// the others. Thread-safe.
+/// the others, and those for which there is no memory. Thread-safe.
 class Timeline {
   public:
     /// A few megabytes; a terabyte in extents of 8 MiB has 10^5 writes.
@@ -50,9 +50,10 @@ class Timeline {
 
     explicit Timeline(std::size_t limit = kLimit) : limit_(limit) {}
 
-    void add(const Span& span);
+    void add(const Span& span) noexcept;
     /// One that ends now.
-    void add(Stage stage, std::uint32_t track, Clock::time_point begin, std::uint64_t bytes) {
+    void add(Stage stage, std::uint32_t track, Clock::time_point begin,
+             std::uint64_t bytes) noexcept {
         add({.stage = stage, .track = track, .begin = begin, .end = Clock::now(), .bytes = bytes});
     }
 

@@ -9,10 +9,12 @@
 
 namespace datastates {
 
-/// io_uring through liburing.
+/// io_uring through liburing. Transfers that the kernel refuses to take are done in the submitting
+/// thread.
 class UringBackend final : public IoBackend {
   public:
-    /// Throws Error "io" (op "io_uring_setup") when the kernel has no io_uring for us.
+    /// Throws Error "io" (op "io_uring_setup", "io_uring_probe" or "io_uring_enter") when the
+    /// kernel has no io_uring for us, or one that lacks an operation that we need.
     explicit UringBackend(unsigned queue_depth);
     ~UringBackend() override;
 
@@ -26,12 +28,13 @@ class UringBackend final : public IoBackend {
   private:
     struct Ring {
         explicit Ring(unsigned entries);
-        ~Ring() { io_uring_queue_exit(&ring); }
+        ~Ring();
         Ring(const Ring&) = delete;
         Ring& operator=(const Ring&) = delete;
         Ring(Ring&&) = delete;
         Ring& operator=(Ring&&) = delete;
         io_uring ring{};
+        FileDescriptor descriptor;  // the ring's own
     };
     struct Slot {
         Transfer transfer{IoRequest{}};
@@ -39,11 +42,12 @@ class UringBackend final : public IoBackend {
     };
 
     void start(std::size_t slot);
-    void finish(std::size_t slot);
+    void finish(std::size_t slot, const IoCompletion& completion);
     void start_waiting();
+    io_uring_sqe* queue(std::uint64_t user_data);
     void prepare(const Slot& slot, io_uring_sqe* sqe) const;
-    void arm_wake();
-    void push();
+    int push();
+    void do_queued();
     void handle(const io_uring_cqe& cqe);
     int registered_index(const std::byte* buffer, std::size_t length) const;
 
@@ -57,7 +61,10 @@ class UringBackend final : public IoBackend {
     bool refused_ = false;
     std::size_t in_flight_ = 0;
     bool woken_ = false;
-    Ring ring_;  // last: exits first
+    std::vector<std::uint64_t> queued_;  // the ring's entries that the kernel has not taken
+    std::size_t taken_ = 0;              // transfers that the kernel has
+    bool listening_ = false;             // for wake(), as far as we are concerned
+    Ring ring_;                          // last: exits first
 };
 
 }  // namespace datastates

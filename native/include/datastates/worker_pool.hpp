@@ -45,7 +45,7 @@ class WorkerPool {
     /// One a core, up to 16: that many copy faster than memory allows on the machines measured.
     static unsigned default_size();
 
-    explicit WorkerPool(unsigned size) : size_(size) {}
+    explicit WorkerPool(unsigned size) : size_(size) { threads_.reserve(size); }
     ~WorkerPool() { close(); }
     WorkerPool(const WorkerPool&) = delete;
     WorkerPool& operator=(const WorkerPool&) = delete;

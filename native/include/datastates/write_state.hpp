@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <utility>
 #include <vector>
@@ -73,6 +74,10 @@ class WriteState {
     }
     /// Of a host source, as it was captured. Any thread's.
     void fingerprint(const WritePlan::Piece& piece, const std::byte* data);
+    /// Whether a device source's bytes are still there; `known` as for cuda::is_mapped.
+    bool has_memory(const WritePlan::Piece& piece, std::uint64_t& known) const;
+    /// Some of its memory could not be read: its owner has given it back. Any thread's.
+    void lose(std::int32_t source);
     /// Of all device sources' pieces, in their order, when `memory` holds the extent; for
     /// extent_landed.
     std::vector<std::uint64_t> device_fingerprints(const WritePlan::Extent& extent,
@@ -199,6 +204,7 @@ class WriteState {
     bool written_ = false;
     bool closed_ = false;
     std::optional<Error> error_;
+    std::set<int> lost_;  // sources
     std::vector<int> torn_;
     WriteStats stats_;
     Timeline timeline_;

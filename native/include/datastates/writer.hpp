@@ -3,7 +3,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,7 +11,6 @@
 #include <string_view>
 #include <thread>
 #include <unordered_map>
-#include <vector>
 
 #include "datastates/captured_extent.hpp"
 #include "datastates/copy_engine.hpp"
@@ -50,6 +49,8 @@ class Writer {
 
   private:
     static constexpr unsigned kCopyingWorkers = 4;
+    /// Each has its place when it comes: from one list to the next it needs no memory.
+    using Extents = std::list<std::unique_ptr<CapturedExtent>>;
     struct InFlight {
         std::unique_ptr<CapturedExtent> extent;
         IoRequest request;
@@ -75,7 +76,7 @@ class Writer {
     void give_back(CapturedExtent& captured);
     void process_next();
     static void patch(const CapturedExtent& captured);
-    void write(std::unique_ptr<CapturedExtent> captured);
+    void write(std::unique_ptr<CapturedExtent>& captured);
     void start_store(const IoRequest& request);
     void reap(bool wait);
     void complete(const IoCompletion& completion, const std::optional<Error>& error);
@@ -86,13 +87,12 @@ class Writer {
     std::unique_ptr<IoBackend> backend_;
     std::mutex mutex_;
     std::condition_variable_any arrived_;
-    std::deque<std::unique_ptr<CapturedExtent>> arrivals_;
-    std::vector<CapturedExtent*> worked_;
-    std::vector<Stored> stored_;
+    Extents arrivals_;
+    std::list<Stored> stored_;
     bool look_again_ = false;
     // The thread's own.
-    std::deque<std::unique_ptr<CapturedExtent>> landing_;
-    std::deque<std::unique_ptr<CapturedExtent>> ready_;
+    Extents landing_;
+    Extents ready_;
     std::unordered_map<std::uint64_t, InFlight> in_flight_;
     std::uint64_t next_token_ = 0;
     Clock::time_point landed_;

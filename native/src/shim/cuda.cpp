@@ -2,7 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <chrono>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -11,6 +13,11 @@
 
 namespace datastates::cuda {
 namespace {
+
+// Device memory is mapped in no smaller pieces.
+constexpr std::uint64_t kGranule = std::uint64_t{2} << 20;
+// Until a graph is captured, which takes a moment.
+constexpr std::chrono::milliseconds kPoll{1};
 
 /// The library stays loaded until the process ends: the driver's own exit handlers run in it.
 class Library {
@@ -45,6 +52,7 @@ class Library {
         load(driver_.event_synchronize, "cuEventSynchronize");
         load(driver_.memcpy_to_host, "cuMemcpyDtoHAsync_v2");
         load(driver_.memcpy_to_device, "cuMemcpyHtoDAsync_v2");
+        load(driver_.pointer_get_attribute, "cuPointerGetAttribute");
         load(driver_.memory_info, "cuMemGetInfo_v2");
         load(driver_.memory_allocate, "cuMemAlloc_v2");
         load(driver_.memory_free, "cuMemFree_v2");
@@ -57,6 +65,7 @@ class Library {
         load(driver_.module_get_function, "cuModuleGetFunction");
         load(driver_.launch_kernel, "cuLaunchKernel");
         available_ = complete && driver_.init(0) == kSuccess;
+        load(driver_.stream_is_capturing, "cuStreamIsCapturing");
         load(driver_.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
         load(driver_.memory_free_async, "cuMemFreeAsync");
     }
@@ -111,17 +120,68 @@ PrimaryContext::~PrimaryContext() { static_cast<void>(driver().primary_context_r
 
 CurrentContext::CurrentContext(ContextHandle context) {
     check(driver().context_push(context), "cuCtxPushCurrent");
-    if (driver().exchange_capture_mode != nullptr) {
-        static_cast<void>(driver().exchange_capture_mode(&capture_mode_));
-    }
+    capture_mode_ = exchange_capture_mode(kCaptureModeRelaxed);
 }
 
 CurrentContext::~CurrentContext() {
-    if (driver().exchange_capture_mode != nullptr) {
-        static_cast<void>(driver().exchange_capture_mode(&capture_mode_));
-    }
+    exchange_capture_mode(capture_mode_);
     ContextHandle popped = nullptr;
     static_cast<void>(driver().context_pop(&popped));
+}
+
+bool is_capturing(StreamHandle stream) {
+    if (driver().stream_is_capturing == nullptr) return false;
+    int status = kCapturingNothing;
+    const Result result = driver().stream_is_capturing(stream, &status);
+    // The legacy stream, for which a stream that waits for it is being captured.
+    if (result == kCaptureImplicit) return true;
+    check(result, "cuStreamIsCapturing");
+    return status != kCapturingNothing;
+}
+
+void require_not_capturing(StreamHandle stream) {
+    if (!is_capturing(stream)) return;
+    throw Error(ErrorCode::cuda, 0, "cuStreamIsCapturing", "",
+                "a CUDA graph is being captured on this stream: take snapshots and restore before "
+                "or after that");
+}
+
+bool is_mapped(DevicePointer pointer, std::uint64_t bytes, std::uint64_t& known) {
+    const DevicePointer end = pointer + bytes;
+    for (DevicePointer at = pointer; at < end; at = (at / kGranule + 1) * kGranule) {
+        if (at / kGranule == known) continue;
+        unsigned type = 0;
+        if (driver().pointer_get_attribute(&type, kMemoryType, at) != kSuccess) return false;
+        int mapped = 1;
+        // Of drivers that do not know this, memory is mapped for as long as it is allocated.
+        const Result result = driver().pointer_get_attribute(&mapped, kMapped, at);
+        if (result == kSuccess && mapped == 0) return false;
+        known = at / kGranule;
+    }
+    return true;
+}
+
+int exchange_capture_mode(int mode) {
+    if (driver().exchange_capture_mode != nullptr) {
+        static_cast<void>(driver().exchange_capture_mode(&mode));
+    }
+    return mode;
+}
+
+bool is_refused_for_now(Result result) {
+    return result == kCaptureUnsupported || result == kCaptureImplicit;
+}
+
+bool Patience::again(Result result) const {
+    if (!is_refused_for_now(result) || std::chrono::steady_clock::now() >= end_) return false;
+    std::this_thread::sleep_for(kPoll);
+    return true;
+}
+
+Error capture_lasts() {
+    return {ErrorCode::cuda, kCaptureUnsupported, "cuStreamBeginCapture", "",
+            "a CUDA graph has been captured for minutes, and the driver lets nobody wait for a "
+            "device meanwhile: was its capture ended?"};
 }
 
 Kernel::Kernel(std::shared_ptr<PrimaryContext> context, const char* ptx, const char* name)

@@ -1,9 +1,12 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
+
+#include "datastates/error.hpp"
 
 /// The CUDA driver, found at run time: the few functions that we use, by our own prototypes, so
 /// that one build runs with and without a GPU and needs no toolkit.
@@ -30,6 +33,13 @@ constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kHostPortable = 1;
 constexpr unsigned kHostDeviceMap = 2;
 constexpr int kCaptureModeRelaxed = 2;
+constexpr int kCapturingNothing = 0;
+// While somebody captures a graph: what is refused for as long as that lasts.
+constexpr Result kCaptureUnsupported = 900;
+constexpr Result kCaptureImplicit = 906;
+// Pointer attributes.
+constexpr int kMemoryType = 2;
+constexpr int kMapped = 13;
 // Device attributes.
 constexpr int kHostPointersForRegisteredMemory = 91;
 constexpr int kMemoryPoolsSupported = 115;
@@ -58,6 +68,7 @@ struct Driver {
                              StreamHandle stream);
     Result (*memcpy_to_device)(DevicePointer device, const void* host, std::size_t bytes,
                                StreamHandle stream);
+    Result (*pointer_get_attribute)(void* value, int attribute, DevicePointer pointer);
     Result (*memory_info)(std::size_t* free, std::size_t* total);
     Result (*memory_allocate)(DevicePointer* pointer, std::size_t bytes);
     Result (*memory_free)(DevicePointer pointer);
@@ -72,7 +83,8 @@ struct Driver {
                             unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
                             unsigned shared_bytes, StreamHandle stream, void** parameters,
                             void** extra);
-    // These may be missing: since CUDA 10.1, and 11.2.
+    // These may be missing: since CUDA 10.0, 10.1, and 11.2.
+    Result (*stream_is_capturing)(StreamHandle stream, int* status);
     Result (*exchange_capture_mode)(int* mode);
     Result (*memory_free_async)(DevicePointer pointer, StreamHandle stream);
 };
@@ -120,18 +132,61 @@ class CurrentContext {
     CurrentContext& operator=(CurrentContext&&) = delete;
 
   private:
-    int capture_mode_ = kCaptureModeRelaxed;  // then the thread's own, to be put back
+    int capture_mode_;  // the thread's own
 };
 
-/// For destructors: makes a call with its context current and passes over its failure. It fails
-/// there only when the process is ending and the driver or the context has gone, or when the device
-/// has failed, which its user has been told already.
+/// Whether work on a stream goes into a graph instead of being done. REQUIRES: a current context.
+bool is_capturing(StreamHandle stream);
+
+/// Throws Error "cuda" if so: what is enqueued for a snapshot or a restore must be done now.
+void require_not_capturing(StreamHandle stream);
+
+/// Whether the memory is there, as far as the driver knows: a copy or a kernel of ours that reads
+/// what is not could end the context of the training, too. `known` is for the next question, at
+/// first kNowhere. REQUIRES: a current context.
+bool is_mapped(DevicePointer pointer, std::uint64_t bytes, std::uint64_t& known);
+constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
+
+/// Sets how this thread's calls meet graphs that are being captured; returns what was set.
+int exchange_capture_mode(int mode);
+
+/// Whether a call was refused for as long as a graph is being captured.
+bool is_refused_for_now(Result result);
+
+/// Bears with a call that is refused because a graph is being captured, for as long as captures
+/// last: one that lasts longer was never ended.
+class Patience {
+  public:
+    explicit Patience(std::chrono::milliseconds limit = std::chrono::minutes(5))
+        : end_(std::chrono::steady_clock::now() + limit) {}
+    /// Whether a call with that result is to be made again; returns after a moment then.
+    bool again(Result result) const;
+
+  private:
+    const std::chrono::steady_clock::time_point end_;
+};
+
+/// What a call was refused for to the end of all patience.
+Error capture_lasts();
+
+/// For destructors: makes a call with its context current, again while it is refused because a
+/// graph is being captured, and passes over any other failure. It fails there only when the process
+/// is ending and the driver or the context has gone, or when the device has failed, on which
+/// nothing runs any more; its user has been told already. As CurrentContext it leaves graphs alone.
+/// False where it was refused to the end: it has not been made.
 template <typename Call>
-void quietly(ContextHandle context, Call call) {
-    if (driver().context_push(context) != kSuccess) return;
-    static_cast<void>(call());
-    ContextHandle popped = nullptr;
-    static_cast<void>(driver().context_pop(&popped));
+bool quietly(ContextHandle context, Call call) {
+    const Patience patience;
+    Result result = kSuccess;
+    do {
+        if (driver().context_push(context) != kSuccess) return true;
+        const int mode = exchange_capture_mode(kCaptureModeRelaxed);
+        result = call();
+        exchange_capture_mode(mode);
+        ContextHandle popped = nullptr;
+        static_cast<void>(driver().context_pop(&popped));
+    } while (patience.again(result));
+    return !is_refused_for_now(result);
 }
 
 /// A kernel, compiled for the device of the context that is current at the construction.

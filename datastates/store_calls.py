@@ -1,0 +1,87 @@
+"""One rank's calls of torch's Store, none of which holds it up for longer than it was told to wait."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from datastates.errors import UnreachableError
+
+_Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class StoreCalls:
+    """A connection to the Store, and the thread that calls it: a call cannot be interrupted, but waited for no longer.
+
+    Attributes:
+        rank: This rank.
+    """
+
+    def __init__(self, store: Any, rank: int, *, silence: float) -> None:
+        """Connect.
+
+        Args:
+            store: A ``torch.distributed.Store``.
+            rank: This rank.
+            silence: Seconds after which a server that has not answered a call is taken for gone.
+        """
+        self.rank = rank
+        # kept: the process that made it may host the server, which ends with it
+        self._given = store
+        # a connection of its own: training may block in the Store for long, and that locks the connection
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._silence = silence
+        self._stuck: Future[Any] | None = None
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        # a daemon: a server that never answers must not keep the interpreter from ending
+        threading.Thread(target=_serve, args=(self._calls,), name="datastates-store", daemon=True).start()
+        self._stop = weakref.finalize(self, self._calls.put, None)
+        self._stop.atexit = False
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the Store.
+
+        Raises:
+            UnreachableError: It has not answered in time, or fails.
+        """
+        answer: Future[Any] = Future()
+        try:
+            if self._stuck is None or self._stuck.done():  # behind it, every wait would be in vain
+                with self._lock:
+                    if not self._stop.alive:  # nobody would answer
+                        raise UnreachableError(f"rank {self.rank} has left the Store of torch.distributed")
+                    self._calls.put((answer, getattr(self._store, method), arguments))
+                return answer.result(self._silence)
+            why = "an earlier call has no answer"
+        except FutureTimeoutError:
+            if not answer.cancel():
+                self._stuck = answer
+            why = f"no answer within {self._silence:.3g} s"
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+        raise UnreachableError(
+            f"the Store of torch.distributed is out of rank {self.rank}'s reach ({why}): "
+            "the process that hosts it, most often rank 0 or its launcher, may have ended"
+        )
+
+    def close(self) -> None:
+        """Let go of the Store."""
+        with self._lock:
+            self._stop()
+
+
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        answer, function, arguments = call
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(function(*arguments))
+            except BaseException as error:
+                answer.set_exception(error)
+        del call, answer, function, arguments

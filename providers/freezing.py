@@ -1,0 +1,111 @@
+"""Objects copied by pickling them, and a refusal at once of what could be written but not read back."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import pickletools
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from datastates import vetted
+from datastates.errors import ProviderError
+from datastates.pickling import ArrayLeaf
+
+Leaf = Callable[[object], ArrayLeaf | None]
+
+
+def _check_fraction(value: Any) -> None:
+    if not vetted.may_call(Fraction, value.__reduce__()[1]):
+        raise pickle.PicklingError("a fraction of integers that large would take too long to read")
+
+
+def _check_keys(value: Any) -> None:
+    for key in value:
+        if type(key) in (tuple, slice):
+            vetted.check_key(key)
+
+
+def _check_dtype(value: Any) -> None:
+    made, arguments, state = value.__reduce__()
+    if made is np.dtype:
+        vetted.set_numpy_dtype(vetted.numpy_dtype(*arguments), state)
+
+
+_CHECKS: dict[type, Callable[[Any], None]] = {
+    Fraction: _check_fraction,
+    **dict.fromkeys((set, frozenset, dict, OrderedDict, defaultdict, Counter), _check_keys),
+}
+
+
+def _check(value: object) -> None:
+    """Raise PicklingError or FormatError for what a reader refuses, whatever it trusts."""
+    kind: Any = type(value)
+    if (check := _CHECKS.get(kind)) is not None:
+        check(value)
+    elif isinstance(value, np.dtype):
+        _check_dtype(value)
+    elif isinstance(value, np.ndarray) and kind.__setstate__ is not np.ndarray.__setstate__:
+        raise pickle.PicklingError("its class has a state of its own, which no reader takes from a file")
+
+
+class _Freeze(pickle.Pickler):
+    """The tensors in objects become shards like all others."""
+
+    def __init__(self, file: io.BytesIO, leaf: Leaf) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._leaf = leaf
+
+    def persistent_id(self, obj: object) -> ArrayLeaf | None:
+        _check(obj)
+        return self._leaf(obj)
+
+
+class _Thaw(pickle.Unpickler):
+    def persistent_load(self, pid: Any) -> ArrayLeaf:
+        return ArrayLeaf(pid.key, pid.requires_grad, pid.parameter, pid.kind, pid.attributes)
+
+
+def _frozen(value: object, leaf: Leaf) -> bytes:
+    file = io.BytesIO()
+    _Freeze(file, leaf).dump(value)
+    data = file.getvalue()
+    if copyreg._extension_registry:  # type: ignore[attr-defined]
+        for code, argument, _ in pickletools.genops(data):
+            if code.name.startswith("EXT"):
+                module, name = copyreg._inverted_registry[argument]  # type: ignore[attr-defined]
+                raise pickle.PicklingError(f"{module}.{name} has a number of this process (copyreg) and not its name")
+    return data
+
+
+def freeze(objects: list[object], keys: list[str], leaf: Leaf) -> bytes:
+    """Copy objects at once, what they share with one another once; ``leaf`` says of each thing in them what it becomes.
+
+    Raises:
+        ProviderError: One does not pickle, or could not be read back; the message names its key.
+    """
+    try:
+        return _frozen(objects, leaf)
+    except Exception as error:
+        for key, item in zip(keys, objects, strict=True):
+            vet(key, item, leaf)
+        raise ProviderError(f"{', '.join(map(repr, keys))} cannot be pickled together: {error}") from error
+
+
+def vet(key: str, item: object, leaf: Leaf = lambda _: None) -> None:
+    """Refuse what does not pickle, or could not be read back; raises ProviderError, which names the key."""
+    try:
+        _frozen(item, leaf)
+    except Exception as cause:  # whatever the object's own code raises
+        raise ProviderError(f"{key!r} ({type(item).__name__}) cannot be pickled: {cause}") from cause
+
+
+def thaw(data: bytes) -> list[object]:
+    """The objects again, in this process."""
+    made: list[object] = _Thaw(io.BytesIO(data)).load()
+    return made

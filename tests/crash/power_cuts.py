@@ -1,0 +1,272 @@
+"""Power cuts: what was reported committed before the disk was cloned is on the clone.
+
+Usage, as root: ``power_cuts.py DIRECTORY {ext4,xfs} [--seed N] [--cuts N]``. An image on XFS holds the disk, which a
+process saves on, and tells of each commit. At random moments the disk is cloned, as it is then: what the kernel has
+not written yet is not on the clone, as after a power cut. The clone is mounted, which replays its journal, and all that
+was told before is looked for on it. Exit code 77: this system cannot do that, for a reason that is printed.
+
+It runs in a mount namespace of its own, so that nothing stays mounted, however it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import datastates as ds
+from datastates import directories
+from datastates.opened import open_checkpoint
+from datastates.providers import HostTensorProvider, from_state_dict
+from datastates.verifying import verify_container
+
+CANNOT = 77
+FICLONE = 0x40049409
+HOST_BYTES, DISK_BYTES = 3 << 30, 512 << 20
+"""Of sparse files: they take as much as is written."""
+MAKE = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f", "-m", "reflink=1"]}
+OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
+KEEP = 3
+
+
+def state_of(step: int) -> dict[str, Any]:
+    rng = np.random.default_rng(step)
+    return {
+        "lazy": {"large": rng.random(rng.integers(1000, 400_000)), "small": rng.integers(0, 256, 777, np.uint8)},
+        "rest": {"step": step, "ratio": float(rng.random())},
+    }
+
+
+def providers_of(state: dict[str, Any]) -> list[ds.StateProvider]:
+    return [HostTensorProvider("lazy", state["lazy"]), from_state_dict("rest", state["rest"])]
+
+
+# --- the process that saves
+
+
+def save(root: Path, pipe: int) -> None:
+    """Save until killed; tells each commit on the pipe."""
+    step = 0
+    with ds.Checkpointer(root, keep_last=KEEP, **OPTIONS) as ckpt:
+        taken: list[ds.Snapshot] = []
+        while True:
+            step += 1
+            taken.append(ckpt.snapshot(providers_of(state_of(step)), step=step))
+            for snapshot in [s for s in taken if s.ended]:
+                snapshot.wait_committed()
+                taken.remove(snapshot)
+                os.write(pipe, f"{snapshot.step}\n".encode())
+
+
+@contextlib.contextmanager
+def saving(root: Path) -> Iterator[int]:
+    """Run it in a process of its own; gives the end of the pipe to read from."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            save(root, writing)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # it ends only where it fails, or is killed
+    os.close(writing)
+    try:
+        yield reading
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+
+
+# --- disks
+
+
+def call(*command: object) -> None:
+    """Run a command; it says itself what is wrong."""
+    subprocess.run([str(part) for part in command], check=True)
+
+
+def make_disk(image: Path, kind: str, nbytes: int) -> None:
+    with image.open("xb") as file:
+        file.truncate(nbytes)
+    call(*MAKE[kind], image)
+
+
+@contextlib.contextmanager
+def mounted(image: Path, kind: str, at: Path) -> Iterator[Path]:
+    """Mount an image; its loop device goes with the mount."""
+    at.mkdir(exist_ok=True)
+    # a clone has the identity of the disk that it is of
+    call("mount", "-t", kind, "-o", "loop,nouuid" if kind == "xfs" else "loop", image, at)
+    try:
+        yield at
+    finally:
+        call("umount", at)
+
+
+def clone(image: Path, to: Path) -> None:
+    with image.open("rb") as source, to.open("xb") as target:
+        fcntl.ioctl(target, FICLONE, source.fileno())
+
+
+# --- what is on a clone
+
+
+def told(pipe: int, seconds: float) -> set[int]:
+    """What has been told until so many seconds from now; RuntimeError where nobody tells any more."""
+    end, text = time.monotonic() + seconds, b""
+    os.set_blocking(pipe, False)
+    while True:
+        over = time.monotonic() >= end
+        try:
+            data = os.read(pipe, 1 << 16)
+            if not data:
+                raise RuntimeError("the process that saves has ended")
+            text += data
+        except BlockingIOError:
+            if over:
+                return {int(line) for line in text.split()}
+            time.sleep(min(0.001, max(0.0, end - time.monotonic())))
+
+
+def audit(root: Path, before: set[int]) -> list[str]:
+    """What is wrong with a directory where these steps had been committed."""
+    wrong = []
+    committed = directories.committed(root)
+    for step in before:
+        if step not in committed and sum(s > step for s in committed) < KEEP:
+            wrong.append(f"step {step} is lost; there are {list(committed)}")
+    for step, path in committed.items():
+        try:
+            _, containers = open_checkpoint(path)
+            wrong += [str(p) for c in containers for p in verify_container(c, lambda _: None)]
+            found, expected = ds.load(path, **OPTIONS), state_of(step)
+            same = all(np.array_equal(found["lazy"][k], expected["lazy"][k]) for k in expected["lazy"])
+            if not same or found["rest"] != expected["rest"]:
+                wrong.append(f"step {step} holds other values")
+        except (ds.DatastatesError, OSError) as error:
+            wrong.append(f"step {step}: {error!r}")
+    try:
+        wrong += next_run(root, max(committed, default=None))
+    except (ds.DatastatesError, OSError) as error:
+        wrong.append(f"the next run: {error!r}")
+    return wrong
+
+
+def next_run(root: Path, newest: int | None) -> list[str]:
+    """What is wrong with a run that goes on from there."""
+    state = state_of(newest or 0)
+    for array in state["lazy"].values():
+        array[...] = 0
+    with ds.Checkpointer(root, **OPTIONS) as ckpt:
+        wrong = [f"the next run leaves {left}" for left in directories.debris(root)]
+        if ckpt.restore(providers_of(state)) != newest:
+            wrong.append(f"the next run does not restore {newest}")
+        ckpt.snapshot(providers_of(state), step=(newest or 0) + 1)
+    return wrong
+
+
+class CannotError(Exception):
+    """Power cuts cannot be tried here."""
+
+
+@contextlib.contextmanager
+def disks(base: Path, kind: str) -> Iterator[tuple[Path, Path]]:
+    """The image of a mounted disk, which can be cloned, and where the disk is mounted."""
+    with contextlib.ExitStack() as stack:
+        try:
+            make_disk(base / "host.img", "xfs", HOST_BYTES)
+            disk = stack.enter_context(mounted(base / "host.img", "xfs", base / "host")) / "disk.img"
+            make_disk(disk, kind, DISK_BYTES)
+            at = stack.enter_context(mounted(disk, kind, base / "disk"))
+            clone(disk, disk.with_name("first.img"))
+        except (subprocess.CalledProcessError, OSError) as error:
+            raise CannotError(str(error)) from error
+        yield disk, at
+
+
+def cut_again_and_again(base: Path, kind: str, seed: int, cuts: int) -> list[str]:
+    rng, wrong = random.Random(seed), []
+    known: set[int] = set()
+    half = 0
+    with disks(base, kind) as (disk, at), saving(at / "run") as pipe:
+        copy = disk.with_name("clone.img")
+        while not known:
+            known |= told(pipe, 0.05)
+        for number in range(cuts):
+            known |= told(pipe, rng.uniform(0, 0.2))
+            clone(disk, copy)
+            with mounted(copy, kind, base / "clone") as cut:
+                half += len(directories.debris(cut / "run"))
+                problems = audit(cut / "run", known)
+            copy.unlink()
+            wrong += [f"cut {number} after step {max(known)}: {text}" for text in problems]
+    print(f"{cuts} cuts of {kind}: {max(known)} commits told, {half} half snapshots found, {len(wrong)} wrong")
+    return wrong
+
+
+# of its own: mounts, so that none is left; processes, so that none outlives it, whatever ends it
+OWN = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def missing(kind: str) -> str:
+    """What this system lacks; nothing where it can."""
+    if os.geteuid() != 0:
+        return "this needs root"
+    tools = [t for t in ("unshare", "mount", "umount", "mkfs.xfs", MAKE[kind][0]) if shutil.which(t) is None]
+    if tools:
+        return f"there is no {' and no '.join(tools)}"
+    if not Path("/dev/loop-control").exists():
+        return "there are no loop devices"
+    if subprocess.run([*OWN, "true"], capture_output=True, check=False).returncode != 0:
+        return "no mount namespace of one's own is allowed"
+    return ""
+
+
+def cannot(reason: object) -> int:
+    print(f"POWER CUTS WERE NOT TRIED: {reason}")
+    return CANNOT
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("kind", choices=sorted(MAKE))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cuts", type=int, default=300)
+    arguments = parser.parse_args()
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    if os.getpid() != 1:
+        if reason := missing(arguments.kind):
+            return cannot(reason)
+        sys.stdout.flush()
+        os.execvp(OWN[0], [*OWN, sys.executable, *sys.argv])
+    logging.getLogger("datastates").setLevel(logging.ERROR)  # what an interrupted run left is no news here
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as base:
+        try:
+            wrong = cut_again_and_again(Path(base), arguments.kind, arguments.seed, arguments.cuts)
+        except CannotError as error:
+            return cannot(error)
+    print(*wrong, sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

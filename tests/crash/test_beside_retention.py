@@ -1,0 +1,97 @@
+"""Retention of one process beside readers, and beside the retention of others."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from steps import OPTIONS, array_of, assert_holds, providers
+
+import datastates as ds
+from datastates import cli, directories, faults
+
+
+def save(root: Path, *steps: int, **options: Any) -> None:
+    with ds.Checkpointer(root, **OPTIONS, **options) as ckpt:
+        for step in steps:
+            ckpt.snapshot(providers(step), step=step).wait_committed()
+
+
+@pytest.fixture
+def overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in which step 1, once it has been found, is deleted for step 2 before it can be kept."""
+    save(tmp_path, 1)
+    real = directories.reading
+    waiting = [2]
+
+    def reading(path: Path) -> Any:
+        while waiting:
+            save(tmp_path, waiting.pop(), keep_last=1)
+        return real(path)
+
+    monkeypatch.setattr(directories, "reading", reading)
+    return tmp_path
+
+
+def opened(root: Path) -> Any:
+    with ds.open(root) as checkpoint:
+        return checkpoint["model/a"]
+
+
+def restored(root: Path) -> Any:
+    state = {"a": array_of(0)}
+    ds.restore([ds.providers.HostTensorProvider("model", state)], root)
+    return state["a"]
+
+
+@pytest.mark.parametrize("read", [lambda root: ds.load(root)["model"]["a"], opened, restored])
+def test_a_reader_takes_the_newer_one_where_the_one_it_found_is_deleted(
+    read: Callable[[Path], Any], overtaken: Path
+) -> None:
+    assert np.array_equal(read(overtaken), array_of(2))
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_command_takes_the_newer_one_where_the_one_it_found_is_deleted(command: str, overtaken: Path) -> None:
+    assert cli.main([command, str(overtaken)]) == 0
+
+
+@pytest.mark.parametrize("point", [None, "manifest.rename"], ids=["before it is opened", "before it is renamed"])
+def test_what_another_process_has_deleted_is_no_matter(
+    point: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 2, 3)
+    real, outcomes = directories.remove, []
+
+    def remove(path: Path) -> bool:
+        if point is None:
+            real(path)
+        else:
+            faults.arm(faults.Fault(point, "fail", errno.ENOENT))
+        outcomes.append(real(path))
+        return outcomes[-1]
+
+    monkeypatch.setattr(directories, "remove", remove)
+    with caplog.at_level(logging.WARNING, "datastates"):
+        save(tmp_path, 4, keep_last=1)
+    assert outcomes == [True] * 3
+    assert not caplog.records
+    if point is None:
+        assert_holds(tmp_path, 4)
+
+
+def test_the_pass_goes_on_behind_one_that_cannot_be_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1, 2, 3)
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        snapshot = ckpt.snapshot(providers(4), step=4)
+        # the first rename is the commit's
+        faults.arm(faults.Fault("manifest.rename", "fail", errno.EACCES, 2))
+        snapshot.wait_committed()
+    faults.clear()
+    assert_holds(tmp_path, 1, 4)
+    assert [r.getMessage() for r in caplog.records if "could not be deleted" in r.getMessage()] != []

@@ -1,0 +1,55 @@
+"""A restore sees the snapshots that its own checkpointer has in flight, however slow the storage is."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from steps import OPTIONS, array_of, hold_up_syncs, providers
+
+import datastates as ds
+from datastates import _native
+from datastates.errors import StorageError
+from datastates.providers import HostTensorProvider
+
+
+def target() -> tuple[Any, list[HostTensorProvider]]:
+    array = np.zeros(100_000)
+    return array, [HostTensorProvider("model", {"a": array})]
+
+
+def test_the_only_checkpoint_is_in_flight(tmp_path: Path) -> None:
+    hold_up_syncs()
+    array, live = target()
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        snapshot = ckpt.snapshot(providers(1), step=1)
+        assert not snapshot.committed
+        assert ckpt.restore(live) == 1
+    assert np.array_equal(array, array_of(1))
+
+
+@pytest.mark.parametrize("wish", [None, 2])
+def test_the_newest_is_in_flight(wish: int | None, tmp_path: Path) -> None:
+    array, live = target()
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1).wait_committed()
+        hold_up_syncs()
+        ckpt.snapshot(providers(2), step=2)
+        assert ckpt.latest() == 1
+        assert ckpt.restore(live, step=wish) == 2
+    assert np.array_equal(array, array_of(2))
+
+
+def test_one_that_fails_in_flight_is_told_as_ever(tmp_path: Path) -> None:
+    array, live = target()
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1).wait_committed()
+        _native.arm_fault("sync", "fail", errno.EIO, 1, 1)
+        ckpt.snapshot(providers(2), step=2)
+        assert ckpt.restore(live) == 1
+        assert np.array_equal(array, array_of(1))
+        with pytest.raises(StorageError, match="Input/output error"):
+            ckpt.snapshot(providers(3), step=3)

@@ -1,0 +1,123 @@
+"""What was taken last is the newest, whatever its step: after a roll-back, and beside those without a sequence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from steps import OPTIONS, array_of, assert_holds, providers
+
+import datastates as ds
+from datastates import directories, manifest
+from datastates.errors import FormatError
+
+
+def save(root: Path, *steps: int, **options: Any) -> None:
+    with ds.Checkpointer(root, **OPTIONS, **options) as ckpt:
+        for step in steps:
+            ckpt.snapshot(providers(step), step=step).wait_committed()
+
+
+def newest(root: Path) -> int | None:
+    with ds.Checkpointer(root, **OPTIONS) as ckpt:
+        restored = ckpt.restore(providers(0))
+        assert restored == ckpt.latest()
+    return restored
+
+
+def without_sequence(path: Path) -> None:
+    """Make the manifest one of format 1."""
+    made = manifest.open(path).model_copy(update={"format": 1, "sequence": None})
+    (path / manifest.FILE).write_bytes(manifest.encode(made))
+
+
+def test_a_roll_back_lasts(tmp_path: Path) -> None:
+    save(tmp_path, 80, 100)
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.restore(providers(0), step=80)
+        for step in (85, 90):
+            ckpt.snapshot(providers(step), step=step)
+    assert newest(tmp_path) == 90
+    assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(90))
+    assert_holds(tmp_path, 80, 85, 90, 100)
+
+
+def test_a_step_saved_again_after_a_roll_back_is_the_newest(tmp_path: Path) -> None:
+    save(tmp_path, 80, 100)
+    save(tmp_path, 80)
+    assert newest(tmp_path) == 80
+
+
+def test_retention_keeps_those_that_were_taken_last(tmp_path: Path) -> None:
+    save(tmp_path, 80, 100, 120)
+    save(tmp_path, 85, keep_last=2)
+    assert_holds(tmp_path, 85, 120)
+    save(tmp_path, 90, keep_last=2)
+    assert_holds(tmp_path, 85, 90)
+
+
+def test_another_process_in_the_directory_counts(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as early:
+        early.snapshot(providers(7), step=7).wait_committed()
+        save(tmp_path, 8, 9)
+        early.snapshot(providers(5), step=5).wait_committed()
+        assert early.latest() == 5
+
+
+def test_single_snapshots_count(tmp_path: Path) -> None:
+    for step in (20, 10):
+        ds.snapshot(providers(step), tmp_path / f"step-{step:08d}", step=step, **OPTIONS).wait_committed()
+    assert newest(tmp_path) == 10
+
+
+def test_checkpoints_without_a_sequence_are_older_and_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    save(tmp_path, 100, 80)
+    for path in directories.committed(tmp_path).values():
+        without_sequence(path)
+    assert newest(tmp_path) == 100
+    save(tmp_path, 85)
+    assert newest(tmp_path) == 85
+    assert list(directories.by_age(tmp_path)) == [80, 100, 85]
+
+
+def test_a_damaged_manifest_is_not_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 80, 100, 85)
+    (tmp_path / "step-00000085" / manifest.FILE).write_bytes(b"damaged")
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt, pytest.raises(FormatError, match="step-00000085"):
+        ckpt.restore(providers(0))
+
+
+def test_an_old_damaged_manifest_is_in_nobodys_way(tmp_path: Path) -> None:
+    save(tmp_path, 80, 100)
+    (tmp_path / "step-00000080" / manifest.FILE).write_bytes(b"damaged")
+    os.utime(tmp_path / "step-00000080", ns=(0, 0))  # both may have been committed in one tick of the clock
+    assert newest(tmp_path) == 100
+    save(tmp_path, 90)
+    assert newest(tmp_path) == 90
+
+
+def test_a_roll_back_of_several_ranks_lasts(tmp_path: Path, ranks: Callable[..., Any]) -> None:
+    script = """
+    import os, sys
+    import numpy as np
+    import datastates as ds
+    from datastates.providers import HostTensorProvider
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    options = dict(rank=rank, world_size=size, host_cache="4MiB", block="1MiB")
+
+    def providers(step):
+        return [HostTensorProvider(f"model{rank}", {"a": np.full(1000, step, np.float64)})]
+
+    for steps in [(80, 100), (85,)]:
+        with ds.Checkpointer(sys.argv[1], **options) as ckpt:
+            for step in steps:
+                ckpt.snapshot(providers(step), step=step).wait_committed()
+    with ds.Checkpointer(sys.argv[1], **options) as ckpt:
+        assert ckpt.restore(providers(0)) == ckpt.latest() == 85
+    """
+    ranks(2, script, tmp_path / "run")

@@ -1,0 +1,189 @@
+"""SIGTERM with ``handle_sigterm``: what is in flight is committed, whatever the signal interrupts, then it goes on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from steps import PRELUDE, assert_holds
+
+INTERRUPTED = {
+    # the snapshot is known to be in flight, and no thread has it yet
+    "before a thread has it": """
+from datastates.engine import Engine
+do_later = Engine.do_later
+def interrupted(self, *arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    do_later(self, *arguments)
+Engine.do_later = interrupted
+""",
+    # with the lock held that its own thread needs, too
+    "in the gate": """
+from datastates import arrays
+from datastates.executor import WriteJob
+main, in_gate = threading.main_thread(), threading.Event()
+witness, wait_captured = arrays.witness, WriteJob.wait_captured
+def interrupted(tensors):
+    if snapshots and threading.current_thread() is main:
+        in_gate.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return witness(tensors)
+arrays.witness = interrupted
+WriteJob.wait_captured = lambda self: (in_gate.wait(), wait_captured(self))
+""",
+}
+
+
+@pytest.mark.parametrize("where", INTERRUPTED)
+def test_it_hangs_nowhere(where: str, tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+import threading
+snapshots = []
+{INTERRUPTED[where]}
+ckpt = ds.Checkpointer(root, handle_sigterm=True, **OPTIONS)
+snapshots.append(ckpt.snapshot(providers(1), step=1))
+ckpt.gate()
+threading.Event().wait()
+"""
+    ended = run("-c", script, tmp_path)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert_holds(tmp_path, 1)
+
+
+def test_training_goes_on_while_it_is_committed(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+import threading
+from datastates import durable
+go_on, sync = threading.Event(), durable.sync_directory
+durable.sync_directory = lambda path: (go_on.wait(), sync(path))
+ckpt = ds.Checkpointer(root, handle_sigterm=True, **OPTIONS)
+snapshot = ckpt.snapshot(providers(1), step=1)
+os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGTERM)
+print(snapshot.committed, flush=True)
+go_on.set()
+threading.Event().wait()
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "False\n"), ended.stderr
+    assert_holds(tmp_path, 1)
+
+
+def test_a_handler_that_returns_lets_the_process_live_and_runs_in_the_main_thread(
+    tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    script = f"""
+{PRELUDE}
+import threading
+called = threading.Event()
+def mine(number, frame):
+    print(number == signal.SIGTERM, threading.current_thread() is threading.main_thread(), snapshot.committed)
+    called.set()
+signal.signal(signal.SIGTERM, mine)
+with ds.Checkpointer(root, handle_sigterm=True, **OPTIONS) as ckpt:
+    snapshot = ckpt.snapshot(providers(1), step=1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    called.wait()
+    ckpt.snapshot(providers(2), step=2)
+print(signal.getsignal(signal.SIGTERM) is mine)
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "True True True\nTrue\n"), ended.stderr
+    assert_holds(tmp_path, 1, 2)
+
+
+def test_where_it_was_ignored_it_is_ignored(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+import threading
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ckpt = ds.Checkpointer(root, handle_sigterm=True, **OPTIONS)
+ckpt.snapshot(providers(1), step=1)
+os.kill(os.getpid(), signal.SIGTERM)
+for thread in threading.enumerate():
+    if "sigterm" in thread.name:
+        thread.join()
+os.kill(os.getpid(), signal.SIGTERM)
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_IGN)
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
+    assert_holds(tmp_path, 1)
+
+
+def test_without_a_snapshot_it_ends_the_process_at_once(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+ckpt = ds.Checkpointer(root, handle_sigterm=True, **OPTIONS)
+os.kill(os.getpid(), signal.SIGTERM)
+print("alive")
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr
+
+
+def test_two_checkpointers_both_commit(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+import threading
+one, two = (ds.Checkpointer(os.path.join(root, name), handle_sigterm=True, **OPTIONS) for name in ("one", "two"))
+one.snapshot(providers(1), step=1)
+two.snapshot(providers(2), step=2)
+os.kill(os.getpid(), signal.SIGTERM)
+threading.Event().wait()
+"""
+    ended = run("-c", script, tmp_path)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert_holds(tmp_path / "one", 1)
+    assert_holds(tmp_path / "two", 2)
+
+
+def test_a_forked_child_ends_at_once(tmp_path: Path, run: Callable[..., Any]) -> None:
+    """A data loader's worker has the handler, and no thread of the parent's."""
+    script = f"""
+{PRELUDE}
+import threading
+with ds.Checkpointer(root, handle_sigterm=True, **OPTIONS) as ckpt:
+    ckpt.snapshot(providers(1), step=1)
+    there, here = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(here, b"!")  # before that a signal may get lost in the fork
+        threading.Event().wait()
+    os.read(there, 1)
+    os.kill(child, signal.SIGTERM)
+    print(os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM)
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
+    assert_holds(tmp_path, 1)
+
+
+@pytest.mark.parametrize("before", ["", "signal.signal(signal.SIGTERM, lambda *_: print('mine'))"])
+def test_closing_while_it_is_committed_does_not_lose_the_signal(
+    before: str, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    script = f"""
+{PRELUDE}
+import threading
+from datastates import durable
+{before}
+go_on, sync = threading.Event(), durable.sync_directory
+durable.sync_directory = lambda path: (go_on.wait(), sync(path))
+with ds.Checkpointer(root, handle_sigterm=True, **OPTIONS) as ckpt:
+    ckpt.snapshot(providers(1), step=1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    go_on.set()
+for thread in threading.enumerate():
+    if "sigterm" in thread.name:
+        thread.join()
+"""
+    ended = run("-c", script, tmp_path)
+    expected = (0, "mine\n") if before else (-signal.SIGTERM, "")
+    assert (ended.returncode, ended.stdout) == expected, ended.stderr
+    assert_holds(tmp_path, 1)

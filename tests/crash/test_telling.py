@@ -1,0 +1,95 @@
+"""Who hears of a snapshot's end: the log, the callables of the settings, and the exit status."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from steps import OPTIONS, providers
+
+import datastates as ds
+from datastates import _native
+from datastates.errors import StorageError
+
+ENDS_WITH_A_FAILURE = """
+    import atexit, sys
+    atexit.register(print, "other exit functions run")
+    import numpy as np
+    import datastates as ds
+    from datastates import _native
+    from datastates.providers import HostTensorProvider
+
+    _native.arm_fault("sync", "fail", 28)
+    ckpt = ds.Checkpointer(sys.argv[1], host_cache="4MiB", block="1MiB")
+    snapshot = ckpt.snapshot([HostTensorProvider("model", {"a": np.ones(1000)})], step=1)
+    print("the last line of the program")
+"""
+
+
+def test_a_commit_is_one_line_at_info(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "datastates"), ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(3), step=3)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert re.fullmatch(
+        r"step 3 committed: [\d.]+ GB, training waited [\d.]+ ms, durable after [\d.]+ s, [\d.]+ GB/s: .*step-00000003",
+        line,
+    )
+
+
+def test_a_commit_is_told_on_another_thread(tmp_path: Path) -> None:
+    told: list[tuple[int, bool, bool]] = []
+
+    def note(snapshot: ds.Snapshot) -> None:
+        told.append((snapshot.step, snapshot.committed, threading.current_thread() is threading.main_thread()))
+
+    with ds.Checkpointer(tmp_path, on_commit=note, **OPTIONS) as ckpt:
+        for step in (1, 2):
+            ckpt.snapshot(providers(step), step=step).wait_committed()
+    assert sorted(told) == [(1, True, False), (2, True, False)]
+
+
+@pytest.mark.parametrize("point", ["open", "sync"], ids=["in the call", "in the background"])
+def test_a_failure_is_told_and_not_raised(point: str, tmp_path: Path) -> None:
+    told: list[ds.Snapshot] = []
+    with ds.Checkpointer(tmp_path, on_error=told.append, **OPTIONS) as ckpt:
+        _native.arm_fault(point, "fail", 28)
+        failed = ckpt.snapshot(providers(1), step=1)
+        with pytest.raises(StorageError):
+            failed.wait_committed()
+        _native.clear_faults()
+        ckpt.snapshot(providers(2), step=2).wait_committed()
+    assert told == [failed]
+    assert ckpt.failures == 1
+
+
+def test_what_a_callable_raises_is_logged_and_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(snapshot: ds.Snapshot) -> None:
+        raise RuntimeError(f"no way to tell of {snapshot.step}")
+
+    with ds.Checkpointer(tmp_path, on_commit=fail, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1)
+        ckpt.snapshot(providers(2), step=2)
+    assert ckpt.steps() == [1, 2]
+    assert {str(r.exc_info[1]) for r in caplog.records if r.exc_info} == {
+        "no way to tell of 1",
+        "no way to tell of 2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [("", 120), ("snapshot.wait_ended(); snapshot.exception()", 0), ("sys.exit(3)", 120)],
+    ids=["nobody asks", "somebody asks", "another status"],
+)
+def test_the_exit_status_tells_what_nobody_asked_for(last: str, status: int, tmp_path: Path) -> None:
+    script = textwrap.dedent(ENDS_WITH_A_FAILURE) + last
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert done.stdout == "the last line of the program\nother exit functions run\n"
+    assert ("nobody asked" in done.stderr) == bool(status)

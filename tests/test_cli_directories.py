@@ -1,0 +1,106 @@
+"""The command line on directories: what is damaged, superseded or no checkpoint; its statuses and its JSON's schema."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import run, run_json
+
+import datastates as ds
+from datastates import cli, manifest
+from datastates.providers import HostTensorProvider
+
+CONTAINER = "rank-00000.pt"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with ds.Checkpointer(tmp_path) as ckpt:
+        for step in (80, 100, 85):
+            ckpt.snapshot([HostTensorProvider("m", {"a": np.full(5, step)})], step=step).wait_committed()
+    return tmp_path
+
+
+def test_ls_shows_the_newest_last_and_what_a_roll_back_superseded(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, found = run_json(capsys, "ls", root)
+    assert status == 0
+    assert [(c["step"], c["superseded_by"]) for c in found["checkpoints"]] == [(80, None), (100, 85), (85, None)]
+    lines = run(capsys, "ls", root)[1].splitlines()
+    assert ["superseded by step 85" in line for line in lines] == [False, False, True, False]
+
+
+def test_ls_shows_what_is_damaged(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-00000080" / CONTAINER).unlink()
+    (root / "step-00000100" / CONTAINER).write_bytes(b"short")
+    status, found = run_json(capsys, "ls", root)
+    assert status == 1
+    errors = [c.get("error", "") for c in found["checkpoints"]]
+    assert errors[0] == f"{CONTAINER} is missing"
+    assert errors[1].startswith(f"{CONTAINER} has 5 bytes, not ")
+    assert errors[2] == ""
+    assert run(capsys, "ls", root)[1].count("damaged: ") == 2
+
+
+def test_ls_lists_a_directory_without_a_manifest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-00000100" / manifest.FILE).unlink()
+    status, found = run_json(capsys, "ls", root)
+    assert (status, found["without_manifest"]) == (0, ["step-00000100"])
+    assert "step-00000100  no checkpoint: it has no manifest.json" in run(capsys, "ls", root)[1]
+
+
+def test_verify_says_which_step(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "verify", root)[1].startswith(f"{root / 'step-00000085'}: step 85, ")
+    found = run_json(capsys, "verify", root)[1]
+    assert (found["step"], found["path"]) == (85, str(root / "step-00000085"))
+
+
+def test_all_json_has_a_schema(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["ls", root], ["inspect", root], ["verify", root], ["diff", root, root]):
+        assert run_json(capsys, *command)[1]["schema"] == 1
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "diff"])
+def test_the_statuses_are_apart_and_told(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [root, root] if command == "diff" else [root]
+    assert run(capsys, command, *paths)[0] == 0
+    assert run(capsys, command, *(path / "absent" for path in paths))[0] == 2
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert "exit status: 0 all is well; 1 something is damaged or differs; 2" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    if command != "diff":
+        (root / "step-00000085" / CONTAINER).write_bytes(b"short")
+        assert run(capsys, command, root)[0] == 1
+
+
+def test_the_package_runs_as_a_module(root: Path) -> None:
+    shutil.rmtree(root / "step-00000100")
+    command = [sys.executable, "-m", "datastates", "ls", root]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    assert "step-00000085" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_a_checkpoint_of_dcp_is_called_one(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".metadata").write_bytes(b"")
+    assert cli.main([command, str(tmp_path)]) == 2
+    assert f"{tmp_path} is a checkpoint of torch.distributed.checkpoint" in capsys.readouterr().err
+
+
+def test_each_file_of_a_dcp_checkpoint_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    torch = pytest.importorskip("torch")
+    from datastates.adapters.dcp import DataStatesStorageWriter
+
+    dcp.save({"w": torch.ones(1000)}, storage_writer=DataStatesStorageWriter(tmp_path), no_dist=True)
+    (file,) = tmp_path.glob("*.distcp")
+    assert run(capsys, "verify", file)[0] == 0

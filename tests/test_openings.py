@@ -1,0 +1,129 @@
+"""Which opening the ranks are at, whatever failed before on some of them: threads and a store in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from datastates.errors import RanksMissingError
+from datastates.openings import Openings
+from datastates.store_calls import StoreCalls
+
+SECONDS = 20.0
+KEY = "datastates/run/openings"
+
+
+class Rank:
+    """One rank's openings."""
+
+    def __init__(self, store: dist.Store, number: int) -> None:
+        self.calls = StoreCalls(store, number, silence=SECONDS)
+        self.openings = Openings("run")
+
+    def open(self, timeout: float = SECONDS) -> int:
+        return self.openings.enter(self.openings.queue(), self.calls, timeout, 0.01)
+
+    def end(self, number: int, *, given_up: bool = False) -> None:
+        self.openings.end(self.calls, number, given_up)
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def ranks(store: dist.Store) -> Iterator[list[Rank]]:
+    made = [Rank(store, number) for number in range(3)]
+    yield made
+    for rank in made:
+        rank.calls.close()
+
+
+@pytest.fixture
+def later() -> Iterator[Callable[[Callable[[], int]], Future[int]]]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+def test_all_come_to_the_same_whoever_is_first(
+    ranks: list[Rank], later: Callable[[Callable[[], int]], Future[int]]
+) -> None:
+    for _ in range(3):
+        early = later(ranks[1].open)
+        number = ranks[0].open()
+        assert (early.result(SECONDS), ranks[2].open()) == (number, number)
+
+
+def test_several_stand_at_once_and_are_entered_in_order(ranks: list[Rank], store: dist.Store) -> None:
+    numbers = [ranks[0].open(), ranks[0].open()]
+    assert [ranks[1].open(), ranks[1].open()] == numbers
+    for number in numbers:
+        ranks[0].end(number)
+    third = ranks[0].open()
+    assert [ranks[1].open(), ranks[2].open()] == [third, third]
+    assert store.get(KEY) == str(third).encode()
+
+
+def test_a_rank_that_comes_late_enters_what_rank_0_has_closed(ranks: list[Rank]) -> None:
+    first = ranks[0].open()
+    ranks[0].end(first)
+    assert [ranks[1].open(), ranks[2].open()] == [first, first]
+
+
+def test_what_rank_0_has_given_up_is_entered_by_nobody(ranks: list[Rank]) -> None:
+    first = ranks[0].open()
+    assert ranks[1].open() == first
+    ranks[0].end(first, given_up=True)
+    with pytest.raises(RanksMissingError):
+        ranks[2].open(timeout=0.1)
+    second = ranks[0].open()
+    assert [ranks[1].open(), ranks[2].open()] == [second, second]
+
+
+def test_what_rank_0_has_left_for_another_is_entered_by_nobody(ranks: list[Rank]) -> None:
+    first = ranks[0].open()
+    assert ranks[1].open() == first
+    ranks[0].end(first)
+    second = ranks[0].open()
+    assert [ranks[1].open(), ranks[2].open()] == [second, second]
+    with pytest.raises(RanksMissingError, match=r"run: rank 0 did not open it within 0\.1 s") as caught:
+        ranks[2].open(timeout=0.1)
+    assert caught.value.ranks == (0,)
+
+
+def test_what_a_rank_has_left_it_does_not_enter_again(
+    ranks: list[Rank], later: Callable[[Callable[[], int]], Future[int]]
+) -> None:
+    first = ranks[0].open()
+    assert ranks[1].open() == first  # and it runs out of time there, while rank 0 still waits
+    again = later(ranks[1].open)
+    ranks[0].end(first)
+    second = ranks[0].open()
+    assert again.result(SECONDS) == second > first
+
+
+def test_who_has_waited_in_vain_is_in_nobodys_way(ranks: list[Rank]) -> None:
+    with pytest.raises(RanksMissingError):
+        ranks[1].open(timeout=0.01)
+    assert ranks[0].open() == ranks[1].open() == ranks[2].open()
+
+
+def test_calls_have_their_places_when_they_are_made(
+    ranks: list[Rank], later: Callable[[Callable[[], int]], Future[int]]
+) -> None:
+    rank = ranks[1]
+    first, second = rank.openings.queue(), rank.openings.queue()
+    waiting = later(lambda: rank.openings.enter(second, rank.calls, SECONDS, 0.01))
+    numbers = [ranks[0].open(), ranks[0].open()]
+    assert rank.openings.enter(first, rank.calls, SECONDS, 0.01) == numbers[0]
+    assert waiting.result(SECONDS) == numbers[1]
+
+
+def test_who_leaves_the_line_lets_the_next_one_in(ranks: list[Rank]) -> None:
+    rank = ranks[1]
+    rank.openings.leave(rank.openings.queue())
+    assert ranks[0].open() == rank.open()
