@@ -161,7 +161,7 @@ def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> Non
     save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld(), 5.0)
     give(save, tmp_path / "tag" / "a.pt", 1)
     code = (
-        "import pathlib, sys; from datastates.adapters.deepspeed import saves; saves.sweep(pathlib.Path(sys.argv[1]))"
+        "import pathlib, sys; from datastates.adapters.deepspeed.saves import sweep; sweep(pathlib.Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
     save.finish()
