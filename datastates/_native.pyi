@@ -118,9 +118,10 @@ def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int 
 
     Points: open, write, read, sync, truncate, allocate, statfs, uring_setup, uring_probe, uring_enter, cuda_alloc
     (memory that kernels are told by), cuda_register (page-locking the host cache), cuda_slab (the device cache),
-    host_read (capturing host memory by process_vm_readv). Actions: "fail" with errno ``value``, "short" (about half
-    the bytes), "eintr" (once), "kill" (SIGKILL to this process), "delay" (``value`` milliseconds). From the ``nth``
-    time the point is passed, ``count`` times, 0 for ever.
+    host_read (capturing host memory by process_vm_readv), capture (of an extent that is all lazy: put off while the
+    point fails). Actions: "fail" with errno ``value``, "short" (about half the bytes), "eintr" (once), "kill" (SIGKILL
+    to this process), "delay" (``value`` milliseconds). From the ``nth`` time the point is passed, ``count`` times, 0
+    for ever.
     """
 
 def clear_faults() -> None:

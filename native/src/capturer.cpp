@@ -9,6 +9,7 @@
 #include "datastates/background.hpp"
 #include "datastates/copy_batch.hpp"
 #include "datastates/error.hpp"
+#include "datastates/fault.hpp"
 #include "datastates/fingerprint.hpp"
 #include "datastates/host_fingerprints.hpp"
 #include "datastates/thread.hpp"
@@ -19,6 +20,9 @@ namespace {
 // What keeps the bus busy while the thread sleeps for a poll: more than a millisecond at 55 GB/s.
 constexpr std::uint64_t kShallow = std::uint64_t{64} << 20;
 constexpr std::chrono::microseconds kPoll{100};
+
+/// A capture whose fault point fails is put off until it no longer does.
+bool is_held_up() { return fault::hit_error(fault::Point::capture) != 0; }
 
 cuda::StreamHandle stream_of(const WriteState& job, std::size_t source) {
     return reinterpret_cast<cuda::StreamHandle>(job.buffers().stream[source]);
@@ -244,7 +248,7 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
             pending.half_filled->copy_host(Pick::lazy);
             watch_bus(*pending.half_filled);
             hand_over(std::move(pending.half_filled), kThreadTrack);
-        } else if (bus_is_full()) {
+        } else if (bus_is_full() || is_held_up()) {
             std::this_thread::sleep_for(kPoll);
             return;
         } else {

@@ -48,8 +48,9 @@ for stage in (0, 2, 3):
         steps(trained, first, last)
         expected = noted(trained)
         with fault("write", "delay", WRITE_MILLISECONDS):
-            trained.save_checkpoint(directory / f"{stage}-{last}")
-            early = [snapshot.captured for snapshot in ours(trained).saves[-1].snapshots.values()]
+            with capture_held():
+                trained.save_checkpoint(directory / f"{stage}-{last}")
+                early = [snapshot.captured for snapshot in ours(trained).saves[-1].snapshots.values()]
             steps(trained, last, last + 3)
             check(trained, expected)
         assert not expected or not all(early), f"stage {stage}: nothing was left to capture after save_checkpoint()"
@@ -69,12 +70,13 @@ for stage in (2, 3):
     trained = wide(stage)
     steps(trained, 0, 1)
     with fault("write", "delay", WRITE_MILLISECONDS):
-        trained.save_checkpoint(directory / f"capture-{stage}")
-        save = ours(trained).saves[-1]
-        loss = torch.nn.functional.cross_entropy(trained(tokens(1)).float(), tokens(1))
-        trained.backward(loss)
-        captured = [snapshot.captured for snapshot in save.snapshots.values()]
-        assert not all(captured), "the forward or the backward pass waited for the capture"
+        with capture_held():
+            trained.save_checkpoint(directory / f"capture-{stage}")
+            save = ours(trained).saves[-1]
+            loss = torch.nn.functional.cross_entropy(trained(tokens(1)).float(), tokens(1))
+            trained.backward(loss)
+            captured = [snapshot.captured for snapshot in save.snapshots.values()]
+            assert not all(captured), "nothing was left to capture"
         trained.step()
         captured = [snapshot.captured for snapshot in save.snapshots.values()]
         assert all(captured), "the step did not wait for the capture"
@@ -158,13 +160,13 @@ from datastates.adapters.deepspeed import glue
 trained = wide(2)
 steps(trained, 0, 1)
 with fault("write", "delay", WRITE_MILLISECONDS):
-    trained.save_checkpoint(directory)
-    save = ours(trained).saves[-1]
-
     def captured(engine):
         return all(snapshot.captured for snapshot in save.snapshots.values())
 
-    assert not captured(trained)
+    with capture_held():
+        trained.save_checkpoint(directory)
+        save = ours(trained).saves[-1]
+        assert not captured(trained)
     assert glue._moving(captured)(trained), "it did not wait for the capture"
     ours(trained).wait()
 for name in ("offload_states", "reload_states"):

@@ -24,6 +24,7 @@ enum class Point : std::uint8_t {
     cuda_register,
     cuda_slab,
     host_read,
+    capture,
 };
 
 /// What the caller of `hit` must do in place of its syscall. (Kill and delay happen inside `hit`.)
