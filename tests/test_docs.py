@@ -21,7 +21,10 @@ FRAMEWORKS = ("deepspeed", "lightning", "megatron", "transformers")
 """What a page may need that is not always there."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, id=p.name, marks=[pytest.mark.long] if p.stem in FRAMEWORKS else []) for p in PAGES],
+)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     wanted = {name for name in FRAMEWORKS for block in blocks if re.search(rf"^(import|from) {name}\b", block, re.M)}

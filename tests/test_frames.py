@@ -18,11 +18,12 @@ def test_frames_of_many_records_are_those_of_each(count: int, known: bool) -> No
     plan = planner.plan_write(sizes, np.zeros(count, np.uint8), frames.header_nbytes(count), 8 << 20)
     nbytes = plan.source_nbytes[plan.order]
     crc = random.integers(0, 1 << 32, count, np.uint32)
+    header_nbytes = frames.header_nbytes(count).tolist()
     expected, directory = [], []
     rows = zip(plan.header_offset.tolist(), plan.data_offset.tolist(), nbytes.tolist(), crc.tolist(), strict=True)
     for i, (header, data, size, checksum) in enumerate(rows):
         name = b"archive/data/%d" % i
-        assert frames.header_nbytes(count)[i] == 30 + len(name) + 24
+        assert header_nbytes[i] == 30 + len(name) + 24
         expected.append(frames.local_header(name, size, data - header, crc=0, flags=8))
         expected.append(struct.pack("<4sIQQ", b"PK\7\x08", checksum if known else 0, size, size))
         directory.append(frames.central_header(name, 8, checksum, size, header))

@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 
 def test_an_engine_without_the_entry_saves_lazily_and_resumes(train: Any, tmp_path: Path) -> None:
     train(

@@ -48,6 +48,7 @@ trained.destroy()
     )
 
 
+@pytest.mark.long
 def test_saves_on_each_others_heels(train: Any, tmp_path: Path) -> None:
     train(
         2,
@@ -95,6 +96,7 @@ trained.destroy()
     )
 
 
+@pytest.mark.long
 def test_sixteen_bit_models(train: Any, tmp_path: Path) -> None:
     train(
         2,
@@ -133,6 +135,7 @@ ENDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ENDS)
 def test_a_script_that_ends(train: Any, tmp_path: Path, how: str) -> None:
     action, code = ENDS[how]
@@ -162,6 +165,7 @@ end = lambda: None  # the interpreter's own end
     assert not list(tmp_path.rglob("*.partial-*"))
 
 
+@pytest.mark.long
 def test_what_cannot_be_saved_and_what_cannot_be_set(train: Any, tmp_path: Path) -> None:
     train(
         2,
@@ -227,6 +231,7 @@ for entry, match in (
     )
 
 
+@pytest.mark.long
 def test_a_forked_child_neither_saves_nor_waits(train: Any, tmp_path: Path) -> None:
     train(
         1,

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "deepspeed" / "train.py"
 STEPS, EVERY, DIE_AT = 8, 2, 6
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_example_is_killed_and_resumes(tmp_path: Path) -> None:
     whole = _run(tmp_path, "whole")

@@ -10,6 +10,8 @@ import pytest
 EXPERTS = """
 from deepspeed.moe.layer import MoE
 
+pytestmark = pytest.mark.long
+
 root = Path(sys.argv[1])
 WIDTH = 384
 
@@ -34,7 +36,7 @@ def mixed(entry, stage, dtype):
 ORDER = {"PYTHONHASHSEED": "0"}
 CASES = [
     *((2, case) for case in ("0-fp32", "0-bf16", "1-fp32", "1-bf16", "2-bf16")),
-    *(pytest.param(4, case, marks=pytest.mark.long) for case in ("0-fp32", "2-bf16")),
+    *((4, case) for case in ("0-fp32", "2-bf16")),
 ]
 
 

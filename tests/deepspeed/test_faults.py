@@ -110,6 +110,7 @@ for directory, entry in ((raising, OURS), (warning, {**OURS, "on_error": "warn"}
     assert all("the checkpoint full has failed" in process.stderr for process in done)
 
 
+@pytest.mark.long
 def test_damaged_files(train: Any, tmp_path: Path) -> None:
     train(
         1,
@@ -157,6 +158,7 @@ trained.destroy()
     )
 
 
+@pytest.mark.long
 def test_a_model_that_rank_0_cannot_save(train: Any, tmp_path: Path) -> None:
     """``save_16bit_model``: the other ranks must not wait for it until the time is up."""
     train(

@@ -61,6 +61,7 @@ for stage in (0, 2, 3):
     )
 
 
+@pytest.mark.long
 def test_the_first_step_waits_for_capture_and_not_for_the_storage(train: Any, tmp_path: Path) -> None:
     train(
         2,
@@ -99,6 +100,7 @@ for stage in (2, 3):
     )
 
 
+@pytest.mark.long
 def test_steps_that_are_skipped_do_not_hurt(train: Any, tmp_path: Path) -> None:
     train(
         2,
@@ -122,6 +124,7 @@ trained.destroy()
     )
 
 
+@pytest.mark.long
 def test_several_engines_in_one_process(train: Any, tmp_path: Path) -> None:
     train(
         2,

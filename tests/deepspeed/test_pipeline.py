@@ -10,6 +10,8 @@ import pytest
 PIPELINE = """
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
+pytestmark = pytest.mark.long
+
 root = Path(sys.argv[1])
 WIDTH = 512
 
@@ -60,12 +62,11 @@ like_torch(root, lambda entry: pipeline(entry, int(stage), dtype, *accumulated),
 
 
 # the third word: the type in which gradients are summed; with this one DeepSpeed has another optimizer for ZeRO-1
-@pytest.mark.parametrize("case", ["0-fp32", "1-fp32", "1-bf16", pytest.param("1-bf16-fp32", marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", ["0-fp32", "1-fp32", "1-bf16", "1-bf16-fp32"])
 def test_two_stages(train: Any, tmp_path: Path, case: str) -> None:
     train(2, PIPELINE + STAGES, tmp_path, case)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", ["0-fp32", "1-bf16", "1-bf16-fp32"])
 def test_two_stages_on_two_ranks_each(train: Any, tmp_path: Path, case: str) -> None:
     train(4, PIPELINE + STAGES, tmp_path, case)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 QUICK = ("2-bf16", "3-fp32")
 CASES = [
     pytest.param(case, marks=() if case in QUICK else pytest.mark.long)

@@ -76,6 +76,8 @@ TENSORS = """
 from deepspeed.utils import zero_to_fp32
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.long
+
 for stage in (2, 3):
     root = Path(sys.argv[1]) / f"untied-{stage}"
     expected = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(root)

@@ -283,7 +283,7 @@ def fault(point: str, action: str, value: int = 0, *, on: int | None = None) -> 
 
 @contextlib.contextmanager
 def capture_held() -> Iterator[None]:
-    """Put off the capture of lazy state: of each file, but for the extent that it shares with what is copied at once."""
+    """Put off the capture of lazy extents; of each file, the extent that also has eager state is captured."""
     _native.arm_fault("capture", "fail", errno.EAGAIN)
     try:
         yield
