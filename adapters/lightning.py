@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from datastates import directories, durable, manifest, paths
+from datastates._base import files, paths
+from datastates._base.sizes import LARGE_RECORD
 from datastates.adapters import torch_files
 from datastates.adapters.torch_files import FileSettings, Lazy, TorchFiles
-from datastates.futures import Snapshot
-from datastates.plan import LARGE_RECORD
+from datastates.commit import directories, manifest
+from datastates.saving.snapshot import Snapshot
 
 try:
     from lightning.fabric.plugins import CheckpointIO
@@ -89,7 +90,7 @@ class DataStatesCheckpointIO(CheckpointIO):
             self.files.finish()
 
     def _begin(self, checkpoint: dict[str, Any], final: Path) -> None:
-        durable.make_directory(final.parent)
+        files.make_directory(final.parent)
         self.files.begin()
         if final.parent not in self._swept:
             self._swept.add(final.parent)
@@ -108,11 +109,11 @@ class DataStatesCheckpointIO(CheckpointIO):
             try:
                 if failure is not None:
                     raise failure
-                with durable.step("rename", final):
+                with files.syscall("rename", final):
                     os.replace(partial, final)
             finally:
                 manifest.abandon(pending)
-            durable.sync_directory(final.parent)
+            files.sync_directory(final.parent)
             self._last_failed = False
 
         self.files.then(f"the checkpoint {final}", [snapshot], name)

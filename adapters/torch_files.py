@@ -14,19 +14,22 @@ from typing import Any, Literal, NoReturn
 import torch
 from pydantic import Field
 
-from datastates import container, gate, loading
 from datastates.adapters.map_location import placed
-from datastates.barrier import SoloWorld
+from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoSettings
-from datastates.ending import FileEnding, identity_alone
-from datastates.engine import Engine, make_executor
+from datastates.container import archive
+from datastates.container.file import open_container
 from datastates.errors import FormatError, SnapshotAbandonedError
-from datastates.futures import Snapshot
-from datastates.opened import open_container
-from datastates.protocol import Saved
+from datastates.executor.make import make_executor
 from datastates.providers.tree import TreeProvider
-from datastates.saved import Trust
-from datastates.saving import Saver
+from datastates.ranks.world import SoloWorld
+from datastates.restoring import loading
+from datastates.restoring.provider_view import Trust
+from datastates.saving import gate
+from datastates.saving.engine import Engine
+from datastates.saving.saver import Saver
+from datastates.saving.snapshot import Snapshot
+from datastates.state.provider import Saved
 
 _log = logging.getLogger("datastates")
 _TAIL = 4096
@@ -200,7 +203,7 @@ def is_ours(file: Path) -> bool:
         with file.open("rb") as opened:
             opened.seek(max(0, file.stat().st_size - _TAIL))
             tail = opened.read()
-        if container.is_ending(tail):
+        if archive.is_ending(tail):
             raise
         return False
     return True

@@ -14,11 +14,12 @@ import transformers
 from pydantic import Field
 from transformers import trainer_callback, trainer_utils
 
-from datastates import directories, durable, manifest, paths
+from datastates._base import files, paths
 from datastates.adapters.torch_files import FileSettings, TorchFiles
-from datastates.barrier import World, world_of
-from datastates.committing import settle
-from datastates.futures import Snapshot
+from datastates.commit import directories, manifest
+from datastates.ranks.together import settle
+from datastates.ranks.world import World, world_of
+from datastates.saving.snapshot import Snapshot
 
 _log = logging.getLogger("datastates")
 _OLD = "-old"
@@ -163,7 +164,7 @@ class TrainerCheckpoints:
                 _put_back(old, final)
                 raise
             (final / manifest.LOCK).unlink()  # not before: without it, it passes for abandoned
-            durable.sync_directory(root)
+            files.sync_directory(root)
             shutil.rmtree(old, ignore_errors=True)
             try:
                 trainer_utils.rotate_checkpoints(str(root), limit, kept and str(Path(kept).absolute()), use_mtime=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import datastates as ds
-from datastates.protocol import StateProvider
 from datastates.providers import HostTensorProvider, from_stateful
+from datastates.state.provider import StateProvider
 from measure import Plan, Result, Sample, interleave
 from states import many_small
 

@@ -2,7 +2,7 @@
 
 Every call is a request that takes ``latency`` to the server, waits there for those that came before, is served one at a
 time, and takes ``latency`` back. What the ranks call, in which order and how long they pause follows
-:mod:`datastates.agreement`, :mod:`datastates.store_board` and :mod:`datastates.polling`.
+:mod:`datastates.ranks.board_world`, :mod:`datastates.ranks.store_board` and :mod:`datastates.ranks.polling`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from datastates.polling import first, slowest
+from datastates.ranks.polling import first, slowest
 
 KEYS_AT_ONCE = 64
 GROWTH = 1.5

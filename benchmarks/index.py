@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 
 import datastates as ds
-from datastates import container, planner
-from datastates.frames import encode_frames, header_nbytes, pickle_place
-from datastates.index import Index
-from datastates.opened import open_container
-from datastates.packed_keys import PackedKeys
-from datastates.plan import WritePlan
-from datastates.shard_table import ShardTable
+from datastates.container import archive, checksums
+from datastates.container.file import open_container
+from datastates.container.index import Index
+from datastates.container.packed_keys import PackedKeys
+from datastates.container.table import ShardTable
+from datastates.container.zip_frames import encode_frames, header_nbytes, pickle_place
+from datastates.planning import write
+from datastates.planning.plans import WritePlan
 from measure import Plan, Result, Sample, interleave
 
 NBYTES = 256
@@ -28,7 +29,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     """Plan, encode, open, and read one."""
     count = 10_000 if tiny else 1_000_000
     index = index_of(make_plan(count))
-    tail, _ = container.encode_tail(index, b"")
+    tail, _ = archive.encode_tail(index, b"")
     path = directory / "index.pt"
     with path.open("wb") as file:  # the records' bytes are a hole: zeros, as the checksums say
         file.seek(index.records_end)
@@ -36,7 +37,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     key = f"model/{index.shards.keys[count // 2]}"
     actions: dict[str, Callable[[], Sample]] = {
         "plan": lambda: _timed(partial(make_plan, count)),
-        "encode": lambda: _timed(partial(container.encode_tail, index, b"")),
+        "encode": lambda: _timed(partial(archive.encode_tail, index, b"")),
         "open": lambda: _timed(partial(open_container, path)),
         # of a file just opened: what the first look-up builds counts
         "read one": lambda: _timed(partial(ds.open(path).__getitem__, key)),
@@ -58,7 +59,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
 def make_plan(count: int) -> WritePlan:
     """The layout of a file of so many tensors; the frames are made, too."""
     sizes = np.full(count, NBYTES, np.uint64)
-    plan = planner.plan_write(sizes, np.zeros(count, np.uint8), header_nbytes(count), BLOCK)
+    plan = write.plan_write(sizes, np.zeros(count, np.uint8), header_nbytes(count), BLOCK)
     encode_frames(plan.header_offset, plan.data_offset, plan.source_nbytes[plan.order])
     return plan
 
@@ -66,7 +67,7 @@ def make_plan(count: int) -> WritePlan:
 def index_of(plan: WritePlan) -> Index:
     """The index of such a file, all of its bytes zero."""
     count = len(plan.order)
-    zero = np.full(count, container.crc32(bytes(NBYTES)), np.uint32)
+    zero = np.full(count, checksums.crc32(bytes(NBYTES)), np.uint32)
     none = np.zeros(0, np.uint64)
     byte = np.zeros(count, np.uint8)
     table = ShardTable(

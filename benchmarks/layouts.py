@@ -8,13 +8,15 @@ from functools import cached_property
 
 import numpy as np
 
-from datastates import container, planner
-from datastates.claims import Claims, claims_of
-from datastates.frames import header_nbytes, pickle_place
-from datastates.index import Index, StoredObject
-from datastates.parts import PRIME, Part
-from datastates.protocol import Shard
-from datastates.shard_table import ShardTable, table_of
+from datastates.commit.claims import Claims, claims_of
+from datastates.commit.tiling import PRIME
+from datastates.container import checksums
+from datastates.container.index import Index, StoredObject
+from datastates.container.table import ShardTable, table_of
+from datastates.container.zip_frames import header_nbytes, pickle_place
+from datastates.planning import write
+from datastates.state.parts import Part
+from datastates.state.shards import Shard
 
 NAMES = ("FSDP", "own keys", "ZeRO")
 _ROWS = 2
@@ -93,7 +95,7 @@ class Layout:
         """The index of a rank's container, with one object."""
         table = self.table(rank)
         sizes = np.array([self.part(rank, t).numel * ITEMSIZE for t in range(self.tensors)], np.uint64)
-        plan = planner.plan_write(sizes, np.zeros(len(sizes), np.uint8), header_nbytes(len(sizes)), _BLOCK)
+        plan = write.plan_write(sizes, np.zeros(len(sizes), np.uint8), header_nbytes(len(sizes)), _BLOCK)
         begin = pickle_place(plan.end)
         return Index(
             identity={"step": 1, "rank": rank, "world_size": self.ranks, "attempt": "00000000"},
@@ -103,10 +105,10 @@ class Layout:
             record_crc=np.zeros(len(sizes), np.uint32),
             chunk_crc=np.zeros(len(sizes), np.uint32),
             shards=replace(table, digested=np.ones(len(sizes), np.uint8)),
-            objects=(StoredObject(0, "loop", begin, 0, container.crc32(b"")),),
+            objects=(StoredObject(0, "loop", begin, 0, checksums.crc32(b"")),),
             pickle_offset=begin,
             pickle_nbytes=0,
-            pickle_crc=container.crc32(b""),
+            pickle_crc=checksums.crc32(b""),
         )
 
     @cached_property

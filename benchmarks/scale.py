@@ -23,15 +23,16 @@ from typing import Any
 import numpy as np
 
 from commit_model import Setting, simulate
-from datastates import catalog, container, manifest
-from datastates.agreement import BoardWorld, token_of
-from datastates.catalog import Catalog
-from datastates.claims import claims_of, whole_claims
-from datastates.committing import Vote
-from datastates.executor import read_bytes
-from datastates.parts import PRIME
-from datastates.store_board import StoreBoard
-from datastates.store_calls import StoreCalls
+from datastates._base.files import read_bytes
+from datastates.commit import catalog, manifest
+from datastates.commit.ballot import Vote
+from datastates.commit.catalog import Catalog
+from datastates.commit.claims import claims_of, whole_claims
+from datastates.commit.tiling import PRIME
+from datastates.container import archive
+from datastates.ranks.board_world import BoardWorld, token_of
+from datastates.ranks.store_board import StoreBoard
+from datastates.ranks.store_calls import StoreCalls
 from layouts import NAMES, Layout
 from measure import Plan, Result, Sample, interleave, status
 
@@ -241,7 +242,7 @@ def _rank(layout: Layout) -> Sample:
     index = layout.index(rank)
     claimed, claims = _seconds(lambda: claims_of(index.shards))
     voted, vote = _seconds(lambda: _whole_vote(layout.ranks, rank, whole_claims(claims, index)))
-    encoded, (tail, _) = _seconds(lambda: container.encode_tail(index, b""))
+    encoded, (tail, _) = _seconds(lambda: archive.encode_tail(index, b""))
     token, _ = _seconds(lambda: token_of("0123456789abcdef", "step-00000001/1"))
     return {
         "claims": claimed,

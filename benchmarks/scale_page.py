@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commit_model import pauses
-from datastates.polling import slowest
+from datastates.ranks.polling import slowest
 from tables import Benchmark, column, markdown, spread
 
 _PAGE = """# Scale

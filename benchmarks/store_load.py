@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.distributed
 
-from datastates.store_board import StoreBoard
-from datastates.store_calls import StoreCalls
+from datastates.ranks.store_board import StoreBoard
+from datastates.ranks.store_calls import StoreCalls
 from measure import Sample
 
 _SILENCE = 60.0

@@ -2,14 +2,17 @@
 
 from typing import Any
 
-from datastates.arrays import array_shard
-from datastates.checkpoint import Checkpointer, load, open, restore, snapshot
+from datastates.api import load, open, restore, snapshot
+from datastates.checkpointer import Checkpointer
 from datastates.config import IoSettings, Settings
+from datastates.container.pickle_writer import dumps
 from datastates.errors import DatastatesError
-from datastates.futures import Report, Snapshot
-from datastates.pickling import dumps
-from datastates.protocol import Buffer, Shard, StateProvider, object_shard
-from datastates.reader import Checkpoint
+from datastates.restoring.mapping import Checkpoint
+from datastates.saving.report import Report
+from datastates.saving.snapshot import Snapshot
+from datastates.state.arrays import array_shard
+from datastates.state.provider import StateProvider
+from datastates.state.shards import Buffer, Shard, object_shard
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from datastates.cli import main
+from datastates.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -57,7 +57,7 @@ class Digester:
     def __init__(
         self, *, digests: int, offset: _U64, length: _U64, run_length: _U64, after: _U64, step: _U64, digest: _U32
     ) -> None:
-        """Take stretches of runs, ascending by offset; see ``datastates.plan.DigestRuns``."""
+        """Take stretches of runs, ascending by offset; see ``datastates.planning.plans.DigestRuns``."""
 
     def update(self, data: Buffer) -> None:
         """Go on with the next bytes; the first call's begin at offset 0."""
@@ -164,7 +164,8 @@ class WritePlan:
         Extents tile the file from 0, their lengths are multiples of 4096 (the last one's need not be), and their
         pieces tile them. ``piece_source`` -1 is the literal. A source is cut at multiples of 8 and lies in the file
         in order; eager sources come before lazy ones. A patch writes its source's CRC-32, little-endian, into an
-        extent not before the source's last. Runs come by source, then by offset; see ``datastates.plan.DigestRuns``.
+        extent not before the source's last. Runs come by source, then by offset; see
+        ``datastates.planning.plans.DigestRuns``.
         """
 
 class ReadPlan:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from datastates._base.sizes import CHUNK, PAGE
 from datastates.errors import SettingsError
-from datastates.plan import CHUNK, PAGE
 
 _UNITS = {"": 1, "B": 1, **{p + s: b**i for s, b in (("B", 1000), ("iB", 1024)) for i, p in enumerate("KMGT", 1)}}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B|)\s*\Z")

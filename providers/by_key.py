@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from datastates.keys import parts
-from datastates.protocol import ArrayRef, Saved
+from datastates.state.keys import parts
+from datastates.state.provider import Saved
+from datastates.state.shards import ArrayRef
 
 
 @dataclass(eq=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from datastates.describing import Knowledge
-from datastates.keys import component
-from datastates.pickling import ArrayLeaf, StoredArray
-from datastates.protocol import ArrayRef, Encoder, Saved, Shard, StateProvider, walk_unique
+from datastates.state.keys import component
+from datastates.state.provider import Encoder, Saved, StateProvider, walk_unique
+from datastates.state.repeated import Knowledge
+from datastates.state.shards import ArrayLeaf, ArrayRef, Shard, StoredArray
 
 
 class CompositeProvider(StateProvider):

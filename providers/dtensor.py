@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
-from datastates import arrays
-from datastates.protocol import Shard
 from datastates.providers.tensor import ArraysProvider
+from datastates.state import arrays
+from datastates.state.shards import Shard
 
 
 class _Module(Protocol):

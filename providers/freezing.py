@@ -13,28 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from datastates import vetted
+from datastates.container import pickle_policy
 from datastates.errors import ProviderError
-from datastates.pickling import ArrayLeaf
+from datastates.state.shards import ArrayLeaf
 
 Leaf = Callable[[object], ArrayLeaf | None]
 
 
 def _check_fraction(value: Any) -> None:
-    if not vetted.may_call(Fraction, value.__reduce__()[1]):
+    if not pickle_policy.may_call(Fraction, value.__reduce__()[1]):
         raise pickle.PicklingError("a fraction of integers that large would take too long to read")
 
 
 def _check_keys(value: Any) -> None:
     for key in value:
         if type(key) in (tuple, slice):
-            vetted.check_key(key)
+            pickle_policy.check_key(key)
 
 
 def _check_dtype(value: Any) -> None:
     made, arguments, state = value.__reduce__()
     if made is np.dtype:
-        vetted.set_numpy_dtype(vetted.numpy_dtype(*arguments), state)
+        pickle_policy.set_numpy_dtype(pickle_policy.numpy_dtype(*arguments), state)
 
 
 _CHECKS: dict[type, Callable[[Any], None]] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from datastates import arrays
-from datastates.protocol import Saved
 from datastates.providers.tree import TreeProvider
+from datastates.state import memory
+from datastates.state.provider import Saved
 
 
 class PickledObjectProvider(TreeProvider):
@@ -36,7 +36,7 @@ class PickledObjectProvider(TreeProvider):
         """Fresh arrays for all: the value is built anew and handed to ``set``."""
         del stored
         known = saved.arrays()
-        return [(key, arrays.empty(known[key])) for key in self.listed(saved)]
+        return [(key, memory.empty(known[key])) for key in self.listed(saved)]
 
     def accept(self, value: Any) -> None:
         """Hand the value to ``set``."""

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from datastates import arrays, dtensors
-from datastates.keys import component, join
-from datastates.protocol import ArrayRef, Saved
 from datastates.providers.stored_states import StoredStates
+from datastates.state import dtensors, memory
+from datastates.state.keys import component, join
+from datastates.state.provider import Saved
+from datastates.state.shards import ArrayRef
 
 
 def state_key(parameter: object, state: str) -> str:
@@ -95,7 +96,7 @@ def live_where_not_restored(value: Any, live: Any) -> Any:
 def fresh(ref: ArrayRef, like: Any) -> Any:
     """An array of undefined contents to restore a state into, like its parameter if that is a DTensor of its shape."""
     if like is None or ref.shape != tuple(like.shape):
-        return arrays.empty(ref)
+        return memory.empty(ref)
     torch: Any = sys.modules["torch"]
     return torch.empty_like(like, dtype=getattr(torch, ref.dtype), requires_grad=False)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from datastates import arrays
-from datastates.keys import join
-from datastates.protocol import ArrayRef
-from datastates.unpickling import Unbuilt
+from datastates.container.pickle_reader import Unbuilt
+from datastates.state import arrays
+from datastates.state.keys import join
+from datastates.state.shards import ArrayRef
 
 
 @dataclass

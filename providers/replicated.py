@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from datastates.errors import ProviderError
-from datastates.protocol import Encoder, Saved, Shard, Shards, StateProvider
+from datastates.state.provider import Encoder, Saved, StateProvider
+from datastates.state.shards import Shard, Shards
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from datastates import arrays, dtypes
 from datastates.errors import ProviderError
-from datastates.keys import component
-from datastates.protocol import ArrayRef, Buffer, Shard
 from datastates.providers.flat_layout import FlatLayout, Name, Slice
+from datastates.state import arrays, dtypes
+from datastates.state.keys import component
+from datastates.state.shards import ArrayRef, Buffer, Shard
 
 
 def key_of(name: Name, state: str) -> str:

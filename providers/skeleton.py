@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from datastates import arrays
-from datastates.depth import DEEPEST
-from datastates.keys import join
+from datastates.state import arrays
+from datastates.state.depth import DEEPEST
+from datastates.state.keys import join
 
 _ARRAY, _PLAIN = object(), object()
 _NO_ATTRIBUTES: dict[str, Any] = {}

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from datastates import collector
-from datastates.describing import Known
-from datastates.plan import I64
-from datastates.protocol import Shard
+from datastates._base import gc_pause
+from datastates._base.columns import I64
 from datastates.providers.shares import Share
+from datastates.state.repeated import Known
+from datastates.state.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class Spread:
     index: I64
 
     @classmethod
-    @collector.paused()
+    @gc_pause.paused()
     def of(cls, shares: Sequence[Share], found: Sequence[tuple[int, str, object]], whole: Sequence[Shard]) -> Spread:
         """Ask the shares: for each array, ``found`` says the number of its share and the name of its state.
 

@@ -6,11 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from datastates import arrays, dtensors
-from datastates.dressed import take_attributes
+from datastates.container.pickle_policy import is_generator
 from datastates.errors import ProviderError
-from datastates.keys import component
-from datastates.protocol import ArrayRef, Saved, StateProvider
 from datastates.providers.optimizer_tree import (
     fresh,
     group_differences,
@@ -25,7 +22,11 @@ from datastates.providers.optimizer_tree import (
 from datastates.providers.pairing import add, pair
 from datastates.providers.replicated import ReplicatedProvider
 from datastates.providers.tree import TreeProvider, is_inner
-from datastates.vetted import is_generator
+from datastates.state import arrays, dtensors, memory
+from datastates.state.dressed import take_attributes
+from datastates.state.keys import component
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.shards import ArrayRef
 
 
 @runtime_checkable
@@ -155,7 +156,7 @@ class _ContainerProvider(TreeProvider):
 def _inner(saved: Saved) -> list[tuple[str, object]]:
     """Fresh arrays for those inside objects of other classes, which are built anew."""
     stored = saved.arrays()  # a reference is made when it is asked for
-    return [(key, arrays.empty(stored[key])) for key in stored if is_inner(key)]
+    return [(key, memory.empty(stored[key])) for key in stored if is_inner(key)]
 
 
 def same(a: object, b: object) -> bool:
@@ -258,7 +259,7 @@ class _StatefulProvider(TreeProvider):
         # what does not fit is left to load_state_dict where the stored value has it; what only others had must fit
         into = {ref.key: array for ref, array in found.pairs if ref.key not in kept or arrays.fits(ref, array)}
         known = saved.arrays()  # a reference is made when it is asked for
-        return [*into.items(), *((key, arrays.empty(known[key])) for key in kept if key not in into)]
+        return [*into.items(), *((key, memory.empty(known[key])) for key in kept if key not in into)]
 
     def _match_optimizer(self, stored: Any, live: object, saved: Saved) -> Sequence[tuple[str, object]]:
         differences = group_differences(stored, live)

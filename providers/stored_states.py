@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from datastates.keys import component
-from datastates.protocol import Saved
 from datastates.providers.flat_layout import Name
+from datastates.state.keys import component
+from datastates.state.provider import Saved
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
 """What torch's optimizers keep as a number for each parameter; of a part of one, only one rank has saved them."""

@@ -6,9 +6,10 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from datastates import arrays
-from datastates.describing import Describer, Known
-from datastates.protocol import HOST, Saved, Shard, Shards, StateProvider
+from datastates.state import arrays
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.repeated import Describer, Known
+from datastates.state.shards import HOST, Shard, Shards
 
 
 class ArraysProvider(StateProvider):

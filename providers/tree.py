@@ -14,18 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays, dressed, dtensors
-from datastates.depth import DEEPEST, deeper
-from datastates.describing import Describer, Known
+from datastates.container.pickle_policy import is_generator
+from datastates.container.pickle_reader import needs_trust
+from datastates.container.pickle_writer import PROTOCOL, dumps
 from datastates.errors import ProviderError
-from datastates.keys import join
-from datastates.pickling import PROTOCOL, ArrayLeaf, StoredArray, dumps
-from datastates.protocol import Encoder, Saved, Shard, Shards, StateProvider, object_shard
 from datastates.providers.by_key import ByKey
 from datastates.providers.freezing import freeze, thaw, vet
 from datastates.providers.skeleton import Skeleton, attributes_of, is_plain_key
-from datastates.unpickling import needs_trust
-from datastates.vetted import is_generator
+from datastates.state import arrays, dressed, dtensors
+from datastates.state.depth import DEEPEST, deeper
+from datastates.state.keys import join
+from datastates.state.provider import Encoder, Saved, StateProvider
+from datastates.state.repeated import Describer, Known
+from datastates.state.shards import ArrayLeaf, Shard, Shards, StoredArray, object_shard
 
 _log = logging.getLogger("datastates")
 _told: set[tuple[str, str]] = set()
@@ -65,7 +66,7 @@ class Tree:
 
     Attributes:
         shards: The arrays.
-        root: The containers, copied, with an :class:`~datastates.pickling.ArrayLeaf` for each array.
+        root: The containers, copied, with an :class:`~datastates.state.shards.ArrayLeaf` for each array.
         name: Whose value it is, for messages.
     """
 
@@ -103,7 +104,7 @@ class PlainTree:
 
     Attributes:
         skeleton: Its containers.
-        requires_grad, parameter: What :class:`~datastates.pickling.ArrayLeaf` is to say of each array.
+        requires_grad, parameter: What :class:`~datastates.state.shards.ArrayLeaf` is to say of each array.
         plain: The plain values.
         attributes: What each array has beside its elements; None where no one has anything.
         tied: Numbers of arrays that are the same object as an earlier one, each with the number of that.

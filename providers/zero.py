@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays
-from datastates.describing import Describer
+from datastates.container.pickle_writer import dumps
 from datastates.errors import ProviderError
-from datastates.keys import component
-from datastates.pickling import dumps
-from datastates.protocol import ArrayRef, Saved, Shard, Shards, StateProvider, object_shard
 from datastates.providers.flat_layout import Name
 from datastates.providers.shares import Share, WholeParameter, key_of
 from datastates.providers.spread import Knowledge, Spread
 from datastates.providers.stored_states import StoredStates
+from datastates.state import arrays, memory
+from datastates.state.keys import component
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.repeated import Describer
+from datastates.state.shards import ArrayRef, Shard, Shards, object_shard
 
 _GROUPS = "param_groups"
 
@@ -244,7 +245,7 @@ class ShardedZeroProvider(StateProvider):
         found.shards.append(object_shard(key))
         # tensors among the hyperparameters of a nested state dict
         inner = [k for k in found.known if k.split("/")[0] == _GROUPS]
-        found.shards += [arrays.destination(k, arrays.empty(found.known[k])) for k in inner]
+        found.shards += [arrays.destination(k, memory.empty(found.known[k])) for k in inner]
         return True
 
     def _match_states(self, share: Share, found: _Found) -> None:
@@ -265,14 +266,14 @@ class ShardedZeroProvider(StateProvider):
                 found.want(share.destinations(state, value))
             else:
                 name = share.scalar_source if share.scalar_source in refs else next(iter(refs))
-                value = arrays.empty(refs[name])
+                value = memory.empty(refs[name])
                 if value.ndim:
                     found.mismatched[key_of(name, state)] = f"an array of shape {tuple(value.shape)}, not a number"
                     continue
                 found.want([arrays.destination(key_of(name, state), value)])
                 # the one stands for those of its other parameters, which are taken all the same: nobody misses them
                 others = [n for n in share.held if n in refs and n != name]
-                found.want(arrays.destination(key_of(n, state), arrays.empty(refs[n])) for n in others)
+                found.want(arrays.destination(key_of(n, state), memory.empty(refs[n])) for n in others)
             states[state] = value
         if not states and found.parameters.isdisjoint(share.names):
             found.missing += [f"state/{component(name)}" for name in share.names]

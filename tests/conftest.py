@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 
-from datastates.barrier import SoloWorld
+from datastates.commit.ending import FileEnding
 from datastates.config import IoSettings
-from datastates.ending import FileEnding
-from datastates.engine import Engine, make_executor
-from datastates.futures import Snapshot
+from datastates.executor.make import make_executor
 from datastates.providers import from_state_dict
-from datastates.saving import Saver
+from datastates.ranks.world import SoloWorld
+from datastates.saving.engine import Engine
+from datastates.saving.saver import Saver
+from datastates.saving.snapshot import Snapshot
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from fork_server import Forked, ForkServer

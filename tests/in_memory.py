@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from datastates import arrays, dtypes
-from datastates.keys import join
-from datastates.protocol import ArrayRef, Saved, Shard, StateProvider
+from datastates.state import dtypes, memory
+from datastates.state.keys import join
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.shards import ArrayRef, Shard
 
 
 def elements(shard: Shard) -> torch.Tensor:
@@ -164,7 +165,7 @@ class InMemory(Saved):
             if shard.kind == "numpy":
                 np.copyto(shard.source, part.numpy())
             else:
-                arrays.assign(shard.source, part)
+                memory.assign(shard.source, part)
             targets[shard.key] = shard.source
         for shard in shards:
             if shard.is_object:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates import cli
+from datastates.cli import commands
 from datastates.providers import HostTensorProvider
 
 ADDRESSES = [
@@ -47,7 +47,7 @@ def test_an_address_is_refused(call: str, address: Any) -> None:
 @pytest.mark.parametrize("command", [["ls"], ["inspect"], ["verify"], ["diff", "/tmp"]], ids=lambda c: c[0])
 def test_an_address_is_refused_on_the_command_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([*command, "s3://bucket/run"])
+        commands.main([*command, "s3://bucket/run"])
     assert ended.value.code == 2
     assert "s3://bucket/run is an address" in capsys.readouterr().err
 

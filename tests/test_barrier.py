@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from datastates import directories, durable, file_board, joining
-from datastates.agreement import BoardWorld
-from datastates.barrier import SoloWorld, World, world_of
+from datastates._base import locks
+from datastates.commit import directories
 from datastates.errors import (
     ClosedError,
     CommitError,
@@ -27,9 +26,12 @@ from datastates.errors import (
     UnreachableError,
     rank_names,
 )
-from datastates.joining import FOLDER
-from datastates.store_board import PIECE, StoreBoard
-from datastates.store_calls import StoreCalls
+from datastates.ranks import file_board, join
+from datastates.ranks.board_world import BoardWorld
+from datastates.ranks.join import FOLDER
+from datastates.ranks.store_board import PIECE, StoreBoard
+from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.world import SoloWorld, World, world_of
 
 SIZE = 4
 SECONDS = 20.0
@@ -526,7 +528,7 @@ def test_a_run_may_end_while_the_next_one_begins(tmp_path: Path, monkeypatch: py
         time.sleep(0.1)
         file_board.remove(path)
 
-    monkeypatch.setattr(joining, "remove", late)
+    monkeypatch.setattr(join, "remove", late)
     worlds = over_directory(tmp_path)
     ending = threading.Thread(target=worlds[0].close)
     ending.start()
@@ -634,11 +636,11 @@ def test_a_rank_0_that_cannot_meet_the_others_holds_no_lock(tmp_path: Path, monk
     def fail(*_: object) -> None:
         raise StorageError(28, "write", "session")
 
-    monkeypatch.setattr(joining, "_seen", fail)
-    before = set(durable._held)
+    monkeypatch.setattr(join, "_seen", fail)
+    before = set(locks._held)
     with pytest.raises(StorageError, match="session"):
         world_of(0, 2, tmp_path, 1)
-    assert durable._held == before
+    assert locks._held == before
     assert [entry.name for entry in (tmp_path / FOLDER).iterdir()] == []
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from by_path import module_at
 
-from datastates import polling
-from datastates.claims import claims_of
-from datastates.parts import PRIME
+from datastates.commit.claims import claims_of
+from datastates.commit.tiling import PRIME
+from datastates.ranks import polling
 
 ROOT = Path(__file__).parent.parent
 WRITERS = {"raw", "datastates", "torch.save/load", "safetensors", "DCP", "TorchSnapshot", "torch_checkpointing"}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastates.catalog import Catalog, ConflictError, encode_catalog
-from datastates.claims import Claims, decode_claims, encode_claims, key_hash
+from datastates.commit.catalog import Catalog, ConflictError, encode_catalog
+from datastates.commit.claims import Claims, decode_claims, encode_claims, key_hash
 from datastates.errors import FormatError
 
 

@@ -15,7 +15,7 @@ import torch
 from command import run, run_json
 
 import datastates as ds
-from datastates import cli
+from datastates.cli import commands
 from datastates.providers import from_state_dict
 
 
@@ -105,7 +105,7 @@ def test_verify_names_the_key_that_is_wrong(root: Path, capsys: pytest.CaptureFi
 def test_errors_go_to_stderr_and_what_is_not_there_has_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert commands.main(["inspect", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"datastates: no committed checkpoint at {tmp_path}\n"
@@ -113,7 +113,7 @@ def test_errors_go_to_stderr_and_what_is_not_there_has_status_2(
 
 def test_a_foreign_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({}, tmp_path / "foreign.pt")
-    assert cli.main(["verify", str(tmp_path / "foreign.pt")]) == 1
+    assert commands.main(["verify", str(tmp_path / "foreign.pt")]) == 1
     assert "not a datastates container" in capsys.readouterr().err
 
 
@@ -134,11 +134,11 @@ def test_a_closed_pipe_is_no_traceback(root: Path) -> None:
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
+        commands.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"datastates {ds.__version__}\n"
 
 
 def test_ls_of_one_checkpoint_points_to_inspect(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["ls", str(root / "step-00000001")]) == 2
+    assert commands.main(["ls", str(root / "step-00000001")]) == 2
     assert "use inspect" in capsys.readouterr().err

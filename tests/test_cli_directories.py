@@ -12,7 +12,8 @@ import pytest
 from command import run, run_json
 
 import datastates as ds
-from datastates import cli, manifest
+from datastates.cli import commands
+from datastates.commit import manifest
 from datastates.providers import HostTensorProvider
 
 CONTAINER = "rank-00000.pt"
@@ -72,7 +73,7 @@ def test_the_statuses_are_apart_and_told(command: str, root: Path, capsys: pytes
     assert run(capsys, command, *paths)[0] == 0
     assert run(capsys, command, *(path / "absent" for path in paths))[0] == 2
     with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--help"])
+        commands.main([command, "--help"])
     assert ended.value.code == 0
     assert "exit status: 0 all is well; 1 something is damaged or differs; 2" in " ".join(
         capsys.readouterr().out.split()
@@ -92,7 +93,7 @@ def test_the_package_runs_as_a_module(root: Path) -> None:
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
 def test_a_checkpoint_of_dcp_is_called_one(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / ".metadata").write_bytes(b"")
-    assert cli.main([command, str(tmp_path)]) == 2
+    assert commands.main([command, str(tmp_path)]) == 2
     assert f"{tmp_path} is a checkpoint of torch.distributed.checkpoint" in capsys.readouterr().err
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import datastates as ds
-from datastates.arrays import array_shard
-from datastates.collecting import collect
+from datastates.container.pickle_writer import dumps
 from datastates.errors import ProviderError
-from datastates.pickling import dumps
-from datastates.protocol import Buffer, Shard, object_shard
 from datastates.providers import ReplicatedProvider, from_state_dict
+from datastates.saving.collect import collect
+from datastates.state.arrays import array_shard
+from datastates.state.shards import Buffer, Shard, object_shard
 
 
 def test_what_shares_memory_is_written_by_one_rank() -> None:

@@ -16,12 +16,15 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates import arrays, cli
-from datastates.comparing import Comparison, compare
+from datastates.cli import commands
+from datastates.cli.compare import Comparison, compare
+from datastates.container.file import Container, open_container
 from datastates.errors import CorruptError, FormatError
-from datastates.opened import Container, open_all, open_container
-from datastates.protocol import Saved, Shard, StateProvider
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
+from datastates.restoring.stored import open_all
+from datastates.state import arrays
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.shards import Shard
 
 SMALL: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
 Save = Callable[..., list[Container]]
@@ -237,7 +240,7 @@ def test_objects_of_other_ranks_are_those_of_the_lowest(save: Save) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    status = cli.main(["diff", *(str(a) for a in arguments)])
+    status = commands.main(["diff", *(str(a) for a in arguments)])
     return status, capsys.readouterr().out
 
 
@@ -281,8 +284,8 @@ def test_diff_of_another_shape(save: Save, capsys: pytest.CaptureFixture[str]) -
 
 def test_diff_of_what_is_none_is_a_wrong_call(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = save(tree(n=1))[0].path
-    assert cli.main(["diff", str(a), str(tmp_path / "none")]) == 2
+    assert commands.main(["diff", str(a), str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
-        cli.main(["diff", str(a)])
+        commands.main(["diff", str(a)])
     assert ended.value.code == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import datastates as ds
-from datastates import _native, saving
+from datastates import _native
 from datastates.providers import from_stateful
 
 torch = pytest.importorskip("torch")
@@ -105,7 +105,7 @@ def test_what_fails_in_the_gate_fails_the_snapshot_and_not_the_step(
         _native.arm_fault("write", "delay", HELD, 1, 1)
         snapshot = ckpt.snapshot([from_stateful("model", training.model)], step=1)
         with monkeypatch.context() as patch:
-            patch.setattr(saving.arrays, "consumer_streams", fail)
+            patch.setattr("datastates.state.streams.consumer_streams", fail)
             training.step()
         with pytest.raises(LookupError, match="no stream"):
             snapshot.wait_committed()

@@ -17,13 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import datastates as ds
-from datastates import arrays, digests
-from datastates.digest_runs import places_of
+from datastates.container import digests
+from datastates.container.digest_runs import places_of
+from datastates.container.file import open_container
+from datastates.container.table import Row, table_of
 from datastates.errors import DatastatesError, FormatError
-from datastates.opened import open_container
-from datastates.protocol import Buffer, Saved, Shard, StateProvider
 from datastates.providers import from_state_dict
-from datastates.shard_table import Row, table_of
+from datastates.state import arrays
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.shards import Buffer, Shard
 
 SMALL: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
 DTYPES = {1: "uint8", 2: "float16", 8: "int64", 16: "complex128"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from datastates import durable
+from datastates._base import files
 from datastates.errors import StorageError
 
 
@@ -19,14 +19,14 @@ def test_another_rank_makes_the_directory_first(monkeypatch: pytest.MonkeyPatch,
             Path(name).mkdir()
             made.append(name)
 
-    monkeypatch.setattr(durable.faults, "hit", hit)
-    durable.make_directory(tmp_path / "a" / "b")
+    monkeypatch.setattr(files.faults, "hit", hit)
+    files.make_directory(tmp_path / "a" / "b")
     assert made == [str(tmp_path / "a"), str(tmp_path / "a" / "b")]
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     with pytest.raises(StorageError) as caught:
-        durable.make_directory(tmp_path / "a" / "b")
+        files.make_directory(tmp_path / "a" / "b")
     assert caught.value.errno == errno.ENOTDIR
     assert str(tmp_path / "a") in str(caught.value)

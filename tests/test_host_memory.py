@@ -8,22 +8,22 @@ import psutil
 import pytest
 
 import datastates as ds
-from datastates import host_memory
 from datastates.config import IoSettings
-from datastates.engine import make_executor
+from datastates.executor import cache_size
+from datastates.executor.make import make_executor
 
 
 def test_a_quarter_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(host_memory, "_CGROUP", Path("/nowhere"))
-    assert host_memory.automatic_cache() == pytest.approx(psutil.virtual_memory().available / 4, rel=0.2)
+    monkeypatch.setattr(cache_size, "_CGROUP", Path("/nowhere"))
+    assert cache_size.automatic_cache() == pytest.approx(psutil.virtual_memory().available / 4, rel=0.2)
 
 
 @pytest.mark.parametrize(("ranks", "share"), [("", 1), ("0", 1), ("8", 8), ("many", 1)])
 def test_the_ranks_of_one_machine_share(ranks: str, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_available", lambda: 32_000)
+    monkeypatch.setattr(cache_size, "_available", lambda: 32_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert host_memory.automatic_cache() == 8_000 // share
+    assert cache_size.automatic_cache() == 8_000 // share
 
 
 @pytest.mark.parametrize(("limit", "available"), [("max", None), (str(5 << 20), 1 << 20), (str(1 << 20), 0)])
@@ -35,16 +35,16 @@ def test_a_control_group_limits_it(
     group.mkdir(parents=True, exist_ok=True)
     (group / "memory.max").write_text(f"{limit}\n")
     (group / "memory.current").write_text(f"{4 << 20}\n")
-    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cache_size, "_CGROUP", tmp_path)
     if available is None:
-        assert host_memory._available() > 5 << 20
+        assert cache_size._available() > 5 << 20
     else:
-        assert host_memory._available() == available
+        assert cache_size._available() == available
 
 
 def test_a_machine_without_memory_still_gets_two_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DATASTATES_HOST_CACHE")
-    monkeypatch.setattr(host_memory, "_available", lambda: 0)
+    monkeypatch.setattr(cache_size, "_available", lambda: 0)
     settings = IoSettings.of({"block": "1MiB"})
     assert settings.host_cache == "auto"
     executor = make_executor(settings)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import datastates as ds
-from datastates import futures
 from datastates.providers import HostTensorProvider
+from datastates.saving import snapshot
 
 
 @pytest.mark.parametrize("when", ["before it is queued", "while it runs", "after its thread has ended it"])
@@ -37,6 +37,6 @@ def test_an_interrupted_call_is_told_by_its_interrupt(
         ckpt.snapshot([HostTensorProvider("model", {"a": np.ones(1000)})], step=2).wait_committed()
     caplog.clear()  # the traceback of the interrupt is logged
     with caplog.at_level(logging.ERROR, "datastates"):
-        futures._tell_at_exit()
+        snapshot._tell_at_exit()
     assert caplog.messages == []
     assert engine.pending() == []

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import datastates as ds
-from datastates import arrays, dtypes, looking
-from datastates.describing import Describer
 from datastates.errors import RestoreError
-from datastates.protocol import HOST, Shards, is_dense
 from datastates.providers import HostTensorProvider, from_state_dict, from_stateful
+from datastates.state import arrays, dtypes, tensor_scan
+from datastates.state.repeated import Describer
+from datastates.state.shards import HOST, Shards
+from datastates.state.strides import is_dense
 from datastates.testing import equal
 
 BASE = torch.arange(48.0)
@@ -38,13 +39,13 @@ TENSORS = {
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways: what cannot be looked at all at once is looked at one by one."""
     if request.param == "one by one":
-        monkeypatch.setattr(looking, "layout", lambda values: None)
+        monkeypatch.setattr(tensor_scan, "layout", lambda values: None)
     return str(request.param)
 
 
 def test_a_layout_is_what_torch_says() -> None:
     tensors = list(TENSORS.values())
-    seen = looking.layout(tensors)
+    seen = tensor_scan.layout(tensors)
     assert seen is not None
     assert seen.address.tolist() == [t.data_ptr() for t in tensors]
     assert seen.device.tolist() == [HOST] * len(tensors)
@@ -57,7 +58,7 @@ def test_a_layout_is_what_torch_says() -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", [d.name for d in dtypes.ALL if hasattr(torch, d.name)])
 def test_every_element_type_is_told_from_every_other(dtype: str) -> None:
-    seen = looking.layout([torch.empty(2, dtype=getattr(torch, dtype))])
+    seen = tensor_scan.layout([torch.empty(2, dtype=getattr(torch, dtype))])
     if "complex" in dtype or dtype.startswith("bits"):
         assert seen is None  # may be conjugated; cannot be exchanged
     else:
@@ -79,7 +80,7 @@ def test_every_element_type_is_told_from_every_other(dtype: str) -> None:
     ids=["NumPy", "conjugated", "negated", "sparse", "meta", "a subclass", "no array"],
 )
 def test_other_arrays_are_not_looked_at_at_once(other: object) -> None:
-    assert looking.layout([torch.ones(2), other]) is None
+    assert tensor_scan.layout([torch.ones(2), other]) is None
 
 
 class _Own(torch.Tensor):
@@ -92,7 +93,7 @@ class _Own(torch.Tensor):
     ids=["none", "the usual", "a subclass among them"],
 )
 def test_a_look_has_what_keeps_the_tensors_memory(tensors: list[torch.Tensor]) -> None:
-    seen, again = looking.look(tensors, memory=True), looking.look(tensors)
+    seen, again = tensor_scan.look(tensors, memory=True), tensor_scan.look(tensors)
     assert seen is not None
     assert again is not None
     assert again.memory == []
@@ -105,7 +106,7 @@ def test_a_look_has_what_keeps_the_tensors_memory(tensors: list[torch.Tensor]) -
 def test_contiguous_is_what_torch_calls_so(shapes: list[list[tuple[int, int]]]) -> None:
     ndim = np.array([len(s) for s in shapes], np.uint8)
     dims, strides = ([d[i] for s in shapes for d in s] for i in range(2))
-    counts, contiguous = looking.contiguous(ndim, np.array(dims, np.uint64), np.array(strides, np.uint64))
+    counts, contiguous = tensor_scan.contiguous(ndim, np.array(dims, np.uint64), np.array(strides, np.uint64))
     for shape, count, is_contiguous in zip(shapes, counts.tolist(), contiguous.tolist(), strict=True):
         sizes, steps = [d for d, _ in shape], [s for _, s in shape]
         meta = torch.empty_strided(sizes, steps, device="meta")
@@ -119,7 +120,7 @@ def test_arrays_are_described_alike_on_both_routes(monkeypatch: pytest.MonkeyPat
     tensors = {k: t for k, t in TENSORS.items() if k != "strided"}  # which is copied to be saved
     lazy = [i % 2 == 0 for i in range(len(tensors))]
     at_once = Describer().describe(list(tensors), list(tensors.values()), lazy)
-    monkeypatch.setattr(looking, "layout", lambda values: None)
+    monkeypatch.setattr(tensor_scan, "layout", lambda values: None)
     one_by_one = Describer().describe(list(tensors), list(tensors.values()), lazy)
     assert isinstance(at_once, Shards)
     assert isinstance(one_by_one, Shards)
@@ -195,11 +196,11 @@ def test_no_array_of_a_state_that_fits_is_looked_at_by_itself(tmp_path: Path, mo
 
 
 def test_element_types_are_known_in_deterministic_mode() -> None:
-    known = looking._exchanged_dtypes().__self__  # type: ignore[attr-defined]
-    looking._exchanged_dtypes.cache_clear()
+    known = tensor_scan._exchanged_dtypes().__self__  # type: ignore[attr-defined]
+    tensor_scan._exchanged_dtypes.cache_clear()
     torch.use_deterministic_algorithms(True)
     try:
-        anew = looking._exchanged_dtypes().__self__  # type: ignore[attr-defined]
+        anew = tensor_scan._exchanged_dtypes().__self__  # type: ignore[attr-defined]
     finally:
         torch.use_deterministic_algorithms(False)
     assert anew == known

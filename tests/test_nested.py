@@ -18,11 +18,14 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates import cli, container, dtypes, nested, planner
+from datastates._base.sizes import CHUNK
+from datastates.cli import commands
+from datastates.cli.verify import verify_container
+from datastates.container import archive, checksums, nested_archives
+from datastates.container.file import Container, open_container
 from datastates.errors import FormatError, ProviderError
-from datastates.opened import Container, open_container
-from datastates.plan import CHUNK
-from datastates.verifying import verify_container
+from datastates.planning import write
+from datastates.state import dtypes
 
 # torch makes a warning of this for everybody who touches such tensors
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -33,7 +36,7 @@ BLOCK = 1 << 20
 def archives(path: Path) -> Iterator[tuple[str, bytes]]:
     """Each record's key and the stretch of the file that is its archive."""
     source = open_container(path)
-    nest = container.nest_of(source.index)
+    nest = archive.nest_of(source.index)
     assert nest is not None
     data = path.read_bytes()
     begin, nbytes = nest.places(source.index.header_offset, source.index.records_end)
@@ -146,10 +149,10 @@ def test_checksums_are_patched_wherever_the_cuts_fall() -> None:
     for _ in range(40):
         sizes = random.integers(0, 3 * CHUNK, 20).astype(np.uint64)
         headers = np.full(20, 1500, np.uint64)
-        plan = planner.plan_write(sizes, np.zeros(20, np.uint8), headers, 4 * CHUNK, nested.CRC_PLACES)
+        plan = write.plan_write(sizes, np.zeros(20, np.uint8), headers, 4 * CHUNK, nested_archives.CRC_PLACES)
         found = (plan.extent_offset[plan.patch_extent.astype(np.int64)] + plan.patch_offset).astype(np.int64)
         end = plan.data_offset.astype(np.int64) + sizes[plan.order].astype(np.int64)
-        expected = [at + place for at in end.tolist() for place in nested.CRC_PLACES]
+        expected = [at + place for at in end.tolist() for place in nested_archives.CRC_PLACES]
         assert found.tolist() == expected[:-1]
         assert (plan.patch_offset + 4 <= plan.extent_length[plan.patch_extent.astype(np.int64)]).all()
         assert plan.patch_source.tolist() == np.repeat(plan.order, 2).tolist()[:-1]
@@ -209,11 +212,11 @@ def test_verify_names_every_flipped_bit(small: Path) -> None:
 
 
 def test_the_command_line_verifies_it(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", str(small)]) == 0
+    assert commands.main(["verify", str(small)]) == 0
     data = bytearray(small.read_bytes())
-    data[nested.ROOM + 3] ^= 1  # of what leads the first archive
+    data[nested_archives.ROOM + 3] ^= 1  # of what leads the first archive
     small.write_bytes(data)
-    assert cli.main(["verify", str(small)]) == 1
+    assert commands.main(["verify", str(small)]) == 1
     said = capsys.readouterr()
     assert "file framing at byte 0" in said.out + said.err
 
@@ -224,13 +227,13 @@ def test_the_command_line_verifies_it(small: Path, capsys: pytest.CaptureFixture
 def resigned(path: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
     """The file with another index, its footer signed anew."""
     data = path.read_bytes()
-    footer = data[-container.FOOTER_NBYTES :].decode()
+    footer = data[-archive.FOOTER_NBYTES :].decode()
     offset, nbytes = int(footer[20:36], 16), int(footer[37:53], 16)
     fields = msgpack.unpackb(data[offset : offset + nbytes])
     edit(fields)
     encoded = msgpack.packb(fields)
-    ending = data[offset + nbytes : -container.FOOTER_NBYTES]
-    signed = f"datastates/01 index={offset:016x}+{len(encoded):016x} crc={container.crc32(encoded):08x}"
+    ending = data[offset + nbytes : -archive.FOOTER_NBYTES]
+    signed = f"datastates/01 index={offset:016x}+{len(encoded):016x} crc={checksums.crc32(encoded):08x}"
     path.write_bytes(data[:offset] + encoded + ending + signed.encode())
     return path
 
@@ -261,7 +264,7 @@ def test_a_record_that_holds_no_array(tmp_path: Path, write_file: Any) -> None:
 
     source = open_container(resigned(path, move))
     with pytest.raises(FormatError, match="without an array"):
-        container.nest_of(source.index)
+        archive.nest_of(source.index)
     with pytest.raises(FormatError, match="without an array"):
         list(verify_container(source, lambda _: None))
 
@@ -290,7 +293,7 @@ def test_a_header_of_another_length_is_damage(small: Path) -> None:
     index = source.index
     assert not (index.data_offset - index.header_offset > 0xFFFF).any()
     shifted = replace(index, header_offset=index.header_offset + np.array([0, 1, 0], np.uint64))
-    assert container.frame_ranges(index) != container.frame_ranges(shifted)
+    assert archive.frame_ranges(index) != archive.frame_ranges(shifted)
 
 
 # --- what cannot be nested

@@ -14,9 +14,6 @@ import torch
 from torch import nn
 
 import datastates as ds
-from datastates import arrays, collecting, describing
-from datastates.describing import Describer
-from datastates.protocol import Shards, StateProvider
 from datastates.providers import (
     CompositeProvider,
     FlatLayout,
@@ -30,7 +27,12 @@ from datastates.providers import (
 )
 from datastates.providers.shares import WholeParameter
 from datastates.providers.skeleton import Skeleton
-from datastates.saving import Saver
+from datastates.saving import collect
+from datastates.saving.saver import Saver
+from datastates.state import arrays, repeated
+from datastates.state.provider import StateProvider
+from datastates.state.repeated import Describer
+from datastates.state.shards import Shards
 from datastates.testing import equal
 
 STATE: dict[str, Any] = {"layers": {str(i): torch.full((3, 2), float(i)) for i in range(4)}, "epoch": 1}
@@ -72,9 +74,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counting)
 
     count(Skeleton, "of")
-    count(describing, "_alone")
+    count(repeated, "_alone")
     count(arrays, "shards_of")
-    count(collecting, "_structure")
+    count(collect, "_structure")
     count(Saver, "_plan")
     return counted
 
@@ -134,7 +136,7 @@ def test_what_is_lazy_is_the_new_providers_own_to_say(first: bool, tmp_path: Pat
 
 def test_what_is_said_of_replicas_is_the_new_providers_own_to_say() -> None:
     providers = [ReplicatedProvider(HostTensorProvider("s", STATE["layers"]), ranks) for ranks in ([0, 1], [0, 2])]
-    knowledge = describing.Knowledge()
+    knowledge = repeated.Knowledge()
     replicas = []
     for provider in providers:
         knowledge.teach([provider])
@@ -145,7 +147,7 @@ def test_what_is_said_of_replicas_is_the_new_providers_own_to_say() -> None:
 
 def test_shares_of_other_parameters_are_seen() -> None:
     tensors = {"exp_avg": torch.arange(4.0)}
-    knowledge = describing.Knowledge()
+    knowledge = repeated.Knowledge()
     keys = []
     for names in (["a", "b"], ["a", "b"], ["b", "a"]):
         layout = FlatLayout.concatenated([(name, (2,)) for name in names], 0, 1)

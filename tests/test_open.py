@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates import opened
+from datastates._base.sizes import CHUNK
+from datastates.container import file as container_file
 from datastates.errors import CheckpointNotFoundError, ClosedError, CorruptError, DatastatesError, SettingsError
-from datastates.plan import CHUNK
-from datastates.protocol import Buffer, Saved, Shard, StateProvider
 from datastates.providers import HostTensorProvider, from_state_dict
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.shards import Buffer, Shard
 
 SMALL: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
 BIG = np.arange(3 * CHUNK + 77, dtype=np.float64)  # six chunks and a part of one: through the executor
@@ -102,9 +103,9 @@ def test_what_is_no_array_is_a_key_error_that_names_it(path: Path, key: str) -> 
 
 def test_looking_at_keys_reads_no_data(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr("datastates.checkpoint.make_executor", lambda settings, nbytes: made.append(nbytes))
+    monkeypatch.setattr("datastates.api.make_executor", lambda settings, nbytes: made.append(nbytes))
     with ds.open(path) as checkpoint:
-        monkeypatch.setattr("datastates.reader.read_bytes", lambda path: pytest.fail("read"))
+        monkeypatch.setattr("datastates.restoring.mapping.read_bytes", lambda path: pytest.fail("read"))
         assert "model/big" in checkpoint
         assert len(list(checkpoint)) == len(checkpoint)
     assert made == []
@@ -112,7 +113,7 @@ def test_looking_at_keys_reads_no_data(path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_digests_are_told_without_reading(path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with ds.open(path, **SMALL) as checkpoint:
-        monkeypatch.setattr("datastates.reader.read_bytes", lambda path: pytest.fail("read"))
+        monkeypatch.setattr("datastates.restoring.mapping.read_bytes", lambda path: pytest.fail("read"))
         for key in ("big", "middle", "table", "row", "scalar"):
             assert checkpoint.digest(f"model/{key}") == f"{zlib.crc32(np.asarray(state[key]).tobytes()):08x}"
         assert checkpoint.digest("model/transposed") is None
@@ -134,7 +135,7 @@ def test_a_closed_checkpoint_reads_no_more(path: Path) -> None:
 
 def test_an_executor_is_no_larger_than_what_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    from datastates import checkpoint as module
+    from datastates import api as module
 
     make = module.make_executor
     monkeypatch.setattr(module, "make_executor", lambda s, n: (made.append(n), make(s, n))[1])
@@ -157,7 +158,7 @@ def test_many_threads_may_read(path: Path, state: dict[str, Any]) -> None:
 
 def test_damage_is_found_where_it_is_read_and_named(path: Path) -> None:
     file = path / "step-00000040" / "rank-00000.pt"
-    index = opened.open_container(file).index
+    index = container_file.open_container(file).index
     for key, at in (("model/big", BIG.nbytes - 1), ("model/big", CHUNK), ("model/middle", CHUNK + 5)):
         good = file.read_bytes()
         begin = int(index.data_offset[index.shards.record[index.shards.by_key[key]]])

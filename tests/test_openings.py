@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from datastates.errors import RanksMissingError
-from datastates.openings import Openings
-from datastates.store_calls import StoreCalls
+from datastates.ranks.openings import Openings
+from datastates.ranks.store_calls import StoreCalls
 
 SECONDS = 20.0
 KEY = "datastates/run/openings"

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from datastates.container.key_lookup import KeyLookup
+from datastates.container.packed_keys import PackedKeys
 from datastates.errors import FormatError
-from datastates.key_lookup import KeyLookup
-from datastates.packed_keys import PackedKeys
-from datastates.protocol import full_key
+from datastates.state.shards import full_key
 
 TEXT = st.text(st.characters(codec=None), max_size=12) | st.sampled_from(
     ["", "a" * 255, "a" * 256, "b" * 257, "é" * 400]
@@ -68,7 +68,9 @@ def test_a_row_is_found_by_its_full_key_only(collide: bool, rows: list[tuple[int
     expected = {full_key(providers[p], key): i for i, (p, key) in enumerate(rows)}
     with pytest.MonkeyPatch.context() as patch:
         if collide:
-            patch.setattr("datastates.key_lookup._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64))
+            patch.setattr(
+                "datastates.container.key_lookup._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64)
+            )
         found = lookup_of(rows, providers)
         assert dict(found) == expected
         assert list(found) == list(expected)
@@ -81,7 +83,9 @@ def test_a_row_is_found_by_its_full_key_only(collide: bool, rows: list[tuple[int
 @pytest.mark.parametrize("key", ["", "weight", "é" * 200])
 def test_the_same_key_twice_is_noticed(collide: bool, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if collide:
-        monkeypatch.setattr("datastates.key_lookup._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64))
+        monkeypatch.setattr(
+            "datastates.container.key_lookup._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64)
+        )
     assert lookup_of([(0, key), (1, key), (0, "other")], ["a", "b"]).repeats == 0
     assert lookup_of([(0, key), (1, key), (0, "other"), (1, key)], ["a", "b"]).repeats == 1
 

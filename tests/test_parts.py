@@ -11,8 +11,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from datastates import parts
-from datastates.parts import PRIME, Part
+from datastates.commit import tiling as tiling_proof
+from datastates.commit.tiling import PRIME
+from datastates.state import parts, strides
+from datastates.state.parts import Part
 
 
 def shape_of(random: random.Random) -> tuple[int, ...]:
@@ -122,12 +124,12 @@ def test_parts_of_different_tensors_share_nothing_that_could_be_told() -> None:
 
 
 def test_row_major() -> None:
-    assert parts.is_row_major((2, 3), (3, 1))
-    assert parts.is_row_major((), ())
-    assert parts.is_row_major((2, 1, 3), (3, 77, 1))
-    assert parts.is_row_major((0, 3), (1, 1))
-    assert not parts.is_row_major((2, 3), (1, 2))
-    assert not parts.is_row_major((2, 3), (4, 1))
+    assert strides.is_row_major((2, 3), (3, 1))
+    assert strides.is_row_major((), ())
+    assert strides.is_row_major((2, 1, 3), (3, 77, 1))
+    assert strides.is_row_major((0, 3), (1, 1))
+    assert not strides.is_row_major((2, 3), (1, 2))
+    assert not strides.is_row_major((2, 3), (4, 1))
 
 
 # --- covers
@@ -138,8 +140,8 @@ Held = tuple[str, str, Part]
 
 def holds(held: list[Held]) -> bool:
     """Whether what all ranks hold passes: no claim twice, and the covers add up to nothing."""
-    claims = [c for key, _, part in held if (c := parts.claim(key, part)) is not None]
-    return len(set(claims)) == len(claims) and sum(parts.cover(*h) for h in held) % PRIME == 0
+    claims = [c for key, _, part in held if (c := tiling_proof.claim(key, part)) is not None]
+    return len(set(claims)) == len(claims) and sum(tiling_proof.cover(*h) for h in held) % PRIME == 0
 
 
 def tiling(random: random.Random, shape: tuple[int, ...]) -> list[Part]:

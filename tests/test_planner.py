@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates import frames, planner
-from datastates.plan import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, PAGE, ReadPlan
+from datastates._base.sizes import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, PAGE
+from datastates.container import zip_frames
+from datastates.planning import read, write
+from datastates.planning.plans import ReadPlan
 
 BLOCK = 1 << 20
 # with a block's bytes less a header's, a cut falls on, just before and just after a checksum and a record's begin
@@ -24,7 +26,7 @@ SIZES = st.sampled_from([0, 1, 63, 64, 4096, 70_000, BLOCK, 3 * BLOCK]) | st.int
 def test_pieces_make_the_file(shards: list[tuple[int, bool]]) -> None:
     sizes = np.array([n for n, _ in shards], np.uint64)
     eager = np.array([e for _, e in shards], np.uint8)
-    plan = planner.plan_write(sizes, eager, frames.header_nbytes(len(sizes)), BLOCK)
+    plan = write.plan_write(sizes, eager, zip_frames.header_nbytes(len(sizes)), BLOCK)
     offset, length = plan.extent_offset.astype(np.int64), plan.extent_length.astype(np.int64)
     assert (np.concatenate(([0], offset + length))[:-1] == offset).all()
     assert int(length.sum()) == plan.end
@@ -59,10 +61,10 @@ def test_pieces_make_the_file(shards: list[tuple[int, bool]]) -> None:
 def test_records_that_go_to_a_device_share_extents() -> None:
     sizes = np.full(4, 3 * CHUNK, np.uint64)
     offset = np.arange(4, dtype=np.uint64) * np.uint64(3 * CHUNK + 4096)
-    chunks = planner.plan_chunks(offset, sizes, np.zeros(12, np.uint32))
+    chunks = read.plan_chunks(offset, sizes, np.zeros(12, np.uint32))
     extents = {}
     for in_place in (0, 1):
-        plan = planner.plan_read(
+        plan = read.plan_read(
             file_offset=offset,
             nbytes=sizes,
             dest=np.arange(4, dtype=np.int32),
@@ -97,14 +99,14 @@ def read_plan(
     known without ``checked``.
     """
     sizes = np.array(records, np.uint64)
-    order = planner.plan_write(sizes, np.ones(len(sizes), np.uint8), frames.header_nbytes(len(sizes)), BLOCK)
+    order = write.plan_write(sizes, np.ones(len(sizes), np.uint8), zip_frames.header_nbytes(len(sizes)), BLOCK)
     assert (order.order == np.arange(len(sizes))).all(), "records are given largest first"
     chunk_count = int((-(-sizes.astype(np.int64) // CHUNK)).sum())
     crcs = np.arange(chunk_count if checked else 0, dtype=np.uint32)
-    chunks = replace(planner.plan_chunks(order.data_offset, sizes, crcs), checked=checked)
+    chunks = replace(read.plan_chunks(order.data_offset, sizes, crcs), checked=checked)
     record, begin, length = (np.array(column, np.int64) for column in zip(*wanted, strict=True))
     n = len(wanted)
-    plan = planner.plan_read(
+    plan = read.plan_read(
         file_offset=(order.data_offset.astype(np.int64)[record] + begin).astype(np.uint64),
         nbytes=length.astype(np.uint64),
         dest=np.arange(n, dtype=np.int32),
@@ -181,7 +183,7 @@ def test_small_records_with_others_between_are_read_alone() -> None:
     plan, _ = read_plan([1000] * 300, [(r, 0, 1000) for r in range(0, 300, 2)])
     assert len(plan.extent_offset) == 1
     assert len(plan.check_crc) == 150  # each is verified all the same
-    assert read_nbytes(plan) <= (1 + 1 / planner.WASTE) * plan.needed_nbytes
+    assert read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes
     plan, _ = read_plan([1000] * 300, [(r, 0, 1000) for r in range(0, 300, 2)], spare=MIB)
     assert len(plan.span_offset) == 1
 
@@ -194,7 +196,7 @@ def test_the_edges_of_a_range_are_verified_while_that_is_cheap() -> None:
     plan, _ = read_plan([size], [(0, CHUNK - 64, size - CHUNK)])
     assert plan.unverified_length.tolist() == [64]  # all but the chunk of which next to nothing is wanted
     assert len(plan.check_crc) == 19
-    assert read_nbytes(plan) <= (1 + 1 / planner.WASTE) * plan.needed_nbytes
+    assert read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes
 
 
 def test_the_chunk_of_which_more_is_wanted_is_verified_first() -> None:
@@ -207,7 +209,7 @@ def test_the_chunk_of_which_more_is_wanted_is_verified_first() -> None:
 def test_columns_of_rows_are_read_alone() -> None:
     rows = [(0, r * 8192, 2048) for r in range(2048)]
     plan, _ = read_plan([2048 * 8192], rows)
-    assert read_nbytes(plan) <= (1 + 1 / planner.WASTE) * plan.needed_nbytes
+    assert read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes
     assert len(plan.extent_offset) < 20  # many stretches to an extent
     assert int(plan.unverified_length.sum()) > 0.9 * plan.needed_nbytes
 
@@ -246,9 +248,7 @@ def test_any_ranges(seed: int) -> None:
             (record, begin, chance.randint(0, min(records[record] - begin, chance.choice((10, 100_000, MIB)))))
         )
     plan, _ = read_plan(records, wanted, in_place=seed % 2)
-    assert (
-        len(plan.unverified_length) == 0 or read_nbytes(plan) <= (1 + 1 / planner.WASTE) * plan.needed_nbytes + 8 * 4300
-    )
+    assert len(plan.unverified_length) == 0 or read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes + 8 * 4300
     plan, _ = read_plan(records, wanted, in_place=seed % 2, spare=8 * MIB)
     assert len(plan.unverified_length) == 0
     plan, _ = read_plan(records, wanted, in_place=seed % 2, spare=8 * MIB, checked=False)

@@ -13,12 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import datastates as ds
-from datastates import _native, frames, planner, restoring
+from datastates import _native
+from datastates._base.sizes import CHUNK
+from datastates.container import zip_frames
 from datastates.errors import CorruptError, RestoreError
-from datastates.executor import Executor
-from datastates.plan import CHUNK, Chunks, ReadPlan
-from datastates.protocol import StateProvider
+from datastates.executor.executor import Executor
+from datastates.planning import read, write
+from datastates.planning.plans import Chunks, ReadPlan
 from datastates.providers import from_state_dict
+from datastates.restoring import in_place
+from datastates.state.provider import StateProvider
 
 BLOCK = 1 << 20
 OPTIONS: dict[str, Any] = {"host_cache": "64MiB", "block": "1MiB"}
@@ -33,7 +37,7 @@ def extents_of(plan: ReadPlan) -> Extents:
 def read_all(chunks: Chunks, sizes: list[int], offset: np.ndarray, *, in_place: bool) -> Extents:
     """The extents of a plan that reads each record to a destination of its own."""
     n = np.array(sizes, np.uint64)
-    plan = planner.plan_read(
+    plan = read.plan_read(
         file_offset=offset,
         nbytes=n,
         dest=np.arange(len(n), dtype=np.int32),
@@ -51,10 +55,10 @@ def read_all(chunks: Chunks, sizes: list[int], offset: np.ndarray, *, in_place: 
 def test_the_first_extents_are_those_of_all(sizes: list[int], first: int, count: int, in_place: bool) -> None:
     sizes.sort(reverse=True)
     n = np.array(sizes, np.uint64)
-    offset = planner.plan_write(n, np.ones(len(n), np.uint8), frames.header_nbytes(len(n)), BLOCK).data_offset
-    chunks = planner.plan_chunks(offset, n, np.zeros(int((-(-n.astype(np.int64) // CHUNK)).sum()), np.uint32))
-    some = planner.plan_chunks(offset[:first], n[:first], chunks.crc)
-    ahead = planner.plan_ahead(some, count, complete=first >= len(n), in_place=in_place, extent_nbytes=4 * CHUNK)
+    offset = write.plan_write(n, np.ones(len(n), np.uint8), zip_frames.header_nbytes(len(n)), BLOCK).data_offset
+    chunks = read.plan_chunks(offset, n, np.zeros(int((-(-n.astype(np.int64) // CHUNK)).sum()), np.uint32))
+    some = read.plan_chunks(offset[:first], n[:first], chunks.crc)
+    ahead = read.plan_ahead(some, count, complete=first >= len(n), in_place=in_place, extent_nbytes=4 * CHUNK)
     every = read_all(chunks, sizes, offset, in_place=in_place)
     found = extents_of(ahead)
     assert found == every[: len(found)]
@@ -97,7 +101,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
         return ahead
 
     monkeypatch.setattr(Executor, "read_ahead", read_ahead)
-    monkeypatch.setattr(restoring, "current_device", lambda: None)  # where there is one, other tests have used it
+    monkeypatch.setattr(in_place, "current_device", lambda: None)  # where there is one, other tests have used it
     return seen
 
 
@@ -122,14 +126,14 @@ def test_what_was_read_ahead_is_not_read_again(tmp_path: Path, begun: Begun, mon
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot([provider_of(saved)], step=1).wait_committed()
         path = drop_from_cache(tmp_path)
-        real = restoring._find
+        real = in_place._find
 
         def find(*arguments: Any, **options: Any) -> None:
             # not the small ones: they lie beside the index, with which they came into the page cache
             overwrite(path, [extent for extent in begun[0][0] if extent[1] > 100_000])
             real(*arguments, **options)
 
-        monkeypatch.setattr(restoring, "_find", find)
+        monkeypatch.setattr(in_place, "_find", find)
         restored = ckpt.restore([provider_of(live)])
         assert restored is not None
         assert all(torch.equal(live[key], saved[key]) for key in saved)
@@ -185,7 +189,7 @@ def test_nothing_is_read_ahead_where_not_all_is_wanted(
     states = {"little": {"a": torch.ones(9)}, "nothing": {}}
     saved = [provider_of(states.get(why, state_of(1))), from_state_dict("rest", {"b": torch.ones(4), "text": "x"})]
     if why == "a device":
-        monkeypatch.setattr(restoring, "current_device", lambda: 0)
+        monkeypatch.setattr(in_place, "current_device", lambda: 0)
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot(saved, step=1).wait_committed()
         drop_from_cache(tmp_path)
@@ -194,7 +198,7 @@ def test_nothing_is_read_ahead_where_not_all_is_wanted(
 
 
 def test_a_container_without_arrays_is_restored(tmp_path: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring, "AHEAD_MINIMUM", 0)
+    monkeypatch.setattr(in_place, "AHEAD_MINIMUM", 0)
     live: dict[str, Any] = {"text": "before"}
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot([from_state_dict("rest", {"text": "saved"})], step=1).wait_committed()

@@ -20,17 +20,19 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import datastates as ds
-from datastates import arrays, opened, parts
+from datastates._base.sizes import CHUNK
 from datastates.config import IoSettings
-from datastates.engine import make_executor
+from datastates.container import file
+from datastates.container.file import Container
+from datastates.container.rows import reference
 from datastates.errors import CorruptError, StorageError
-from datastates.executor import Executor
-from datastates.opened import Container
-from datastates.parts import Part, uncovered
-from datastates.plan import CHUNK
-from datastates.protocol import Shard, StateProvider
-from datastates.reads import Reads
-from datastates.stored_rows import reference
+from datastates.executor.executor import Executor
+from datastates.executor.make import make_executor
+from datastates.restoring.reads import Reads
+from datastates.state import arrays, parts
+from datastates.state.parts import Part, uncovered
+from datastates.state.provider import StateProvider
+from datastates.state.shards import Shard
 
 LIMIT = 1.05
 
@@ -77,7 +79,7 @@ class PartsProvider(StateProvider):
 
 def save(path: Path, shards: Sequence[Shard]) -> Container:
     ds.snapshot([PartsProvider(shards)], path).wait_committed()
-    return opened.open_container(path / "rank-00000.pt")
+    return file.open_container(path / "rank-00000.pt")
 
 
 def elements(tensor: Any, part: Part) -> Any:

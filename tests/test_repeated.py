@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import datastates as ds
-from datastates.protocol import Shards, StateProvider
 from datastates.providers import HostTensorProvider, PickledObjectProvider, RngProvider, from_state_dict, from_stateful
+from datastates.state.provider import StateProvider
+from datastates.state.shards import Shards
 from datastates.testing import equal
 
 

@@ -18,7 +18,6 @@ import torch
 import datastates as ds
 from datastates import _native
 from datastates.errors import CheckpointNotFoundError, CorruptError, ProviderError, RestoreError, TrustError
-from datastates.protocol import ArrayRef
 from datastates.providers import (
     CompositeProvider,
     HostTensorProvider,
@@ -26,6 +25,7 @@ from datastates.providers import (
     from_state_dict,
     from_stateful,
 )
+from datastates.state.shards import ArrayRef
 from datastates.testing import equal
 
 

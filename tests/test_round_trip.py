@@ -84,7 +84,7 @@ def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_dtypes_are_all_that_torch_saves() -> None:
-    from datastates import dtypes
+    from datastates.state import dtypes
 
     assert {str(d)[6:] for d in TORCH_DTYPES} == set(dtypes.BY_NAME)
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates import _native, loading, verifying
+from datastates import _native
+from datastates.cli import verify
 from datastates.config import IoSettings
-from datastates.engine import make_executor
+from datastates.container.file import open_container
 from datastates.errors import CorruptError, StorageError
-from datastates.opened import open_container
+from datastates.executor.make import make_executor
+from datastates.restoring import loading
 
 SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")
 
@@ -43,7 +45,7 @@ def test_it_is_the_value_for_torch_and_for_this_package(tmp_path: Path, write_fi
         assert found[3]["text"] == "ä"
         assert (found[3]["array"] == np.arange(5)).all()
     assert list(tmp_path.iterdir()) == [path]
-    assert list(verifying.verify_container(open_container(path), lambda _: None)) == []
+    assert list(verify.verify_container(open_container(path), lambda _: None)) == []
 
 
 def test_single_tensors_are_read_and_named(tmp_path: Path, write_file: Any) -> None:

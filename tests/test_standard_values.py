@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates import pickling, unpickling
+from datastates.container import pickle_reader, pickle_writer
 from datastates.errors import FormatError, TrustError
 from datastates.providers import PickledObjectProvider, from_state_dict
 
@@ -121,7 +121,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_the_standard_library_does_not_write_is_refused(name: str) -> None:
     with pytest.raises(FormatError):
-        unpickling.loads(b"\x80\x02" + HOSTILE[name] + b".")
+        pickle_reader.loads(b"\x80\x02" + HOSTILE[name] + b".")
 
 
 class Color(enum.Enum):
@@ -258,24 +258,24 @@ def _pickled(kind: type, state: bytes) -> bytes:
 def test_a_pickle_hides_no_method_and_takes_no_other_class() -> None:
     for name in (b"method", b"__class__", b"__dict__", b"__post_init__"):
         with pytest.raises(FormatError, match="hides"):
-            unpickling.loads(_pickled(Config, b"}X%b%bK\x01s" % (len(name).to_bytes(4, "little"), name)))
+            pickle_reader.loads(_pickled(Config, b"}X%b%bK\x01s" % (len(name).to_bytes(4, "little"), name)))
     with pytest.raises(FormatError, match="does not write"):
-        unpickling.loads(_pickled(FrozenSlots, b"]K\x01a"))
+        pickle_reader.loads(_pickled(FrozenSlots, b"]K\x01a"))
     with pytest.raises(FormatError, match="no slot"):
-        unpickling.loads(_pickled(FrozenSlots, b"N}X\x01\0\0\0zK\x01s\x86"))
+        pickle_reader.loads(_pickled(FrozenSlots, b"N}X\x01\0\0\0zK\x01s\x86"))
 
 
 def test_a_value_that_is_no_member_is_refused_by_name_and_no_code_runs() -> None:
     module = __name__.encode()
     for kind in (b"Level", b"Color"):
         with pytest.raises(FormatError, match=f"{kind.decode()} has no member"):
-            unpickling.loads(b"\x80\x02c" + module + b"\n" + kind + b"\nK\x09\x85R.")
+            pickle_reader.loads(b"\x80\x02c" + module + b"\n" + kind + b"\nK\x09\x85R.")
 
 
 def test_a_class_of_a_module_that_is_not_imported_is_not_imported() -> None:
     assert "this" not in sys.modules
     with pytest.raises(TrustError, match=r"this\.Color"):
-        unpickling.loads(b"\x80\x02cthis\nColor\nK\x01\x85R.")
+        pickle_reader.loads(b"\x80\x02cthis\nColor\nK\x01\x85R.")
     assert "this" not in sys.modules
 
 
@@ -283,9 +283,9 @@ def test_a_key_that_takes_for_ever_to_hash_is_refused_in_a_dataclass_too() -> No
     bomb: Any = 1
     for _ in range(40):
         bomb = (bomb, bomb)
-    value = pickling.dumps(Frozen(0, (bomb,)))[2:-1]
+    value = pickle_writer.dumps(Frozen(0, (bomb,)))[2:-1]
     with pytest.raises(FormatError, match="too large"):
-        unpickling.loads(b"\x80\x02}" + value + b"K\x01s.")
+        pickle_reader.loads(b"\x80\x02}" + value + b"K\x01s.")
 
 
 def test_what_needs_trust_is_said_once_with_the_line_to_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -306,6 +306,6 @@ def test_what_needs_trust_is_said_once_with_the_line_to_write(tmp_path: Path, ca
 
 def test_a_class_with_a_number_of_this_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process would not know what the number stands for."""
-    monkeypatch.setitem(pickling.copyreg._extension_registry, (__name__, "Color"), 240)  # type: ignore[attr-defined]
+    monkeypatch.setitem(pickle_writer.copyreg._extension_registry, (__name__, "Color"), 240)  # type: ignore[attr-defined]
     with pytest.raises(Exception, match="Color"):
-        pickling.dumps(Color.RED)
+        pickle_writer.dumps(Color.RED)

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastates import dtypes, pickling, unpickling
+from datastates.container import pickle_reader, pickle_writer
+from datastates.container.index import Index
+from datastates.container.pickle_native import read_plain
+from datastates.container.rows import StoredRows, reference
+from datastates.container.table import table_of
 from datastates.errors import FormatError
-from datastates.index import Index
-from datastates.pickling import ArrayLeaf, StoredArray
-from datastates.protocol import Shard
-from datastates.shard_table import table_of
-from datastates.stored_rows import StoredRows, reference
-from datastates.structure import read_plain
+from datastates.state import dtypes
+from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
 NUMBERS = st.integers(0, 2**61) | st.sampled_from([0, 1, 255, 256, 2**31 - 1, 2**31])
 ARRAYS = st.builds(
@@ -76,8 +76,8 @@ def written(value: Any) -> tuple[bytes, StoredRows]:
             return made
         return tuple(map(put, item)) if type(item) is tuple else item
 
-    opcodes = pickling.body(
-        pickling.dumps(put(value), lambda leaf: replace(stored[leaf.key], requires_grad=leaf.requires_grad))
+    opcodes = pickle_writer.body(
+        pickle_writer.dumps(put(value), lambda leaf: replace(stored[leaf.key], requires_grad=leaf.requires_grad))
     )
     return opcodes, rows_of(stored)
 
@@ -116,7 +116,7 @@ def slowly(opcodes: bytes, rows: StoredRows) -> str | None:
         return reference(rows[key], key=key, requires_grad=stored.requires_grad)
 
     try:
-        return repr(unpickling.survey(pickling.stream(opcodes), resolve)[0])
+        return repr(pickle_reader.survey(pickle_writer.stream(opcodes), resolve)[0])
     except FormatError:
         return None
 

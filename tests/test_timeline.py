@@ -11,8 +11,8 @@ import torch
 
 import datastates as ds
 from datastates import _native
+from datastates.executor.timeline import WAITS_FOR, Span, chrome_trace, stages
 from datastates.providers import HostTensorProvider, PickledObjectProvider
-from datastates.timeline import WAITS_FOR, Span, chrome_trace, stages
 
 
 def test_overlapping_spans_count_once() -> None:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates import dtypes, pickling, unpickling
+from datastates.container import pickle_reader, pickle_writer
 from datastates.errors import FormatError
-from datastates.pickling import ArrayLeaf, StoredArray
+from datastates.state import dtypes
+from datastates.state.shards import ArrayLeaf, StoredArray
 
 NUMBERS = st.integers(0, 2**61) | st.sampled_from([0, 1, 255, 256, 2**31 - 1, 2**31])
 SIZES = st.lists(NUMBERS, max_size=66).map(tuple)
@@ -29,20 +30,20 @@ STORED = st.builds(
 def read(data: bytes) -> tuple[Any, str]:
     """What is read, or why it is not."""
     try:
-        return unpickling.loads(data, lambda stored: ("array", stored)), ""
+        return pickle_reader.loads(data, lambda stored: ("array", stored)), ""
     except FormatError as error:
         return None, str(error)
 
 
 def slowly(data: bytes) -> tuple[Any, str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unpickling._Reader, "_load_array", lambda self, match: False)
+        patch.setattr(pickle_reader._Reader, "_load_array", lambda self, match: False)
         return read(data)
 
 
 @given(STORED, st.booleans())
 def test_an_array_reads_the_same_at_once(stored: StoredArray, parameter: bool) -> None:
-    data = pickling.stream(pickling.encode_array(stored, parameter=parameter))
+    data = pickle_writer.stream(pickle_writer.encode_array(stored, parameter=parameter))
     found = read(data)
     assert found == slowly(data)
     if len(stored.shape) == len(stored.stride) <= 64 and max(*stored.shape, *stored.stride, 0, 0) < 2**62:
@@ -51,27 +52,27 @@ def test_an_array_reads_the_same_at_once(stored: StoredArray, parameter: bool) -
 
 @given(STORED, st.integers(0, 400), st.binary(max_size=3))
 def test_a_damaged_array_reads_the_same_at_once(stored: StoredArray, at: int, change: bytes) -> None:
-    good = pickling.stream(pickling.encode_array(stored))
+    good = pickle_writer.stream(pickle_writer.encode_array(stored))
     data = good[:at] + change + good[at + len(change) :]
     assert read(data) == slowly(data)
 
 
 def test_arrays_are_read_at_once() -> None:
     taken: list[object] = []
-    load = unpickling._Reader._load_array
+    load = pickle_reader._Reader._load_array
     stored = StoredArray("7", "float32", 300, (2, 70_000), (70_000, 1), 200_000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unpickling._Reader, "_load_array", lambda self, m: (taken.append(m), load(self, m))[1])
+        patch.setattr(pickle_reader._Reader, "_load_array", lambda self, m: (taken.append(m), load(self, m))[1])
         value = {"a": [ArrayLeaf("a")], "b": ArrayLeaf("b", parameter=True)}
-        data = pickling.dumps(value, lambda leaf: stored)
-        assert unpickling.loads(data, lambda found: found) == {"a": [stored], "b": stored}
+        data = pickle_writer.dumps(value, lambda leaf: stored)
+        assert pickle_reader.loads(data, lambda found: found) == {"a": [stored], "b": stored}
     assert len(taken) == 2
 
 
 def test_a_survey_is_complete_where_nothing_was_left_unbuilt() -> None:
-    plain = pickling.dumps({"a": [1, {2, 3}], "b": complex(1, 2)})
-    assert unpickling.survey(plain, lambda stored: stored) == ({"a": [1, {2, 3}], "b": 1 + 2j}, True)
-    other = pickling.dumps({"a": FormatError("x")})
-    value, complete = unpickling.survey(other, lambda stored: stored, trust=["datastates.errors.FormatError"])
-    assert isinstance(value["a"], unpickling.Unbuilt)
+    plain = pickle_writer.dumps({"a": [1, {2, 3}], "b": complex(1, 2)})
+    assert pickle_reader.survey(plain, lambda stored: stored) == ({"a": [1, {2, 3}], "b": 1 + 2j}, True)
+    other = pickle_writer.dumps({"a": FormatError("x")})
+    value, complete = pickle_reader.survey(other, lambda stored: stored, trust=["datastates.errors.FormatError"])
+    assert isinstance(value["a"], pickle_reader.Unbuilt)
     assert not complete

@@ -1,6 +1,7 @@
 """Archives that ``torch.save`` makes of one tensor: where its bytes are, every number checked before it is used. Pure.
 
-The mirror of :mod:`datastates.nested`, for what others wrote. A record's checksum is in the central directory only.
+The mirror of :mod:`datastates.container.nested_archives`, for what others wrote. A record's checksum is in the central
+directory only.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from datastates import container, dtypes, unpickling
+from datastates.container import checksums, pickle_reader
+from datastates.container.zip_frames import STREAMED
 from datastates.errors import FormatError
-from datastates.frames import STREAMED
-from datastates.pickling import StoredArray
-from datastates.protocol import span
+from datastates.state import dtypes
+from datastates.state.shards import StoredArray
+from datastates.state.strides import span
 
 # of each what is looked at; APPNOTE 6.3.10
 _END = struct.Struct("<4s6xH2IH")
@@ -77,7 +79,7 @@ def find_tensor(read: Read, nbytes: int) -> ArchivedTensor | None:
         if entry is None or entry.nbytes > _LARGEST:
             return None
         data = read(_data(read, entry, end), entry.nbytes)
-        if checked and container.crc32(data) != entry.crc:
+        if checked and checksums.crc32(data) != entry.crc:
             raise FormatError(f"{name.decode()} does not match its checksum")
         return data
 
@@ -101,7 +103,7 @@ def _unpickled(pickle: bytes) -> StoredArray | None:
     if b"conj" in pickle or b"neg" in pickle:  # bits that torch sets on a tensor, and that are not in its bytes
         return None
     try:
-        found = unpickling.loads(pickle, lambda array: array)
+        found = pickle_reader.loads(pickle, lambda array: array)
     except FormatError:  # a subclass of tensors, say
         return None
     return found if isinstance(found, StoredArray) else None

@@ -12,14 +12,15 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from datastates import durable
+from datastates._base import files
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.items import Written
 from datastates.adapters.dcp.planning import Agreed
-from datastates.barrier import World
-from datastates.committing import Vote, is_told, settle
-from datastates.ending import Identity, identity_alone
+from datastates.commit.ballot import Vote
+from datastates.commit.ending import Identity, identity_alone
 from datastates.errors import CommitError, DatastatesError, StorageError
+from datastates.ranks.together import is_told, settle
+from datastates.ranks.world import World
 
 IN_FLIGHT = 2
 """Saves that may be under way at once; a further one waits for the first of them."""
@@ -61,7 +62,7 @@ _REPLACED, _UNCERTAIN = b"r", b"u"  # what an answer begins with, where it is no
 
 
 class DcpEnding:
-    """One rank's file of a checkpoint, which ``.metadata`` commits. See :class:`~datastates.ending.Ending`."""
+    """One rank's file of a checkpoint, which ``.metadata`` commits. See :class:`~datastates.commit.ending.Ending`."""
 
     def __init__(
         self,
@@ -88,9 +89,9 @@ class DcpEnding:
         self._voted = self._kept = False
 
     def commit(self, vote: Vote) -> Path:
-        """Tell the coordinator where everything is; raises as :func:`~datastates.committing.settle` does."""
+        """Tell the coordinator where everything is; raises as :func:`~datastates.ranks.together.settle` does."""
         directory = self.path.parent
-        durable.sync_directory(directory)
+        files.sync_directory(directory)
         assert self.written is not None
         found = self.written.results(vote.nbytes)
         if not found:  # the checkpoint has no part of this rank

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from datastates import collector
+from datastates._base import gc_pause
 from datastates.adapters.dcp.items import ItemsProvider, Written
-from datastates.ending import Ending
-from datastates.executor import Executor
-from datastates.futures import Snapshot
-from datastates.saving import Running, Saver
+from datastates.commit.ending import Ending
+from datastates.executor.executor import Executor
+from datastates.saving.running import Running
+from datastates.saving.saver import Saver
+from datastates.saving.snapshot import Snapshot
 
 
 class FileWriter:
@@ -21,7 +22,7 @@ class FileWriter:
         """Write with that executor."""
         self._saver = Saver(executor, 0, 1, nested=True)
 
-    @collector.paused()
+    @gc_pause.paused()
     def begin(
         self,
         plan: SavePlan,

@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from datastates import arrays, collector, durable
+from datastates._base import files, gc_pause
+from datastates.container.table import Row
 from datastates.errors import CommitError, ProviderError
-from datastates.protocol import Buffer, Shard, StateProvider
-from datastates.shard_table import Row
+from datastates.state import arrays
+from datastates.state.provider import StateProvider
+from datastates.state.shards import Buffer, Shard
 
 _AGAIN = "~"
 NAME = "state"
@@ -103,7 +105,7 @@ class Written:
     indices: dict[str, MetadataIndex]
     places: Callable[[], Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]]
 
-    @collector.paused()
+    @gc_pause.paused()
     def results(self, nbytes: int) -> list[WriteResult]:
         """What DCP is told of the file, of that length: where in it each item is, as an archive or as bare bytes.
 
@@ -111,7 +113,7 @@ class Written:
             StorageError: The file is not there any more.
             CommitError: It is another one.
         """
-        with durable.step("stat", self.path):
+        with files.syscall("stat", self.path):
             there = self.path.stat().st_size
         if there != nbytes:
             raise CommitError(f"{self.path} was replaced: it has {there} bytes, and {nbytes} were written")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from datastates import durable
+from datastates._base import files as base_files
 from datastates.errors import StorageError
 
 _log = logging.getLogger("datastates")
@@ -68,14 +68,14 @@ def publish(
         old = files(read(path))
         new.unlink(missing_ok=True)
         try:
-            durable.write_file(new, pickle.dumps(made))
-            with durable.step("rename", path):
+            base_files.write_file(new, pickle.dumps(made))
+            with base_files.syscall("rename", path):
                 os.replace(new, path)
         except StorageError:
             new.unlink(missing_ok=True)
             raise
         try:
-            durable.sync_directory(path.parent)
+            base_files.sync_directory(path.parent)
         except StorageError as error:
             return made, error
     for name in old - files(made):

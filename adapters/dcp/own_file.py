@@ -9,13 +9,13 @@ import numpy as np
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from datastates import arrays
 from datastates.adapters.dcp.items import is_key_of
 from datastates.adapters.dcp.read_items import begin_of, name_of, queue_box
+from datastates.container.file import Container
+from datastates.container.table import Row
 from datastates.errors import FormatError
-from datastates.opened import Container
-from datastates.reads import Reads
-from datastates.shard_table import Row
+from datastates.restoring.reads import Reads
+from datastates.state import arrays
 
 
 class OwnFile:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from datastates.barrier import World
-from datastates.committing import settle
+from datastates.ranks.together import settle
+from datastates.ranks.world import World
 
 _SAME, _NEW = b"=", b"+"
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from datastates import arrays
-from datastates.protocol import span
-from datastates.read_queue import Source
-from datastates.reads import Reads
-from datastates.shard_table import Row
+from datastates.container.table import Row
+from datastates.restoring.read_queue import Source
+from datastates.restoring.reads import Reads
+from datastates.state import arrays
+from datastates.state.strides import span
 
 
 def begin_of(item: ReadItem) -> tuple[int, ...]:

@@ -14,17 +14,19 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from datastates import container, gate, paths
+from datastates._base import paths
+from datastates._base.files import read_bytes
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.own_file import OwnFile
 from datastates.adapters.dcp.read_items import Claims, name_of
 from datastates.adapters.dcp.stock_file import StockFile
 from datastates.config import IoSettings
-from datastates.engine import make_executor
+from datastates.container import archive
+from datastates.container.file import open_container
 from datastates.errors import FormatError, StorageError
-from datastates.executor import read_bytes
-from datastates.opened import open_container
-from datastates.reads import Reads, Tally
+from datastates.executor.make import make_executor
+from datastates.restoring.reads import Reads, Tally
+from datastates.saving import gate
 
 
 class DataStatesStorageReader(FileSystemReader):
@@ -118,10 +120,10 @@ class DataStatesStorageReader(FileSystemReader):
             raise FormatError(
                 f"{path} has {nbytes} bytes and should have {end}, where {name_of(last)} ends: it was cut short"
             )
-        read, tail = read_bytes(path), min(nbytes, container.FOOTER_NBYTES + 4096)
-        if container.is_ending(read(nbytes - tail, tail)):
+        read, tail = read_bytes(path), min(nbytes, archive.FOOTER_NBYTES + 4096)
+        if archive.is_ending(read(nbytes - tail, tail)):
             return OwnFile(open_container(path))
-        if container.is_beginning(read(0, min(nbytes, 64))):
+        if archive.is_beginning(read(0, min(nbytes, 64))):
             raise FormatError(f"{path} was cut short, or is damaged at its end")
         return StockFile(path, nbytes, needed, claims)
 

@@ -18,19 +18,21 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
-from datastates import collector, dtensors, paths
+from datastates._base import gc_pause, paths
 from datastates.adapters.dcp.ending import IN_FLIGHT, DcpEnding, Order, Turn
 from datastates.adapters.dcp.file_writer import FileWriter
 from datastates.adapters.dcp.local_plans import LocalPlans
 from datastates.adapters.dcp.planning import Planning
 from datastates.adapters.dcp.staging import Lazy, Staged
 from datastates.adapters.dcp.writer import DataStatesStorageWriter
-from datastates.agreement import text_of
-from datastates.barrier import world_of
-from datastates.engine import Engine, make_executor
 from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError
-from datastates.futures import Snapshot
-from datastates.saving import Running
+from datastates.executor.make import make_executor
+from datastates.ranks.board_world import text_of
+from datastates.ranks.world import world_of
+from datastates.saving.engine import Engine
+from datastates.saving.running import Running
+from datastates.saving.snapshot import Snapshot
+from datastates.state import dtensors
 
 
 def async_save(
@@ -191,7 +193,7 @@ class Session:
                 raise
             return running
 
-    @collector.paused()
+    @gc_pause.paused()
     def _plan(
         self, staged: Staged, writer: DataStatesStorageWriter, planner: SavePlanner, meta: StorageMeta | None
     ) -> SavePlan:

@@ -16,10 +16,13 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from datastates import arrays, dtensors, gate
+from datastates._base.sizes import LARGE_RECORD
 from datastates.errors import DatastatesError, TornSnapshotError
-from datastates.futures import Snapshot
-from datastates.plan import LARGE_RECORD
+from datastates.saving import gate
+from datastates.saving.snapshot import Snapshot
+from datastates.state import arrays, dtensors
+from datastates.state import streams as array_streams
+from datastates.state import versions as array_versions
 
 if TYPE_CHECKING:
     from datastates.adapters.dcp.writer import DataStatesStorageWriter
@@ -66,7 +69,7 @@ class Staged:
         self._devices: set[torch.device] = set()
         self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
         self._tensors = [tensor for _, tensor in self._kept]
-        self._before = arrays.witness(self._tensors)
+        self._before = array_versions.witness(self._tensors)
         self._begun = threading.Event()
         self._saver: threading.Thread | None = None
         self._latest = begin + grace
@@ -127,7 +130,7 @@ class Staged:
         """Raise TornSnapshotError where the state has changed since it was staged, or why it was given up."""
         if (error := self.snapshot.exception()) is not None:
             raise error  # nobody has waited since
-        versions, addresses = arrays.witness(self._tensors)
+        versions, addresses = array_versions.witness(self._tensors)
         changed = (versions != self._before[0]) | (addresses != self._before[1])
         if changed.any():
             raise TornSnapshotError([self._kept[i][0] for i in changed.nonzero()[0].tolist()])
@@ -206,7 +209,7 @@ def _side_streams(devices: set[torch.device]) -> list[torch.cuda.Stream]:
     The current device's too, whatever lies there: copies do.
     """
     streams = []
-    current = arrays.current_device()
+    current = array_streams.current_device()
     for device in {device.index for device in devices if device.type == "cuda"} | {current} - {None}:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -17,18 +17,20 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from datastates import arrays, container, dtypes, parts
+from datastates._base.columns import U64
+from datastates._base.files import read_bytes
 from datastates.adapters.dcp.archives import ArchivedTensor, Read, find_tensor
 from datastates.adapters.dcp.items import key_of_chunk
 from datastates.adapters.dcp.read_items import Claims, begin_of, is_memory, queue_box, target_of
+from datastates.container import checksums
+from datastates.container.table import Row
 from datastates.errors import CorruptError, FormatError
-from datastates.executor import read_bytes
-from datastates.pickling import StoredArray
-from datastates.plan import U64, Chunks
-from datastates.planner import GAP, plan_chunks
-from datastates.protocol import is_dense, span
-from datastates.reads import Reads, Tally
-from datastates.shard_table import Row
+from datastates.planning.plans import Chunks
+from datastates.planning.read import GAP, plan_chunks
+from datastates.restoring.reads import Reads, Tally
+from datastates.state import arrays, dtypes, strides
+from datastates.state.shards import StoredArray
+from datastates.state.strides import is_dense, span
 
 _END_NBYTES = 1024
 """Bytes at either end of an archive that have, as torch writes it, all but the tensor."""
@@ -56,7 +58,7 @@ class _Record:
 
 
 class StockFile:
-    """A file of torch's own writer: a :class:`~datastates.read_queue.Source` whose records are what is needed of it.
+    """A file of torch's own writer: a :class:`Source` whose records are what is needed of it.
 
     What is wanted as a whole is verified once it is in place. Parts are not: the one checksum is over all of a tensor,
     and to read all of it for that is what reading ranges is to avoid.
@@ -182,7 +184,7 @@ class StockFile:
             record, crc, data = self._records[number], 0, flat.view(torch.uint8)
             for at in range(0, record.nbytes, _STEP):
                 piece: Any = data[at : at + _STEP].cpu().numpy()
-                crc = container.crc32(piece, crc)
+                crc = checksums.crc32(piece, crc)
             if crc != record.crc:
                 text = f"{record.key!r} in {self.path} does not match its checksum"
                 raise CorruptError(text, key=record.key, path=str(self.path))
@@ -199,7 +201,7 @@ def _lies_as(target: torch.Tensor, array: StoredArray) -> bool:
     """Whether a tensor's memory has the same bytes as the storage of one that fills it."""
     if target.is_conj() or target.is_neg() or not is_dense(array.shape, array.stride):
         return False
-    row_major = parts.is_row_major(array.shape, array.stride) and target.is_contiguous()
+    row_major = strides.is_row_major(array.shape, array.stride) and target.is_contiguous()
     return row_major or target.stride() == array.stride
 
 

@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from datastates import durable, paths
+from datastates._base import files, paths
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.file_writer import FileWriter
 from datastates.adapters.dcp.staging import Held, Lazy, Staged, is_large
+from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoSettings
-from datastates.ending import FileEnding, identity_alone
-from datastates.engine import make_executor
 from datastates.errors import DatastatesError
-from datastates.executor import Executor
-from datastates.futures import Snapshot
+from datastates.executor.executor import Executor
+from datastates.executor.make import make_executor
+from datastates.saving.snapshot import Snapshot
 
 _OWN = frozenset({"session", "_executor", "_files", "_staged", "_saver", "_finishes", "_writing"})
 """What belongs to one process."""
@@ -220,7 +220,7 @@ class DataStatesStorageWriter(FileSystemWriter):
             raise
         running.run()
         snapshot.wait_committed()
-        durable.sync_directory(ending.path.parent)
+        files.sync_directory(ending.path.parent)
         written: Future[list[WriteResult]] = Future()
         written.set_result(file.results(snapshot.report.file_nbytes))
         return written

@@ -14,17 +14,21 @@ from typing import Any
 
 import torch
 
-from datastates import arrays, gate, manifest, paths
+from datastates._base import paths
 from datastates.adapters import torch_files
 from datastates.adapters.deepspeed import glue
 from datastates.adapters.deepspeed.saves import Save, begin_file, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.deepspeed.state_file import StateFileProvider, buffer_storages
-from datastates.barrier import SoloWorld, World, world_of
-from datastates.ending import FileEnding, identity_alone
-from datastates.engine import Engine, make_executor
+from datastates.commit import manifest
+from datastates.commit.ending import FileEnding, identity_alone
 from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
-from datastates.saving import Saver
+from datastates.executor.make import make_executor
+from datastates.ranks.world import SoloWorld, World, world_of
+from datastates.saving import gate
+from datastates.saving.engine import Engine
+from datastates.saving.saver import Saver
+from datastates.state import streams
 
 _log = logging.getLogger("datastates")
 
@@ -83,7 +87,7 @@ class CheckpointEngine:
         if self.settings.enabled:
             self._world = world_of(None, None, Path("deepspeed"), self.settings.rank_timeout)
             executor = make_executor(self.settings)
-            device = arrays.current_device()
+            device = streams.current_device()
             if device is not None and self.settings.host_cache != "auto":
                 executor.prepare(device, self.settings.host_cache)
             # a thread for each file in flight: with fewer, a gate would wait for the storage of others

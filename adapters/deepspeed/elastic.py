@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datastates import gate, paths, restoring
+from datastates._base import paths
 from datastates.adapters.deepspeed import glue
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.deepspeed.zero_live import LiveZero
 from datastates.adapters.deepspeed.zero_saved import SavedZero
-from datastates.barrier import world_of
-from datastates.engine import make_executor
 from datastates.errors import RestoreError
-from datastates.meeting import Meeting
-from datastates.protocol import ArrayRef
+from datastates.executor.make import make_executor
+from datastates.ranks.world import world_of
+from datastates.restoring import in_place
+from datastates.restoring.meeting import Meeting
+from datastates.saving import gate
+from datastates.state.shards import ArrayRef
 
 _log = logging.getLogger("datastates")
 
@@ -136,7 +138,7 @@ def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepS
     providers = [live.provider()]
     if saved.has_frozen:
         providers.append(live.frozen_provider())
-    result = restoring.restore(
+    result = in_place.restore(
         saved.stored(),
         providers,
         lambda nbytes: make_executor(settings, nbytes),

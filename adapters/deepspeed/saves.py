@@ -13,11 +13,13 @@ from pathlib import Path
 
 import msgpack
 
-from datastates import directories, durable, manifest
-from datastates.barrier import World
-from datastates.committing import settle
+from datastates._base import files
+from datastates.commit import directories, manifest
 from datastates.errors import CommitError
-from datastates.futures import Report, Snapshot
+from datastates.ranks.together import settle
+from datastates.ranks.world import World
+from datastates.saving.report import Report
+from datastates.saving.snapshot import Snapshot
 
 _log = logging.getLogger("datastates")
 _PENDING = re.compile(r"\.")
@@ -172,17 +174,17 @@ class Save:
 
     def _remove_old(self, folders: Iterable[Path]) -> None:
         for file in self._files:
-            with durable.step("unlink", file.final):
+            with files.syscall("unlink", file.final):
                 file.final.unlink(missing_ok=True)
         for folder in folders:
-            durable.sync_directory(folder)
+            files.sync_directory(folder)
 
     def _rename(self, folders: Iterable[Path]) -> None:
         for file in self._files:
-            with durable.step("rename", file.final):
+            with files.syscall("rename", file.final):
                 os.rename(file.partial, file.final)
         for folder in {*folders, *(folder.parent for folder in folders)}:  # those of new tags, too
-            durable.sync_directory(folder)
+            files.sync_directory(folder)
         for file in self._files:
             manifest.abandon(file.pending)
 
@@ -210,9 +212,9 @@ def _publish(latest: Path, tag: str) -> None:
     pending = begin_file(latest)
     try:
         (new,) = pending.files
-        durable.write_file(new, tag.encode())
-        with durable.step("rename", latest):
+        files.write_file(new, tag.encode())
+        with files.syscall("rename", latest):
             os.rename(new, latest)
     finally:
         manifest.abandon(pending)
-    durable.sync_directory(latest.parent)
+    files.sync_directory(latest.parent)

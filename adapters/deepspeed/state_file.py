@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from datastates.protocol import Saved
 from datastates.providers.tree import TreeProvider
+from datastates.state.provider import Saved
 
 # what DeepSpeed keeps its parameters and its optimizer's state under; all else in such a file is small or the client's
 _STATE = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")

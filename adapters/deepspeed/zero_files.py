@@ -13,20 +13,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from datastates import container
-from datastates.claims import key_hash, object_hash, span_of
+from datastates._base.columns import U64
+from datastates.commit.claims import key_hash, object_hash, span_of
+from datastates.container import checksums
+from datastates.container.file import Container, open_container
+from datastates.container.index import StoredObject
+from datastates.container.pickle_writer import body, dumps
+from datastates.container.table import Row, table_of
 from datastates.errors import FormatError
-from datastates.index import StoredObject
-from datastates.opened import Container, open_container
-from datastates.parts import Part
-from datastates.pickling import body, dumps
-from datastates.plan import U64
-from datastates.protocol import ArrayRef, full_key
 from datastates.providers.flat_layout import FlatLayout, Name
 from datastates.providers.shares import key_of
-from datastates.saved import SavedState
-from datastates.shard_table import Row, table_of
-from datastates.stored import Head, Stored
+from datastates.restoring.provider_view import SavedState
+from datastates.restoring.stored import Head, Stored
+from datastates.state.parts import Part
+from datastates.state.shards import ArrayRef, full_key
 
 GROUPS = "param_groups"
 
@@ -233,7 +233,7 @@ class _Groups(Container):
 
 
 class ZeroFiles(Stored):
-    """A checkpoint of DeepSpeed's as one of logical tensors, for :func:`datastates.restoring.restore`."""
+    """A checkpoint of DeepSpeed's as one of logical tensors, for :func:`datastates.restoring.in_place.restore`."""
 
     def __init__(self, path: Path, ranks: int, first: Container, sections: Sequence[Section]) -> None:
         """Describe it.
@@ -256,7 +256,7 @@ class ZeroFiles(Stored):
             return None
         opcodes = body(dumps(list(section.groups)))
         first = self._first
-        entry = StoredObject(0, GROUPS, 0, len(opcodes), container.crc32(opcodes))
+        entry = StoredObject(0, GROUPS, 0, len(opcodes), checksums.crc32(opcodes))
         index = replace(first.index, shards=table_of([provider], [], []), objects=(entry,))
         return _Groups(first.path, first.nbytes, index, first.index_crc, first.index_offset, opcodes)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from datastates.adapters.deepspeed.zero_files import Arrays, Flat, Section, StateFile, ZeroFiles
+from datastates.container.file import Container
+from datastates.container.table import Row
 from datastates.errors import CheckpointNotFoundError, FormatError, RestoreError
-from datastates.opened import Container
-from datastates.protocol import ArrayRef
 from datastates.providers.flat_layout import Name
-from datastates.shard_table import Row
+from datastates.state.shards import ArrayRef
 
 OPTIMIZER, FROZEN = "optimizer", "frozen"
 """Names of providers: the optimizer's state with the master weights, and parameters that are not trained."""

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from datastates import durable
-from datastates.futures import Snapshot
+from datastates._base import locks
+from datastates.saving.snapshot import Snapshot
 
 _log = logging.getLogger("datastates")
 
@@ -42,8 +42,8 @@ def token(snapshot: Snapshot) -> str:
     except OSError as error:
         _log.warning("Megatron will wait for this checkpoint in its finalization: %s", error)
         return ""
-    durable.try_lock(fd)
-    durable.hold(fd)
+    locks.try_lock(fd)
+    locks.hold(fd)
 
     def free() -> None:
         snapshot.wait_ended()
@@ -51,7 +51,7 @@ def token(snapshot: Snapshot) -> str:
             Path(name).unlink()
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)  # a child that is being forked may have it, too
-        durable.release(fd)
+        locks.release(fd)
 
     threading.Thread(target=free, name="datastates-token").start()
     return name

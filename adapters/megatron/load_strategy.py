@@ -18,13 +18,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from datastates import gate
 from datastates.adapters.dcp import DataStatesStorageReader
 from datastates.adapters.dcp.writer import WriterSettings
 from datastates.adapters.megatron.paths import local
-from datastates.barrier import world_of
-from datastates.committing import settle
-from datastates.reads import Tally
+from datastates.ranks.together import settle
+from datastates.ranks.world import world_of
+from datastates.restoring.reads import Tally
+from datastates.saving import gate
 
 
 class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):

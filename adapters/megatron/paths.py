@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from datastates import paths
+from datastates._base import paths
 
 
 def local(checkpoint_dir: str | os.PathLike[str]) -> Path:

@@ -24,7 +24,7 @@ from datastates.adapters.dcp.snapshots import refusing, session_of
 from datastates.adapters.dcp.staging import Lazy, Staged, is_large
 from datastates.adapters.megatron.async_request import request
 from datastates.adapters.megatron.paths import local
-from datastates.futures import Snapshot
+from datastates.saving.snapshot import Snapshot
 
 
 class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):

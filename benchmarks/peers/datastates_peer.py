@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import datastates as ds
-from datastates.protocol import StateProvider
 from datastates.providers import from_state_dict, from_stateful
+from datastates.state.provider import StateProvider
 from peers.base import Pending, System
 from states import State
 

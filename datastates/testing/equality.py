@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates import arrays
+from datastates.state import arrays
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -9,8 +9,8 @@ import pytest
 
 import datastates
 from datastates.errors import RestoreError
-from datastates.protocol import StateProvider
-from datastates.saved import Trust
+from datastates.restoring.provider_view import Trust
+from datastates.state.provider import StateProvider
 from datastates.testing.equality import difference
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional
 
 import datastates as ds
-from datastates import cli
+from datastates.cli import commands
 from datastates.providers import PickledObjectProvider, RngProvider, from_stateful
 
 STEPS = 40
@@ -185,7 +185,7 @@ def main() -> None:
         status, _ = run(killed, "--kill")
         if status != -signal.SIGKILL:
             sys.exit(f"the run should have been killed, but ended with status {status}")
-        cli.main(["ls", str(killed)])
+        commands.main(["ls", str(killed)])
         print("Resuming …", flush=True)
         status, output = run(killed)
         if status:

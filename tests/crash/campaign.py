@@ -36,10 +36,12 @@ from campaign_state import State, change
 from random_states import differences
 
 import datastates as ds
-from datastates import _native, directories, faults
+from datastates import _native
+from datastates._base import faults
+from datastates.cli.verify import verify_container
+from datastates.commit import directories
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
-from datastates.opened import open_checkpoint
-from datastates.verifying import verify_container
+from datastates.restoring.stored import open_checkpoint
 
 HANGS = 30
 """Seconds without a report after which a life is taken to hang."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from random_states import arrays_in, random_tree
 
-from datastates.protocol import StateProvider
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict, from_stateful
+from datastates.state.provider import StateProvider
 
 TORCH_TYPES = [
     torch.float32,

@@ -16,9 +16,11 @@ import pytest
 from by_path import module_at
 
 import datastates as ds
-from datastates import _native, directories, faults
-from datastates.opened import open_checkpoint
-from datastates.verifying import verify_container
+from datastates import _native
+from datastates._base import faults
+from datastates.cli.verify import verify_container
+from datastates.commit import directories
+from datastates.restoring.stored import open_checkpoint
 
 SCRIPT_SECONDS = 30
 HERE = Path(__file__).parent

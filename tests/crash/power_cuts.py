@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 
 import datastates as ds
-from datastates import directories
-from datastates.opened import open_checkpoint
+from datastates.cli.verify import verify_container
+from datastates.commit import directories
 from datastates.providers import HostTensorProvider, from_state_dict
-from datastates.verifying import verify_container
+from datastates.restoring.stored import open_checkpoint
 
 CANNOT = 77
 FICLONE = 0x40049409

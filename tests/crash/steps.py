@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 import datastates as ds
-from datastates import _native, directories, durable, manifest
-from datastates.protocol import StateProvider
+from datastates import _native
+from datastates._base import files
+from datastates.commit import directories, manifest
 from datastates.providers import HostTensorProvider
+from datastates.state.provider import StateProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
-SOURCES = "".join(map(inspect.getsource, (directories, durable, manifest)))
-OPERATIONS = sorted(set(re.findall(r'\bstep\("(\w+)"', SOURCES)))
+SOURCES = "".join(map(inspect.getsource, (directories, files, manifest)))
+OPERATIONS = sorted(set(re.findall(r'\bsyscall\("(\w+)"', SOURCES)))
 """The system calls on a checkpoint's files that have fault points."""
 SLOW = 1500
 """Milliseconds by which a test holds a snapshot up."""

@@ -13,7 +13,9 @@ import pytest
 from steps import OPTIONS, array_of, assert_holds, providers
 
 import datastates as ds
-from datastates import cli, directories, faults
+from datastates._base import faults
+from datastates.cli import commands
+from datastates.commit import directories
 
 
 def save(root: Path, *steps: int, **options: Any) -> None:
@@ -58,7 +60,7 @@ def test_a_reader_takes_the_newer_one_where_the_one_it_found_is_deleted(
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_command_takes_the_newer_one_where_the_one_it_found_is_deleted(command: str, overtaken: Path) -> None:
-    assert cli.main([command, str(overtaken)]) == 0
+    assert commands.main([command, str(overtaken)]) == 0
 
 
 @pytest.mark.parametrize("point", [None, "manifest.rename"], ids=["before it is opened", "before it is renamed"])

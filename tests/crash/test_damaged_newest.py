@@ -12,9 +12,9 @@ import pytest
 from steps import OPTIONS, array_of, providers
 
 import datastates as ds
-from datastates import manifest
+from datastates.commit import manifest
+from datastates.container.file import open_container
 from datastates.errors import DatastatesError, FormatError, RestoreError
-from datastates.opened import open_container
 from datastates.providers import HostTensorProvider
 
 CONTAINER = "rank-00000.pt"

@@ -16,8 +16,8 @@ import pytest
 import datastates as ds
 from datastates import _native
 from datastates.config import IoSettings
-from datastates.engine import make_executor
 from datastates.errors import DatastatesError, StorageError
+from datastates.executor.make import make_executor
 from datastates.providers import HostTensorProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}

@@ -18,13 +18,15 @@ import numpy as np
 import pytest
 
 import datastates as ds
-from datastates import _native, directories, durable, faults, manifest
+from datastates import _native
+from datastates._base import faults, files
+from datastates._base.faults import Fault
+from datastates.cli.verify import verify_container
+from datastates.commit import directories, manifest
 from datastates.errors import StorageError
-from datastates.faults import Fault
-from datastates.opened import open_checkpoint
-from datastates.protocol import StateProvider
 from datastates.providers import HostTensorProvider
-from datastates.verifying import verify_container
+from datastates.restoring.stored import open_checkpoint
+from datastates.state.provider import StateProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
 COMMIT_STEPS = [
@@ -144,7 +146,7 @@ def test_a_failing_container_fails_its_snapshot_only(
 
 
 def test_every_step_of_the_commit_is_broken_here() -> None:
-    steps = (manifest.begin, manifest.commit, manifest._rename, durable.write_file, durable.sync_directory)
+    steps = (manifest.begin, manifest.commit, manifest._rename, files.write_file, files.sync_directory)
     named = set(re.findall(r'\bstep\("(\w+)"', "".join(map(inspect.getsource, steps))))
     assert named == {operation for _, operation, _ in COMMIT_STEPS}
 
@@ -336,7 +338,7 @@ FULL = """
 import os, subprocess, sys
 import numpy as np
 import datastates as ds
-from datastates import directories
+from datastates.commit import directories
 from datastates.errors import StorageError
 from datastates.providers import HostTensorProvider
 root, backend = sys.argv[1:]

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 import datastates as ds
-from datastates import directories
+from datastates.commit import directories
 
 PRELUDE = """
 import os, signal, sys, time
 import numpy as np
 import datastates as ds
-from datastates import _native, directories
+from datastates import _native
+from datastates.commit import directories
 from datastates.errors import SnapshotAbandonedError
 from datastates.providers import HostTensorProvider
 

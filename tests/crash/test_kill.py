@@ -16,7 +16,8 @@ import pytest
 from steps import OPERATIONS
 
 import datastates as ds
-from datastates import _native, directories
+from datastates import _native
+from datastates.commit import directories
 
 LOOP = Path(__file__).with_name("training_loop.py")
 PYTHON_POINTS = [f"manifest.{operation}=kill@{nth}" for operation in OPERATIONS for nth in (1, 3)]

@@ -14,7 +14,8 @@ import pytest
 from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, hold_up_syncs, providers
 
 import datastates as ds
-from datastates import _native, directories, manifest
+from datastates import _native
+from datastates.commit import directories, manifest
 from datastates.providers import HostTensorProvider
 
 # --- retention

@@ -12,7 +12,7 @@ import pytest
 from steps import OPTIONS, array_of, assert_holds, providers
 
 import datastates as ds
-from datastates import directories, manifest
+from datastates.commit import directories, manifest
 from datastates.errors import FormatError
 
 

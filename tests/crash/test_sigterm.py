@@ -13,7 +13,7 @@ from steps import PRELUDE, assert_holds
 INTERRUPTED = {
     # the snapshot is known to be in flight, and no thread has it yet
     "before a thread has it": """
-from datastates.engine import Engine
+from datastates.saving.engine import Engine
 do_later = Engine.do_later
 def interrupted(self, *arguments):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -22,16 +22,16 @@ Engine.do_later = interrupted
 """,
     # with the lock held that its own thread needs, too
     "in the gate": """
-from datastates import arrays
-from datastates.executor import WriteJob
+from datastates.state import versions
+from datastates.executor.executor import WriteJob
 main, in_gate = threading.main_thread(), threading.Event()
-witness, wait_captured = arrays.witness, WriteJob.wait_captured
+witness, wait_captured = versions.witness, WriteJob.wait_captured
 def interrupted(tensors):
     if snapshots and threading.current_thread() is main:
         in_gate.set()
         os.kill(os.getpid(), signal.SIGTERM)
     return witness(tensors)
-arrays.witness = interrupted
+versions.witness = interrupted
 WriteJob.wait_captured = lambda self: (in_gate.wait(), wait_captured(self))
 """,
 }
@@ -58,9 +58,9 @@ def test_training_goes_on_while_it_is_committed(tmp_path: Path, run: Callable[..
     script = f"""
 {PRELUDE}
 import threading
-from datastates import durable
-go_on, sync = threading.Event(), durable.sync_directory
-durable.sync_directory = lambda path: (go_on.wait(), sync(path))
+from datastates._base import files
+go_on, sync = threading.Event(), files.sync_directory
+files.sync_directory = lambda path: (go_on.wait(), sync(path))
 ckpt = ds.Checkpointer(root, handle_sigterm=True, **OPTIONS)
 snapshot = ckpt.snapshot(providers(1), step=1)
 os.kill(os.getpid(), signal.SIGTERM)
@@ -171,10 +171,10 @@ def test_closing_while_it_is_committed_does_not_lose_the_signal(
     script = f"""
 {PRELUDE}
 import threading
-from datastates import durable
+from datastates._base import files
 {before}
-go_on, sync = threading.Event(), durable.sync_directory
-durable.sync_directory = lambda path: (go_on.wait(), sync(path))
+go_on, sync = threading.Event(), files.sync_directory
+files.sync_directory = lambda path: (go_on.wait(), sync(path))
 with ds.Checkpointer(root, handle_sigterm=True, **OPTIONS) as ckpt:
     ckpt.snapshot(providers(1), step=1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -17,11 +17,13 @@ import pytest
 from random_states import differences, random_array, random_tree
 
 import datastates as ds
-from datastates import _native, directories, faults
+from datastates import _native
+from datastates._base import faults
+from datastates.cli.verify import verify_container
+from datastates.commit import directories
 from datastates.errors import StorageError
-from datastates.opened import open_checkpoint
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
-from datastates.verifying import verify_container
+from datastates.restoring.stored import open_checkpoint
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
 STEPS = 310

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import datastates as ds
-from datastates.protocol import StateProvider
 from datastates.providers import HostTensorProvider, from_state_dict
+from datastates.state.provider import StateProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "keep_last": 3}
 """The cache is smaller than the state, so that a snapshot is captured while it is written."""

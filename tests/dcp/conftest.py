@@ -19,11 +19,13 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from datastates import _native, faults, gate
+from datastates import _native
+from datastates._base import faults
 from datastates.adapters.dcp import snapshots
-from datastates.agreement import BoardWorld
-from datastates.store_board import StoreBoard
-from datastates.store_calls import StoreCalls
+from datastates.ranks.board_world import BoardWorld
+from datastates.ranks.store_board import StoreBoard
+from datastates.ranks.store_calls import StoreCalls
+from datastates.saving import gate
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # what these tests share

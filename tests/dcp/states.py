@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from datastates import dtypes
 from datastates.adapters import dcp as ours
-from datastates.opened import open_container
-from datastates.verifying import verify_container
+from datastates.cli.verify import verify_container
+from datastates.container.file import open_container
+from datastates.state import dtypes
 
 SMALL: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
 """With these, what is larger than two MiB is captured no faster than it is written."""

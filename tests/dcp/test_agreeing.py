@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from datastates import _native, faults
+from datastates import _native
+from datastates._base import faults
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStorageWriter
-from datastates.agreement import BoardWorld
 from datastates.errors import CommitError, RanksMissingError, StorageError, UnreachableError
+from datastates.ranks.board_world import BoardWorld
 from states import SMALL, Parts, files, loaded, problems, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")

@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from datastates import _native, futures, gate
+from datastates import _native
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStager, DataStatesStorageWriter, staging
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
+from datastates.saving import gate
+from datastates.saving import snapshot as snapshots
 from states import SMALL, big, copied, files, loaded, same, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
@@ -269,7 +271,7 @@ def test_a_planner_that_raises_frees_the_optimizer(
         Save(another, writer, state, tmp_path / str(number)).wait()
         same(loaded(tmp_path / str(number), state), state)
     writer.close()
-    assert save.snapshot not in futures._silent
+    assert save.snapshot not in snapshots._silent
 
 
 @pytest.mark.parametrize("way", ["thread", "stager"])

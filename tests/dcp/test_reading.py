@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from datastates.adapters.dcp import DataStatesStorageReader
+from datastates.container.file import open_container
 from datastates.errors import CorruptError, FormatError, StorageError
-from datastates.opened import open_container
 from states import Parts, blank, copied, failure, files, loaded, same, save_with
 
 MIB = 1 << 20

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from datastates import _native, faults
+from datastates import _native
+from datastates._base import faults
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter
 from datastates.adapters.dcp.items import Written

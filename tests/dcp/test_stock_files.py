@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from stock import archived, change_places, data_of, load, places, repacked, rewrite
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from datastates import dtypes
 from datastates.errors import CorruptError
+from datastates.state import dtypes
 from states import Parts, blank, every_kind, failure, filled, loaded, same, save_with
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from datastates import _native, faults
+from datastates import _native
+from datastates._base import faults
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStager, DataStatesStorageReader, DataStatesStorageWriter
 from states import SMALL, loaded, problems, same

@@ -18,9 +18,9 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from datastates import restoring
 from datastates.adapters.deepspeed import load_checkpoint
 from datastates.errors import CheckpointNotFoundError, CommitError, CorruptError, DatastatesError, RestoreError
+from datastates.restoring import in_place
 
 ROOT = Path(sys.argv[1])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -218,17 +218,17 @@ class counted:
     """What restoring has read meanwhile."""
 
     def __enter__(self) -> list[Any]:
-        self._own, tallies = restoring.restore, []
+        self._own, tallies = in_place.restore, []
 
         def restore(*args: Any, **kwargs: Any) -> Any:
             tallies.append(self._own(*args, **kwargs))
             return tallies[-1]
 
-        restoring.restore = restore
+        in_place.restore = restore
         return tallies
 
     def __exit__(self, *_: object) -> None:
-        restoring.restore = self._own
+        in_place.restore = self._own
 
 
 def refuse(case: str) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from datastates import loading
 from datastates.config import IoSettings
-from datastates.engine import make_executor
 from datastates.errors import CorruptError
+from datastates.executor.make import make_executor
+from datastates.restoring import loading
 
 SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")
 DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]

@@ -15,14 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from datastates import _native, durable, faults, futures
-from datastates.agreement import BoardWorld
-from datastates.barrier import SoloWorld
+from datastates import _native
+from datastates._base import faults, files
 from datastates.config import IoSettings
-from datastates.engine import Engine, make_executor
 from datastates.errors import CommitError, FormatError, StorageError
-from datastates.store_board import StoreBoard
-from datastates.store_calls import StoreCalls
+from datastates.executor.make import make_executor
+from datastates.ranks.board_world import BoardWorld
+from datastates.ranks.store_board import StoreBoard
+from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.world import SoloWorld
+from datastates.saving import snapshot
+from datastates.saving.engine import Engine
 
 saves = pytest.importorskip("datastates.adapters.deepspeed.saves")
 RANKS = 3
@@ -133,7 +136,7 @@ def test_every_file_that_failed_is_told(give: Give, tmp_path: Path) -> None:
         _native.clear_faults()
     assert isinstance(save.undelivered(), StorageError)
     assert save.undelivered() is None
-    assert not futures._silent & set(save.snapshots.values())
+    assert not snapshot._silent & set(save.snapshots.values())
     assert names(tmp_path) == []
 
 
@@ -170,13 +173,13 @@ def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> Non
 
 
 def test_latest_is_no_debris_while_it_is_written(give: Give, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = durable.write_file
+    write = files.write_file
 
     def write_beside_another_run(path: Path, data: bytes) -> None:
         write(path, data)
         saves.sweep(tmp_path)
 
-    monkeypatch.setattr(durable, "write_file", write_beside_another_run)
+    monkeypatch.setattr(files, "write_file", write_beside_another_run)
     save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld(), 5.0)
     give(save, tmp_path / "tag" / "a.pt", 1)
     save.finish()

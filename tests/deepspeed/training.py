@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-from datastates import _native, faults
+from datastates import _native
+from datastates._base import faults
 from datastates.adapters.deepspeed import load_checkpoint
 from datastates.errors import RestoreError
 

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as distributed
 
-from datastates import checkpoint
-from datastates.agreement import BoardWorld
-from datastates.barrier import SoloWorld, World
+from datastates import _calls
 from datastates.errors import DatastatesError
-from datastates.store_board import StoreBoard
-from datastates.store_calls import StoreCalls
+from datastates.ranks.board_world import BoardWorld
+from datastates.ranks.store_board import StoreBoard
+from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.world import SoloWorld, World
 
 sys.path.insert(0, str(Path(__file__).parent))  # the states that these tests share
 
@@ -59,7 +59,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads[Any]:
     """
     here = threading.local()
 
-    monkeypatch.setattr(checkpoint, "_world", lambda settings, directory: next(here.worlds))
+    monkeypatch.setattr(_calls, "open_world", lambda settings, directory: next(here.worlds))
 
     def run(n: int, function: Callable[[int], T]) -> list[T | DatastatesError]:
         store = distributed.HashStore()

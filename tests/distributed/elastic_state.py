@@ -10,12 +10,13 @@ import numpy as np
 from split_state import Split
 
 import datastates as ds
-from datastates import catalog, container, manifest
-from datastates.claims import claims_of, whole_claims
-from datastates.opened import open_container
-from datastates.plan import CHUNK
+from datastates._base.sizes import CHUNK
+from datastates.commit import catalog, manifest
+from datastates.commit.claims import claims_of, whole_claims
+from datastates.container import archive, checksums
+from datastates.container.file import open_container
 from datastates.providers import PickledObjectProvider
-from datastates.restoring import Restored
+from datastates.restoring.in_place import Restored
 
 LAYOUTS = ("rows", "columns", "ranges", "grid", "whole", "mixed")
 SHAPES = {"w": (96, 40), "b": (33,), "odd": (7, 3, 5), "scalar": (), "none": (0, 4), "one": (1, 1)}
@@ -96,14 +97,14 @@ def reseal(path: Path, rank: int, key: str, at: int = 0) -> None:
     data[begin + row.offset + at] ^= 1
     content = bytes(data[begin : begin + int(index.record_nbytes[row.record])])
     record_crc, chunk_crc = index.record_crc.copy(), index.chunk_crc.copy()
-    record_crc[row.record] = container.crc32(content)
-    chunks = [container.crc32(content[a : a + CHUNK]) for a in range(0, len(content), CHUNK)]
+    record_crc[row.record] = checksums.crc32(content)
+    chunks = [checksums.crc32(content[a : a + CHUNK]) for a in range(0, len(content), CHUNK)]
     chunk_crc[first : first + len(chunks)] = chunks
     index = replace(index, record_crc=record_crc, chunk_crc=chunk_crc)
-    for offset, frame in container.frame_ranges(index):
+    for offset, frame in archive.frame_ranges(index):
         data[offset : offset + len(frame)] = frame
     pickle = bytes(data[index.pickle_offset : index.pickle_offset + index.pickle_nbytes])
-    file.write_bytes(bytes(data[: index.records_end]) + container.encode_tail(index, pickle)[0])
+    file.write_bytes(bytes(data[: index.records_end]) + archive.encode_tail(index, pickle)[0])
     sign(path)
 
 

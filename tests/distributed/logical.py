@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from datastates import arrays, replicas
-from datastates.keys import join
-from datastates.protocol import ArrayRef, Saved, Shard, StateProvider, object_shard
+from datastates.planning import owners
+from datastates.state import memory as array_memory
+from datastates.state.keys import join
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.shards import ArrayRef, Shard, object_shard
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +72,7 @@ def check_tiles(provider: StateProvider, logical: dict[str, torch.Tensor]) -> di
             assert not alike or (rank in alike and len(alike) > 1 and list(alike) == sorted(set(alike))), (key, alike)
             for other in alike:  # who is said to hold the same does, and says so too
                 assert ranks[other][key][:5] == shards[key][:5], (key, rank, other)
-            writer = replicas.owners([(key, data.nbytes, alike)])[0] if alike else rank
+            writer = owners.owners([(key, data.nbytes, alike)])[0] if alike else rank
             times[box] += writer == rank
         assert (times == 1).all(), (key, times)
     return {key: [shards[key][4] if key in shards else () for shards in ranks] for key in expected}
@@ -124,7 +126,7 @@ def restore(provider: StateProvider, saved: HandMade) -> list[Shard]:
         assert shard.global_shape == tuple(stored.shape), shard
         assert shard.offset is not None
         part = stored[tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.shape, strict=True))]
-        arrays.assign(shard.source, part.reshape(shard.shape).contiguous())
+        array_memory.assign(shard.source, part.reshape(shard.shape).contiguous())
     into = {shard.key: shard.source for shard in shards}
 
     def build(value: Any) -> Any:

@@ -4,7 +4,7 @@ Arguments: directories (one, or several joined by ``:``, each in turn), then wor
 ``STEP/WHAT`` saves it while something is wrong on the rank that CONFUSED names, ``restore`` restores the newest, and so
 does ``restore/FAULT``. Prints one JSON line a word, and one for closing.
 
-WHAT is a fault point (``write=fail:28``, see datastates/faults.py), or: ``shape``, ``overlap``, ``gap`` (it holds
+WHAT is a fault point (``write=fail:28``, see datastates/_base/faults.py), or: ``shape``, ``overlap``, ``gap`` (it holds
 another part than the others think), ``step`` (it saves another step), ``late`` (it comes after LATE seconds),
 ``shards``, ``serialize`` (a provider raises there), ``die`` (a provider kills it while it serializes), ``torn`` (its
 state changes while it is captured).
@@ -29,9 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from split_state import Split
 
 import datastates as ds
-from datastates import _native, faults
-from datastates.protocol import Shard, StateProvider, object_shard
+from datastates import _native
+from datastates._base import faults
 from datastates.providers import PickledObjectProvider, RngProvider
+from datastates.state.provider import StateProvider
+from datastates.state.shards import Shard, object_shard
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHAPES = {"w": (96, 40), "b": (33,), "odd": (7, 3, 5)}

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from datastates.protocol import Buffer, Saved, Shard, StateProvider
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.shards import Buffer, Shard
 
 
 def logical(key: str, shape: tuple[int, ...], dtype: str = "float32", step: int = 0) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ from command import run
 from elastic_state import reseal, save, sign
 from split_state import logical
 
-from datastates import manifest
+from datastates.commit import manifest
 
 SHAPES = {"w": (96, 40), "b": (33,), "scalar": ()}
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates import cli, directories, manifest
-from datastates.catalog import Catalog
-from datastates.claims import key_hash, object_hash
-from datastates.opened import Container, open_container
-from datastates.shard_table import Row
+from datastates.cli import commands
+from datastates.commit import directories, manifest
+from datastates.commit.catalog import Catalog
+from datastates.commit.claims import key_hash, object_hash
+from datastates.container.file import Container, open_container
+from datastates.container.table import Row
 
 HERE = Path(__file__).parent
 LOOP = HERE / "rank_loop.py"
@@ -43,7 +44,7 @@ def assert_tidy(root: Path, *steps: int) -> None:
     """These checkpoints are in a directory, and nothing else; every byte of them is as it was written."""
     assert [path.name for path in sorted(root.iterdir())] == [directories.step_name(step) for step in steps]
     for path in root.iterdir():
-        assert cli.main(["verify", str(path)]) == 0
+        assert commands.main(["verify", str(path)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -190,9 +191,9 @@ def test_a_container_lost_after_its_vote_is_missed(
 ) -> None:
     """By the coordinator, which has all votes by then."""
     script = f"""{prelude}
-from datastates import committing
+from datastates.commit import ballot
 
-write_catalog = committing._write_catalog
+write_catalog = ballot._write_catalog
 
 
 def lose_one(votes, pending):
@@ -202,7 +203,7 @@ def lose_one(votes, pending):
     return write_catalog(votes, pending)
 
 
-committing._write_catalog = lose_one
+ballot._write_catalog = lose_one
 with ds.Checkpointer(directory, **OPTIONS) as ckpt:
     for step in (1, 2, 3):
         tell(str(step), ckpt.snapshot([state.fill(step)], step=step).wait_committed)

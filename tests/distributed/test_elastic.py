@@ -10,10 +10,10 @@ import pytest
 from elastic_state import LAYOUTS, SHAPES, check, live_nbytes, reseal, restore, save
 
 import datastates as ds
-from datastates import restoring
 from datastates.errors import CorruptError
-from datastates.protocol import Shard
-from datastates.stored import Stored
+from datastates.restoring import in_place
+from datastates.restoring.stored import Stored
+from datastates.state.shards import Shard
 
 LOOP = Path(__file__).with_name("rank_loop.py")
 
@@ -93,7 +93,7 @@ def test_memory_that_changes_behind_the_read_is_found(
 ) -> None:
     """On one rank of several: with replicas, too, which then differ."""
     save(threads, tmp_path / "c", "columns", 2, shapes={"w": (64, 64), "v": (50,)})
-    taken = restoring.contribution
+    taken = in_place.contribution
 
     def flipped(shard: Shard) -> int:
         source: Any = shard.source
@@ -103,7 +103,7 @@ def test_memory_that_changes_behind_the_read_is_found(
         return taken(shard)
 
     spoiled: list[str] = []
-    monkeypatch.setattr(restoring, "contribution", flipped)
+    monkeypatch.setattr(in_place, "contribution", flipped)
     outcomes = restore(threads, tmp_path / "c", live, 3, {"w": (64, 64), "v": (50,)}, verify="digest")
     assert [(type(e), getattr(e, "key", None)) for e in outcomes] == [(CorruptError, "model/v")] * 3
     monkeypatch.undo()
@@ -113,14 +113,14 @@ def test_an_error_in_taking_the_digest_is_told_to_all(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(threads, tmp_path / "c", "rows", 2)
-    taken = restoring.contribution
+    taken = in_place.contribution
 
     def failing(shard: Shard) -> int:
         if shard.offset is not None and shard.offset[:1] == (32,):
             raise ds.DatastatesError("no copy")
         return taken(shard)
 
-    monkeypatch.setattr(restoring, "contribution", failing)
+    monkeypatch.setattr(in_place, "contribution", failing)
     outcomes = restore(threads, tmp_path / "c", "rows", 3, verify="digest")
     assert [str(e) for e in outcomes] == ["rank 1: no copy", "no copy", "rank 1: no copy"]
 

@@ -15,11 +15,12 @@ from elastic_state import SHAPES, SMALL, Rank, restore, save
 from split_state import Split
 
 import datastates as ds
-from datastates import directories, manifest
+from datastates.commit import directories, manifest
 from datastates.errors import CheckpointNotFoundError, CommitError, CorruptError, FormatError, RestoreError
-from datastates.meeting import Meeting
-from datastates.protocol import Saved, Shard
-from datastates.stored import Stored
+from datastates.restoring.meeting import Meeting
+from datastates.restoring.stored import Stored
+from datastates.state.provider import Saved
+from datastates.state.shards import Shard
 
 LOOP = Path(__file__).with_name("rank_loop.py")
 

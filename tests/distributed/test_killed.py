@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from datastates import cli, directories
+from datastates.cli import commands
+from datastates.commit import directories
 
 LOOP = Path(__file__).with_name("rank_loop.py")
 RANKS = 4
@@ -83,7 +84,7 @@ def test_a_rank_is_killed(killed: Any, ranks: Any) -> None:
         steps = [1, 2, 4] if committed else [1, 4]
         assert sorted(path.name for path in root.iterdir()) == [f"step-{step:08d}" for step in steps], where
         for path in root.iterdir():
-            assert cli.main(["verify", str(path)]) == 0
+            assert commands.main(["verify", str(path)]) == 0
             assert not (path / ".lock").exists() or committed
 
 
@@ -93,7 +94,7 @@ def test_a_rank_is_killed_under_torch(ranks: Any, tmp_path: Path) -> None:
         import os, sys
         import torch.distributed as dist
         import datastates as ds
-        from datastates import faults
+        from datastates._base import faults
         from datastates.errors import DatastatesError
         from datastates.providers import HostTensorProvider
         import torch

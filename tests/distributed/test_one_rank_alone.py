@@ -26,7 +26,7 @@ with ds.Checkpointer(directory, **OPTIONS, rank_timeout=15) as ckpt:
 OPEN = """
 import torch.distributed as dist
 
-from datastates import checkpoint
+from datastates import checkpointer
 from datastates.errors import DatastatesError
 
 dist.init_process_group("gloo")

@@ -15,11 +15,11 @@ from elastic_state import LAYOUTS, SHAPES, SMALL, save
 from split_state import Split, logical
 
 import datastates as ds
-from datastates import stored
+from datastates.container.file import open_container
 from datastates.errors import CommitError, CorruptError, DatastatesError, StorageError
-from datastates.opened import open_container
-from datastates.protocol import Buffer, Shard
 from datastates.providers import PickledObjectProvider, ReplicatedProvider, RngProvider, from_state_dict
+from datastates.restoring import stored
+from datastates.state.shards import Buffer, Shard
 
 LARGE = {"w": (2048, 1024), "b": (33,)}
 

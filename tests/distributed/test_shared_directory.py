@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from datastates import cli, directories, durable, manifest
+from datastates._base import files as base_files
+from datastates.cli import commands
+from datastates.commit import directories, manifest
 
 HERE = Path(__file__).parent
 LOOP = HERE / "rank_loop.py"
@@ -25,7 +27,7 @@ def names(root: Path) -> list[str]:
 
 
 def is_whole(path: Path) -> bool:
-    return cli.main(["verify", str(path)]) == 0
+    return commands.main(["verify", str(path)]) == 0
 
 
 # --- debris
@@ -105,7 +107,7 @@ def test_several_make_a_directory_at_once(tmp_path: Path) -> None:
         for path in paths:
             together.wait()
             try:
-                durable.make_directory(path)
+                base_files.make_directory(path)
             except OSError as error:
                 errors.append(error)
 
@@ -224,10 +226,10 @@ tell("close", ckpt.close)
 def test_a_coordinator_that_takes_too_long_gives_up(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
     """It must not commit what the others have stopped waiting for."""
     script = f"""{prelude}
-from datastates import committing
+from datastates.commit import ballot
 
-write_catalog = committing._write_catalog
-committing._write_catalog = lambda *args: (time.sleep(1.7 if args[0][0].step == 2 else 0), write_catalog(*args))[1]
+write_catalog = ballot._write_catalog
+ballot._write_catalog = lambda *args: (time.sleep(1.7 if args[0][0].step == 2 else 0), write_catalog(*args))[1]
 with ds.Checkpointer(directory, **OPTIONS, rank_timeout=2) as ckpt:
     for step in (1, 2, 3):
         tell(str(step), lambda: ckpt.snapshot([state.fill(step)], step=step).wait_committed())

@@ -9,8 +9,8 @@ from elastic_state import SMALL, Rank, save
 
 import datastates as ds
 from datastates.errors import CommitError, RestoreError
-from datastates.protocol import Shard
 from datastates.providers import PickledObjectProvider
+from datastates.state.shards import Shard
 
 
 class Refusing(PickledObjectProvider):

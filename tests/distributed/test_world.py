@@ -15,7 +15,7 @@ HEAD = f"""
 import json, os, signal, sys, time
 from pathlib import Path
 
-from datastates.barrier import world_of
+from datastates.ranks.world import world_of
 from datastates.errors import DatastatesError
 
 SECONDS = {SECONDS}

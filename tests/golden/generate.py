@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from datastates import catalog, container, digests, dtypes, frames, manifest, nested, pickling, planner
-from datastates.claims import claims_of, whole_claims
-from datastates.container import ProviderState
-from datastates.index import Index
-from datastates.nested import Nest
-from datastates.pickling import ArrayLeaf, StoredArray
-from datastates.plan import CHUNK
-from datastates.protocol import Shard
-from datastates.shard_table import ShardTable, table_of
+from datastates._base.sizes import CHUNK
+from datastates.commit import catalog, manifest
+from datastates.commit.claims import claims_of, whole_claims
+from datastates.container import archive, checksums, data_pkl, digests, nested_archives, pickle_writer, zip_frames
+from datastates.container.data_pkl import ProviderState
+from datastates.container.index import Index
+from datastates.container.nested_archives import Nest
+from datastates.container.table import ShardTable, table_of
+from datastates.planning import write
+from datastates.state import dtypes
+from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
 HERE = Path(__file__).parent
 CONTAINER, MANIFEST = "container.pt", "manifest.json"
@@ -90,11 +92,11 @@ def build() -> dict[str, bytes]:
     names = list(RECORDS)
     sizes = np.array([len(RECORDS[n]) for n in names], np.uint64)
     eager = np.array([n in EAGER for n in names], np.uint8)
-    plan = planner.plan_write(sizes, eager, frames.header_nbytes(len(names)), 4 * CHUNK)
+    plan = write.plan_write(sizes, eager, zip_frames.header_nbytes(len(names)), 4 * CHUNK)
     order = [names[i] for i in plan.order.tolist()]
-    crc = np.array([container.crc32(RECORDS[n]) for n in order], np.uint32)
-    begin = frames.pickle_place(plan.end)
-    pickle, objects = container.encode_pickle(_states(order), begin)
+    crc = np.array([checksums.crc32(RECORDS[n]) for n in order], np.uint32)
+    begin = zip_frames.pickle_place(plan.end)
+    pickle, objects = data_pkl.encode_pickle(_states(order), begin)
     index = Index(
         identity=IDENTITY,
         header_offset=plan.header_offset,
@@ -106,7 +108,7 @@ def build() -> dict[str, bytes]:
         objects=objects,
         pickle_offset=begin,
         pickle_nbytes=len(pickle),
-        pickle_crc=container.crc32(pickle),
+        pickle_crc=checksums.crc32(pickle),
     )
     data, index_crc = _file(index, pickle, [RECORDS[n] for n in order])
     entry = manifest.ContainerEntry(file=CONTAINER, rank=0, nbytes=len(data), index_crc32=index_crc)
@@ -125,15 +127,15 @@ def _digested(table: ShardTable, records: list[bytes]) -> ShardTable:
         part = digests.Contribution(digests.places_of(table), i)
         part.update(records[row.record][row.offset :][: row.dtype.itemsize * math.prod(row.shape)])
         folded.append(part.value())
-    crc = np.array([container.crc32(r) for r in records], np.uint32)
+    crc = np.array([checksums.crc32(r) for r in records], np.uint32)
     return plan.filled(crc, np.array(folded, np.uint32), table)
 
 
 def _file(index: Index, pickle: bytes, records: list[bytes]) -> tuple[bytes, int]:
     """A container, and the CRC-32 of its index."""
-    crc, nest = index.record_crc, container.nest_of(index)
-    framing = container.encode_framing(index.header_offset, index.data_offset, index.record_nbytes, crc, nest)
-    tail, index_crc = container.encode_tail(index, pickle)
+    crc, nest = index.record_crc, archive.nest_of(index)
+    framing = archive.encode_framing(index.header_offset, index.data_offset, index.record_nbytes, crc, nest)
+    tail, index_crc = archive.encode_tail(index, pickle)
     parts, at, end = [], 0, 0
     for record, offset in zip(records, index.data_offset.tolist(), strict=True):
         parts += [framing[at : at + offset - end], record]
@@ -160,18 +162,18 @@ def build_nested() -> bytes:
     rows = list(ARCHIVES.items())
     every = [record for _, (_, _, _, record) in rows]
     sizes = np.array([len(record) for record in every], np.uint64)
-    order = planner.file_order(sizes, np.zeros(len(rows), np.uint8)).tolist()
+    order = write.file_order(sizes, np.zeros(len(rows), np.uint8)).tolist()
     stored = [
         (key, StoredArray(str(order.index(i)), dtype, 0, shape, stride, len(record) // dtypes.BY_NAME[dtype].itemsize))
         for i, (key, (dtype, shape, stride, record)) in enumerate(rows)
     ]
     nest = Nest([stored[i][1] for i in order])
     eager = np.zeros(len(rows), np.uint8)
-    plan = planner.plan_write(sizes, eager, nest.header_nbytes, 4 * CHUNK, nested.CRC_PLACES)
-    begin = container.pickle_place(plan.end, nest)
-    pickle, objects = container.encode_pickle([ProviderState("m", None, tuple(stored))], begin)
+    plan = write.plan_write(sizes, eager, nest.header_nbytes, 4 * CHUNK, nested_archives.CRC_PLACES)
+    begin = archive.pickle_place(plan.end, nest)
+    pickle, objects = data_pkl.encode_pickle([ProviderState("m", None, tuple(stored))], begin)
     records = [every[i] for i in order]
-    crc = np.array([container.crc32(record) for record in records], np.uint32)
+    crc = np.array([checksums.crc32(record) for record in records], np.uint32)
     shards = [
         Shard(key, dtype=dtype, kind="torch", shape=shape, stride=stride, global_shape=shape, offset=(0,) * len(shape))
         for key, (dtype, shape, stride, _) in rows
@@ -188,7 +190,7 @@ def build_nested() -> bytes:
         objects=objects,
         pickle_offset=begin,
         pickle_nbytes=len(pickle),
-        pickle_crc=container.crc32(pickle),
+        pickle_crc=checksums.crc32(pickle),
         nested=True,
     )
     return _file(index, pickle, records)[0]
@@ -268,10 +270,10 @@ def _of_rank(rank: int, held: dict[str, tuple[str, tuple[int, ...], tuple[int, .
         ends.append(end)
         begins.append(-(-(end + 30 + len(f"archive/data/{i}") + 24) // 64) * 64)
         end = begins[-1] + size + 24
-    crc = np.array([container.crc32(r) for r in records], np.uint32)
-    begin = frames.pickle_place(end)
-    states = [ProviderState("m", None, tuple(stored)), ProviderState("loop", pickling.dumps({"rank": rank}))]
-    pickle, objects = container.encode_pickle(states, begin)
+    crc = np.array([checksums.crc32(r) for r in records], np.uint32)
+    begin = zip_frames.pickle_place(end)
+    states = [ProviderState("m", None, tuple(stored)), ProviderState("loop", pickle_writer.dumps({"rank": rank}))]
+    pickle, objects = data_pkl.encode_pickle(states, begin)
     index = Index(
         identity={**IDENTITY, "rank": rank, "world_size": 2},
         header_offset=np.array(ends, np.uint64),
@@ -283,7 +285,7 @@ def _of_rank(rank: int, held: dict[str, tuple[str, tuple[int, ...], tuple[int, .
         objects=objects,
         pickle_offset=begin,
         pickle_nbytes=len(pickle),
-        pickle_crc=container.crc32(pickle),
+        pickle_crc=checksums.crc32(pickle),
     )
     data, index_crc = _file(index, pickle, records)
     return data, index, index_crc
@@ -333,11 +335,11 @@ def _states(order: list[str]) -> list[ProviderState]:
         r[1]: ArrayLeaf(r[1], parameter=r[1] == "weight", requires_grad=r[1] == "weight") for r in ROWS if r[0] == 0
     }
     nested = [{"scalar": leaves.pop("nested/0/scalar")}]
-    whole = pickling.dumps({**leaves, "nested": nested, "tied": leaves["weight"], "object": OBJECT}, locate)
+    whole = pickle_writer.dumps({**leaves, "nested": nested, "tied": leaves["weight"], "object": OBJECT}, locate)
     others = [[(r[1], stored(r)) for r in ROWS if r[0] == p] for p in (1, 2)]
     return [
         ProviderState(PROVIDERS[0], whole),
-        ProviderState(PROVIDERS[1], None, (*others[0], ("object", pickling.dumps(("text", 3))))),
+        ProviderState(PROVIDERS[1], None, (*others[0], ("object", pickle_writer.dumps(("text", 3))))),
         ProviderState(PROVIDERS[2], None, tuple(others[1])),
     ]
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates import dtypes, manifest
-from datastates.index import encode_index
-from datastates.opened import open_checkpoint, open_container
-from datastates.stored import Stored
-from datastates.verifying import verify_catalog, verify_container
+from datastates.cli.verify import verify_catalog, verify_container
+from datastates.commit import manifest
+from datastates.container.file import open_container
+from datastates.container.index import encode_index
+from datastates.restoring.stored import Stored, open_checkpoint
+from datastates.state import dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 

@@ -14,12 +14,14 @@ import msgpack
 import numpy as np
 import pytest
 
-from datastates import container, frames, manifest, planner
-from datastates.container import ProviderState
-from datastates.index import Index
-from datastates.plan import CHUNK
-from datastates.protocol import Shard
-from datastates.shard_table import table_of
+from datastates._base.sizes import CHUNK
+from datastates.commit import manifest
+from datastates.container import archive, checksums, data_pkl, zip_frames
+from datastates.container.data_pkl import ProviderState
+from datastates.container.index import Index
+from datastates.container.table import table_of
+from datastates.planning import write
+from datastates.state.shards import Shard
 
 HERE = Path(__file__).parent
 MEMORY = 96 << 20
@@ -84,8 +86,8 @@ def refused(attack: Attack) -> Attack:
 
 def seal(data: bytes, offset: int, index: bytes) -> bytes:
     """A container with another index, its footer signed anew."""
-    ending = data[-container.ENDING_NBYTES : -container.FOOTER_NBYTES]
-    footer = f"datastates/01 index={offset:016x}+{len(index):016x} crc={container.crc32(index):08x}"
+    ending = data[-archive.ENDING_NBYTES : -archive.FOOTER_NBYTES]
+    footer = f"datastates/01 index={offset:016x}+{len(index):016x} crc={checksums.crc32(index):08x}"
     return data[:offset] + index + ending + footer.encode()
 
 
@@ -116,7 +118,7 @@ def resigned(genuine: bytes, tmp_path: Path) -> Callable[[Edit | bytes], Path]:
     """A checkpoint whose index was edited, or replaced, and everything signed again: only what it says is wrong."""
 
     def make(edit: Edit | bytes) -> Path:
-        footer = genuine[-container.FOOTER_NBYTES :].decode()
+        footer = genuine[-archive.FOOTER_NBYTES :].decode()
         offset, nbytes = int(footer[20:36], 16), int(footer[37:53], 16)
         if isinstance(edit, bytes):
             index = edit
@@ -140,13 +142,13 @@ def forge(tmp_path: Path) -> Forge:
         pickle: bytes, records: Sequence[bytes] = (), shards: Sequence[Shard] = (), record: Sequence[int] = ()
     ) -> Path:
         sizes = np.array([len(r) for r in records], np.uint64)
-        headers = frames.header_nbytes(len(records))
-        plan = planner.plan_write(sizes, np.zeros(len(records), np.uint8), headers, 4 * CHUNK)
+        headers = zip_frames.header_nbytes(len(records))
+        plan = write.plan_write(sizes, np.zeros(len(records), np.uint8), headers, 4 * CHUNK)
         place = np.argsort(plan.order).tolist()
         ordered = [records[i] for i in plan.order.tolist()]
-        crc = np.array([container.crc32(r) for r in ordered], np.uint32)
-        begin = frames.pickle_place(plan.end)
-        encoded, objects = container.encode_pickle([ProviderState("m", pickle)], begin)
+        crc = np.array([checksums.crc32(r) for r in ordered], np.uint32)
+        begin = zip_frames.pickle_place(plan.end)
+        encoded, objects = data_pkl.encode_pickle([ProviderState("m", pickle)], begin)
         index = Index(
             identity={"step": 120, "rank": 0, "world_size": 1, "attempt": "9f86d081"},
             header_offset=plan.header_offset,
@@ -154,20 +156,20 @@ def forge(tmp_path: Path) -> Forge:
             record_nbytes=sizes[plan.order],
             record_crc=crc,
             chunk_crc=np.array(
-                [container.crc32(r[a : a + CHUNK]) for r in ordered for a in range(0, len(r), CHUNK)], np.uint32
+                [checksums.crc32(r[a : a + CHUNK]) for r in ordered for a in range(0, len(r), CHUNK)], np.uint32
             ),
             shards=table_of(["m"], [(0, s) for s in shards], [place[r] for r in record]),
             objects=objects,
             pickle_offset=begin,
             pickle_nbytes=len(encoded),
-            pickle_crc=container.crc32(encoded),
+            pickle_crc=checksums.crc32(encoded),
         )
-        framing = frames.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, crc)
+        framing = zip_frames.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, crc)
         parts, at, end = [], 0, 0
         for data, offset in zip(ordered, index.data_offset.tolist(), strict=True):
             parts += [framing[at : at + offset - end], data]
             at, end = at + offset - end, offset + len(data)
-        tail, _ = container.encode_tail(index, encoded)
+        tail, _ = archive.encode_tail(index, encoded)
         return commit(tmp_path / "checkpoint", b"".join([*parts, framing[at:], tail]))
 
     return make

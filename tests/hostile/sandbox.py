@@ -19,11 +19,13 @@ import numpy as np
 import torch
 
 import datastates as ds
-from datastates import manifest, unpickling
+from datastates.cli.verify import verify_container
+from datastates.commit import manifest
+from datastates.container import pickle_reader
+from datastates.container.file import open_container
 from datastates.errors import DatastatesError, FormatError
-from datastates.opened import open_checkpoint, open_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
-from datastates.verifying import verify_container
+from datastates.restoring.stored import open_checkpoint
 
 SMALL = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_threads": 1}
 PARTS = [("w", (4, 6), torch.float32), ("cut", (10,), torch.float16), ("alike", (3,), torch.int64)]
@@ -37,7 +39,7 @@ RUNS_CODE |= {"ctypes.dlopen", "os.remove", "socket.connect", "code.__new__", "f
 def attack(action: str, path: str, data: bytes, trust: Any) -> object:
     match action:
         case "loads":
-            return unpickling.loads(data, trust=trust)
+            return pickle_reader.loads(data, trust=trust)
         case "manifest":
             return manifest.decode(data, "manifest.json")
         case "open":

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates.checkpoint import Checkpointer
+from datastates.checkpointer import Checkpointer
+from datastates.cli.verify import verify_container
 from datastates.errors import DatastatesError
-from datastates.opened import open_checkpoint
-from datastates.protocol import StateProvider
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
-from datastates.verifying import verify_container
+from datastates.restoring.stored import open_checkpoint
+from datastates.state.provider import StateProvider
 
 SMALL = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_threads": 1}
 

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datastates import container, dtypes, manifest
+from datastates.cli.verify import verify_container
+from datastates.commit import manifest
+from datastates.container import archive, checksums
+from datastates.container.table import KINDS
 from datastates.errors import DatastatesError, FormatError
-from datastates.opened import open_checkpoint
-from datastates.shard_table import KINDS
-from datastates.verifying import verify_container
+from datastates.restoring.stored import open_checkpoint
+from datastates.state import dtypes
 
 RELAXED = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -71,7 +73,7 @@ def test_noise_is_no_manifest(data: bytes) -> None:
         manifest.decode(data, "manifest.json")
 
 
-FOOTER = CONTAINER[-container.FOOTER_NBYTES :].decode()
+FOOTER = CONTAINER[-archive.FOOTER_NBYTES :].decode()
 OFFSET, NBYTES = int(FOOTER[20:36], 16), int(FOOTER[37:53], 16)
 INDEX = CONTAINER[OFFSET : OFFSET + NBYTES]
 SCALARS = (
@@ -110,8 +112,8 @@ def lies(draw: st.DrawFn) -> bytes:
 
 def with_index(index: bytes, path: Path) -> Path:
     """The container with another index, whose checksum is right."""
-    ending = CONTAINER[-container.ENDING_NBYTES : -container.FOOTER_NBYTES]
-    footer = f"datastates/01 index={OFFSET:016x}+{len(index):016x} crc={container.crc32(index):08x}"
+    ending = CONTAINER[-archive.ENDING_NBYTES : -archive.FOOTER_NBYTES]
+    footer = f"datastates/01 index={OFFSET:016x}+{len(index):016x} crc={checksums.crc32(index):08x}"
     path.write_bytes(CONTAINER[:OFFSET] + index + ending + footer.encode())
     return path
 

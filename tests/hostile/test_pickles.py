@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datastates import pickling
-from datastates.protocol import Shard
+from datastates.container import pickle_writer
+from datastates.state.shards import Shard
 
 MARK, TUPLE, REDUCE, BUILD, NEWOBJ = b"(", b"t", b"R", b"b", b"\x81"
 EMPTY, NONE = b")", b"N"
@@ -74,8 +74,10 @@ CODE: dict[str, bytes] = {
     "an attribute of a safe function": call("builtins", "set.__init__.__globals__"),
     "globals of our own functions": call("_codecs", "encode.__globals__"),
     "a class method": call("collections", "Counter.fromkeys", b"]"),
-    "modules of our own modules": call("datastates.pickling", "importlib.import_module", text("antigravity")),
-    "our own loads": call("datastates.pickling", "loads"),
+    "modules of our own modules": call(
+        "datastates.container.pickle_writer", "importlib.import_module", text("antigravity")
+    ),
+    "our own loads": call("datastates.container.pickle_writer", "loads"),
     "pickle.loads": call("pickle", "loads"),
     "_pickle.loads": call("_pickle", "loads"),
     "marshal.loads": call("marshal", "loads"),
@@ -511,11 +513,13 @@ def test_every_global_that_is_safe_is_what_it_says(attack: Any) -> None:
         lambda: numpy_array(array_state((2,), dtype("f8", dtype_state(-1, 0)), byte_string(bytes(16)))),
         lambda: numpy_array(array_state((2,), dtype("O8", dtype_state(-1, 63)), b"](K\x01NeN" + b"0")),
         lambda: call("torch", "Size", b"K\x02K\x03\x86"),
-        lambda: pickling.dumps(np.array(["2020-01-01"], "M8[D]"))[2:-1],
-        lambda: pickling.dumps(np.array([(1, 2.0)], [("a", "i4"), ("b", "f8", (2,))]))[2:-1],
-        lambda: pickling.dumps(np.array([(1, 2.0)], np.dtype("i1,f8", align=True)))[2:-1],
-        lambda: pickling.dumps(np.array([(1, None)], [("a", "i4"), ("b", "O")]))[2:-1],
-        lambda: pickling.dumps([np.array(["a"], "U3"), np.array([b"a"]), np.float32(1), np.array([1], ">i4")])[2:-1],
+        lambda: pickle_writer.dumps(np.array(["2020-01-01"], "M8[D]"))[2:-1],
+        lambda: pickle_writer.dumps(np.array([(1, 2.0)], [("a", "i4"), ("b", "f8", (2,))]))[2:-1],
+        lambda: pickle_writer.dumps(np.array([(1, 2.0)], np.dtype("i1,f8", align=True)))[2:-1],
+        lambda: pickle_writer.dumps(np.array([(1, None)], [("a", "i4"), ("b", "O")]))[2:-1],
+        lambda: pickle_writer.dumps([np.array(["a"], "U3"), np.array([b"a"]), np.float32(1), np.array([1], ">i4")])[
+            2:-1
+        ],
         lambda: b"ctorch\nfloat32\n",
         lambda: tuple_of(*[tuple_of(*[integer(i)] * 50) for i in range(50)]) + b"q\x01}h\x01K\x01s",
     ]

@@ -12,8 +12,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from datastates import catalog, container, manifest
-from datastates.catalog import BLOCK
+from datastates.commit import catalog, manifest
+from datastates.commit.catalog import BLOCK
+from datastates.container import archive, checksums
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "several"
 HEAD = struct.Struct("<24s4Q")
@@ -55,7 +56,7 @@ def sealed(columns: Columns, counts: tuple[int, ...] | None = None, block: int =
         body += records.tobytes()
     true = len(columns["nbytes"]), len(columns["key"]), len(columns["rank"])
     head = HEAD.pack(MAGIC, *(true if counts is None else counts), block)
-    return head + container.crc32(body).to_bytes(4, "little") + body
+    return head + checksums.crc32(body).to_bytes(4, "little") + body
 
 
 def sign(path: Path, **fields: Any) -> Path:
@@ -65,7 +66,7 @@ def sign(path: Path, **fields: Any) -> Path:
     rank = (path / "rank-00001.pt").read_bytes()
     made = manifest.open(path)
     other = made.containers[1].model_copy(update={"nbytes": len(rank), "index_crc32": int(rank[-8:].decode(), 16)})
-    nbytes, crc = (path / catalog.FILE).stat().st_size, container.crc32(data[: HEAD.size + 4])
+    nbytes, crc = (path / catalog.FILE).stat().st_size, checksums.crc32(data[: HEAD.size + 4])
     entry = manifest.CatalogEntry(file=catalog.FILE, nbytes=nbytes, head_crc32=crc).model_copy(update=fields)
     made = made.model_copy(update={"containers": (made.containers[0], other), "catalog": entry})
     (path / manifest.FILE).write_bytes(manifest.encode(made))
@@ -175,7 +176,7 @@ def test_containers_that_contradict_each_other_are_refused(refused: Any, commit:
     path = commit(sealed(golden()))
     file = path / "rank-00001.pt"
     data = file.read_bytes()
-    footer = data[-container.FOOTER_NBYTES :].decode()
+    footer = data[-archive.FOOTER_NBYTES :].decode()
     offset, nbytes = int(footer[20:36], 16), int(footer[37:53], 16)
     fields = msgpack.unpackb(data[offset : offset + nbytes])
     shards = fields["shards"]
@@ -189,10 +190,10 @@ def test_containers_that_contradict_each_other_are_refused(refused: Any, commit:
         shards["dtype"] = bytes([KINDS[what]]) + shards["dtype"][1:]
         shards["dims"] = np.array([1, 3, *np.frombuffer(shards["dims"], "<u8")[2:]], "<u8").tobytes()
     index = msgpack.packb(fields)
-    ending = data[-container.ENDING_NBYTES : -container.FOOTER_NBYTES]
-    signed = f"datastates/01 index={offset:016x}+{len(index):016x} crc={container.crc32(index):08x}"
+    ending = data[-archive.ENDING_NBYTES : -archive.FOOTER_NBYTES]
+    signed = f"datastates/01 index={offset:016x}+{len(index):016x} crc={checksums.crc32(index):08x}"
     file.write_bytes(data[:offset] + index + ending + signed.encode())
     columns = golden()
-    columns["nbytes"][1], columns["index_crc"][1] = file.stat().st_size, container.crc32(index)
+    columns["nbytes"][1], columns["index_crc"][1] = file.stat().st_size, checksums.crc32(index)
     (path / catalog.FILE).write_bytes(sealed(columns))
     assert "another type or shape" in refused(action, sign(path)).message

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from by_path import module_at
 
-from datastates import _native, faults
+from datastates import _native
+from datastates._base import faults
 
 HERE = Path(__file__).parent
 

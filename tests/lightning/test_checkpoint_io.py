@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from datastates import _native, faults
+from datastates import _native
+from datastates._base import faults
 from datastates.errors import CorruptError, ProviderError, SettingsError, StorageError, TrustError
 
 torch = pytest.importorskip("torch")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from datastates import manifest
+from datastates.commit import manifest
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")

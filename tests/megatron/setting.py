@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from datastates import _native as native
-from datastates import faults
+from datastates._base import faults
 from datastates.adapters.megatron import DataStatesLoadStrategy, DataStatesSaveStrategy, install
 from datastates.errors import CommitError, CorruptError, StorageError, TornSnapshotError
 

@@ -143,7 +143,7 @@ os._exit(0)
 HOLDER = """
 import sys, time
 from datastates.adapters.megatron.async_request import token
-from datastates.futures import Snapshot
+from datastates.saving.snapshot import Snapshot
 
 snapshot = Snapshot(0, 0, 0.0)
 print(token(snapshot), flush=True)

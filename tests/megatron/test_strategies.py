@@ -10,7 +10,7 @@ def test_they_are_used_and_not_replaced(run: Any, tmp_path: Path) -> None:
     run(
         2,
         """
-        from datastates import container
+        from datastates.container import archive
 
         directory, layout = Path(sys.argv[1]), Layout(dp=2)
         strategy, reader = Ours.save(), Ours.load()
@@ -18,7 +18,7 @@ def test_they_are_used_and_not_replaced(run: Any, tmp_path: Path) -> None:
         assert strategy.last.committed and strategy.last.report.state == "committed"
         # replicas are written once, and a rank without a part leaves no file
         assert files_of_ranks(directory) == ["__0_0.distcp"], names(directory)
-        assert container.is_ending((directory / "__0_0.distcp").read_bytes()[-4096:])
+        assert archive.is_ending((directory / "__0_0.distcp").read_bytes()[-4096:])
         assert json.loads((directory / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
         loaded_as(layout, 0, directory, reader)
         assert reader.tally is not None
@@ -99,7 +99,7 @@ def test_a_second_save_is_planned_in_one_exchange(run: Any, tmp_path: Path) -> N
     run(
         2,
         """
-        from datastates.agreement import BoardWorld
+        from datastates.ranks.board_world import BoardWorld
 
         asked, agree = [], BoardWorld.agree
         BoardWorld.agree = lambda self, name, *rest, **more: (asked.append(name), agree(self, name, *rest, **more))[1]
@@ -189,7 +189,7 @@ def test_training_scripts(run: Any, tmp_path: Path) -> None:
         new.TorchDistLoadShardedStrategy = TorchDistLoadShardedStrategy
         with pytest.raises(SettingsError, match="host_cash"):
             install(old, host_cash=1)
-        with pytest.raises(RuntimeError, match="datastates.faults makes"):
+        with pytest.raises(RuntimeError, match="datastates._base.faults makes"):
             install(sys.modules["setting"].faults)
         install(old, host_cache="32MiB")
         install(new)

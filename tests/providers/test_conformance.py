@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 import datastates as ds
-from datastates.protocol import StateProvider
 from datastates.providers import (
     CompositeProvider,
     HostTensorProvider,
@@ -19,6 +18,7 @@ from datastates.providers import (
     from_state_dict,
     from_stateful,
 )
+from datastates.state.provider import StateProvider
 from datastates.testing import ProviderTests
 
 

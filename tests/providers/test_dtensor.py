@@ -19,9 +19,8 @@ from torch.distributed.tensor import _utils as torch_utils
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import datastates as ds
-from datastates import _native, arrays, dtensors
+from datastates import _native
 from datastates.errors import ProviderError, TornSnapshotError
-from datastates.protocol import Shards, StateProvider
 from datastates.providers import (
     CompositeProvider,
     DTensorProvider,
@@ -31,6 +30,9 @@ from datastates.providers import (
     from_state_dict,
     from_stateful,
 )
+from datastates.state import dtensors, versions
+from datastates.state.provider import StateProvider
+from datastates.state.shards import Shards
 from datastates.testing import ProviderTests
 
 
@@ -218,14 +220,14 @@ def test_what_has_not_changed_is_known_again(mutation: str) -> None:
 
 def test_a_change_by_the_dtensor_and_one_by_its_local_tensor_are_seen() -> None:
     tensors = [sharded(torch.ones(4)), torch.ones(2), sharded(torch.ones(2))]
-    before, addresses = arrays.witness(tensors)
+    before, addresses = versions.witness(tensors)
     assert addresses.tolist() == [dtensors.local(t).data_ptr() for t in tensors]
     tensors[0].add_(1)
     tensors[2]._local_tensor.add_(1)
-    after, _ = arrays.witness(tensors)
+    after, _ = versions.witness(tensors)
     assert (after != before).tolist() == [True, False, True]
     with torch.inference_mode():
-        counted = arrays.witness([*tensors, sharded(torch.ones(2))])[0]
+        counted = versions.witness([*tensors, sharded(torch.ones(2))])[0]
     assert counted.tolist() == [*after.tolist(), -1]
 
 

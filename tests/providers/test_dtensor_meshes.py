@@ -17,9 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import datastates as ds
-from datastates import dtensors
 from datastates.errors import ProviderError
 from datastates.providers import from_state_dict
+from datastates.state import dtensors
 
 WORLD = 8
 

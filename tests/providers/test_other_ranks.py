@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import datastates as ds
-from datastates import arrays
-from datastates.keys import join, parts
-from datastates.protocol import ArrayRef, Saved
 from datastates.providers import FlatLayout, Partition, ShardedZeroProvider, from_state_dict, from_stateful
+from datastates.state import memory
+from datastates.state.keys import join, parts
+from datastates.state.provider import Saved
+from datastates.state.shards import ArrayRef
 from datastates.testing import equal
 
 STATES = ("step", "exp_avg", "exp_avg_sq")
@@ -142,7 +143,7 @@ class Merged(Saved):
         for shard in shards:
             if not shard.is_object:
                 whole = self.whole[shard.key]
-                arrays.assign(shard.source, whole if shard.flat is None else whole.reshape(-1)[slice(*shard.flat)])
+                memory.assign(shard.source, whole if shard.flat is None else whole.reshape(-1)[slice(*shard.flat)])
 
         def build(value: Any) -> Any:
             if isinstance(value, ArrayRef):

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 import datastates as ds
 from datastates.errors import ProviderError
-from datastates.protocol import HOST, Shards, StateProvider
 from datastates.providers import FlatLayout, Partition, ShardedZeroProvider, Slice, from_stateful
+from datastates.state.provider import StateProvider
+from datastates.state.shards import HOST, Shards
 from datastates.testing import ProviderTests, equal
 
 with warnings.catch_warnings():

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from datastates import cli
+from datastates.cli import commands
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
     """Its exit status, and what it printed."""
-    status = cli.main([str(a) for a in arguments])
+    status = commands.main([str(a) for a in arguments])
     return status, capsys.readouterr().out
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from by_path import module_at
 
-from datastates import _native, directories, faults, manifest
+from datastates import _native
+from datastates._base import faults
+from datastates.commit import directories, manifest
 from datastates.errors import SettingsError, StorageError
 
 torch = pytest.importorskip("torch")

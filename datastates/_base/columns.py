@@ -1,0 +1,17 @@
+"""Columns of numbers: the types of the arrays that stages hand each other."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+U64: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
+U32: TypeAlias = "np.ndarray[Any, np.dtype[np.uint32]]"
+I64: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+I32: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+U8: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+
+def as_u64(values: object) -> U64:
+    return np.ascontiguousarray(values, dtype=np.uint64)

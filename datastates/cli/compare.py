@@ -1,0 +1,204 @@
+"""Two checkpoints compared: their tensors by digest, which needs no data, and their objects without running code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from datastates._base.files import read_bytes
+from datastates._base.sizes import CHUNK
+from datastates.container import checksums, pickle_reader
+from datastates.container.digest_runs import Places, places_of
+from datastates.container.digests import Contribution, Logical, combine, row_major, strided
+from datastates.container.file import Container
+from datastates.container.index import StoredObject
+from datastates.container.pickle_policy import TorchName
+from datastates.errors import FormatError
+from datastates.state.shards import full_key
+from datastates.state.strides import span
+
+Objects = dict[str, dict[int, tuple[Container, StoredObject]]]
+"""By full key, by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs between two checkpoints, A and B. Keys are in the order in which A, then B, holds them.
+
+    Attributes:
+        only_a, only_b: Keys that one of them lacks.
+        descriptions: Of tensors whose type or shape differs: the key, and what each is.
+        contents: Keys of tensors and objects that hold other values.
+        equal: How many tensors and objects are alike.
+        read: Bytes of tensors that were read, because a digest was missing.
+    """
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    descriptions: tuple[tuple[str, str, str], ...]
+    contents: tuple[str, ...]
+    equal: int
+    read: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.only_a or self.only_b or self.descriptions or self.contents)
+
+
+def compare(a: Sequence[Container], b: Sequence[Container]) -> Comparison:
+    """Compare two checkpoints, each given by all its containers.
+
+    Tensors are alike when type, shape and digest are: however they were cut into parts, and whatever library they came
+    from. Only those without a digest are read. Objects are compared with their arrays left out, which are tensors by
+    themselves; what only their classes' code could build is compared as stored.
+
+    Raises:
+        FormatError: The containers of one checkpoint contradict each other, or not all of a tensor is there.
+        CorruptError: What had to be read does not match its checksum.
+    """
+    tensors = _Tensors(a), _Tensors(b)
+    only_a, only_b, common = _split(tensors[0].found, tensors[1].found)
+    descriptions, contents = [], []
+    for key in common:
+        what_a, what_b = (_describe(t.found[key]) for t in tensors)
+        if what_a != what_b:
+            descriptions.append((key, what_a, what_b))
+        elif tensors[0].digest(key) != tensors[1].digest(key):
+            contents.append(key)
+    objects = _objects(a), _objects(b)
+    lost, new, shared = _split(objects[0], objects[1])
+    contents += [key for key in shared if not _same_object(objects[0][key], objects[1][key])]
+    return Comparison(
+        only_a=(*only_a, *lost),
+        only_b=(*only_b, *new),
+        descriptions=tuple(descriptions),
+        contents=tuple(contents),
+        equal=len(common) + len(shared) - len(descriptions) - len(contents),
+        read=sum(t.read for t in tensors),
+    )
+
+
+def _split(a: Mapping[str, object], b: Mapping[str, object]) -> tuple[list[str], list[str], list[str]]:
+    return [k for k in a if k not in b], [k for k in b if k not in a], [k for k in a if k in b]
+
+
+def _describe(tensor: Logical) -> str:
+    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
+
+
+class _Tensors:
+    """The logical tensors of one checkpoint, and their digests, computed where they are not stored."""
+
+    def __init__(self, containers: Sequence[Container]) -> None:
+        self._containers = containers
+        self._places: dict[int, Places] = {}
+        self.found = combine([c.index.shards for c in containers])
+        self.read = 0
+
+    def digest(self, key: str) -> int:
+        tensor = self.found[key]
+        if not tensor.is_complete:
+            raise FormatError(f"{self._containers[0].path.parent} does not hold each element of {key!r} once")
+        found = tensor.digest(
+            [self._contribution(c, i) if row.digest is None else row.digest for c, i, row in tensor.parts]
+        )
+        assert found is not None
+        return found
+
+    def _contribution(self, c: int, i: int) -> int:
+        source = self._containers[c]
+        if c not in self._places:
+            self._places[c] = places_of(source.index.shards)
+        row = source.index.shards.row(i)
+        part = Contribution(self._places[c], i)
+        if 0 not in row.shape:
+            nbytes = span(row.shape, row.stride) * row.dtype.itemsize
+            data = _read(source, row.record, row.offset, nbytes, row.key)
+            self.read += nbytes
+            for piece in row_major(strided(data, 0, row.shape, row.stride, row.dtype.itemsize)):
+                part.update(piece)
+        return part.value()
+
+
+def _read(source: Container, record: int, offset: int, nbytes: int, key: str) -> memoryview:
+    """Bytes of a record, in whole chunks that match their checksums."""
+    index, first = source.index, offset // CHUNK
+    end = min(-(-(offset + nbytes) // CHUNK) * CHUNK, int(index.record_nbytes[record]))
+    data = read_bytes(source.path)(int(index.data_offset[record]) + first * CHUNK, end - first * CHUNK)
+    crcs = index.chunk_crc[int(index.first_chunk[record]) + first :]
+    view = memoryview(data)
+    for at, crc in zip(range(0, len(data), CHUNK), crcs.tolist(), strict=False):
+        if checksums.crc32(view[at : at + CHUNK]) != crc:
+            raise source.corrupt(key)
+    return view[offset - first * CHUNK :][:nbytes]
+
+
+# --- objects
+
+
+def _objects(containers: Sequence[Container]) -> Objects:
+    found: Objects = {}
+    for one in containers:
+        for stored in one.index.objects:
+            key = full_key(one.index.shards.providers[stored.provider], stored.key)
+            found.setdefault(key, {})[int(one.index.identity["rank"])] = one, stored
+    return found
+
+
+def _same_object(a: dict[int, tuple[Container, StoredObject]], b: dict[int, tuple[Container, StoredObject]]) -> bool:
+    """Whether each rank would be given the same value: its own, or that of the lowest rank that has one."""
+    pairs = {(a.get(rank, a[min(a)]), b.get(rank, b[min(b)])) for rank in {*a, *b}}
+    return all(_same_stored(*x, *y) for x, y in pairs)
+
+
+def _same_stored(a: Container, stored_a: StoredObject, b: Container, stored_b: StoredObject) -> bool:
+    if (stored_a.nbytes, stored_a.crc) == (stored_b.nbytes, stored_b.crc):
+        return True
+    # a survey leaves what others' classes would make unbuilt, trusted or not: it runs no code of theirs
+    surveys = [
+        pickle_reader.survey(b"\x80\x02" + one.read_object(stored) + b".", lambda _: _ARRAY, trust="all")
+        for one, stored in ((a, stored_a), (b, stored_b))
+    ]
+    return all(complete for _, complete in surveys) and _same_value(surveys[0][0], surveys[1][0])
+
+
+_ARRAY = object()
+"""Stands for every array in an object."""
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    """Whether two surveyed values are equal: the same types, keys and order. They may contain themselves."""
+    rest = [(a, b)]
+    seen: dict[tuple[int, int], tuple[Any, Any]] = {}  # with the values, so that no identity is given anew
+    while rest:
+        x, y = rest.pop()
+        if (id(x), id(y)) in seen:
+            continue
+        seen[id(x), id(y)] = x, y
+        if type(x) is not type(y):
+            return False
+        if isinstance(x, dict):
+            if list(x) != list(y):
+                return False
+            rest += zip(x.values(), y.values(), strict=True)
+        elif isinstance(x, (list, tuple)):
+            if len(x) != len(y):
+                return False
+            rest += zip(x, y, strict=True)
+        elif isinstance(x, np.ndarray):
+            if (x.dtype, x.shape) != (y.dtype, y.shape):
+                return False
+            if x.dtype.hasobject:
+                rest.append((x.tolist(), y.tolist()))
+            elif x.tobytes() != y.tobytes():
+                return False
+        elif isinstance(x, TorchName):
+            if x.name != y.name:
+                return False
+        elif not (x == y or (x != x and y != y)):  # NaN
+            return False
+    return True

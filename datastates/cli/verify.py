@@ -1,0 +1,141 @@
+"""Every byte of a checkpoint compared with its checksum, or with what the rest makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from datastates._base.columns import U32
+from datastates._base.files import read_bytes
+from datastates.commit.catalog import encode_catalog
+from datastates.commit.claims import claims_of, whole_claims
+from datastates.commit.conflicts import describe_conflicts
+from datastates.container import archive, checksums, digests
+from datastates.container.file import Container
+from datastates.restoring.stored import Head
+from datastates.state.shards import full_key
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a checkpoint.
+
+    Attributes:
+        path: The file.
+        key: The tensor or object, or the part of the file, that is wrong.
+        what: What is wrong with it.
+    """
+
+    path: Path
+    key: str
+    what: str
+
+
+def verify_container(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
+    """Read every byte of a container and compare it with its checksum, or with what the index makes of it.
+
+    ``progress`` is told of bytes as they have been read.
+    """
+    read = read_bytes(source.path)
+    index = source.index
+    chunks = source.chunks(0, len(index.data_offset))
+    wrong: set[int] = set()
+    columns = zip(
+        chunks.record.tolist(), chunks.offset.tolist(), chunks.length.tolist(), chunks.crc.tolist(), strict=True
+    )
+    total = np.zeros(len(index.record_crc), np.uint32)
+    digested = _Digests(source)
+    for record, offset, length, crc in columns:
+        data = read(offset, length)
+        found = checksums.crc32(data)
+        digested.update(data)
+        total[record] = checksums.crc32_combine(int(total[record]), found, length)
+        progress(length)
+        if found != crc and record not in wrong:
+            wrong.add(record)
+            yield Problem(source.path, source.name_record(record), "does not match its checksum")
+    for record in np.flatnonzero(total != index.record_crc).tolist():
+        if record not in wrong:
+            wrong.add(record)
+            yield Problem(source.path, source.name_record(record), "its chunks' checksums contradict its record's")
+    yield from digested.problems(total, wrong)
+    for offset, frame in archive.frame_ranges(index):
+        if read(offset, len(frame)) != frame:
+            yield Problem(source.path, f"file framing at byte {offset}", "is damaged")
+        progress(len(frame))
+    yield from _verify_tail(source, progress)
+
+
+def verify_catalog(head: Head, containers: Sequence[Container], progress: Callable[[int], object]) -> Iterator[Problem]:
+    """Compare every byte of the catalog of a checkpoint of several ranks with what their containers make of it.
+
+    ``progress`` is told of bytes as they have been read.
+    """
+    assert head.catalog is not None
+    path, entry = head.path / head.catalog.file, head.catalog
+    text = describe_conflicts({rank: one.index.shards for rank, one in enumerate(containers)})
+    if text is not None:
+        yield Problem(path, "the containers", f"do not make one state: {text}")
+        return
+    claims = [whole_claims(claims_of(one.index.shards), one.index) for one in containers]
+    nbytes = np.array([one.nbytes for one in containers], np.uint64)
+    expected, head_crc = encode_catalog(claims, nbytes, np.array([one.index_crc for one in containers], np.uint32))
+    data = read_bytes(path)(0, path.stat().st_size)
+    progress(len(data))
+    if data != expected:
+        at = next((i for i, (a, b) in enumerate(zip(data, expected, strict=False)) if a != b), len(data))
+        yield Problem(path, f"the catalog at byte {at}", "is not what the containers make of it")
+    elif (len(data), head_crc) != (entry.nbytes, entry.head_crc32):
+        yield Problem(path, "the catalog", "is not the one that the manifest names")
+
+
+class _Digests:
+    """The digests of a container's rows, recomputed as its records go by in order."""
+
+    def __init__(self, source: Container) -> None:
+        self._source = source
+        index = source.index
+        # the records end to end, as one source
+        begin = np.cumsum(index.record_nbytes, dtype=np.int64) - index.record_nbytes.astype(np.int64)
+        self._plan = digests.plan_digests(index.shards, index.record_nbytes, np.zeros_like(begin), begin)
+        self._digester = digests.digester(self._plan.runs)
+
+    def update(self, data: bytes) -> None:
+        self._digester.update(data)
+
+    def problems(self, record_crc: U32, damaged: set[int]) -> Iterator[Problem]:
+        """What contradicts what was read, apart from records that are damaged themselves."""
+        table, known = self._source.index.shards, self._plan.known
+        folded = np.frombuffer(self._digester.finish(), "<u4")
+        found = self._plan.contributions(record_crc, folded, table)
+        wrong = (table.digested == 1) & ((known == 0) | (table.digest != found))
+        sound = np.ones(len(record_crc), bool)
+        sound[list(damaged)] = False
+        for i in np.flatnonzero(wrong & sound[table.record]).tolist():
+            what = "its digest contradicts its data" if known[i] else "has a digest, which its places do not allow"
+            yield Problem(self._source.path, table.row(i).key, what)
+
+
+def _verify_tail(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
+    index = source.index
+    begin = index.records_end
+    tail = read_bytes(source.path)(begin, source.nbytes - begin)
+    progress(len(tail))
+    pickle = tail[index.pickle_offset - begin : index.pickle_offset - begin + index.pickle_nbytes]
+    damaged = [
+        o for o in index.objects if checksums.crc32(pickle[o.offset - index.pickle_offset :][: o.nbytes]) != o.crc
+    ]
+    for stored in damaged:
+        key = full_key(index.shards.providers[stored.provider], stored.key)
+        yield Problem(source.path, key, "does not match its checksum")
+    if damaged:
+        return
+    expected, _ = archive.encode_tail(index, pickle)
+    if tail != expected:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(tail, expected, strict=False)) if a != b), min(len(tail), len(expected))
+        )
+        yield Problem(source.path, f"file framing at byte {begin + at}", "is damaged")

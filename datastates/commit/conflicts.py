@@ -1,0 +1,63 @@
+"""Why the parts that ranks hold do not make whole tensors, in words. Pure; asked only when they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from datastates.commit.tiling import PRIME, cover
+from datastates.container.table import Row, ShardTable
+
+_SHOWN = 3
+_HINT = "; state that ranks hold alike belongs into a ReplicatedProvider, what differs by rank needs a key of its own"
+
+
+def describe_conflicts(tables: Mapping[int, ShardTable]) -> str | None:
+    """Say which tensors are held twice, or not wholly, or described differently; None when all is well.
+
+    Args:
+        tables: By rank, what its container holds.
+    """
+    held: dict[str, list[tuple[int, Row]]] = {}
+    for rank, table in sorted(tables.items()):
+        for row in table.rows(range(len(table))):
+            held.setdefault(row.key, []).append((rank, row))
+    found = [text for key in sorted(held) for text in _of_tensor(key, held[key])]
+    if not found:
+        return None
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    hint = _HINT if any("both hold" in text for text in found) else ""
+    return "; ".join(found[:_SHOWN]) + more + hint
+
+
+def _of_tensor(key: str, rows: list[tuple[int, Row]]) -> Iterator[str]:
+    (rank, first), *others = rows
+    for other, row in others:
+        if (row.dtype, row.global_shape) != (first.dtype, first.global_shape):
+            texts = [f"{r.dtype.name} of shape {r.global_shape} on rank {n}" for n, r in ((rank, first), (other, row))]
+            yield f"{key!r} is {' but '.join(texts)}"
+            return
+    parts = [(r, row.part) for r, row in rows if row.part.numel]
+    tiled = sum(cover(key, first.dtype.name, part) for _, part in parts) % PRIME == 0
+    if tiled and sum(part.has_first for _, part in parts) == 1:  # twice the whole tiles, too
+        return
+    numel = int(np.prod(first.global_shape, dtype=np.int64))
+    runs = sorted(
+        (begin, begin + length, r)
+        for r, part in parts
+        for begin, length in zip(*(column.tolist() for column in part.runs()), strict=True)
+    )
+    position, last = 0, -1
+    for begin, end, r in runs:
+        if begin > position:
+            break
+        if begin < position:
+            yield f"{key!r}: ranks {last} and {r} both hold elements {begin} to {min(end, position)}"
+            return
+        position, last = end, r
+    if position < numel:
+        until = next((begin for begin, _, _ in runs if begin > position), numel)
+        yield f"{key!r}: nobody holds elements {position} to {until} of {numel}"
+    elif parts:
+        yield f"{key!r}: some ranks hold boxes of it and others flat ranges"

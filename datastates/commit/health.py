@@ -1,0 +1,69 @@
+"""Which checkpoints are damaged, as far as their manifests and the lengths of their files tell."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+from datastates.commit import directories, manifest
+from datastates.errors import DatastatesError, FormatError, RestoreError, StorageError, TrustError
+
+
+def problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint directory, without reading its data; None when it looks whole."""
+    try:
+        opened = manifest.open(path)
+        entries = [(one.file, one.nbytes) for one in opened.containers]
+        if opened.catalog is not None:
+            entries.append((opened.catalog.file, opened.catalog.nbytes))
+        lengths = directories.lengths([path / file for file, _ in entries])
+    except (DatastatesError, OSError) as error:
+        return str(error)
+    wrong = [
+        f"{file} is missing" if found is None else f"{file} has {found} bytes, not {nbytes}"
+        for (file, nbytes), found in zip(entries, lengths, strict=True)
+        if found != nbytes
+    ]
+    return ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "") if wrong else None
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error says that a checkpoint is damaged, not that it is unfit for what is wanted of it."""
+    if isinstance(error, StorageError):
+        return error.errno in (0, errno.ENOENT, errno.EIO)
+    if isinstance(error, RestoreError):
+        return bool(error.lost)
+    return isinstance(error, FormatError) and not isinstance(error, TrustError)
+
+
+@contextlib.contextmanager
+def advice(path: Path, how: str) -> Iterator[None]:
+    """Let an error that says that ``path`` is damaged name the newest checkpoint before it that looks whole.
+
+    ``how``: how to take that one; ``{step}`` stands for its step.
+    """
+    try:
+        yield
+    except DatastatesError as error:
+        if is_damage(error):
+            with contextlib.suppress(DatastatesError):  # the damage is what is told, with advice or without
+                _add(error, _advice(path, how))
+        raise
+
+
+def _advice(path: Path, how: str) -> str:
+    every = list(directories.by_age(path.parent).items())
+    before = every[: next((i for i, (_, other) in enumerate(every) if other == path), 0)]
+    for step, other in reversed(before):
+        if problem(other) is None:
+            return f"; the newest before it that looks whole is that of step {step}: {how.format(step=step)}"
+    return ""
+
+
+def _add(error: DatastatesError, text: str) -> None:
+    if isinstance(error, StorageError):
+        error.strerror = f"{error.strerror}{text}"
+    else:
+        error.args = (f"{error}{text}",)

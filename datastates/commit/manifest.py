@@ -1,0 +1,281 @@
+"""The manifest is the commit: which files make a checkpoint, and how they become one.
+
+A snapshot is written into ``NAME.partial-XXXXXXXX``, a directory that no reader looks at, and in which its writer
+holds a file locked. To commit, ``manifest.json`` is written there and synced, the directory is synced, renamed to
+``NAME``, and its parent synced. A directory without a manifest is no checkpoint. ``docs/format.md`` is the contract.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from datastates._base import files, locks
+from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+
+FILE = "manifest.json"
+LOCK = ".lock"
+FORMAT_VERSION = 2
+"""Of the manifests that are written. Format 1, which has no ``sequence``, is read, too."""
+_MAX_NBYTES = 1 << 28
+
+
+class ContainerEntry(BaseModel):
+    """One container of a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=255)]
+    """Its name within the checkpoint's directory: never a path."""
+    rank: Annotated[int, Field(ge=0)]
+    nbytes: Annotated[int, Field(ge=0, lt=1 << 63)]
+    index_crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
+    """CRC-32 of its index, which identifies the snapshot and covers the checksums of all the rest."""
+
+
+class CatalogEntry(BaseModel):
+    """The catalog of a checkpoint of several ranks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=255)]
+    """Its name within the checkpoint's directory: never a path."""
+    nbytes: Annotated[int, Field(ge=0, lt=1 << 63)]
+    head_crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
+    """CRC-32 of its head, which covers the checksums of all the rest."""
+
+
+class Manifest(BaseModel):
+    """What makes a directory a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format: int
+    step: Annotated[int, Field(ge=0, lt=1 << 63)]
+    sequence: Annotated[int, Field(ge=1, lt=1 << 63)] | None = None
+    """Its number among the checkpoints of its directory, as they were taken: the highest is the newest. Format 2."""
+    attempt: Annotated[str, Field(max_length=64)]
+    """A random name shared by all containers of one snapshot."""
+    created: Annotated[str, Field(max_length=64)]
+    """When it was committed, ISO 8601, UTC."""
+    world_size: Annotated[int, Field(ge=1)]
+    containers: tuple[ContainerEntry, ...]
+    catalog: CatalogEntry | None = None
+    """Where to find which tensor; of several ranks only."""
+
+    @model_validator(mode="after")
+    def _numbered(self) -> Manifest:
+        if (self.format, self.sequence is None) not in ((1, True), (2, False)):
+            raise ValueError("a sequence belongs to format 2, and to no other")
+        return self
+
+    @model_validator(mode="after")
+    def _one_for_each_rank(self) -> Manifest:
+        if (self.catalog is None) != (self.world_size == 1):
+            raise ValueError("a catalog belongs to a checkpoint of several ranks, and to no other")
+        ranks, files = [c.rank for c in self.containers], {c.file for c in self.containers}
+        if len(ranks) != self.world_size or ranks != list(range(len(ranks))) or len(files) != len(ranks):
+            raise ValueError("not one container for each rank, each in a file of its own")
+        if self.catalog is not None and any(c.file != container_name(c.rank) for c in self.containers):
+            raise ValueError("of several ranks each container is named by its rank")  # the catalog does not name it
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all containers."""
+        return sum(c.nbytes for c in self.containers)
+
+
+def container_name(rank: int) -> str:
+    """File name of a rank's container within a checkpoint."""
+    return f"rank-{rank:05d}.pt"
+
+
+def now() -> str:
+    """The present as a manifest's ``created``."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as JSON, with a ``crc32`` over the rest in its canonical form."""
+    fields = manifest.model_dump(mode="json", exclude_none=True)
+    return (json.dumps({**fields, "crc32": _checksum(fields)}, indent=2) + "\n").encode()
+
+
+def _checksum(fields: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+
+def decode(data: bytes, path: str) -> Manifest:
+    """The mirror of :func:`encode`; raises FormatError that names ``path`` and what is wrong."""
+    try:
+        fields = json.loads(data)
+        if type(fields) is not dict or type(fields.get("format")) is not int:
+            raise FormatError(f"{path}: not a manifest")
+        checksum = fields.pop("crc32")
+        if fields["format"] not in (1, 2):
+            raise FormatError(f"{path}: a manifest of format {fields['format']!r:.40}; this reads 1 and 2")
+        if checksum != _checksum(fields) or encode(Manifest.model_validate_json(json.dumps(fields))) != data:
+            raise FormatError(f"{path}: the manifest does not match its checksum")
+        return Manifest.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise FormatError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{path}: not a manifest ({type(error).__name__}: {error})") from None
+
+
+@dataclass(slots=True)
+class Pending:
+    """A checkpoint being written: the directory for its files, and the lock that says that its writer lives.
+
+    ``target`` is where it was expected to stand; ``attempt`` names it; ``shared`` is set where other ranks write into
+    the directory, too.
+    """
+
+    directory: Path
+    target: Path
+    attempt: str
+    lock: int
+    shared: bool = False
+    files: list[Path] = field(default_factory=list)
+
+    def file(self, name: str) -> Path:
+        """Where to write a file of this process's."""
+        self.files.append(self.directory / name)
+        return self.files[-1]
+
+    def close(self) -> None:
+        """Let the lock go. Idempotent."""
+        lock, self.lock = self.lock, -1  # by the second time the number may be another file's
+        locks.release(lock)
+
+
+def begin(target: Path, attempt: str | None = None) -> Pending:
+    """Make a partial directory beside ``target``, and lock it; raises StorageError.
+
+    ``attempt``, 8 hexadecimal digits, names one that other ranks make and lock, too; None: a new one.
+    """
+    files.make_directory(target.parent)
+    while True:
+        name = attempt or secrets.token_hex(4)
+        directory = target.with_name(f"{target.name}.partial-{name}")
+        with files.syscall("mkdir", directory):
+            directory.mkdir(exist_ok=attempt is not None)
+        try:
+            with files.syscall("lock", directory):
+                lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except StorageError as error:
+            if error.errno == errno.ENOENT and target.parent.is_dir():
+                continue  # a clean-up in another process took the new directory for debris before it was locked
+            if attempt is None:
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+        if locks.try_lock(lock, fcntl.LOCK_SH) is not False and locks.is_open(lock, directory / LOCK):
+            locks.hold(lock)
+            return Pending(directory, target, name, lock, shared=attempt is not None)
+        os.close(lock)
+        time.sleep(0.001)  # until the clean-up is through with it
+
+
+def commit(pending: Pending, manifest: Manifest, target: Callable[[], Path]) -> Path:
+    """Make the pending directory the checkpoint, and say where it stands; all its other files must be synced.
+
+    ``target`` says where it is to stand; it is asked again where another checkpoint came to stand there meanwhile.
+
+    Raises:
+        StorageError: The checkpoint is not committed.
+    """
+    files.write_file(pending.file(FILE), encode(manifest))
+    files.sync_directory(pending.directory)
+    path = _rename(pending.directory, target)
+    try:
+        # not before: a partial directory without it passes for abandoned
+        with files.syscall("unlock", path):
+            (path / LOCK).unlink()
+        files.sync_directory(path.parent)
+    except StorageError:
+        with contextlib.suppress(OSError):  # who is told that it failed must not find it
+            os.rename(path, pending.directory)
+        raise
+    pending.close()
+    return path
+
+
+def _rename(directory: Path, target: Callable[[], Path]) -> Path:
+    path = target()
+    while True:
+        try:
+            with files.syscall("rename", path):
+                os.rename(directory, path)
+            return path
+        except StorageError as error:
+            taken, path = path, target()
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or path == taken:
+                raise
+
+
+def leave(pending: Pending) -> None:
+    """Make the names of this process's files durable, for another rank to commit; raises StorageError."""
+    files.sync_directory(pending.directory)
+
+
+def abandon(pending: Pending) -> None:
+    """Remove what a failed snapshot left, as far as possible: the rest is debris for the next run to remove."""
+    if not pending.shared:
+        shutil.rmtree(pending.directory, ignore_errors=True)
+        pending.close()
+        return
+    for path in pending.files:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    pending.close()
+    # other ranks may still be writing, or about to begin: the last one to give up takes the directory away
+    with contextlib.suppress(OSError):
+        lock = os.open(pending.directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if locks.try_lock(lock) is not False and os.listdir(pending.directory) == [LOCK]:
+                shutil.rmtree(pending.directory, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def open(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint directory ``path``.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        FormatError: It is damaged.
+    """
+    file = path / FILE
+    try:
+        with files.syscall("read", file):
+            if file.stat().st_size > _MAX_NBYTES:
+                raise FormatError(f"{file}: too long for a manifest")
+            data = file.read_bytes()
+    except StorageError as error:
+        refuse_missing(path, error)
+        raise
+    return decode(data, str(file))
+
+
+def refuse_missing(path: Path, error: StorageError) -> None:
+    """Raise CheckpointNotFoundError where an error means that ``path`` has no manifest."""
+    if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+        raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {FILE}") from None

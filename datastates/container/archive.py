@@ -1,0 +1,172 @@
+"""The container file: a ZIP64 archive of stored records that ``torch.load`` opens, with an index at its tail.
+
+Pure: bytes in, bytes out; ``docs/format.md`` is the contract. The order in the file is: one record for each buffer of
+memory, laid out by the planner; ``data.pkl``; ``byteorder``; ``version``; the index; the central directory; the
+footer, which is the archive's comment and names the index's place, length and checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from datastates._base.columns import U32, U64
+from datastates.container import zip_frames
+from datastates.container.checksums import crc32
+from datastates.container.index import FORMAT_VERSION, Index, decode_index, encode_index
+from datastates.container.nested_archives import ROOM, Nest
+from datastates.container.table import Row
+from datastates.errors import FormatError
+from datastates.state.shards import StoredArray
+
+_FOOTER = "datastates/{:02d} index={:016x}+{:016x} crc={:08x}"
+FOOTER_NBYTES = len(_FOOTER.format(0, 0, 0, 0))
+ENDING_NBYTES = zip_frames.ENDING_NBYTES + FOOTER_NBYTES
+
+
+def encode_framing(
+    header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None, nest: Nest | None = None
+) -> memoryview:
+    """All bytes between the records' data, end to end; without ``crc`` the CRC fields are zero, to be filled in."""
+    framing = zip_frames.encode_frames(header_offset, data_offset, nbytes, crc)
+    if nest is not None:
+        nest.put(framing, header_offset, data_offset, nbytes, crc)
+    return framing
+
+
+def pickle_place(records_end: int, nest: Nest | None = None) -> int:
+    """Where the data of ``data.pkl`` begins, given where the records end."""
+    return zip_frames.pickle_place(records_end, ROOM + nest.tail_nbytes if nest else 0)
+
+
+def nest_of(index: Index) -> Nest | None:
+    """The archives that its records are; None where they are none. Raises FormatError where they cannot be."""
+    if not index.nested:
+        return None
+    table = index.shards
+    records, rows = np.unique(table.record, return_index=True)
+    if len(records) != len(index.data_offset):
+        raise FormatError("index: a record without an array cannot be an archive")
+    return Nest([stored_array(row, int(index.record_nbytes[row.record])) for row in map(table.row, rows.tolist())])
+
+
+def stored_array(row: Row, record_nbytes: int) -> StoredArray:
+    """A row as ``data.pkl`` names it."""
+    itemsize = row.dtype.itemsize
+    elements = record_nbytes // itemsize
+    return StoredArray(str(row.record), row.dtype.name, row.offset // itemsize, row.shape, row.stride, elements)
+
+
+def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[bytes, int]:
+    """Everything from ``index.records_end`` to the end of the file, and the index's CRC-32.
+
+    ``nest``: what :func:`nest_of` gives of the index, where it is at hand.
+    """
+    begin = index.records_end
+    nest = nest or nest_of(index)
+    nested = (0, b"")
+    if nest is not None:
+        nested = (ROOM, nest.tail(index.header_offset, begin, index.record_nbytes, index.record_crc))
+    parts: list[bytes] = []
+    position = begin
+    directory = [zip_frames.encode_directory(index.header_offset, index.record_nbytes, index.record_crc)]
+    encoded = encode_index(index)
+    index_offset = 0
+    for name, data in (
+        (zip_frames.PICKLE_NAME, pickle),
+        *zip_frames.CONSTANTS,
+        (zip_frames.INDEX_NAME, encoded),
+    ):
+        shortest = max(nested[0] + len(nested[1]), zip_frames.shortest_header(name))
+        length = zip_frames.aligned(position + shortest) - position
+        crc = crc32(data)
+        directory.append(zip_frames.central_header(name, 0, crc, len(data), position))
+        parts += [zip_frames.local_header(name, len(data), length, crc=crc, flags=0, nested=nested), data]
+        nested = (0, b"")
+        index_offset = position + length
+        position += length + len(data)
+    footer = _FOOTER.format(FORMAT_VERSION, index_offset, len(encoded), crc32(encoded)).encode()
+    entries = len(index.data_offset) + len(directory) - 1
+    ending = zip_frames.encode_ending(entries, position, sum(map(len, directory)), footer)
+    parts += [*directory, ending]
+    return b"".join(parts), crc32(encoded)
+
+
+def is_ending(tail: bytes) -> bool:
+    """Whether the last bytes of a file, some hundreds of them, are a container's, though they may be damaged."""
+    return zip_frames.INDEX_NAME in tail or tail[-FOOTER_NBYTES:].startswith(b"datastates/")
+
+
+def is_beginning(head: bytes) -> bool:
+    """Whether the first bytes of a file, some tens of them, are those of a container with records."""
+    return head.startswith(b"PK\3\4") and head[30:].startswith(zip_frames.record_name(0))
+
+
+Read = Callable[[int, int], bytes]
+"""Reads (offset, length) of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """The last bytes of a container: where its index is."""
+
+    offset: int
+    nbytes: int
+    crc: int
+
+
+def decode_footer(ending: bytes, file_nbytes: int) -> Footer:
+    """Find the index from a file's last :data:`FOOTER_NBYTES` bytes; raises FormatError when they are no footer."""
+    try:
+        text = ending[-FOOTER_NBYTES:].decode("ascii")
+        version, offset, nbytes, crc = (
+            int(text[11:13]),
+            int(text[20:36], 16),
+            int(text[37:53], 16),
+            int(text[58:66], 16),
+        )
+        if text != _FOOTER.format(version, offset, nbytes, crc):
+            raise ValueError(text)
+    except (ValueError, IndexError):
+        raise FormatError("not a datastates container, or one cut short: it does not end in a footer") from None
+    if version != FORMAT_VERSION:
+        raise FormatError(f"a container of format {version}; this reads format {FORMAT_VERSION}")
+    if not offset + nbytes <= file_nbytes - ENDING_NBYTES:
+        raise FormatError("the footer names an index that lies beyond the end of the file")
+    return Footer(offset, nbytes, crc)
+
+
+def open_index(read: Read, file_nbytes: int, *, guess: int = 1 << 16) -> tuple[Index, Footer]:
+    """Read and check the index of a container: one read of the file's end, a second only when the index is long.
+
+    Raises:
+        FormatError: It is no container, or a damaged one.
+    """
+    start = max(0, file_nbytes - guess)
+    ending = read(start, file_nbytes - start)
+    footer = decode_footer(ending, file_nbytes)
+    if footer.offset >= start:
+        data = ending[footer.offset - start : footer.offset - start + footer.nbytes]
+    else:
+        data = read(footer.offset, footer.nbytes)
+    if crc32(data) != footer.crc:
+        raise FormatError("the index does not match its checksum")
+    return decode_index(data, file_nbytes), footer
+
+
+def frame_ranges(index: Index) -> list[tuple[int, memoryview]]:
+    """Every stretch between the storage records' data as it must be: (offset in the file, bytes)."""
+    encoded = encode_framing(
+        index.header_offset, index.data_offset, index.record_nbytes, index.record_crc, nest_of(index)
+    )
+    result = []
+    position = begin = 0
+    for data, nbytes in zip(index.data_offset.tolist(), index.record_nbytes.tolist(), strict=True):
+        result.append((begin, encoded[position : position + data - begin]))
+        position += data - begin
+        begin = data + nbytes
+    if len(encoded) > position:
+        result.append((begin, encoded[position:]))
+    return result

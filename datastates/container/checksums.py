@@ -1,0 +1,5 @@
+"""The checksums of the format, from the native core."""
+
+from datastates._native import Digester, crc32, crc32_combine, crc32_shift
+
+__all__ = ["Digester", "crc32", "crc32_combine", "crc32_shift"]

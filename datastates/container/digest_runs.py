@@ -1,0 +1,152 @@
+"""Where a table's rows lie in their logical tensors, and the stretches of bytes that a digest is folded from. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from datastates._base.columns import I64
+from datastates.container.table import BOX, FLAT, Row, ShardTable
+from datastates.planning.plans import DigestRuns
+from datastates.state import dtypes
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where rows lie in their logical tensors, in bytes; one entry for each row.
+
+    A row's elements, in row-major order, are ``stretches`` of ``count`` runs of ``run`` bytes each. Runs are contiguous
+    in the flattened logical tensor, and as long as can be; those of one stretch are equally far apart.
+
+    Attributes:
+        table: The rows.
+        nbytes: Length of a row's elements.
+        total: Length of its logical tensor.
+        begin: Where in it the first run begins.
+        run: Length of a run.
+        count: Runs of a stretch.
+        step: From the begin of one run to that of the next of its stretch.
+        in_order: Whether the elements lie in their record in row-major order, without gaps.
+    """
+
+    table: ShardTable
+    nbytes: I64
+    total: I64
+    begin: I64
+    run: I64
+    count: I64
+    step: I64
+    in_order: Bools
+
+    @property
+    def is_run(self) -> Bools:
+        """Whether a row is a single run."""
+        single: Bools = self.run == self.nbytes
+        return single
+
+    def runs(self, rows: I64, source: I64, offset: I64) -> DigestRuns:
+        """The stretches of some rows, none of them empty, each for a digest of its own, in the order of the rows.
+
+        Args:
+            rows: Their numbers.
+            source: The source that each lies in.
+            offset: Where in it the elements begin; from there on they lie in row-major order.
+        """
+        length = self.count[rows] * self.run[rows]
+        stretches = self.nbytes[rows] // length
+        digest = np.repeat(np.arange(len(rows)), stretches)
+        within = np.arange(len(digest)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
+        begin = np.repeat(self.begin[rows], stretches)
+        begin[stretches[digest] > 1] += _joined([_stretches(self.table.row(i)) for i in rows[stretches > 1]])
+        row = rows[digest]
+        place = offset[digest] + within * length[digest]
+        order = np.lexsort((place, source[digest]))
+        return DigestRuns(
+            digests=len(rows),
+            source=source[digest][order].astype(np.int32),
+            offset=place[order].astype(np.uint64),
+            length=length[digest][order].astype(np.uint64),
+            run_length=self.run[row][order].astype(np.uint64),
+            after=(self.total[row] - begin - self.run[row])[order].astype(np.uint64),
+            step=self.step[row][order].astype(np.uint64),
+            digest=digest[order].astype(np.uint32),
+        )
+
+
+def places_of(table: ShardTable) -> Places:
+    """Find the places of all rows of a table that has been checked."""
+    n = len(table)
+    at, global_at, place_at = table.starts
+    numel, in_order = np.ones(n, np.int64), np.ones(n, bool)
+    for rows, columns in _by_ndim(np.arange(n), table.ndim, at):
+        shape, stride = table.dims[columns].astype(np.int64), table.strides[columns].astype(np.int64)
+        numel[rows] = shape.prod(axis=1)
+        in_order[rows] = ((shape == 1) | (stride == _inner(shape))).all(axis=1) | (shape == 0).any(axis=1)
+    total, run, step = numel.copy(), numel.copy(), numel.copy()
+    begin, count = np.zeros(n, np.int64), np.ones(n, np.int64)
+    flat = np.flatnonzero(table.part == FLAT)
+    begin[flat] = table.place[place_at[flat]]
+    for rows, columns in _by_ndim(flat, table.global_ndim, global_at):
+        total[rows] = table.global_dims[columns].astype(np.int64).prod(axis=1)
+    boxes = np.flatnonzero((table.part == BOX) & (numel > 0))
+    for rows, columns in _by_ndim(boxes, table.ndim, at):
+        shape = table.dims[columns].astype(np.int64)
+        width = np.arange(shape.shape[1])
+        whole = table.global_dims[global_at[rows][:, None] + width].astype(np.int64)
+        place = table.place[place_at[rows][:, None] + width].astype(np.int64)
+        inner, partial = _inner(whole), shape != whole
+        # a run spans the last dimension that is not whole, and all behind it; a stretch those before, as far as whole
+        last = _last(partial)
+        first = _last(partial & (width < last[:, None]))
+        spans = np.append(np.cumprod(shape[:, ::-1], axis=1)[:, ::-1], np.ones((len(rows), 1), np.int64), axis=1)
+        each = np.arange(len(rows))
+        total[rows] = whole.prod(axis=1)
+        begin[rows] = (place * inner).sum(axis=1)
+        run[rows] = spans[each, last]
+        count[rows] = spans[each, first] // spans[each, last]
+        step[rows] = np.where(last > 0, inner[each, last - 1], run[rows]) if len(width) else 1
+    itemsize = np.array([d.itemsize for d in dtypes.ALL], np.int64)[table.dtype]
+    return Places(
+        table, numel * itemsize, total * itemsize, begin * itemsize, run * itemsize, count, step * itemsize, in_order
+    )
+
+
+def _by_ndim(rows: I64, ndim: np.ndarray[Any, Any], starts: I64) -> list[tuple[I64, I64]]:
+    """Rows of as many dimensions each, and where their numbers are in the column: a row of a matrix for each."""
+    groups = []
+    for k in np.flatnonzero(np.bincount(ndim[rows])).tolist():
+        chosen = rows[ndim[rows] == k]
+        groups.append((chosen, starts[chosen][:, None] + np.arange(k)))
+    return groups
+
+
+def _inner(shape: I64) -> I64:
+    """Elements behind one step along each dimension: strides in row-major order."""
+    ones = np.ones((len(shape), 1), np.int64)
+    products = np.cumprod(np.append(ones, shape[:, :0:-1], axis=1), axis=1)
+    return products[:, ::-1][:, : shape.shape[1]]
+
+
+def _last(marked: Bools) -> I64:
+    """The last marked column of each row; the first one where none is."""
+    found: I64 = np.where(marked, np.arange(marked.shape[1]), 0).max(axis=1, initial=0)
+    return found
+
+
+def _stretches(row: Row) -> I64:
+    """Where the stretches of a box begin in the logical tensor, behind the first one, in bytes."""
+    partial = [d for d, (a, b) in enumerate(zip(row.shape, row.global_shape, strict=True)) if a != b]
+    begin = np.zeros(1, np.int64)
+    for d in range(partial[-2]):
+        inner = math.prod(row.global_shape[d + 1 :]) * row.dtype.itemsize
+        begin = (begin[:, None] + np.arange(row.shape[d]) * inner).reshape(-1)
+    return begin
+
+
+def _joined(parts: list[I64]) -> I64:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

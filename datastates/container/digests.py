@@ -1,0 +1,273 @@
+"""Digests of logical tensors: CRC-32s that do not depend on how a tensor was cut into parts, or on who held them.
+
+The CRC-32 of a tensor's bytes is linear but for its begin and end value. So each run of bytes *contributes* a number by
+itself: its raw CRC-32, shifted by the bytes that follow the run in the tensor. The exclusive or of the contributions of
+all parts, in any order, and of one constant that depends on the length alone is the CRC-32 of the whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from datastates._base.columns import I64, U8, U32, U64
+from datastates.container import checksums
+from datastates.container.digest_runs import Places, places_of
+from datastates.container.table import Row, ShardTable, table_of
+from datastates.errors import DatastatesError, FormatError
+from datastates.planning.plans import DigestRuns
+from datastates.state import arrays, memory
+from datastates.state.dtypes import BY_NAME
+from datastates.state.shards import HOST, ArrayRef, Shard
+from datastates.state.strides import span
+
+SHORTEST = 64
+"""Bytes below which the runs of a part are too many for what their digest is worth."""
+_PIECE = 16 << 20
+"""Bytes that are copied at a time where they do not lie in row-major order in host memory."""
+
+
+def shift(raw: U32, nbytes: U64) -> U32:
+    """Raw CRC-32s behind so many zero bytes more, each."""
+    return np.frombuffer(checksums.crc32_shift(np.ascontiguousarray(raw), np.ascontiguousarray(nbytes)), "<u4")
+
+
+def constants(nbytes: U64) -> U32:
+    """What is left of the CRC-32 of so many bytes without their contributions: that of as many zeros."""
+    return ~shift(np.full(len(nbytes), 0xFFFFFFFF, np.uint32), nbytes)
+
+
+# --- at save and at verification: the contributions of all rows of a container
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DigestPlan:
+    """How the contributions of a table's rows come about, settled before the data is seen.
+
+    Attributes:
+        known: For each row, 1 where it has a contribution.
+        whole: Rows that are one run, and a whole record: their contribution comes from the record's CRC-32.
+        zeros, after: For each of those, the CRC-32 of as many zero bytes, and the bytes that follow in its tensor.
+        folded: Rows whose contribution is folded from ``runs``: that of ``folded[i]`` is digest ``i``.
+        runs: What to read for them, and where.
+    """
+
+    known: U8
+    whole: I64
+    zeros: U32
+    after: U64
+    folded: I64
+    runs: DigestRuns
+
+    def contributions(self, record_crc: U32, digests: U32, table: ShardTable) -> U32:
+        """For each row its contribution, 0 where it has none.
+
+        Args:
+            record_crc: CRC-32 of each record.
+            digests: What the runs came to.
+            table: The rows.
+        """
+        raw = record_crc[table.record[self.whole]] ^ self.zeros
+        behind = np.flatnonzero(self.after)
+        raw[behind] = shift(raw[behind], self.after[behind])
+        result = np.zeros(len(table), np.uint32)
+        result[self.whole], result[self.folded] = raw, digests
+        return result
+
+    def filled(self, record_crc: U32, digests: U32, table: ShardTable) -> ShardTable:
+        """The table with its digests."""
+        digest = self.contributions(record_crc, digests, table)
+        return replace(table, keys=table.packed_keys, digest=digest, digested=self.known)
+
+
+def plan_digests(table: ShardTable, record_nbytes: U64, source: I64, begin: I64) -> DigestPlan:
+    """Plan the digests of a table's rows: which have one, and how it comes about.
+
+    A row has one when its elements lie in row-major order and without gaps, in one run or in runs of :data:`SHORTEST`
+    bytes or more.
+
+    Args:
+        table: The rows, checked.
+        record_nbytes: Length of each record.
+        source: For each record, the source that it lies in.
+        begin: For each record, where in that source it begins, in bytes.
+    """
+    places, record = places_of(table), table.record
+    known = places.in_order & (places.is_run | (places.run >= SHORTEST))
+    filled = known & (places.nbytes > 0)
+    is_record = places.is_run & (places.nbytes == record_nbytes.astype(np.int64)[record])
+    whole, folded = np.flatnonzero(filled & is_record), np.flatnonzero(filled & ~is_record)
+    return DigestPlan(
+        known=known.astype(np.uint8),
+        whole=whole,
+        zeros=constants(places.nbytes[whole].astype(np.uint64)),
+        after=(places.total - places.begin - places.run)[whole].astype(np.uint64),
+        folded=folded,
+        runs=places.runs(folded, source[record[folded]], begin[record[folded]] + table.offset[folded].astype(np.int64)),
+    )
+
+
+# --- one part by itself
+
+
+class Contribution:
+    """What the elements of one part, given in row-major order, contribute to the digest of its logical tensor."""
+
+    def __init__(self, places: Places, row: int) -> None:
+        """Expect the elements of one row."""
+        rows = np.array([row] if places.nbytes[row] else [], np.int64)
+        self._digester = digester(places.runs(rows, np.zeros_like(rows), np.zeros_like(rows)))
+
+    def update(self, data: Any) -> None:
+        """Go on with the next bytes."""
+        self._digester.update(data)
+
+    def value(self) -> int:
+        """The contribution, once all bytes have gone by."""
+        return int(np.bitwise_xor.reduce(np.frombuffer(self._digester.finish(), "<u4")))
+
+
+def digester(runs: DigestRuns) -> checksums.Digester:
+    """Fold the runs of one source."""
+    return checksums.Digester(
+        digests=runs.digests,
+        offset=runs.offset,
+        length=runs.length,
+        run_length=runs.run_length,
+        after=runs.after,
+        step=runs.step,
+        digest=runs.digest,
+    )
+
+
+def contribution(shard: Shard) -> int:
+    """What a live part contributes to the digest of its logical tensor, from its memory as it is now.
+
+    Parts on a device, or whose memory is not in row-major order, are copied in pieces of some megabytes.
+
+    Raises:
+        DatastatesError: It is an object, or lies on a device where ``source`` is not the part itself.
+    """
+    if shard.is_object:
+        raise DatastatesError(f"{shard.key!r} is an object: it has no digest")
+    part = Contribution(places_of(table_of([""], [(0, shard)], [0])), 0)
+    for piece in _row_major(shard):
+        part.update(piece)
+    return part.value()
+
+
+def strided(memory: Any, offset: int, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> Any:
+    """Elements in bytes of memory, of whatever type, as an array."""
+    elements = np.frombuffer(memory, np.dtype((np.void, itemsize)), span(shape, stride), offset)
+    return np.lib.stride_tricks.as_strided(elements, shape, [s * itemsize for s in stride], writeable=False)
+
+
+def row_major(elements: Any) -> Iterator[Any]:
+    """The bytes of a host array in row-major order, in pieces that need no copy or a small one."""
+    if not elements.flags.c_contiguous:
+        for piece in _pieces(elements, elements.itemsize):
+            yield np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+    elif elements.size:
+        yield elements.reshape(-1).view(np.uint8)
+
+
+def _row_major(shard: Shard) -> Iterator[Any]:
+    if shard.buffer is None:  # memory that other things share, too
+        shard = arrays.array_shard(shard.key, shard.source)
+    assert shard.dtype is not None
+    assert shard.buffer is not None
+    buffer, itemsize = shard.buffer, BY_NAME[shard.dtype].itemsize
+    if 0 in shard.shape:
+        return
+    if buffer.device == HOST:
+        memory = (ctypes.c_char * buffer.nbytes).from_address(buffer.pointer)
+        yield from row_major(strided(memory, shard.buffer_offset, shard.shape, shard.stride, itemsize))
+        return
+    source: Any = shard.source
+    if arrays.kind_of(source) is None or tuple(source.shape) != shard.shape:
+        raise DatastatesError(f"{shard.key!r} lies on a device, and its source is not the part itself")
+    for piece in _pieces(source, itemsize):
+        yield _on_host(shard, piece)
+
+
+def _on_host(shard: Shard, piece: Any) -> Any:
+    assert shard.dtype is not None
+    shape = tuple(piece.shape)
+    stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    block = memory.allocate(shard.kind, math.prod(shape) * BY_NAME[shard.dtype].itemsize)
+    ref = ArrayRef(shard.key, shard.kind, shard.dtype, shape, stride)
+    memory.assign(memory.view(block, ref, 0), piece)
+    return np.asarray(block)
+
+
+def _pieces(array: Any, itemsize: int) -> Iterator[Any]:
+    """Cut an array that is not empty into consecutive parts of at most :data:`_PIECE` bytes, or one element."""
+    nbytes = math.prod(array.shape) * itemsize
+    if nbytes <= _PIECE or not array.shape:
+        yield array
+    elif nbytes // array.shape[0] > _PIECE:
+        for i in range(array.shape[0]):
+            yield from _pieces(array[i], itemsize)
+    else:
+        rows = _PIECE // (nbytes // array.shape[0])
+        for i in range(0, array.shape[0], rows):
+            yield array[i : i + rows]
+
+
+# --- the logical tensors of several containers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logical:
+    """One logical tensor, out of the rows of all containers.
+
+    Attributes:
+        dtype: Its element type.
+        shape: Its shape.
+        parts: For each part, the number of its table, that of its row, and the row.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[tuple[int, int, Row]]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the parts have as many elements as the tensor."""
+        return sum(math.prod(row.shape) for _, _, row in self.parts) == math.prod(self.shape)
+
+    def digest(self, contributions: Sequence[int | None]) -> int | None:
+        """CRC-32 of its bytes in row-major order, from what the parts contribute; None where something is missing."""
+        known = [c for c in contributions if c is not None]
+        if len(known) < len(self.parts) or not self.is_complete:
+            return None
+        nbytes = math.prod(self.shape) * BY_NAME[self.dtype].itemsize
+        return functools.reduce(operator.xor, known, int(constants(np.array([nbytes], np.uint64))[0]))
+
+    @property
+    def stored_digest(self) -> int | None:
+        """The digest, where all parts were digested when they were saved."""
+        return self.digest([row.digest for _, _, row in self.parts])
+
+
+def combine(tables: Sequence[ShardTable]) -> dict[str, Logical]:
+    """Join the rows of several containers of one checkpoint into logical tensors, by full key.
+
+    Raises:
+        FormatError: Containers disagree about the type or the shape of a tensor.
+    """
+    found: dict[str, Logical] = {}
+    for t, table in enumerate(tables):
+        for i, row in enumerate(table.rows(range(len(table)))):
+            known = found.setdefault(row.key, Logical(row.dtype.name, row.global_shape, []))
+            if (known.dtype, known.shape) != (row.dtype.name, row.global_shape):
+                raise FormatError(f"the containers disagree about the type or the shape of {row.key!r}")
+            known.parts.append((t, i, row))
+    return found

@@ -1,0 +1,82 @@
+"""A container file, opened: found, and checked against itself; its data is not yet read."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from datastates._base.columns import U64
+from datastates._base.files import read_bytes
+from datastates.container import archive, checksums
+from datastates.container.index import Index, StoredObject
+from datastates.errors import CorruptError, FormatError, StorageError
+from datastates.planning import read
+from datastates.planning.plans import Chunks
+from datastates.state.shards import full_key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Container:
+    """One container file, opened: its index has been checked."""
+
+    path: Path
+    nbytes: int
+    index: Index
+    index_crc: int
+    index_offset: int
+
+    @property
+    def data_offset(self) -> U64:
+        """Where each storage record's data begins, in file order."""
+        return self.index.data_offset
+
+    def name_record(self, record: int) -> str:
+        """The keys that lie in a storage record, for an error about it."""
+        table = self.index.shards
+        keys = [table.row(i).key for i in np.flatnonzero(table.record == record)[:3].tolist()]
+        return ", ".join(keys) or f"record {record}"
+
+    def chunks(self, first: int, last: int) -> Chunks:
+        """The checksummed chunks of the records from ``first`` to before ``last``."""
+        index, run = self.index, slice(first, last)
+        crcs = index.chunk_crc[int(index.first_chunk[first]) : int(index.first_chunk[last])]
+        found = read.plan_chunks(index.data_offset[run], index.record_nbytes[run], crcs)
+        return replace(found, record=found.record + np.int32(first))
+
+    def corrupt(self, key: str) -> CorruptError:
+        """The error that says that what is stored under a key, or a part of the file, is damaged."""
+        return CorruptError(f"{key!r} in {self.path} does not match its checksum", key=key, path=str(self.path))
+
+    def read_object(self, stored: StoredObject) -> bytes:
+        """The opcodes of an object, verified; raises CorruptError."""
+        data = read_bytes(self.path)(stored.offset, stored.nbytes)
+        if checksums.crc32(data) != stored.crc:
+            raise self.corrupt(full_key(self.index.shards.providers[stored.provider], stored.key))
+        return data
+
+
+def open_container(path: Path) -> Container:
+    """Open one container file.
+
+    Raises:
+        FormatError: It is none, or damaged; the message names the path.
+        StorageError: It cannot be read.
+    """
+    try:
+        nbytes = path.stat().st_size
+    except OSError as error:
+        raise StorageError(error.errno or 0, "stat", str(path)) from error
+    try:
+        index, footer = archive.open_index(read_bytes(path), nbytes)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    return Container(path, nbytes, index, footer.crc, footer.offset)
+
+
+def lost_container(path: Path, rank: int, ranks: int) -> StorageError:
+    """The error that says that a rank's container is missing."""
+    what = f"{path.name}, the container of rank {rank} of {ranks}, is missing, and what it held with it"
+    return StorageError(errno.ENOENT, "open", str(path), f"{path.parent} is damaged: {what}: {path}")

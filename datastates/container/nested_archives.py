@@ -1,0 +1,124 @@
+"""Archives within the archive: every record of a container opens by itself too, as ``torch.save`` of one tensor.
+
+That is what torch.distributed.checkpoint and Megatron-Core read: a stretch of a file that is such an archive. It shares
+the record's data and descriptor with the container; what it has besides lies in the padding of local headers: before
+the data, its other records and a local header of its own; after it, in the padding of the next header, its central
+directory. ``docs/format.md`` is the contract. Pure numbers and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+import numpy as np
+
+from datastates._base.columns import I64, U32, U64
+from datastates._base.sizes import DESCRIPTOR, DESCRIPTOR_CRC
+from datastates.container import pickle_writer, zip_frames
+from datastates.errors import FormatError
+from datastates.state.shards import StoredArray
+
+ROOM = 80
+"""Bytes from a local header's begin to what is nested in its padding: no header's own fields are longer."""
+CRC_PLACES = (DESCRIPTOR_CRC, DESCRIPTOR + ROOM + zip_frames.CENTRAL_CRC)
+"""Where a record's CRC-32 stands, from its descriptor's begin: there, and in the central directory of its archive."""
+
+
+_NAME = zip_frames.record_name(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Archive:
+    """What the archive of a tensor has besides the tensor: records, end to end, and what its directory says of them."""
+
+    leading: bytes
+    entries: tuple[tuple[bytes, int, int, int], ...]
+    """Name, CRC-32, length, and where in ``leading`` the header is."""
+
+    @classmethod
+    def of(cls, array: StoredArray) -> _Archive:
+        """That of a tensor: the records that ``torch.save`` writes."""
+        leading, entries = b"", []
+        alone = replace(array, record="0")
+        for name, data in (
+            (zip_frames.PICKLE_NAME, pickle_writer.stream(pickle_writer.encode_array(alone))),
+            *zip_frames.CONSTANTS,
+        ):
+            crc, length = crc32(data), zip_frames.shortest_header(name)
+            entries.append((name, crc, len(data), len(leading)))
+            leading += zip_frames.local_header(name, len(data), length, crc=crc, flags=0) + data
+        return cls(leading, tuple(entries))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes before the data, at least: the records, and the shortest local header of the data's."""
+        return len(self.leading) + zip_frames.shortest_header(_NAME)
+
+    def beginning(self, nbytes: int, length: int) -> bytes:
+        """All before the data, in that length."""
+        header = zip_frames.local_header(_NAME, nbytes, length - len(self.leading), crc=0, flags=zip_frames.STREAMED)
+        return self.leading + header
+
+    def ending(self, nbytes: int, crc: int, at: int) -> bytes:
+        """Its central directory and what follows it, given where that begins in the archive."""
+        entries = [
+            zip_frames.central_header(_NAME, zip_frames.STREAMED, crc, nbytes, len(self.leading)),
+            *(zip_frames.central_header(name, 0, c, n, offset) for name, c, n, offset in self.entries),
+        ]
+        directory = b"".join(entries)
+        return directory + zip_frames.encode_ending(len(entries), at, len(directory), b"")
+
+
+class Nest:
+    """The archives of a container's records.
+
+    Attributes:
+        header_nbytes: Length of each record's shortest local header.
+        tail_nbytes: Bytes in the padding of the header behind the last record, from :data:`ROOM` on.
+    """
+
+    def __init__(self, arrays: Sequence[StoredArray]) -> None:
+        """Plan them; the arrays are those of the records, in file order."""
+        self._archives = [_Archive.of(array) for array in arrays]
+        self._ending = np.array([len(archive.ending(0, 0, 0)) for archive in self._archives], np.int64)
+        # in a header's padding: the end of the archive before, then what leads this one
+        self._leading_at = ROOM + np.concatenate((np.zeros(1, np.int64), self._ending))[: len(arrays)]
+        leading = np.array([archive.nbytes for archive in self._archives], np.int64)
+        self.header_nbytes: U64 = (self._leading_at + leading).astype(np.uint64)
+        self.tail_nbytes = int(self._ending[-1]) if len(arrays) else 0
+
+    def places(self, header_offset: U64, records_end: int) -> tuple[I64, I64]:
+        """Where in the file each archive begins, and its length in bytes."""
+        header = header_offset.astype(np.int64)
+        begin = header + self._leading_at
+        return begin, np.append(header, records_end)[1:] + ROOM + self._ending - begin
+
+    def put(
+        self, framing: memoryview, header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None
+    ) -> None:
+        """Write into :func:`frames.encode_frames` all that is nested but for the last archive's ending.
+
+        Raises:
+            FormatError: A header is too short for that.
+        """
+        length = data_offset.astype(np.int64) - header_offset.astype(np.int64)
+        if (length < self.header_nbytes.astype(np.int64)).any():
+            raise FormatError("index: a record's header has no room for what is nested in it")
+        at = (np.cumsum(length + DESCRIPTOR) - DESCRIPTOR - length).tolist()
+        for i, archive in enumerate(self._archives):
+            begin, end = at[i] + int(self._leading_at[i]), at[i] + int(length[i])
+            framing[begin:end] = archive.beginning(int(nbytes[i]), end - begin)
+            if i + 1 < len(self._archives):
+                ending = self._ending_of(i, header_offset, int(header_offset[i + 1]), nbytes, crc)
+                framing[at[i + 1] + ROOM : at[i + 1] + ROOM + len(ending)] = ending
+
+    def tail(self, header_offset: U64, records_end: int, nbytes: U64, crc: U32) -> bytes:
+        """The last archive's ending; nothing where there is none."""
+        last = len(self._archives) - 1
+        return self._ending_of(last, header_offset, records_end, nbytes, crc) if self._archives else b""
+
+    def _ending_of(self, i: int, header_offset: U64, next_header: int, nbytes: U64, crc: U32 | None) -> bytes:
+        at = next_header + ROOM - int(header_offset[i]) - int(self._leading_at[i])
+        return self._archives[i].ending(int(nbytes[i]), 0 if crc is None else int(crc[i]), at)

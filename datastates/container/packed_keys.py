@@ -1,0 +1,114 @@
+"""Keys as an index stores them: laid end to end, each decoded when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+from datastates._base.columns import I64, U32, U64
+from datastates.errors import FormatError
+
+_LONG = 256
+"""Bytes from which on a key is hashed by itself, so that one of megabytes costs no passes over all the others."""
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+class PackedKeys(Sequence[str]):
+    """Strings as UTF-8 (with lone surrogates) and their lengths in bytes. Immutable.
+
+    Attributes:
+        data: The strings, end to end.
+        nbytes: Length of each.
+    """
+
+    def __init__(self, data: bytes, nbytes: U32) -> None:
+        """Keep both; raises FormatError when they contradict each other or one of the strings is not text."""
+        self.data = data
+        self.nbytes = nbytes
+        self._end: I64 = np.cumsum(nbytes, dtype=np.int64)
+        if (int(self._end[-1]) if len(nbytes) else 0) != len(data):
+            raise FormatError("index: the lengths of the keys do not add up")
+        self._check_text()
+
+    @classmethod
+    def of(cls, strings: Sequence[str]) -> PackedKeys:
+        """Pack strings; what is packed stays as it is."""
+        if isinstance(strings, PackedKeys):
+            return strings
+        text = "".join(strings)
+        if text.isascii():
+            return cls(text.encode(), np.fromiter(map(len, strings), np.uint32, len(strings)))
+        encoded = [_encode(s) for s in strings]
+        return cls(b"".join(encoded), np.fromiter(map(len, encoded), np.uint32, len(encoded)))
+
+    def _check_text(self) -> None:
+        if self.data.isascii():
+            return
+        try:
+            self.data.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"index: the keys are not text ({error.reason})") from None
+        # all of it is text: so is each part, unless one begins within a character
+        start = (self._end - self.nbytes)[self.nbytes > 0]
+        if (np.frombuffer(self.data, np.uint8)[start] & 0xC0 == 0x80).any():
+            raise FormatError("index: the keys are not text (one ends within a character)")
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.nbytes)
+
+    @overload
+    def __getitem__(self, i: int) -> str: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[str]: ...
+    def __getitem__(self, i: int | slice) -> str | list[str]:
+        """The string of that number."""
+        if isinstance(i, slice):
+            return [self[n] for n in range(*i.indices(len(self)))]
+        return self.encoded(i).decode("utf-8", "surrogatepass")
+
+    def __iter__(self) -> Iterator[str]:
+        """All strings, one after the other."""
+        start = 0
+        for end in self._end.tolist():
+            yield self.data[start:end].decode("utf-8", "surrogatepass")
+            start = end
+
+    def encoded(self, i: int) -> bytes:
+        """The string of that number as UTF-8."""
+        end = int(self._end[i])
+        return self.data[end - int(self.nbytes[i]) : end]
+
+    def hashes(self) -> U64:
+        """A number for each string, the same for equal ones within this process."""
+        nbytes = self.nbytes.astype(np.int64)
+        start = self._end - nbytes
+        # the eight bytes from any place on, as a number: the last strings' may reach beyond the end
+        padded = self.data + bytes(8)
+        words: U64 = np.ndarray(len(self.data) + 1, "<u8", padded, 0, (1,))
+        result = nbytes.astype(np.uint64)
+        short = nbytes <= _LONG
+        longest = int(nbytes[short].max(initial=0))
+        for at in range(0, longest, 8):
+            rows = np.flatnonzero(short & (nbytes > at))
+            result[rows] = _mixed(result[rows], words[start[rows] + at] & _first_bytes(nbytes[rows] - at))
+        for i in np.flatnonzero(~short).tolist():
+            result[i] = hash(self.encoded(i)) & 0xFFFFFFFFFFFFFFFF
+        return result
+
+
+def _first_bytes(count: I64) -> U64:
+    """Masks of the first so many bytes of a little-endian number of eight; of all when there are more."""
+    masks: U64 = np.uint64(0xFFFFFFFFFFFFFFFF) >> (64 - 8 * np.minimum(count, 8)).astype(np.uint64)
+    return masks
+
+
+def _mixed(state: U64, word: U64) -> U64:
+    state = (state ^ word) * _MULTIPLIER
+    return state ^ (state >> np.uint64(32))

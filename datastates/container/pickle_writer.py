@@ -1,0 +1,219 @@
+"""Writing the dialect of ``data.pkl``, pickle protocol 2, without torch.
+
+:mod:`datastates.container.pickle_reader` reads it.
+
+Arrays inside an object are written the way ``torch.save`` writes them, as a call of
+``torch._utils._rebuild_tensor_v2`` over a persistent storage id, so that ``torch.load`` finds tensors there (layout
+read off torch 2.13's own files).
+"""
+
+from __future__ import annotations
+
+import codecs
+import copyreg
+import functools
+import io
+import pickle
+import pickletools
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+from datastates.state import dtypes
+from datastates.state.depth import deeper
+from datastates.state.shards import ArrayLeaf, StoredArray
+
+PROTOCOL = 2
+_HEADER = pickle.PROTO + bytes([PROTOCOL])
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return pickle.BININT1 + bytes([value])
+    if -(2**31) <= value < 2**31:
+        return pickle.BININT + struct.pack("<i", value)
+    data = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+    return pickle.LONG1 + bytes([len(data)]) + data
+
+
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return pickle.BINUNICODE + struct.pack("<I", len(data)) + data
+
+
+def _integers(values: tuple[int, ...]) -> bytes:
+    return pickle.MARK + b"".join(map(_integer, values)) + pickle.TUPLE
+
+
+def _flag(value: bool) -> bytes:
+    return pickle.NEWTRUE if value else pickle.NEWFALSE
+
+
+_NO_HOOKS = b"ccollections\nOrderedDict\n)R"
+
+
+@functools.cache
+def array_frame(dtype: dtypes.DType) -> tuple[bytes, bytes]:
+    """What stands before the storage record's name in an array of that type, and behind its ``requires_grad``."""
+    typed = dtype.storage is not None
+    storage = f"ctorch\n{dtype.storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
+    head = (
+        f"ctorch._utils\n_rebuild_tensor_v{2 if typed else 3}\n".encode()
+        + pickle.MARK
+        + pickle.MARK
+        + _text("storage")
+        + storage.encode()
+    )
+    return head, _NO_HOOKS + (b"" if typed else f"ctorch\n{dtype.name}\n".encode()) + pickle.TUPLE + pickle.REDUCE
+
+
+def encode_array(stored: StoredArray, *, parameter: bool = False) -> bytes:
+    """The opcodes that ``torch.save`` would write for a tensor; they touch no memo, so they can stand anywhere."""
+    dtype = dtypes.BY_NAME[stored.dtype]
+    head, tail = array_frame(dtype)
+    body = (
+        head
+        + _text(stored.record)
+        + _text("cpu")
+        + _integer(stored.elements if dtype.storage is not None else stored.elements * dtype.itemsize)
+        + pickle.TUPLE
+        + pickle.BINPERSID
+        + _integer(stored.offset)
+        + _integers(stored.shape)
+        + _integers(stored.stride)
+        + _flag(stored.requires_grad and not parameter)
+        + tail
+    )
+    if parameter:
+        head = b"ctorch._utils\n_rebuild_parameter\n" + pickle.MARK
+        body = head + body + _flag(stored.requires_grad) + _NO_HOOKS + pickle.TUPLE + pickle.REDUCE
+    return body
+
+
+def _rebuild(stored: StoredArray) -> tuple[bytes, bytes]:
+    """What pushes the function that makes the array, and its arguments, as :func:`encode_array` writes them."""
+    opcodes = encode_array(stored)
+    begin = opcodes.index(pickle.MARK)
+    return opcodes[:begin], opcodes[begin : -len(pickle.REDUCE)]
+
+
+_PurePython: Any = pickle._Pickler  # typeshed does not describe the pure Python classes, which are there to be extended
+
+
+_whichmodule: Any = pickle.whichmodule  # type: ignore[attr-defined]
+
+
+class _Writer(_PurePython):  # type: ignore[misc]
+    """The pure Python pickler, with :class:`ArrayLeaf` written as what ``locate`` says of it.
+
+    The C pickler cannot write a reference to a global of a module that is not installed; this one is told the bytes.
+    """
+
+    def __init__(
+        self, file: io.BytesIO, locate: Callable[[ArrayLeaf], StoredArray] | None, names: set[str] | None
+    ) -> None:
+        super().__init__(file, PROTOCOL)
+        self._locate = locate
+        self._names = names
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        name = name or getattr(obj, "__qualname__", None) or obj.__name__
+        module = _whichmodule(obj, name)
+        if (module, name) in copyreg._extension_registry:  # type: ignore[attr-defined]
+            raise pickle.PicklingError(f"{module}.{name} has a number of this process instead of its name (copyreg)")
+        if self._names is not None and "." not in name:  # what is inside another is found by way of that
+            self._names.add(f"{module}.{name}")
+        super().save_global(obj, name)
+
+    dispatch = {**_PurePython.dispatch, FunctionType: save_global}  # noqa: RUF012 - the base class's own table
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if type(obj) is bytes and not obj:
+            # torch's weights_only reader knows this form, not the one that Python prefers for no bytes at all
+            self.save_reduce(codecs.encode, ("", "latin1"), obj=obj)
+            return
+        if type(obj) is not ArrayLeaf:
+            super().save(obj, save_persistent_id)
+            return
+        known = self.memo.get(id(obj))
+        if known is not None:
+            self.write(self.get(known[0]))
+            return
+        if self._locate is None:
+            raise pickle.PicklingError("an array leaf outside of a provider's tree")
+        stored = self._locate(obj)
+        if obj.kind is None and not obj.attributes:
+            self.write(encode_array(stored, parameter=obj.parameter))
+        elif obj.parameter:
+            self.write(b"ctorch._utils\n_rebuild_parameter_with_state\n" + pickle.MARK)
+            self.write(encode_array(replace(stored, requires_grad=False)) + _flag(stored.requires_grad) + _NO_HOOKS)
+            self.save(obj.attributes)
+            self.write(pickle.TUPLE + pickle.REDUCE)
+        else:
+            function, arguments = _rebuild(stored)
+            self.write(b"ctorch._tensor\n_rebuild_from_type_v2\n" + pickle.MARK + function)
+            if obj.kind is None:
+                self.write(b"ctorch\nTensor\n")
+            else:
+                self.save(obj.kind)
+            self.write(arguments)
+            self.save(obj.attributes)
+            self.write(pickle.TUPLE + pickle.REDUCE)
+        self.memoize(obj)
+
+
+def dumps(
+    value: object,
+    locate: Callable[[ArrayLeaf], StoredArray] | None = None,
+    names: set[str] | None = None,
+) -> bytes:
+    """Serialize a value as a pickle of protocol 2.
+
+    Args:
+        value: Anything that pickles; :class:`ArrayLeaf` objects in it stand for arrays.
+        locate: Says where an array leaf's elements are stored.
+        names: Is given the classes and functions that the pickle names, as ``module.qualname``.
+
+    Raises:
+        pickle.PicklingError, TypeError, AttributeError: The value does not pickle.
+    """
+    file = io.BytesIO()
+    with deeper():
+        _Writer(file, locate, names).dump(value)
+    return file.getvalue()
+
+
+def is_dialect(data: bytes) -> bool:
+    """Whether bytes are one pickle of protocol 2, as :func:`dumps` writes it: other protocols cannot be spliced."""
+    if not data.startswith(_HEADER):
+        return False
+    try:
+        opcodes = [(code, position) for code, _, position in pickletools.genops(data)]
+    except ValueError:
+        return False
+    return opcodes[-1][1] == len(data) - 1 and all(code.proto <= PROTOCOL for code, _ in opcodes)
+
+
+def body(stream: bytes) -> bytes:
+    """A pickle without its first and last opcode: what pushes one object, to be spliced into a larger pickle.
+
+    A spliced body may reuse memo numbers of its neighbours: it reads only what it has put there itself.
+    """
+    return stream[len(_HEADER) : -1]
+
+
+def stream(spliced: bytes) -> bytes:
+    """The mirror of :func:`body`."""
+    return _HEADER + spliced + END
+
+
+def mapping_frame(key: str) -> bytes:
+    """The opcodes that stand before a value in a spliced mapping: its key."""
+    return _text(key)
+
+
+MAPPING_BEGIN = pickle.EMPTY_DICT + pickle.MARK
+MAPPING_END = pickle.SETITEMS
+END = pickle.STOP

@@ -1,0 +1,165 @@
+"""One provider's rows of an index: by key, and as columns to be compared and read without an object for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from datastates._base.columns import I64, U8, U32, U64
+from datastates.container.index import Index
+from datastates.container.table import WHOLE, Row
+from datastates.state.shards import ArrayRef
+
+DataPlace = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
+"""Where the elements of an array are, as ``data.pkl`` says it: rows of one place are the same memory."""
+
+
+def place_of(row: Row) -> DataPlace:
+    """Where a row's elements are."""
+    return str(row.record), row.offset // row.dtype.itemsize, row.dtype.name, row.shape, row.stride
+
+
+def reference(row: Row, *, key: str | None = None, requires_grad: bool = False) -> ArrayRef:
+    """A row as an array by itself: of a part, the part."""
+    return ArrayRef(row.key if key is None else key, row.kind, row.dtype.name, row.shape, row.stride, requires_grad)
+
+
+def logical(row: Row, *, key: str | None = None, requires_grad: bool = False) -> ArrayRef:
+    """The logical tensor of a row, as providers see it."""
+    found = reference(row, key=key, requires_grad=requires_grad)
+    if row.flat is None and row.shape == row.global_shape:
+        return found
+    shape = row.global_shape
+    return replace(found, shape=shape, stride=tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Some rows of an index; for each what :class:`~datastates.container.table.ShardTable` says of it.
+
+    Attributes:
+        kind, dtype, record, offset, ndim: One entry a row; offsets are bytes within the record.
+        dims, strides: Shapes and strides in elements, rows end to end.
+        whole: Whether the row is the whole of its logical tensor.
+        record_nbytes: Bytes of the whole record.
+        file_offset: Where in the file the first element is.
+    """
+
+    kind: U8
+    dtype: U8
+    record: U32
+    offset: U64
+    ndim: U8
+    dims: U64
+    strides: U64
+    whole: np.ndarray[Any, np.dtype[np.bool_]]
+    record_nbytes: U64
+    file_offset: U64
+
+
+class StoredRows(Mapping[str, Row]):
+    """The rows of one provider by their keys; a row is made when it is asked for.
+
+    Attributes:
+        keys_in_order: The keys, in the order of the index.
+    """
+
+    def __init__(self, index: Index, provider: str) -> None:
+        """Find the provider's rows; there may be none."""
+        self._index = index
+        self._numbers: I64 = np.array(index.shards.of_provider(provider), np.int64)
+        self.keys_in_order = _keys(index, self._numbers)
+        self._number = dict(zip(self.keys_in_order, self._numbers.tolist(), strict=True))
+        self._made: dict[str, Row] = {}
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._number)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._number
+
+    def __getitem__(self, key: str) -> Row:
+        row = self._made.get(key)
+        if row is None:
+            row = self._made[key] = self._index.shards.row(self._number[key])
+        return row
+
+    def has_all(self, keys: Sequence[str]) -> bool:
+        """Whether there are rows of all those keys."""
+        return all(map(self._number.__contains__, keys))
+
+    def make(self, keys: Sequence[str]) -> None:
+        """Make those rows at once, which is cheaper than one by one."""
+        new = [key for key in keys if key in self._number and key not in self._made]
+        self._made.update(zip(new, self._index.shards.rows([self._number[key] for key in new]), strict=True))
+
+    def columns(self, keys: Sequence[str]) -> Columns:
+        """The rows of those keys; raises KeyError for one that there is not."""
+        table, rows = self._index.shards, self._numbers
+        if keys != self.keys_in_order:
+            rows = np.array([self._number[key] for key in keys], np.int64)
+        ndim = table.ndim.astype(np.int64)
+        begin, counts = (np.cumsum(ndim) - ndim)[rows], ndim[rows]
+        dims = np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        record = table.record[rows]
+        return Columns(
+            table.kind[rows],
+            table.dtype[rows],
+            record,
+            table.offset[rows],
+            table.ndim[rows],
+            table.dims[dims],
+            table.strides[dims],
+            table.part[rows] == WHOLE,
+            self._index.record_nbytes[record],
+            self._index.data_offset[record] + table.offset[rows],
+        )
+
+    @cached_property
+    def names(self) -> list[str]:
+        """For each row, in the order of the index, the key that stands for its place: the last of that place."""
+        columns = self.columns(self.keys_in_order)
+        order = np.lexsort((columns.offset, columns.record))
+        record, offset = columns.record[order], columns.offset[order]
+        alike = (record[1:] == record[:-1]) & (offset[1:] == offset[:-1])
+        if not alike.any():
+            return self.keys_in_order
+        suspects = np.zeros(len(order), bool)
+        suspects[order[1:][alike]] = suspects[order[:-1][alike]] = True
+        tied = np.flatnonzero(suspects).tolist()
+        self.make([self.keys_in_order[i] for i in tied])
+        places = [place_of(self[self.keys_in_order[i]]) for i in tied]
+        last = {place: self.keys_in_order[i] for i, place in zip(tied, places, strict=True)}
+        names = list(self.keys_in_order)
+        for i, place in zip(tied, places, strict=True):
+            names[i] = last[place]
+        return names
+
+    @cached_property
+    def by_place(self) -> dict[DataPlace, str]:
+        """The key that stands for each place."""
+        self.make(self.keys_in_order)
+        return {place_of(self[key]): key for key in self.keys_in_order}
+
+    @cached_property
+    def _name(self) -> dict[str, str]:
+        return dict(zip(self.keys_in_order, self.names, strict=True))
+
+    def names_of(self, keys: Sequence[str]) -> Sequence[str]:
+        """For each of some keys, the one that stands for its place."""
+        return keys if self.names is self.keys_in_order else [self._name[key] for key in keys]
+
+
+def _keys(index: Index, rows: I64) -> list[str]:
+    packed = index.shards.packed_keys
+    ends = np.cumsum(packed.nbytes, dtype=np.int64)
+    begins, data = (ends - packed.nbytes)[rows].tolist(), packed.data
+    return [data[a:b].decode("utf-8", "surrogatepass") for a, b in zip(begins, ends[rows].tolist(), strict=True)]

@@ -1,0 +1,302 @@
+"""The rows of a container's index: which logical tensor lies where, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from datastates._base.columns import I64, U8, U32, U64
+from datastates.container.key_lookup import KeyLookup
+from datastates.container.packed_keys import PackedKeys
+from datastates.errors import FormatError
+from datastates.state import dtypes
+from datastates.state.parts import Part
+from datastates.state.shards import Shard, full_key
+
+KINDS = ("torch", "numpy", "cupy")
+"""Array libraries by their number in the index: append, never renumber."""
+
+MAX_NDIM = 64
+"""Dimensions that NumPy and torch can hold."""
+
+WHOLE, BOX, FLAT = 0, 1, 2
+"""What part of its logical tensor a row is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One array shard as stored.
+
+    Attributes:
+        key: Its full key, provider name included.
+        kind: Array library.
+        dtype: Element type.
+        record: Number of the storage record, in file order.
+        offset: Bytes from the record's begin to the first element.
+        shape: Elements along each dimension, of this part.
+        stride: Elements to step along each dimension.
+        global_shape: Shape of the logical tensor.
+        box: Where this part begins in it, None when it is a flat range.
+        flat: First and one past the last element of the flattened logical tensor, None when it is a box.
+        digest: What it contributes to the digest of the logical tensor; None when that was not computed.
+    """
+
+    key: str
+    kind: str
+    dtype: dtypes.DType
+    record: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    box: tuple[int, ...] | None
+    flat: tuple[int, int] | None
+    digest: int | None
+
+    @property
+    def part(self) -> Part:
+        """Which part of its logical tensor it is."""
+        return Part(self.global_shape, self.shape, self.box, self.flat)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """All array shards of a container, by columns; ``dims`` and its kin are the rows' tuples laid end to end.
+
+    Attributes:
+        providers: Names of the providers.
+        provider: For each row, its provider's number.
+        keys: For each row, its key within the provider.
+        kind, dtype: For each row, numbers out of :data:`KINDS` and :data:`datastates.state.dtypes.ALL`.
+        record: For each row, the number of its storage record.
+        offset: For each row, bytes from the record's begin.
+        part: For each row, :data:`WHOLE`, :data:`BOX` or :data:`FLAT`.
+        ndim: For each row, how many entries it has in ``dims`` and ``strides``.
+        dims, strides: Shapes and strides in elements.
+        global_ndim: For each row, how many entries it has in ``global_dims``; 0 for a whole.
+        global_dims: Shapes of the logical tensors of the parts.
+        place: For each box its offsets, for each flat range its first element and one past its last.
+        digest: For each row, what it contributes to the digest of its logical tensor; 0 where that is not known.
+        digested: For each row, 1 where it is known.
+    """
+
+    providers: tuple[str, ...]
+    provider: U32
+    keys: Sequence[str]
+    kind: U8
+    dtype: U8
+    record: U32
+    offset: U64
+    part: U8
+    ndim: U8
+    dims: U64
+    strides: U64
+    global_ndim: U8
+    global_dims: U64
+    place: U64
+    digest: U32
+    digested: U8
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self.keys)
+
+    @cached_property
+    def starts(self) -> tuple[I64, I64, I64]:
+        """For each row, where its entries begin in ``dims`` and ``strides``, in ``global_dims``, and in ``place``."""
+        ndim, global_ndim = self.ndim.astype(np.int64), self.global_ndim.astype(np.int64)
+        places = np.where(self.part == FLAT, 2, np.where(self.part == BOX, global_ndim, 0))
+        return tuple(np.cumsum(n) - n for n in (ndim, global_ndim, places))
+
+    @cached_property
+    def packed_keys(self) -> PackedKeys:
+        """The keys as the index stores them."""
+        return PackedKeys.of(self.keys)
+
+    @cached_property
+    def by_key(self) -> KeyLookup:
+        """Row number by full key."""
+        return KeyLookup(self.providers, self.provider, self.packed_keys)
+
+    def of_provider(self, name: str) -> list[int]:
+        """Row numbers of one provider."""
+        if name not in self.providers:
+            return []
+        return np.flatnonzero(self.provider == self.providers.index(name)).tolist()
+
+    def row(self, i: int) -> Row:
+        """One row as an object."""
+        return next(self.rows([i]))
+
+    def rows(self, numbers: Sequence[int]) -> Iterator[Row]:
+        """Rows as objects; for many of them, a few microseconds each."""
+        chosen = np.asarray(numbers, np.int64)
+        at, global_at, place_at = (starts[chosen].tolist() for starts in self.starts)
+        columns = (
+            self.provider,
+            self.kind,
+            self.dtype,
+            self.record,
+            self.offset,
+            self.part,
+            self.ndim,
+            self.global_ndim,
+            self.digest,
+            self.digested,
+        )
+        described = zip(numbers, at, global_at, place_at, *(c[chosen].tolist() for c in columns), strict=True)
+        prefixes = [full_key(name, "") + "/" for name in self.providers]
+        for (
+            i,
+            begin,
+            global_begin,
+            place_begin,
+            provider,
+            kind,
+            dtype,
+            record,
+            offset,
+            part,
+            ndim,
+            global_ndim,
+            digest,
+            digested,
+        ) in described:
+            shape = tuple(self.dims[begin : begin + ndim].tolist())
+            stride = tuple(self.strides[begin : begin + ndim].tolist())
+            key = self.keys[i]
+            global_shape, box, flat = shape, (0,) * ndim, None
+            if part != WHOLE:
+                global_shape = tuple(self.global_dims[global_begin : global_begin + global_ndim].tolist())
+                place = tuple(self.place[place_begin : place_begin + (2 if part == FLAT else global_ndim)].tolist())
+                box, flat = (None, place) if part == FLAT else (place, None)
+            yield Row(
+                key=prefixes[provider] + key if key else prefixes[provider][:-1],
+                kind=KINDS[kind],
+                dtype=dtypes.ALL[dtype],
+                record=record,
+                offset=offset,
+                shape=shape,
+                stride=stride,
+                global_shape=global_shape,
+                box=box,
+                flat=flat,
+                digest=digest if digested else None,
+            )
+
+    def check(self, record_nbytes: U64) -> None:
+        """Refuse rows that do not lie within their records; raises FormatError naming the first bad row's key."""
+        n = len(self.keys)
+        numbers = (self.provider, self.kind, self.dtype, self.record, self.offset, self.part, self.ndim)
+        for column in (*numbers, self.digest, self.digested):
+            if len(column) != n:
+                raise FormatError(f"index: a column has {len(column)} rows instead of {n}")
+        if len(self.global_ndim) != n:
+            raise FormatError("index: the global shapes do not match the rows")
+        places = np.where(self.part == FLAT, 2, np.where(self.part == BOX, self.global_ndim, 0))
+        lengths = (
+            int(self.ndim.sum(dtype=np.int64)),
+            int(self.global_ndim.sum(dtype=np.int64)),
+            int(places.sum(dtype=np.int64)),
+        )
+        if (len(self.dims), len(self.global_dims), len(self.place)) != lengths or len(self.strides) != lengths[0]:
+            raise FormatError("index: the shapes do not match the rows")
+        self._refuse(self.provider >= len(self.providers), "names no provider")
+        self._refuse(self.kind >= len(KINDS), "is of an unknown array library")
+        self._refuse(self.dtype >= len(dtypes.ALL), "is of an unknown element type")
+        only_torch = np.array([d.numpy is None for d in dtypes.ALL])[self.dtype]
+        self._refuse((self.kind != KINDS.index("torch")) & only_torch, "is of an element type that only torch has")
+        self._refuse(self.record >= len(record_nbytes), "names no record")
+        self._refuse(self.part > FLAT, "is an unknown kind of part")
+        self._refuse(self.digested > 1, "has a digest that is neither known nor unknown")
+        self._refuse((self.digested == 0) & (self.digest != 0), "has a digest that is not known")
+        row = np.repeat(np.arange(n), self.ndim)
+        # in floating point: exact below 2**53, and what overflows an integer is merely large
+        dims, strides = self.dims.astype(np.float64), self.strides.astype(np.float64)
+        spans = 1 + np.bincount(row, weights=np.maximum(dims - 1, 0) * strides, minlength=n)
+        spans[np.bincount(row, weights=dims == 0, minlength=n) > 0] = 0
+        itemsize = np.array([d.itemsize for d in dtypes.ALL], np.float64)[self.dtype]
+        space = record_nbytes.astype(np.float64)[self.record] if n else spans
+        self._refuse(self.offset.astype(np.float64) + spans * itemsize > space, "reaches beyond its record")
+        self._refuse(self.offset % itemsize.astype(np.uint64) != 0, "is not aligned to its element type")
+        self._refuse((self.ndim > MAX_NDIM) | (self.global_ndim > MAX_NDIM), "has too many dimensions")
+        bounded = np.bincount(row, weights=(dims >= 2**62) | (strides * itemsize[row] >= 2**62), minlength=n) > 0
+        large = _products(np.maximum(dims, 1), self.ndim) * itemsize >= 2**62
+        self._refuse(bounded | large, "has an impossible shape")
+        self._check_parts(row, dims, itemsize)
+        if len(set(self.providers)) != len(self.providers):
+            raise FormatError("index: two providers have the same name")
+        if self.by_key.repeats:
+            raise FormatError("index: two rows have the same key")
+
+    def _check_parts(
+        self, row: np.ndarray[Any, Any], dims: np.ndarray[Any, Any], itemsize: np.ndarray[Any, Any]
+    ) -> None:
+        """Refuse parts that do not lie within their logical tensors."""
+        n = len(self.keys)
+        whole, box, flat = self.part == WHOLE, self.part == BOX, self.part == FLAT
+        wrong = (whole & (self.global_ndim != 0)) | (box & (self.global_ndim != self.ndim)) | (flat & (self.ndim != 1))
+        self._refuse(wrong, "is a part of another number of dimensions than its tensor")
+        starts, _, places = self.starts
+        globals_ = self.global_dims.astype(np.float64)
+        owner = np.repeat(np.arange(n), self.global_ndim)
+        of_box = box[owner]
+        begin = self.place.astype(np.float64)[np.repeat(box, np.where(flat, 2, np.where(box, self.global_ndim, 0)))]
+        beyond = begin + dims[box[row]] > globals_[of_box]
+        self._refuse(np.bincount(owner[of_box], weights=beyond, minlength=n) > 0, "reaches beyond its logical tensor")
+        i = np.flatnonzero(flat)
+        first, end = self.place[places[i]].astype(np.float64), self.place[places[i] + 1].astype(np.float64)
+        total = _products(globals_, self.global_ndim)[i]
+        wrong = np.zeros(n, bool)
+        self._refuse(_products(globals_, self.global_ndim) * itemsize >= 2**62, "is a part of an impossible tensor")
+        wrong[i] = (end < first) | (end > total) | (end - first != dims[starts[i]])
+        self._refuse(wrong, "is not a range of its logical tensor")
+
+    def _refuse(self, bad: np.ndarray[Any, Any], what: str) -> None:
+        if bad.any():
+            raise FormatError(f"index: {self.keys[int(np.argmax(bad))]!r} {what}")
+
+
+def _products(numbers: np.ndarray[Any, Any], counts: U8) -> np.ndarray[Any, Any]:
+    """The product of each row's numbers, which lie end to end."""
+    result = np.ones(len(counts))
+    np.multiply.at(result, np.repeat(np.arange(len(counts)), counts), numbers)
+    return result
+
+
+def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], record: Sequence[int]) -> ShardTable:
+    """Make the table of array shards, each given with its provider's number and the number of the record it lies in.
+
+    No digest is known yet: that takes the data.
+    """
+    rows = [s for _, s in shards]
+    part = [FLAT if s.flat is not None else WHOLE if s.shape == s.global_shape else BOX for s in rows]
+    place = [() if p == WHOLE else s.flat if p == FLAT else s.offset for s, p in zip(rows, part, strict=True)]
+
+    def flatten(tuples: Sequence[tuple[int, ...] | None]) -> U64:
+        return np.array([n for t in tuples if t for n in t], np.uint64)
+
+    return ShardTable(
+        providers=tuple(providers),
+        provider=np.array([p for p, _ in shards], np.uint32),
+        keys=tuple(s.key for s in rows),
+        kind=np.array([KINDS.index(s.kind) for s in rows], np.uint8),
+        dtype=np.array([dtypes.BY_NAME[s.dtype].code for s in rows if s.dtype], np.uint8),
+        record=np.array(record, np.uint32),
+        offset=np.array([s.buffer_offset for s in rows], np.uint64),
+        part=np.array(part, np.uint8),
+        ndim=np.array([len(s.shape) for s in rows], np.uint8),
+        dims=flatten([s.shape for s in rows]),
+        strides=flatten([s.stride for s in rows]),
+        global_ndim=np.array(
+            [0 if p == WHOLE else len(s.global_shape) for s, p in zip(rows, part, strict=True)], np.uint8
+        ),
+        global_dims=flatten([() if p == WHOLE else s.global_shape for s, p in zip(rows, part, strict=True)]),
+        place=flatten(place),
+        digest=np.zeros(len(rows), np.uint32),
+        digested=np.zeros(len(rows), np.uint8),
+    )

@@ -1,0 +1,180 @@
+"""The ZIP64 framing of a container: headers, descriptors, padding, and where they put the data. Pure numbers and bytes.
+
+Read off APPNOTE 6.3.10 and off what torch 2.13 writes and accepts; ``docs/format.md`` is the contract.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+
+from datastates._base.columns import I64, U8, U32, U64
+from datastates._base.sizes import DESCRIPTOR, DESCRIPTOR_CRC, SMALL
+
+ROOT = b"archive/"
+"""The folder of all records, by torch's convention."""
+PICKLE_NAME = ROOT + b"data.pkl"
+INDEX_NAME = ROOT + b".datastates/index"
+CONSTANTS = ((ROOT + b"byteorder", b"little"), (ROOT + b"version", b"3\n"))
+"""Names and data of the records that all archives of torch have alike."""
+STREAMED = 0x0008
+"""The flag of a record whose CRC-32 follows its data, in a descriptor."""
+_LOCAL = struct.Struct("<4s5H3I2H")
+_DESCRIPTOR = struct.Struct("<4sIQQ")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_END = struct.Struct("<4s4H2IH")
+CENTRAL_CRC = 16
+"""Where in an entry of a central directory the CRC-32 stands."""
+_ZIP64_LOCAL, _ZIP64_CENTRAL, _PADDING = 0x0001, 0x0001, 0x4246  # "FB": the padding field that torch uses
+_NEEDS, _MADE_BY, _EPOCH = 45, 0x031E, 0x0021
+_UNKNOWN = 0xFFFFFFFF
+
+
+def record_name(record: int) -> bytes:
+    """Name of a storage record, by its number in the file, as torch gives it."""
+    return ROOT + b"data/%d" % record
+
+
+def header_nbytes(count: int) -> U64:
+    """Length of each storage record's shortest local header."""
+    result = np.empty(count, np.uint64)
+    for first, last in _alike(count):
+        result[first:last] = shortest_header(record_name(first))
+    return result
+
+
+def shortest_header(name: bytes) -> int:
+    """Length of a local header without padding: fixed part, name, zip64 field and an empty padding field."""
+    return _LOCAL.size + len(name) + 20 + 4
+
+
+def local_header(
+    name: bytes, nbytes: int, length: int, *, crc: int, flags: int, nested: tuple[int, bytes] = (0, b"")
+) -> bytes:
+    """A local header padded to ``length``, so that the data behind it is aligned.
+
+    ``nested`` are bytes that lie in the padding, after where in the header they begin.
+    """
+    extra = length - _LOCAL.size - len(name)
+    head = _LOCAL.pack(b"PK\3\4", _NEEDS, flags, 0, 0, _EPOCH, crc, _UNKNOWN, _UNKNOWN, len(name), extra)
+    zip64 = struct.pack("<HHQQ", _ZIP64_LOCAL, 16, nbytes, nbytes)
+    own = head + name + zip64 + struct.pack("<HH", _PADDING, extra - 24)
+    at, data = nested
+    return (own.ljust(at, b"\0") + data).ljust(length, b"\0")
+
+
+def encode_frames(header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None) -> memoryview:
+    """All bytes between the storage records' data, end to end: local headers, padding, descriptors.
+
+    Without ``crc`` the descriptors' CRC fields are zero, for the executor to fill in as the data goes by.
+    """
+    length = data_offset.astype(np.int64) - header_offset.astype(np.int64)
+    descriptor = np.cumsum(length + DESCRIPTOR) - DESCRIPTOR  # where it begins in the result
+    result = np.zeros(int(descriptor[-1]) + DESCRIPTOR if len(length) else 0, np.uint8)
+    for first, last in _alike(len(length)):
+        run, shortest = slice(first, last), shortest_header(record_name(first))
+        headers = _copies(local_header(record_name(first), 0, shortest, crc=0, flags=STREAMED), last - first)
+        _put_digits(headers, shortest - 24, first)
+        _put(headers, _LOCAL.size - 2, "<u2", length[run] - (shortest - 24))
+        _put(headers, shortest - 20, "<u8", nbytes[run])
+        _put(headers, shortest - 12, "<u8", nbytes[run])
+        _put(headers, shortest - 2, "<u2", length[run] - shortest)
+        _scatter(result, descriptor[run] - length[run], headers)
+        descriptors = _copies(_DESCRIPTOR.pack(b"PK\7\x08", 0, 0, 0), last - first)
+        if crc is not None:
+            _put(descriptors, DESCRIPTOR_CRC, "<u4", crc[run])
+        _put(descriptors, 8, "<u8", nbytes[run])
+        _put(descriptors, 16, "<u8", nbytes[run])
+        _scatter(result, descriptor[run], descriptors)
+    return result.data
+
+
+def pickle_place(records_end: int, header_nbytes: int = 0) -> int:
+    """Where the data of ``data.pkl`` begins, given where the records end and how long its header is at least."""
+    return aligned(records_end + max(header_nbytes, shortest_header(PICKLE_NAME)))
+
+
+def aligned(offset: int) -> int:
+    """The next multiple of :data:`~datastates._base.sizes.SMALL`."""
+    return -(-offset // SMALL) * SMALL
+
+
+def central_header(name: bytes, flags: int, crc: int, nbytes: int, offset: int) -> bytes:
+    """An entry of the central directory."""
+    head = _CENTRAL.pack(
+        b"PK\1\2", _MADE_BY, _NEEDS, flags, 0, 0, _EPOCH, crc, _UNKNOWN, _UNKNOWN, len(name), 28, 0, 0, 0, 0, _UNKNOWN
+    )
+    return head + name + struct.pack("<HHQQQ", _ZIP64_CENTRAL, 24, nbytes, nbytes, offset)
+
+
+def encode_directory(header_offset: U64, nbytes: U64, crc: U32) -> bytes:
+    """The entries of all storage records in the central directory."""
+    parts = []
+    for first, last in _alike(len(nbytes)):
+        run = slice(first, last)
+        entries = _copies(central_header(record_name(first), STREAMED, 0, 0, 0), last - first)
+        end = entries.shape[1]
+        _put(entries, CENTRAL_CRC, "<u4", crc[run])
+        _put_digits(entries, end - 28, first)
+        _put(entries, end - 24, "<u8", nbytes[run])
+        _put(entries, end - 16, "<u8", nbytes[run])
+        _put(entries, end - 8, "<u8", header_offset[run])
+        parts.append(entries.tobytes())
+    return b"".join(parts)
+
+
+def encode_ending(entries: int, offset: int, nbytes: int, comment: bytes) -> bytes:
+    """What follows a central directory of so many entries, of so many bytes, at that offset; the comment comes last."""
+    end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _MADE_BY, _NEEDS, 0, 0, entries, entries, nbytes, offset)
+    locator = _LOCATOR.pack(b"PK\6\7", 0, offset + nbytes, 1)
+    end = _END.pack(b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _UNKNOWN, _UNKNOWN, len(comment))
+    return end64 + locator + end + comment
+
+
+ENDING_NBYTES = _END64.size + _LOCATOR.size + _END.size
+"""Bytes between the central directory and the comment."""
+
+
+# --- many frames at once: rows of bytes, made as copies of one and then told their own numbers
+
+_RUN = 16384
+"""Records whose frames are made at once."""
+
+
+def _alike(count: int) -> Iterator[tuple[int, int]]:
+    """The record numbers below ``count`` in runs of as many digits, whose frames are laid out alike.
+
+    A run is no longer than what stays in a core's cache while its rows are filled in.
+    """
+    first = 0
+    while first < count:
+        last = min(count, 10 ** len(str(first)), first + _RUN)
+        yield first, last
+        first = last
+
+
+def _copies(frame: bytes, count: int) -> U8:
+    return np.tile(np.frombuffer(frame, np.uint8), (count, 1))
+
+
+def _put(rows: U8, at: int, dtype: str, numbers: U64 | U32 | I64) -> None:
+    """Write one number into each row."""
+    rows[:, at : at + np.dtype(dtype).itemsize].view(dtype)[:, 0] = numbers
+
+
+def _put_digits(rows: U8, end: int, first: int) -> None:
+    """Write the record numbers from ``first`` on so that they end at ``end``."""
+    rest = np.arange(first, first + len(rows))
+    for at in range(end - 1, end - 1 - len(str(first)), -1):
+        rest, digit = np.divmod(rest, 10)
+        rows[:, at] = digit + ord("0")
+
+
+def _scatter(target: U8, at: I64, rows: U8) -> None:
+    """Write each row to its place; ``target`` is seen as all the overlapping stretches of a row's length."""
+    row = np.dtype((np.void, rows.shape[1]))
+    np.ndarray(len(target) - row.itemsize + 1, row, target, 0, (1,))[at] = rows.view(row)[:, 0]

@@ -1,0 +1,7 @@
+"""Carries plans out: the door to the native core, its jobs, the size of its cache, its timeline."""
+
+from datastates.executor.executor import Executor, ReadJob, WriteJob
+from datastates.executor.make import make_executor
+from datastates.executor.timeline import Span, Stage
+
+__all__ = ["Executor", "ReadJob", "Span", "Stage", "WriteJob", "make_executor"]

@@ -1,0 +1,134 @@
+"""Planning a save: from the sizes of shards to offsets and extents of a file. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from datastates._base.columns import I64, U8, U32, U64, as_u64
+from datastates._base.sizes import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, LARGE_RECORD, PAGE, SMALL
+from datastates.planning.plans import WritePlan
+
+
+def file_order(source_nbytes: U64, eager: U8) -> I64:
+    """For each record of the file, the source it holds.
+
+    Eager sources come first, so that ``snapshot()`` captures one prefix of the file; then the largest first, so that
+    the copy engine is busy at once and the small ones share the last extents.
+    """
+    return np.lexsort((-source_nbytes.astype(np.int64), eager == 0))
+
+
+def plan_write(
+    source_nbytes: U64,
+    eager: U8,
+    header_nbytes: U64,
+    block_nbytes: int,
+    crc_places: Sequence[int] = (DESCRIPTOR_CRC,),
+) -> WritePlan:
+    """Lay records out in a file, in :func:`file_order`, and cut the file into extents. Large records begin on a page.
+
+    Args:
+        source_nbytes: Length of each source in bytes.
+        eager: 1 for each source that must be captured inside ``snapshot()``.
+        header_nbytes: Length of the shortest local header of the first, second, … record of the file; headers are
+            padded up to the data's alignment.
+        block_nbytes: The longest extent in bytes, a multiple of :data:`~datastates._base.sizes.PAGE`.
+        crc_places: Where a record's CRC-32 stands, from its descriptor's begin; beyond the last descriptor it does not.
+    """
+    order = file_order(source_nbytes, eager)
+    sizes = source_nbytes.astype(np.int64)[order]
+    large = sizes >= LARGE_RECORD
+    data_offset = _place(sizes, np.where(large, PAGE, SMALL), header_nbytes.astype(np.int64) + DESCRIPTOR)
+    descriptor = data_offset + sizes
+    header_offset = np.concatenate(([0], descriptor[:-1] + DESCRIPTOR)) if len(sizes) else data_offset
+    end = int(descriptor[-1]) + DESCRIPTOR if len(sizes) else 0
+
+    # the file is literal, data, literal, data, …, literal: a literal is a descriptor and the next record's header
+    literal_offset = np.concatenate(([0], descriptor)) if len(sizes) else descriptor
+    literal_length = np.concatenate((data_offset, [end])) - literal_offset if len(sizes) else descriptor
+    starts = np.empty(2 * len(sizes) + (1 if len(sizes) else 0), np.int64)
+    starts[0::2], starts[1::2] = literal_offset, data_offset
+    lengths = np.empty_like(starts)
+    lengths[0::2], lengths[1::2] = literal_length, sizes
+    segment_source = np.full(len(starts), -1, np.int64)
+    segment_source[1::2] = order
+    base = np.zeros_like(starts)  # where a segment's first byte is in its source or in the literal
+    base[0::2] = np.cumsum(literal_length) - literal_length
+    filled = lengths > 0
+    starts, segment_source, base = starts[filled], segment_source[filled], base[filled]
+
+    patch = (descriptor[:, None] + np.array(crc_places, np.int64)).ravel()
+    patch_source = np.repeat(order, len(crc_places))[patch < end]
+    patch = patch[patch < end]
+    cuts = _cuts(end, patch, block_nbytes)
+    # a piece is a segment, or what is left of it between two cuts: most cuts fall inside of one
+    before = np.searchsorted(starts, cuts[:-1])
+    inside = np.flatnonzero(np.append(starts, end)[before] != cuts[:-1])
+    piece_start = np.insert(starts, before[inside], cuts[:-1][inside])
+    segment = np.insert(np.arange(len(starts)), before[inside], before[inside] - 1)
+    extent_piece = np.searchsorted(piece_start, cuts)
+    extent_begin = np.repeat(cuts[:-1], np.diff(extent_piece))
+    patch_extent = np.repeat(np.arange(len(cuts) - 1), np.diff(np.searchsorted(patch, cuts)))
+    return WritePlan(
+        order=order,
+        source_nbytes=as_u64(source_nbytes),
+        eager=np.ascontiguousarray(eager, dtype=np.uint8),
+        header_offset=as_u64(header_offset),
+        data_offset=as_u64(data_offset),
+        end=end,
+        extent_offset=as_u64(cuts[:-1]),
+        extent_length=as_u64(np.diff(cuts)),
+        extent_piece=as_u64(extent_piece),
+        piece_source=segment_source[segment].astype(np.int32),
+        piece_source_offset=as_u64(base[segment] + piece_start - starts[segment]),
+        piece_extent_offset=as_u64(piece_start - extent_begin),
+        piece_length=as_u64(np.diff(piece_start, append=end)),
+        patch_extent=as_u64(patch_extent),
+        patch_offset=as_u64(patch - cuts[patch_extent]),
+        patch_source=patch_source.astype(np.int32),
+        literal_offset=as_u64(literal_offset),
+        literal_length=as_u64(literal_length),
+    )
+
+
+def _place(sizes: np.ndarray, alignment: np.ndarray, overhead: np.ndarray) -> np.ndarray:
+    """Offset of each record's data: after the previous record's data, a descriptor and its own header, aligned.
+
+    Within a run of equal alignment every offset is a multiple of it, so the run is one cumulative sum.
+    """
+    offsets = np.empty(len(sizes), np.int64)
+    position = -DESCRIPTOR  # no descriptor stands before the first header
+    bounds = [0, *(np.flatnonzero(np.diff(alignment)) + 1).tolist(), len(sizes)] if len(sizes) else []
+    for first, last in itertools.pairwise(bounds):
+        step = int(alignment[first])
+        offsets[first] = -(-(position + int(overhead[first])) // step) * step
+        strides = sizes[first : last - 1] + overhead[first + 1 : last]
+        offsets[first + 1 : last] = offsets[first] + np.cumsum(-(-strides // step) * step)
+        position = int(offsets[last - 1] + sizes[last - 1])
+    return offsets
+
+
+def _cuts(end: int, checksums: np.ndarray, block_nbytes: int) -> np.ndarray:
+    """Page-aligned places to cut ``[0, end)`` into extents, none of them inside a checksum field of four bytes."""
+    cuts = [0]
+    while end - cuts[-1] > block_nbytes:
+        cut = cuts[-1] + block_nbytes
+        while True:
+            nearest = int(np.searchsorted(checksums, cut))  # the first checksum at or after the cut
+            if nearest == 0 or int(checksums[nearest - 1]) + 4 <= cut:
+                break
+            cut -= PAGE
+        cuts.append(cut)
+    return np.array([*cuts, end] if end else [0], np.int64)
+
+
+def reorder_chunks(crcs: np.ndarray, plan: WritePlan) -> U32:
+    """Chunk checksums of the sources end to end, as those of the records end to end."""
+    counts = -(-plan.source_nbytes.astype(np.int64) // CHUNK)
+    first = np.cumsum(counts) - counts
+    ordered = counts[plan.order]
+    within = np.arange(ordered.sum()) - np.repeat(np.cumsum(ordered) - ordered, ordered)
+    return np.ascontiguousarray(crcs[np.repeat(first[plan.order], ordered) + within])

@@ -1,0 +1,6 @@
+"""How processes agree without collectives. Knows no checkpoint."""
+
+from datastates.ranks.together import meet, settle
+from datastates.ranks.world import SoloWorld, World, world_of
+
+__all__ = ["SoloWorld", "World", "meet", "settle", "world_of"]

@@ -1,0 +1,289 @@
+"""How ranks agree, without collectives: each posts a message, the coordinator decides, all read what it decided.
+
+Messages lie on a :class:`Board`: torch's Store or a shared directory. Nothing here knows what they mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from datastates._base import faults
+from datastates.errors import (
+    ClosedError,
+    CommitError,
+    DatastatesError,
+    RanksMissingError,
+    StorageError,
+    rank_names,
+)
+from datastates.ranks.polling import slowest, until
+
+COORDINATOR = 0
+
+Decide = Callable[[dict[int, bytes]], bytes]
+
+
+def never(payload: bytes) -> bool:
+    """No payload makes the others needless."""
+    return False
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says, to be told to other ranks."""
+    kind, text = type(error).__name__, str(error)
+    return text if isinstance(error, DatastatesError) else f"{kind}: {text}" if text else kind
+
+
+def token_of(run: str, name: str) -> str:
+    """8 hexadecimal digits for a name in a run."""
+    return hashlib.blake2b(f"{run}/{name}".encode(), digest_size=4).hexdigest()
+
+
+class Board(Protocol):
+    """Where one rank leaves messages for others: in boxes, one message of each rank.
+
+    All methods return at once, are thread-safe, and raise CommitError or StorageError when the board fails.
+    """
+
+    @property
+    def run(self) -> str:
+        """A random name of this run, the same on all ranks."""
+
+    def put(self, box: str, data: bytes) -> None:
+        """Leave this rank's message, and its mark."""
+
+    def mark(self, box: str) -> None:
+        """Leave this rank's mark only."""
+
+    def marks(self, box: str) -> int:
+        """How many ranks have left a mark; each that is counted has left its message before."""
+
+    def read(self, box: str, ranks: Iterable[int]) -> dict[int, bytes]:
+        """The messages of these ranks that are there. Nobody may delete them meanwhile."""
+
+    def claim(self, box: str) -> int:
+        """The rank whose call for this box was the first of all: perhaps this one."""
+
+    def take_back(self, box: str) -> None:
+        """Delete this rank's message."""
+
+    def drop(self, box: str, ranks: Iterable[int]) -> None:
+        """Delete the box with its marks, its claim, and the messages of these ranks."""
+
+    def close(self, *, given_up: bool) -> None:
+        """Let go; on rank 0, delete what is left of the run. It is ``given_up`` where a rank has not come."""
+
+
+# what an answer begins with
+_DECIDED, _REFUSED, _MISSING = b"d", b"r", b"m"
+
+
+def _sealed(failure: BaseException) -> bytes:
+    if isinstance(failure, RanksMissingError):
+        return _MISSING + json.dumps({"text": str(failure), "ranks": failure.ranks}).encode()
+    return _REFUSED + text_of(failure).encode(errors="replace")
+
+
+def _opened(answer: bytes) -> bytes:
+    kind, content = answer[:1], answer[1:]
+    if kind == _MISSING:
+        told = json.loads(content)
+        raise RanksMissingError(told["text"], ranks=told["ranks"])
+    if kind == _REFUSED:
+        raise CommitError(content.decode())
+    return content
+
+
+def _pass(point: str, name: str) -> None:
+    try:
+        faults.hit(f"barrier.{point}", name)
+    except OSError as error:
+        raise StorageError(error.errno or 0, point, name) from error
+
+
+class BoardWorld:
+    """Several ranks over a board.
+
+    For each name there are five boxes: the ranks' votes; enough, marked by who makes the others' votes needless; gate,
+    claimed by rank 0 when it decides, or before that by a rank that takes its vote back; the answer; read, marked by
+    who needs the board no more. Once all have, rank 0 deletes them.
+    """
+
+    def __init__(self, rank: int, size: int, board: Board, *, timeout: float) -> None:
+        """Be one of ``size`` ranks; ``timeout`` bounds the wait of :meth:`close`, in seconds."""
+        self.rank, self.size = rank, size
+        self._board = board
+        self._timeout = timeout
+        self._interval = slowest(size)
+        self._others = range(COORDINATOR + 1, size)
+        self._process = os.getpid()
+        self._closed = False
+        self._missed = False
+        """Whether a rank has not come to an agreement."""
+        self._lock = threading.Lock()
+        self._told: dict[str, bool] = {}
+        """On rank 0, what not all have read by now, and whether it was decided on."""
+
+    def token(self, name: str) -> str:
+        """See :meth:`datastates.ranks.world.World.token`."""
+        self._refuse_strangers()
+        return token_of(self._board.run, name)
+
+    def agree(
+        self,
+        name: str,
+        payload: bytes,
+        decide: Decide,
+        *,
+        timeout: float,
+        enough: Callable[[bytes], bool] = never,
+    ) -> bytes:
+        """See :meth:`datastates.ranks.world.World.agree`."""
+        self._refuse_strangers()
+        try:
+            if self.rank == COORDINATOR:
+                return self._bring_together(name, payload, decide, timeout, enough)
+            return self._take_part(name, payload, timeout, enough(payload))
+        except RanksMissingError:
+            self._missed = True
+            raise
+
+    def _refuse_strangers(self) -> None:
+        if os.getpid() != self._process:
+            raise CommitError(f"this process was forked off rank {self.rank} and is no rank of its own")
+        if self._closed:
+            raise ClosedError("the world of ranks is closed")
+
+    # --- rank 0
+
+    def _bring_together(
+        self, name: str, payload: bytes, decide: Decide, timeout: float, enough: Callable[[bytes], bool]
+    ) -> bytes:
+        failure: BaseException | None = None
+        try:
+            self._delete_what_all_have_read()
+            votes = self._gather(name, payload, timeout, enough)
+            _pass("decide", name)
+            answer = _DECIDED + decide(votes)
+        except BaseException as error:  # an interrupt, too, must not leave the others waiting
+            failure, answer = error, _sealed(error)
+        _pass("publish", name)
+        try:
+            self._board.put(f"{name}.answer", answer)
+        except (CommitError, StorageError):
+            if failure is None:
+                raise
+        else:
+            with self._lock:
+                self._told[name] = failure is None
+        if failure is None:
+            return answer[1:]
+        if isinstance(failure, RanksMissingError) or not isinstance(failure, Exception):
+            raise failure
+        raise CommitError(text_of(failure)) from failure
+
+    def _gather(self, name: str, payload: bytes, timeout: float, enough: Callable[[bytes], bool]) -> dict[int, bytes]:
+        # who waits for us must hear in time who is missing
+        patience = timeout - min(timeout / 5, 30.0)
+        votes = f"{name}.votes"
+
+        def come() -> bool | None:
+            all_there = self._board.marks(votes) >= len(self._others)
+            return all_there or self._board.marks(f"{name}.enough") > 0 or None
+
+        if not enough(payload):
+            until(come, time.monotonic() + patience, self._interval)
+        found = {COORDINATOR: payload, **self._board.read(votes, self._others)}
+        missing = [rank for rank in self._others if rank not in found]
+        if missing and not any(map(enough, found.values())):
+            raise RanksMissingError(
+                f"{name}: no answer from {rank_names(missing)} within {patience:.3g} s", ranks=missing
+            )
+        first = self._board.claim(f"{name}.gate")
+        if first != COORDINATOR:
+            raise RanksMissingError(f"{name}: rank {first} stopped waiting for an answer", ranks=(first,))
+        return found
+
+    def _delete_what_all_have_read(self) -> bool:
+        """Whether all have read everything."""
+        with self._lock:
+            told = dict(self._told)
+        for name, decided in told.items():
+            if self._board.marks(f"{name}.read") >= len(self._others):
+                with self._lock:
+                    mine = self._told.pop(name, None) is not None
+                if mine:
+                    self._drop(name, decided)
+        return not self._told
+
+    def _drop(self, name: str, decided: bool) -> None:
+        # of what was decided on, the ranks have taken back their votes themselves
+        left = () if decided else self._others
+        for box, ranks in (("votes", left), ("answer", (COORDINATOR,)), ("enough", ()), ("gate", ()), ("read", ())):
+            self._board.drop(f"{name}.{box}", ranks)
+
+    # --- the other ranks
+
+    def _take_part(self, name: str, payload: bytes, timeout: float, urgent: bool) -> bytes:
+        end = time.monotonic() + timeout
+        _pass("post", name)
+        self._board.put(f"{name}.votes", payload)
+        if urgent:
+            self._board.mark(f"{name}.enough")
+        answer = None
+        try:
+            _pass("wait", name)
+            answer = self._await_answer(name, end, timeout)
+        finally:
+            # what fails from here on changes nothing: with the answer read, rank 0 may even be gone
+            with contextlib.suppress(CommitError, StorageError):
+                if answer is not None:
+                    self._board.take_back(f"{name}.votes")
+                self._board.mark(f"{name}.read")
+        return _opened(answer)
+
+    def _await_answer(self, name: str, end: float, timeout: float) -> bytes:
+        def look() -> bytes | None:
+            return self._board.read(f"{name}.answer", (COORDINATOR,)).get(COORDINATOR)
+
+        answer = until(look, end, self._interval)
+        if answer is None:
+            if self._board.claim(f"{name}.gate") != COORDINATOR:
+                raise RanksMissingError(
+                    f"{name}: no answer from rank {COORDINATOR}, which the others report to, within {timeout:.3g} s",
+                    ranks=(COORDINATOR,),
+                    undecided=True,  # it finds the gate closed when it comes to it
+                )
+            answer = until(look, time.monotonic() + timeout, self._interval)
+        if answer is None:
+            raise RanksMissingError(
+                f"{name}: rank {COORDINATOR} heard all and has not told within {2 * timeout:.3g} s what came of it",
+                ranks=(COORDINATOR,),
+            )
+        return answer
+
+    def close(self) -> None:
+        """See :meth:`datastates.ranks.world.World.close`; in a forked child, nothing."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        # without its server there is nothing left to delete or to wait for
+        with contextlib.suppress(CommitError):
+            try:
+                if self.rank == COORDINATOR:
+                    self._clear()
+            finally:
+                self._board.close(given_up=self._missed)
+
+    def _clear(self) -> None:
+        end = time.monotonic() + self._timeout
+        until(lambda: self._delete_what_all_have_read() or None, end, self._interval)
+        for name in self._told:
+            self._drop(name, decided=False)

@@ -1,0 +1,232 @@
+"""How the processes of one run find each other through a shared directory, whatever killed runs have left there.
+
+Below ``.ranks`` every process leaves ``hello-RANK-SIZE-NONCE``. Rank 0 makes a folder with a random name for the run,
+and tells in ``session-RUN`` whom it has seen. Files of dead processes look like those of the living: so whoever finds
+its own nonce there answers, by a file in the run's folder; rank 0 tells again when others have come, and once a process
+of each rank has answered, it tells who they are. Only then are they a run. Nobody writes or deletes the session of a
+living run but its rank 0: one run may end while the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from datastates._base import files, locks
+from datastates.errors import RanksMissingError, SettingsError, StorageError, rank_names
+from datastates.ranks.file_board import FileBoard, names, read, remove, step, write
+from datastates.ranks.polling import slowest, until
+
+FOLDER = ".ranks"
+_ANSWERS = "joined"
+_ALIVE = ".alive"  # rank 0 holds it locked as long as the run lasts
+_HELLO = re.compile(r"hello-([0-9]+)-([0-9]+)-([0-9a-f]{16})\Z")
+_RUN = "[0-9a-f]{16}"
+_SESSION = re.compile(rf"\.?session-({_RUN})(\.[0-9a-f]+)?\Z")  # with a dot, one that is being written
+
+
+class _Session(BaseModel):
+    """What rank 0 tells. A process is written as its rank, ``-`` and its nonce."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    run: Annotated[str, Field(pattern=f"^{_RUN}$")]
+    seen: list[str]
+    members: list[str] | None = None
+    """Who they are, once all have answered."""
+    missing: list[int] | None = None
+    """Who has not, when the time is up."""
+    failure: str = ""
+
+
+def _rank_of(process: str) -> int:
+    return int(process.partition("-")[0])
+
+
+def join(directory: Path, rank: int, size: int, timeout: float) -> FileBoard:
+    """Meet the other processes of this run below a directory, which is made.
+
+    Raises:
+        RanksMissingError: Some did not come within ``timeout`` seconds.
+        SettingsError: Another process has this rank, too.
+        StorageError: The directory cannot be written.
+    """
+    root = directory / FOLDER
+    files.make_directory(directory)
+    process = f"{rank}-{secrets.token_hex(8)}"
+    hello = root / f"hello-{rank}-{size}-{process.partition('-')[2]}"
+    _say_hello(hello)
+    try:
+        run, lock = _gather(root, size, timeout) if rank == 0 else (_follow(root, process, size, timeout), None)
+    finally:
+        remove(hello)
+    return FileBoard(root / run, rank, partial(_leave, root, run, lock))
+
+
+def _say_hello(hello: Path) -> None:
+    while True:
+        try:
+            with step("write", hello):
+                hello.parent.mkdir(exist_ok=True)
+                hello.touch()
+            return
+        except StorageError as error:
+            if error.errno != errno.ENOENT or not hello.parent.parent.is_dir():
+                raise  # otherwise a run that has just ended took the folder along
+
+
+def _leave(root: Path, run: str, lock: int | None) -> None:
+    remove(_session(root, run))
+    remove(root / run)
+    if lock is not None:
+        locks.release(lock)
+    with contextlib.suppress(OSError):  # the next run is about to begin there
+        root.rmdir()
+
+
+def _session(root: Path, run: str) -> Path:
+    return root / f"session-{run}"
+
+
+def _told(root: Path, process: str) -> Iterator[_Session]:
+    """What every rank 0 that has seen a process tells it."""
+    for name in filter(_SESSION.match, names(root)):
+        try:
+            session = _Session.model_validate_json(read(root / name) or b"")
+        except ValidationError:  # cut short, when its machine went down
+            continue
+        if process in session.seen:
+            yield session
+
+
+def _tell(root: Path, session: _Session) -> None:
+    write(_session(root, session.run), session.model_dump_json().encode())
+
+
+def _gather(root: Path, size: int, timeout: float) -> tuple[str, int]:
+    """As rank 0: begin a run and meet the others; gives the run's name and the lock that is held."""
+    run = secrets.token_hex(8)
+    answers = root / run / _ANSWERS
+    with step("mkdir", answers):
+        answers.mkdir(parents=True)
+    with step("lock", answers):
+        lock = os.open(root / run / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    locks.hold(lock)
+    try:
+        locks.try_lock(lock)
+        _meet(root, run, size, timeout)
+    except BaseException:
+        remove(root / run)
+        locks.release(lock)
+        raise
+    return run, lock
+
+
+def _meet(root: Path, run: str, size: int, timeout: float) -> None:
+    """As rank 0 of a run: tell, until a process of each rank has answered."""
+    answers = root / run / _ANSWERS
+    others = set(range(1, size))
+    told = _Session(run=run, seen=[])
+
+    def members() -> list[str] | None:
+        nonlocal told
+        seen = _seen(root, size)
+        newest = {_rank_of(process): process for process in seen}
+        if set(newest) != others:
+            return None
+        if seen != told.seen:
+            told = _Session(run=run, seen=seen)
+            _tell(root, told)
+        # of two of one rank the older one is dead, though it may have answered before
+        return list(newest.values()) if set(newest.values()) <= set(names(answers)) else None
+
+    # who waits for us must hear in time who is missing
+    patience = timeout - min(timeout / 5, 30.0)
+    found = until(members, time.monotonic() + patience, slowest(size))
+    if found is None:
+        seen = _seen(root, size)
+        newest = {_rank_of(process): process for process in seen}
+        came = set(names(answers))
+        missing = sorted(rank for rank in others if newest.get(rank) not in came)
+        text = f"{root}: {rank_names(missing)} of {size} did not come within {patience:.3g} s"
+        _tell(root, _Session(run=run, seen=seen, missing=missing, failure=text))
+        raise RanksMissingError(text, ranks=missing)
+    _tell(root, _Session(run=run, seen=told.seen, members=found))
+    _clear(root, run)
+
+
+def _seen(root: Path, size: int) -> list[str]:
+    """The other processes that have said hello, oldest first."""
+    ages = {}
+    for hello in filter(None, map(_HELLO.match, names(root))):
+        if int(hello[2]) == size and 0 < int(hello[1]) < size:
+            with step("stat", root / hello[0]), contextlib.suppress(FileNotFoundError):  # it has just given up
+                ages[f"{hello[1]}-{hello[3]}"] = (root / hello[0]).stat().st_mtime_ns
+    return sorted(ages, key=lambda process: (ages[process], process))
+
+
+def _clear(root: Path, run: str) -> None:
+    """Delete what killed runs left; others, of this process too, may be under way beside this one."""
+    with step("list", root):
+        entries = os.listdir(root)
+    for name in entries:
+        session = _SESSION.match(name)
+        other = session[1] if session else name
+        is_dead = other != run and re.fullmatch(_RUN, other) and not _is_alive(root / other)
+        if is_dead or _HELLO.match(name):
+            remove(root / name)
+
+
+def _is_alive(folder: Path) -> bool:
+    """Whether the rank 0 of a run still lives; False where the file system has no locks."""
+    try:
+        lock = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return locks.try_lock(lock, fcntl.LOCK_SH) is False
+    finally:
+        os.close(lock)
+
+
+def _answer(file: Path) -> None:
+    try:
+        with step("write", file):
+            file.touch()
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise  # otherwise that rank 0 has given up, and another one will tell
+
+
+def _follow(root: Path, process: str, size: int, timeout: float) -> str:
+    """As another rank: answer whatever rank 0 tells this process, until it tells who they are."""
+    answered = set()
+
+    def settled() -> _Session | None:
+        for session in _told(root, process):
+            if session.members is not None or session.missing is not None:
+                return session
+            if session.run not in answered:
+                answered.add(session.run)
+                _answer(root / session.run / _ANSWERS / process)
+        return None
+
+    session = until(settled, time.monotonic() + timeout, slowest(size))
+    if session is None:
+        raise RanksMissingError(f"{root}: rank 0 did not come within {timeout:.3g} s", ranks=(0,))
+    if session.members is None:
+        raise RanksMissingError(session.failure, ranks=session.missing or ())
+    if process not in session.members:
+        raise SettingsError(f"rank: another process in {root} says that it is rank {_rank_of(process)}, too")
+    return session.run

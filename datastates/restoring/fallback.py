@@ -1,0 +1,132 @@
+"""Restoring the newest checkpoint, or the newest that is not damaged, on all ranks alike."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from datastates.commit import health
+from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
+from datastates.executor.executor import Executor
+from datastates.restoring import in_place
+from datastates.restoring.in_place import Restored
+from datastates.restoring.meeting import Meeting
+from datastates.state.provider import StateProvider
+
+_log = logging.getLogger("datastates")
+_FINE, _DAMAGED, _TOLD, _OTHER = range(4)
+
+
+def check(*, fallback: bool, step: int | None, strict: bool) -> None:
+    """Refuse what cannot go together; ValueError."""
+    if fallback and step is not None:
+        raise ValueError(f"fallback: is for the newest checkpoint, and step={step} names one")
+    if fallback and not strict:
+        raise ValueError("fallback: needs strict=True: what the older checkpoint lacks would stay half overwritten")
+
+
+def restore(
+    providers: Sequence[StateProvider],
+    candidates: Callable[[], Sequence[Path]],
+    executor: Callable[[int], Executor],
+    meetings: Callable[[int], Meeting],
+    *,
+    step: int | None,
+    fallback: bool,
+    **how: Any,
+) -> Restored | None:
+    """Restore the last of the candidates; None when there is none.
+
+    Args:
+        providers: What to restore.
+        candidates: The checkpoints to choose from, the newest at the end; called on the coordinator.
+        executor: As for :func:`datastates.restoring.in_place.restore`.
+        meetings: The meeting of the n-th attempt, from 0.
+        step: Which one is wanted; None for the newest.
+        fallback: Pass over those that are damaged.
+        **how: As for :func:`datastates.restoring.in_place.restore`.
+
+    Raises:
+        FormatError: With ``fallback``, all are damaged.
+        DatastatesError: As of :meth:`datastates.Checkpointer.restore`.
+    """
+    damaged: dict[Path, str] = {}  # on the coordinator
+
+    def find() -> Path | None:
+        for path in reversed(candidates()):
+            if fallback and path not in damaged and (what := health.problem(path)) is not None:
+                damaged[path] = what
+            if path not in damaged:
+                return path
+        if damaged:
+            raise FormatError(f"every checkpoint is damaged: {_listed(damaged)}")
+        return None
+
+    for attempt in itertools.count():
+        meeting = meetings(attempt)
+        with contextlib.ExitStack() as reading:
+            stored = in_place.open_together(meeting, step, find, reading, fallback=fallback)
+            if stored is None:
+                return None
+            path = stored.head.path
+            if not fallback:
+                with in_place.advised(path, step):
+                    return in_place.restore(stored, providers, executor, meeting, **how)
+            result, error = None, None
+            try:
+                result = in_place.restore(stored, providers, executor, meeting, **how)
+            except RanksMissingError:
+                raise
+            except Exception as failure:
+                error = failure
+            again, passed = _agree(meeting, error, path, damaged)
+        if again:
+            continue
+        if result is None:
+            assert error is not None
+            raise error
+        result.passed_over = passed
+        if passed:
+            _log.warning("restored step %d, as what is newer is damaged: %s", result, _listed(passed))
+        return result
+    raise AssertionError("attempts do not end")
+
+
+def _agree(
+    meeting: Meeting, error: Exception | None, path: Path, damaged: dict[Path, str]
+) -> tuple[bool, dict[str, str]]:
+    """Whether all go on with another checkpoint, and what has been passed over by then."""
+
+    def decide(votes: dict[int, bytes]) -> bytes:
+        said = {rank: msgpack.unpackb(vote) for rank, vote in votes.items()}
+        reasons = [
+            f"rank {rank}: {text}" if len(said) > 1 else text for rank, (v, text) in said.items() if v == _DAMAGED
+        ]
+        again = bool(reasons) and all(vote != _OTHER for vote, _ in said.values())
+        if again:
+            damaged[path] = "; ".join(reasons)
+            _log.warning("%s is damaged, and an older checkpoint is restored: %s", path, damaged[path])
+        return msgpack.packb([again, {other.name: text for other, text in damaged.items()}])
+
+    own = msgpack.packb([_vote(error), str(error).encode(errors="replace").decode()])
+    again, passed = msgpack.unpackb(meeting.settle("fallback", None, own, decide))
+    return again, passed
+
+
+def _vote(error: Exception | None) -> int:
+    if error is None:
+        return _FINE
+    misfit = isinstance(error, RestoreError) and (error.missing or error.unexpected or error.mismatched)
+    if isinstance(error, (CommitError, RestoreError)) and not misfit:
+        return _TOLD  # another rank's failure, which says by itself what it was
+    return _DAMAGED if health.is_damage(error) else _OTHER
+
+
+def _listed(damaged: dict[Path, str] | dict[str, str]) -> str:
+    return "; ".join(f"{Path(path).name}: {text}" for path, text in damaged.items())

@@ -1,0 +1,317 @@
+"""What a checkpoint holds for one provider, compared with what is live: what to read, and what differs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from datastates.commit.claims import key_hash, object_hash
+from datastates.container import pickle_reader, pickle_writer
+from datastates.container.file import Container
+from datastates.container.pickle_native import read_plain
+from datastates.container.rows import DataPlace, StoredRows, logical
+from datastates.container.table import Row
+from datastates.errors import FormatError, ProviderError
+from datastates.restoring.read_queue import Ranges
+from datastates.restoring.reads import Reads
+from datastates.restoring.stored import Stored
+from datastates.state import dressed, memory, streams, tensor_scan
+from datastates.state.arrays import Destinations
+from datastates.state.parts import uncovered
+from datastates.state.provider import Saved
+from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key
+
+Trust = Collection[str] | str
+"""``"all"``, or the classes, as ``module.qualname``, that objects in a checkpoint may be of."""
+
+
+def place_in_pickle(stored: StoredArray) -> DataPlace:
+    """Where a reference in ``data.pkl`` says that the elements are."""
+    return stored.record, stored.offset, stored.dtype, stored.shape, stored.stride
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say in a plain FormatError what could not be decoded; its subclasses say so themselves."""
+    try:
+        yield
+    except FormatError as error:
+        if type(error) is not FormatError:
+            raise
+        raise FormatError(f"{what}: {error}") from error
+
+
+_PLAIN = {int, float, str, bool, type(None)}
+
+
+def _fill(value: object, resolve: Callable[[ArrayRef], object]) -> bool:
+    """Put arrays in the place of references in a surveyed dict or list; False when there is more to it than those."""
+    left = [value]
+    seen: set[int] = set()
+    made: dict[int, tuple[ArrayRef, object]] = {}  # by id of the reference, which it keeps: what is one array stays one
+    while left:
+        container: Any = left.pop()
+        if type(container) not in (dict, OrderedDict, list):
+            return False
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        if type(container) is OrderedDict and vars(container):
+            left.append(vars(container))
+        for k, item in container.items() if isinstance(container, dict) else enumerate(container):
+            if type(item) is ArrayRef:
+                if id(item) not in made:
+                    made[id(item)] = item, resolve(item)
+                container[k] = made[id(item)][1]
+            elif type(item) not in _PLAIN and not (type(item) is tuple and set(map(type, item)) <= _PLAIN):
+                left.append(item)
+    return True
+
+
+class SavedState(Saved):
+    """What a checkpoint holds for one provider; collects what is reported about it.
+
+    Objects, and the keys that are listed, are those of one container, the base: that of this rank's number, or the
+    first that has the provider. What any rank holds is found by its key.
+
+    Attributes:
+        name: What the provider is stored under.
+        missing, unexpected: Full keys of what only the live state has, and of what only the checkpoint has.
+        mismatched: By full key, what differs.
+        lost: By full key, what is missing of an array because a container is.
+        wanted: Hashes of the keys of all that is restored.
+        shards: The array shards that are restored.
+    """
+
+    def __init__(self, stored: Stored, base: Container, name: str, *, strict: bool, trust: Trust) -> None:
+        """Look into the base container."""
+        self.strict = strict
+        self.name = name
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: dict[str, str] = {}
+        self.lost: dict[str, str] = {}
+        self.wanted: list[int] = []
+        self.shards: list[Shard] = []
+        self._alike: Destinations | None = None
+        self._stored = stored
+        self._base = base
+        self._trust = trust
+        table = base.index.shards
+        self.rows = StoredRows(base.index, name)
+        self._objects = {o.key: o for o in base.index.objects if table.providers[o.provider] == name}
+        self._read: dict[str, bytes] = {}
+        self._surveyed: dict[str, tuple[Any, bool]] = {}
+
+    def arrays(self) -> Mapping[str, ArrayRef]:
+        """The stored arrays, logical tensors."""
+        return _References(self)
+
+    def every_key(self) -> Sequence[str]:
+        """Keys of all stored arrays, whichever rank had them."""
+        return self._stored.every_key(self.name)
+
+    def note_lost_objects(self, rank: int) -> None:
+        """Note which objects a rank saved in a container that is missing: those of another rank are not its own."""
+        for key in self._objects:
+            if self._stored.has_lost(full := full_key(self.name, key), rank):
+                self.lost[full] = "what this rank saved of it"
+
+    def find(self, key: str) -> Row | None:
+        """A row of an array by its key within the provider, whichever part of it; None when nothing is there."""
+        return self.rows[key] if key in self.rows else self._stored.find(full_key(self.name, key))
+
+    def objects(self) -> Sequence[str]:
+        """Keys of the stored objects."""
+        return list(self._objects)
+
+    def report(
+        self,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Mapping[str, str] | None = None,
+    ) -> None:
+        """Note what differs."""
+        self.missing += [full_key(self.name, key) for key in missing]
+        self.unexpected += [full_key(self.name, key) for key in unexpected]
+        self.mismatched.update({full_key(self.name, key): what for key, what in (mismatched or {}).items()})
+
+    def structure(self, key: str) -> object:
+        """A stored object's containers and plain values, with an ArrayRef for each array."""
+        return self._survey(key)[0]
+
+    def _survey(self, key: str) -> tuple[Any, bool]:
+        if key not in self._surveyed:
+            opcodes = self._opcodes(key)
+            whole = self._stored.head.ranks == 1
+            if whole and (plain := read_plain(opcodes, self.rows)) is not None:
+                self._surveyed[key] = plain[0], True
+                return self._surveyed[key]
+            with self._named(key):
+                stream = pickle_writer.stream(opcodes)
+                self._surveyed[key] = pickle_reader.survey(stream, self._reference, trust=self._trust)
+        return self._surveyed[key]
+
+    def vet(self, key: str) -> None:
+        """Refuse an object that is not trusted, or damaged."""
+        self._survey(key)
+
+    def fill(self, key: str, targets: Mapping[str, object]) -> bool:
+        """Put the live arrays into what was read of the object; False when it is to be built over restored arrays."""
+        value, complete = self._survey(key)
+        return complete and _fill(value, lambda ref: _target(targets, ref))
+
+    def build(self, key: str, targets: Mapping[str, object]) -> object:
+        """The object over the arrays that have been restored; what was not stays a reference."""
+
+        def resolve(stored: StoredArray) -> object:
+            return _target(targets, self._reference(stored))
+
+        with self._named(key):
+            return pickle_reader.loads(pickle_writer.stream(self._opcodes(key)), resolve, trust=self._trust)
+
+    def _opcodes(self, key: str) -> bytes:
+        if key not in self._read:
+            self._read[key] = self._base.read_object(self._objects[key])
+        return self._read[key]
+
+    def _reference(self, stored: StoredArray) -> ArrayRef:
+        key = self.rows.by_place.get(place_in_pickle(stored))
+        if key is None:
+            raise FormatError(f"an array of record {stored.record!r} that the index does not list")
+        return logical(self.rows[key], key=key, requires_grad=stored.requires_grad)
+
+    def _named(self, key: str) -> contextlib.AbstractContextManager[None]:
+        return naming(f"{full_key(self.name, key)!r} in {self._base.path}")
+
+    def plan(self, shards: Sequence[Shard], reads: Reads, received: Collection[str] = ()) -> dict[str, object]:
+        """Read what can be restored, but for the full keys that are received from other ranks, and report the rest.
+
+        Returns:
+            The live arrays, by the keys that stand for their places.
+        """
+        if not received and isinstance(shards, Destinations) and self._plan_alike(shards, reads):
+            return dict(zip(self.rows.names_of(shards.keys), shards.values, strict=True))
+        self.rows.make([shard.key for shard in shards if not shard.is_object])
+        for shard in shards:
+            if shard.is_object and shard.key in self._objects:
+                self.wanted.append(object_hash(full_key(self.name, shard.key)))
+                continue
+            row = None if shard.is_object else self.find(shard.key)
+            if row is None:
+                raise ProviderError(f"destinations() gave {shard.key!r}, which the checkpoint does not hold")
+            self.wanted.append(key_hash(full_key(self.name, shard.key)))
+            if (difference := _difference(row, shard)) is not None:
+                self.report(mismatched={shard.key: difference})
+            elif full_key(self.name, shard.key) in received or self._plan_parts(row, shard, reads):
+                self.shards.append(shard)
+        keys = [shard.key for shard in self.shards if shard.key in self.rows]
+        named = dict(zip(keys, self.rows.names_of(keys), strict=True))
+        return {named.get(shard.key, shard.key): shard.source for shard in self.shards}
+
+    def _plan_parts(self, row: Row, shard: Shard, reads: Reads) -> bool:
+        """Read a live part out of the parts that were saved; False when not all of it is there."""
+        part, full = shard.part, full_key(self.name, shard.key)
+        if shard.key in self.rows and row.part == part:
+            reads.add(self._base, row, shard)
+            return True
+        sources = self._stored.sources(row, part)
+        missing = uncovered(part, [row.part for _, row in sources])
+        if missing:
+            self.lost[full] = f"{missing} of {part.numel} elements"
+            return False
+        for source, found in sources:
+            reads.add(source, found, shard)
+        return True
+
+    def _plan_alike(self, shards: Destinations, reads: Reads) -> bool:
+        """Read all arrays, compared in columns; False, and nothing done, when they are not all what one rank stored."""
+        if self._stored.head.ranks > 1 or not self.rows.has_all(shards.keys):
+            return False
+        live, stored = tensor_scan.layout(shards.values), self.rows.columns(shards.keys)
+        if live is None or not stored.whole.all():
+            return False
+        if not all(
+            np.array_equal(a, b)
+            for a, b in ((live.dtype, stored.dtype), (live.ndim, stored.ndim), (live.dims, stored.dims))
+        ):
+            return False
+        count, straight = tensor_scan.contiguous(live.ndim, live.dims, live.strides)
+        straight &= tensor_scan.contiguous(stored.ndim, stored.dims, stored.strides)[1]
+        nbytes = count.astype(np.uint64) * tensor_scan.ITEMSIZES[stored.dtype]
+        columns = stored.file_offset, nbytes, live.address, live.device, streams.streams(live.device)
+        reads.add_arrays(self._base, Ranges(*(column[straight] for column in columns)), shards.values)
+        for i in np.flatnonzero(~straight).tolist():
+            reads.add(self._base, self.rows[shards.keys[i]], shards[i])
+        self._alike = shards
+        return True
+
+    @property
+    def restored(self) -> Sequence[Shard]:
+        """The array shards that are restored."""
+        return self.shards if self._alike is None else [s for s in self._alike if not s.is_object]
+
+    @property
+    def takes_something(self) -> bool | None:
+        """Whether any array is restored or, where there are no arrays, an object; None where nothing is wanted."""
+        if self.shards or (self._alike is not None and self._alike.keys):
+            return True
+        if self.missing or self.mismatched or self.lost:
+            return False
+        return True if self.wanted or self._alike is not None else None
+
+    @property
+    def rewritten(self) -> Sequence[object]:
+        """The live arrays that are restored."""
+        return [s.source for s in self.shards] if self._alike is None else self._alike.values
+
+    def want_all(self) -> None:
+        """Note the hashes of what was planned in columns, for other ranks to know of."""
+        for key in self._alike.keys if self._alike is not None else ():
+            self.wanted.append(key_hash(full_key(self.name, key)))
+        if self._alike is not None:
+            self.wanted += [object_hash(full_key(self.name, shard.key)) for shard in self._alike.objects]
+
+
+def _difference(row: Row, shard: Shard) -> str | None:
+    """Why a live part is not of the stored logical tensor, in words; None when it is."""
+    stored, wanted = (row.dtype.name, row.global_shape), (shard.dtype, shard.global_shape)
+    if stored != wanted:
+        texts = [f"{dtype} of shape {shape}" for dtype, shape in (stored, wanted)]
+        return f"{texts[0]} in the checkpoint, {texts[1]} in the live state"
+    return None if memory.is_writable(shard.source) else "the live array is read-only"
+
+
+def _target(targets: Mapping[str, object], ref: ArrayRef) -> object:
+    """The array that has been restored, a parameter or one with a gradient as it was saved; else the reference."""
+    target = targets.get(ref.key, ref)
+    if ref.parameter and dressed.is_tensor(target):
+        return dressed.as_parameter(target, ref.requires_grad)
+    return target if getattr(target, "requires_grad", True) else memory.with_grad(target, ref.requires_grad)
+
+
+class _References(Mapping[str, ArrayRef]):
+    """The arrays as providers see them: the base's are listed, any rank's is found."""
+
+    def __init__(self, saved: SavedState) -> None:
+        self._saved = saved
+
+    def __len__(self) -> int:
+        return len(self._saved.rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saved.rows)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._saved.find(key) is not None
+
+    def __getitem__(self, key: str) -> ArrayRef:
+        row = self._saved.find(key)
+        if row is None:
+            raise KeyError(key)
+        return logical(row, key=key)

@@ -1,0 +1,301 @@
+"""Arrays out of files, read into live ones: planner and executor on the way up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from datastates._base.columns import I64
+from datastates._base.files import read_bytes
+from datastates.container.rows import reference
+from datastates.container.table import Row
+from datastates.executor.executor import Executor, ReadAhead, ReadJob
+from datastates.planning import read
+from datastates.restoring.read_queue import Ranges, ReadQueue, Source
+from datastates.state import arrays, dtensors, parts, strides
+from datastates.state import memory as array_memory
+from datastates.state.parts import Block
+from datastates.state.shards import HOST, ArrayRef, Buffer, Shard
+from datastates.state.strides import span
+
+SMALL_STATE = 1 << 20
+"""Bytes that a restore may read in vain when it needs less than that, so that little states are verified as a whole."""
+AHEAD_RECORDS = 4096
+"""Records of which the begin of a file is planned; those of a few bytes each would take longer than they give."""
+COMPARED_AT_ONCE = 4 << 20
+"""Bytes that are held of each of two places in files that are compared."""
+SMALL_COPY = 64 * 1024
+"""Bytes from which on a stretch is worth a copy to a device of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What was read, of all files.
+
+    Attributes:
+        needed_nbytes: Bytes of the files that were wanted, each counted once.
+        read_nbytes: Bytes that were read, as :meth:`datastates.executor.executor.ReadJob.stats` counts them.
+        unverified_nbytes: Wanted bytes that were read without a checksum over them.
+        unverified_keys: Full keys of the arrays that have such bytes, sorted.
+    """
+
+    needed_nbytes: int
+    read_nbytes: int
+    unverified_nbytes: int
+    unverified_keys: tuple[str, ...]
+
+
+class Reads:
+    """Arrays to be read out of files: straight into memory where the layout allows, else by way of a copy.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, *, in_full: bool = False) -> None:
+        """``in_full``: verify all that is read, whatever has to be read for that."""
+        self._in_full = in_full
+        self._queues: dict[Source, ReadQueue] = {}
+        self._copies: list[tuple[Any, Any]] = []
+        self._jobs: list[ReadJob] = []
+        self._loose: set[str] = set()
+        self._ahead: dict[Source, ReadAhead] = {}
+
+    def _queue(self, source: Source) -> ReadQueue:
+        queue = self._queues.get(source)
+        if queue is None:
+            queue = self._queues[source] = ReadQueue(source)
+        return queue
+
+    def add(self, source: Source, row: Row, shard: Shard) -> None:
+        """Read of a stored row what a live shard of the same logical tensor has of it; of the same dtype.
+
+        The shard's other elements are left as they are: they are for the rows of other files. Row and shard may
+        have any strides.
+
+        Raises:
+            ValueError: The logical tensors have different shapes.
+            ImportError: The element type needs torch or ml_dtypes and neither is installed.
+        """
+        stored = row.shape, row.box, row.flat, row.global_shape
+        if stored == (shard.shape, shard.offset, shard.flat, shard.global_shape):
+            self._add_alike(self._queue(source), row, shard)
+        else:
+            self._add_part(self._queue(source), row, shard)
+
+    def add_memory(self, source: Source, offset: int, place: Buffer) -> None:
+        """Read as many bytes as the memory has from an offset of the file, all verified."""
+        self._queue(source).add("", offset, place, whole=True)
+
+    def add_arrays(self, source: Source, ranges: Ranges, owners: object) -> None:
+        """Read many whole arrays, all verified; ``owners`` keep the memory that they go to."""
+        queue = self._queue(source)
+        queue.whole_arrays.append(ranges)
+        queue.owners.append(owners)
+
+    def _add_alike(self, queue: ReadQueue, row: Row, shard: Shard) -> None:
+        place = arrays.place(shard, row.stride)
+        if place is None:
+            landing = array_memory.empty(reference(row))
+            self._copies.append((shard.source, landing))
+            place = replace(arrays.memory(landing), nbytes=span(row.shape, row.stride) * row.dtype.itemsize)
+        offset = int(queue.source.data_offset[row.record]) + row.offset
+        queue.add(row.key, offset, place, whole=row.flat is None and row.shape == row.global_shape)
+
+    def _add_part(self, queue: ReadQueue, row: Row, shard: Shard) -> None:
+        stored, wanted, itemsize = row.part, shard.part, row.dtype.itemsize
+        place = arrays.place(shard, shard.stride)
+        contiguous = strides.is_row_major(row.shape, row.stride) and strides.is_row_major(shard.shape, shard.stride)
+        if place is not None and contiguous:
+            source_at, dest_at, length = (n * itemsize for n in parts.intersect(stored, wanted))
+            if place.device == HOST or len(length) < 2 or length.mean() >= SMALL_COPY:
+                offset = source_at + (int(queue.source.data_offset[row.record]) + row.offset)
+                queue.add_runs(row.key, place, offset, dest_at, length)
+                return
+        for block in parts.blocks(stored, wanted):
+            self._land(queue, row, shard, block)
+
+    def _land(self, queue: ReadQueue, row: Row, shard: Shard, block: Block) -> None:
+        """Read a block of a row, of any strides, into host memory of its own, to be copied from there."""
+        itemsize = row.dtype.itemsize
+        apart = row.stride if row.flat is None else [step * row.stride[0] for step in block.steps]
+        at, length, stride = _stretches(block.size, apart)
+        landing = array_memory.empty(ArrayRef(row.key, shard.kind, row.dtype.name, block.size, stride))
+        memory = replace(arrays.memory(landing), nbytes=int(length.sum()) * itemsize)
+        first = sum(b * s for b, s in zip(block.source, row.stride, strict=True))
+        offset = (at + first) * itemsize + (int(queue.source.data_offset[row.record]) + row.offset)
+        queue.add_runs(row.key, memory, offset, (np.cumsum(length) - length) * itemsize, length * itemsize)
+        self._copies.append((_region(shard, block), landing))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are to be filled."""
+        return sum(queue.nbytes for queue in self._queues.values())
+
+    def conflict(self) -> str | None:
+        """The keys of what others would overwrite with other bytes: live memory is shared that was not when saved."""
+        places = [_places(number, queue) for number, queue in enumerate(self._queues.values())]
+        if not places:
+            return None
+        device, begin, length, number, offset = (np.concatenate(column) for column in zip(*places, strict=True))
+        order = np.lexsort((begin, device))
+        device, begin, length, number, offset = (c[order] for c in (device, begin, length, number, offset))
+        end = begin + length
+        if (end[:-1] <= begin[1:])[device[:-1] == device[1:]].all():
+            return None  # nothing is shared
+        # the same bytes at the same distance from where they are in the file are the same
+        origin = np.stack((number, (offset - begin).view(np.int64)))
+        sources = list(self._queues)
+        furthest = 0
+        for i in range(1, len(order)):
+            if device[i] == device[furthest]:
+                shared = int(min(end[i], end[furthest])) - int(begin[i])
+                if shared > 0 and (origin[:, i] != origin[:, furthest]).any():
+                    source: Source = sources[number[i]]
+                    other = sources[number[furthest]], int(offset[furthest] + (begin[i] - begin[furthest]))
+                    if not _alike((source, int(offset[i])), other, shared):
+                        return source.name_record(int(np.searchsorted(source.data_offset, offset[i], "right")) - 1)
+                if end[i] <= end[furthest]:
+                    continue
+            furthest = i
+        return None
+
+    def begin(self, source: Source, executor: Executor) -> None:
+        """Begin to read a file that will probably be wanted whole, while it is found out; :meth:`close` is to follow.
+
+        ``executor`` must be that of :meth:`start`, too. Destinations are taken to be in host memory.
+        """
+        extent_nbytes, offset = executor.extent_nbytes(source.path), source.data_offset
+        if not len(offset):
+            return
+        end = offset[0] + np.uint64(executor.most_ahead * extent_nbytes)
+        records = min(AHEAD_RECORDS, int(np.searchsorted(offset, end)))
+        plan = read.plan_ahead(
+            source.chunks(0, records),
+            executor.most_ahead,
+            complete=records == len(offset),
+            in_place=True,
+            extent_nbytes=extent_nbytes,
+        )
+        self._ahead[source] = executor.read_ahead(source.path, plan)
+
+    def close(self) -> None:
+        """Give back what was read ahead and not wanted."""
+        for ahead in self._ahead.values():
+            ahead.close()
+
+    def start(self, executor: Executor) -> None:
+        """Begin to read, verified as far as :func:`plan_read` says; :meth:`finish` is to follow.
+
+        All files are read at once.
+        """
+        queues = [queue for queue in self._queues.values() if queue.buffers or queue.whole_arrays]
+        # which hold blocks until they are taken over
+        queues.sort(key=lambda queue: queue.source not in self._ahead)
+        for source in self._ahead.keys() - {queue.source for queue in queues}:
+            self._ahead[source].close()
+        spare = SMALL_STATE // len(queues) if queues and self.nbytes < SMALL_STATE else 0
+        if self._in_full:
+            spare = sum(queue.source.nbytes for queue in queues)
+        try:
+            for queue in queues:
+                source = queue.source
+                plan = queue.plan(executor.extent_nbytes(source.path), spare)
+                ahead = self._ahead.get(source)
+                self._jobs.append(executor.submit_read(source.path, plan, queue.memory, source.name_record, ahead))
+                self._loose |= queue.unverified(plan)
+        except BaseException:
+            self._wait()
+            raise
+
+    def finish(self) -> Tally:
+        """Wait until everything is in place; then make the copies.
+
+        No memory is written to any more when it returns or raises.
+
+        Raises:
+            CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
+            StorageError: Reading failed.
+        """
+        self._wait()
+        for array, landing in self._copies:
+            array_memory.assign(array, landing)
+        stats = [job.stats() for job in self._jobs]
+        needed, read, unverified = (
+            sum(s[name] for s in stats) for name in ("bytes_needed", "bytes_read", "bytes_unverified")
+        )
+        return Tally(needed, read, unverified, tuple(sorted(self._loose)))
+
+    def _wait(self) -> None:
+        with contextlib.ExitStack() as running:  # every job is waited for, also when another fails
+            for job in self._jobs:
+                running.callback(job.wait)
+
+    def run(self, executor: Executor) -> Tally:
+        """Read everything: :meth:`start` and :meth:`finish`."""
+        self.start(executor)
+        return self.finish()
+
+
+def _alike(first: tuple[Source, int], second: tuple[Source, int], nbytes: int) -> bool:
+    """Whether files, or places in one, hold the same bytes from two offsets on."""
+    (a, a_at), (b, b_at) = ((read_bytes(source.path), offset) for source, offset in (first, second))
+    pieces = ((at, min(COMPARED_AT_ONCE, nbytes - at)) for at in range(0, nbytes, COMPARED_AT_ONCE))
+    return all(a(a_at + at, length) == b(b_at + at, length) for at, length in pieces)
+
+
+def _places(number: int, queue: ReadQueue) -> Iterator[Any]:
+    """Where a queue's ranges go: device, address, length; the queue's number, and where in the file they are."""
+    dest, offset, at, length = queue.ranges()
+    pointer, device, _ = queue.memory
+    yield device[dest]
+    yield pointer[dest] + at.astype(np.uint64)
+    yield length.astype(np.uint64)
+    yield np.full(len(dest), number)
+    yield offset.astype(np.uint64)
+
+
+def _region(shard: Shard, block: Block) -> Any:
+    """A block of a live array, as a view that can be copied into."""
+    array: Any = dtensors.local(shard.source)
+    is_torch = arrays.kind_of(array) == "torch"
+    if is_torch:
+        array = array.detach()
+    if shard.flat is None:  # the dots: a view of 0-d arrays, too
+        return array[(*(slice(b, b + n) for b, n in zip(block.dest, block.size, strict=True)), ...)]
+    array = array[block.dest[0] :]
+    if is_torch:
+        steps = [step * array.stride(0) for step in block.steps]
+        return array.as_strided(block.size, steps, array.storage_offset())
+    steps = [step * array.strides[0] for step in block.steps]
+    if isinstance(array, np.ndarray):
+        return array_memory.strided(array, block.size, steps)
+    import cupy
+
+    return cupy.lib.stride_tricks.as_strided(array, block.size, steps)
+
+
+def _stretches(size: Sequence[int], stride: Sequence[int]) -> tuple[I64, I64, tuple[int, ...]]:
+    """What to read of a strided box, and how it lies when what was read is laid end to end; in elements.
+
+    Returns:
+        Begins of stretches from the box's first element, their lengths, and the strides of the box laid end to end. A
+        stretch has all that lies between the first and the last element along the dimension of the smallest stride.
+    """
+    dims = sorted((d for d in range(len(size)) if size[d] > 1 and stride[d] > 0), key=lambda d: stride[d])
+    compact = [0] * len(size)
+    length = 1
+    if dims:
+        compact[dims[0]] = stride[dims[0]]
+        length = (size[dims[0]] - 1) * stride[dims[0]] + 1
+    extent = length
+    for d in dims[1:]:
+        compact[d] = extent
+        extent *= size[d]
+    outer = dims[:0:-1]
+    begin = parts.grid([size[d] for d in outer], [stride[d] for d in outer])
+    new = np.flatnonzero(np.append(True, begin[1:] != begin[:-1] + length))
+    return begin[new], np.diff(np.append(new, len(begin))) * length, tuple(compact)

@@ -1,0 +1,312 @@
+"""A committed checkpoint, opened: which of its containers hold what. Each is opened when it is first asked for."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from datastates._base import files
+from datastates._base.columns import U64
+from datastates._base.files import read_bytes
+from datastates.commit import directories, manifest
+from datastates.commit.catalog import Catalog
+from datastates.commit.claims import key_hash, object_hash, span_of
+from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, container_name
+from datastates.container.file import Container, lost_container, open_container
+from datastates.container.table import Row
+from datastates.errors import FormatError, StorageError
+from datastates.state.parts import Part
+from datastates.state.shards import full_key
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a rank must know of a checkpoint to open it: not the manifest, which grows with the number of ranks.
+
+    Attributes:
+        path: Its directory.
+        step: The step it was saved under.
+        attempt: What all its containers are named by.
+        ranks: How many ranks wrote it.
+        catalog: Its catalog; None where one rank wrote it.
+        container: The container of that one; None where there are several.
+    """
+
+    path: Path
+    step: int
+    attempt: str
+    ranks: int
+    catalog: CatalogEntry | None
+    container: ContainerEntry | None
+
+    @classmethod
+    def of(cls, path: Path, opened: Manifest) -> Head:
+        """The head of an opened manifest."""
+        only = opened.containers[0] if opened.world_size == 1 else None
+        return cls(path, opened.step, opened.attempt, opened.world_size, opened.catalog, only)
+
+    def encode(self) -> bytes:
+        """The head as bytes."""
+        catalog, container = (e and e.model_dump() for e in (self.catalog, self.container))
+        return msgpack.packb(
+            {**asdict(self), "path": os.fsencode(self.path), "catalog": catalog, "container": container}
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Head:
+        """The mirror of :meth:`encode`."""
+        fields = msgpack.unpackb(data)
+        catalog, container = fields["catalog"], fields["container"]
+        fields["catalog"] = catalog and CatalogEntry(**catalog)
+        fields["container"] = container and ContainerEntry(**container)
+        return cls(**{**fields, "path": Path(os.fsdecode(fields["path"]))})
+
+
+def open_catalog(head: Head) -> Catalog:
+    """Open the catalog of a checkpoint that several ranks wrote.
+
+    Raises:
+        FormatError: It is not the one that the manifest names, or damaged.
+        StorageError: It cannot be read.
+    """
+    assert head.catalog is not None
+    path, entry = head.path / head.catalog.file, head.catalog
+    with files.syscall("stat", path):
+        nbytes = path.stat().st_size
+    if nbytes != entry.nbytes:
+        raise FormatError(f"{path} is not the catalog that the manifest names: {nbytes} bytes, not {entry.nbytes}")
+    opened = Catalog(read_bytes(path), nbytes, entry.head_crc32, str(path))
+    if opened.ranks != head.ranks:
+        raise FormatError(f"{path}: a catalog of {opened.ranks} ranks, not of {head.ranks}")
+    return opened
+
+
+class Stored:
+    """The containers of one checkpoint, and what each holds of every logical tensor. Not thread-safe.
+
+    Attributes:
+        head: What checkpoint it is.
+        lost: By rank, the containers that are not there, as far as they have been asked for.
+    """
+
+    def __init__(self, head: Head) -> None:
+        """Open nothing yet."""
+        self.head = head
+        self.lost: dict[int, Path] = {}
+        self._opened: dict[int, Container] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> Stored:
+        """Open a checkpoint directory by its manifest.
+
+        Raises:
+            CheckpointNotFoundError: There is no manifest.
+            FormatError: It is damaged.
+        """
+        return cls(Head.of(path, manifest.open(path)))
+
+    @classmethod
+    def of_file(cls, path: Path) -> Stored:
+        """Open one container file by itself, as a checkpoint of what it holds.
+
+        Raises:
+            FormatError: It is none, or damaged.
+            StorageError: It cannot be read.
+        """
+        one = open_container(path)
+        identity: dict[str, Any] = one.index.identity
+        stored = cls(Head(path, identity["step"], identity["attempt"], 1, None, None))
+        stored._opened[0] = one
+        return stored
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """The catalog, of a checkpoint that several ranks wrote.
+
+        Raises:
+            FormatError: It is not the one that the manifest names, or damaged.
+            StorageError: It cannot be read.
+        """
+        return open_catalog(self.head)
+
+    def container(self, rank: int) -> Container | None:
+        """A rank's container; None where the file is missing.
+
+        Raises:
+            FormatError: It is not the one that the manifest names, or damaged.
+            StorageError: It cannot be read.
+        """
+        if rank in self._opened or rank in self.lost:
+            return self._opened.get(rank)
+        head = self.head
+        if head.container is not None:
+            path, expected = head.path / head.container.file, (head.container.nbytes, head.container.index_crc32)
+        else:
+            path, expected = head.path / container_name(rank), self.catalog.container(rank)
+        try:
+            one = open_container(path)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            self.lost[rank] = path
+            return None
+        identity = {"step": head.step, "rank": rank, "world_size": head.ranks, "attempt": head.attempt}
+        if ((one.nbytes, one.index_crc), one.index.identity) != (expected, identity):
+            raise FormatError(f"{path} is not the container that the manifest names")
+        self._opened[rank] = one
+        return one
+
+    def base(self, provider: str, rank: int) -> Container | None:
+        """The container that a rank takes a provider's objects from: that of its own number, else the first with it."""
+        ranks = self.head.ranks
+        own = self.container(rank) if rank < ranks else None
+        if own is not None and provider in own.index.shards.providers:
+            return own
+        if ranks > 1 and (found := self.catalog.find(object_hash(full_key(provider, "")))) is not None:
+            holder = self.catalog.any_holder(found)
+            if holder is not None and (one := self.container(holder)) is not None:
+                return one
+        every = (self.container(r) for r in range(ranks))
+        return next((c for c in every if c is not None and provider in c.index.shards.providers), None)
+
+    def holds(self, full: str) -> bool:
+        """Whether somebody saved an array of that full key, though its container may be missing."""
+        if self.head.ranks == 1:
+            return self._row(0, full) is not None
+        return self.catalog.find(key_hash(full)) is not None
+
+    def find(self, full: str) -> Row | None:
+        """A row of the logical tensor of that full key, whichever part of it; None when nothing is there."""
+        if self.head.ranks == 1:
+            return self._row(0, full)
+        tensor = self.catalog.find(key_hash(full))
+        if tensor is None:
+            return None
+        first = self.catalog.any_holder(tensor)
+        if first is not None and (row := self._row(first, full)) is not None:
+            return row
+        holders = self.catalog.holders(tensor, 0, 2**62)
+        return next((row for rank in holders if (row := self._row(rank, full)) is not None), None)
+
+    def sources(self, like: Row, part: Part) -> list[tuple[Container, Row]]:
+        """The rows that have elements of a part of the logical tensor of a row, each with its container.
+
+        Raises:
+            FormatError: Another container says that it is a tensor of another type or shape.
+        """
+        ranks = [0]
+        if self.head.ranks > 1:
+            tensor = self.catalog.find(key_hash(like.key))
+            ranks = [] if tensor is None else self.catalog.holders(tensor, *span_of(part))
+        found = [(self._opened[rank], row) for rank in ranks if (row := self._row(rank, like.key)) is not None]
+        for source, row in found:
+            if (row.dtype, row.global_shape) != (like.dtype, like.global_shape):
+                raise FormatError(f"{source.path}: {like.key!r} is of another type or shape than in other containers")
+        return [(source, row) for source, row in found if row.part.numel]
+
+    def _row(self, rank: int, full: str) -> Row | None:
+        source = self.container(rank)
+        if source is None or full not in source.index.shards.by_key:
+            return None
+        return source.index.shards.row(source.index.shards.by_key[full])
+
+    @cached_property
+    def keys(self) -> Mapping[str, int]:
+        """The full keys of all arrays, in the ranks' order: this opens all containers.
+
+        Raises:
+            StorageError: One is missing.
+        """
+        found: dict[str, int] = {}
+        for rank in range(self.head.ranks):
+            if (source := self.container(rank)) is None:
+                raise lost_container(self.lost[rank], rank, self.head.ranks)
+            if self.head.ranks == 1:
+                return source.index.shards.by_key
+            found.update(dict.fromkeys(source.index.shards.by_key, rank))
+        return found
+
+    def has_lost(self, full: str, rank: int) -> bool:
+        """Whether a rank saved an object of that full key in a container that is missing."""
+        if rank not in self.lost or self.head.ranks == 1:
+            return False
+        found = self.catalog.find(object_hash(full))
+        return found is not None and rank in self.catalog.holders(found, 0, 1)
+
+    def every_key(self, provider: str) -> list[str]:
+        """The keys of all arrays of a provider, of all ranks: this opens all containers."""
+        keys: dict[str, None] = {}
+        for rank in range(self.head.ranks):
+            if (source := self.container(rank)) is not None:
+                table = source.index.shards
+                keys.update(dict.fromkeys(table.keys[i] for i in table.of_provider(provider)))
+        return list(keys)
+
+    def strangers(self, wanted: U64, providers: Collection[str]) -> list[str]:
+        """Full keys of what these providers saved and nobody wants; opens containers until all have names.
+
+        Args:
+            wanted: Hashes of the keys that are wanted.
+            providers: Names that they are stored under.
+        """
+        taken = set(wanted.tolist())
+        left = set(self.catalog.keys().tolist()) - taken if self.head.ranks > 1 else None
+        found: list[str] = []
+        for rank in range(self.head.ranks):
+            if left is not None and not left:
+                break
+            if (source := self.container(rank)) is None:
+                continue
+            table = source.index.shards
+            arrays = [(n, table.keys[i]) for n in table.providers for i in table.of_provider(n)]
+            objects = [(table.providers[o.provider], o.key) for o in source.index.objects]
+            keys = {key_hash(full_key(*key)): key for key in arrays}
+            keys |= {object_hash(full_key(*key)): key for key in objects}
+            found += [full_key(*key) for n, key in keys.items() if n not in taken and key[0] in providers]
+            if left is not None:
+                left.difference_update(keys)  # those of other providers, too: nobody needs to look for them
+        return sorted(set(found))
+
+    def digest(self, full: str) -> int | None:
+        """What all parts of a tensor contribute to its digest; None where that is not known."""
+        if self.head.ranks == 1:
+            row = self._row(0, full)
+            return None if row is None or not row.part.is_whole else row.digest
+        tensor = self.catalog.find(key_hash(full))
+        return None if tensor is None else self.catalog.digest(tensor)
+
+
+def open_checkpoint(path: Path) -> tuple[manifest.Manifest, list[Container]]:
+    """Open a checkpoint directory: its manifest, and every container that it names.
+
+    Raises:
+        CheckpointNotFoundError: There is no manifest.
+        FormatError: A file is not the one that the manifest names, or damaged.
+        StorageError: One is missing, or cannot be read.
+    """
+    opened = manifest.open(path)
+    containers = []
+    for entry in opened.containers:
+        try:
+            one = open_container(path / entry.file)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise lost_container(path / entry.file, entry.rank, opened.world_size) from error
+        identity = {"step": opened.step, "rank": entry.rank, "world_size": opened.world_size, "attempt": opened.attempt}
+        if (one.nbytes, one.index_crc, one.index.identity) != (entry.nbytes, entry.index_crc32, identity):
+            raise FormatError(f"{one.path} is not the container that the manifest names")
+        containers.append(one)
+    return opened, containers
+
+
+def open_all(path: Path) -> list[Container]:
+    """The containers at a path: of a checkpoint directory, of the newest in a directory of them, or one file."""
+    return [open_container(path)] if path.is_file() else open_checkpoint(directories.find(path))[1]

@@ -1,0 +1,331 @@
+"""What the providers describe for one snapshot, checked; what does not change is taken again for the next."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from datastates._base import gc_pause
+from datastates._base.columns import I64, U8
+from datastates.errors import ProviderError
+from datastates.executor.executor import Columns, columns
+from datastates.planning import owners
+from datastates.state import arrays, versions
+from datastates.state.dtypes import BY_NAME
+from datastates.state.provider import StateProvider, walk_unique
+from datastates.state.repeated import Knowledge
+from datastates.state.shards import HOST, Buffer, Shard, Shards, full_key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """What the providers described, apart from what changes between two snapshots of the same state.
+
+    Attributes:
+        names: The providers' names.
+        layouts: What each provider gave as its layout; None from one that gives plain lists.
+        arrays: Array shards, each with its provider's number.
+        buffers: The distinct buffers that the arrays lie in.
+        source: For each array shard, the number of its buffer.
+        eager: For each buffer, whether it must be captured at once.
+        witness: For each buffer, 1 where a lazy array lies in it.
+        columns: The buffers as the executor wants them.
+        devices: The CUDA devices that they are on, ascending.
+        nbytes: Bytes of all buffers.
+        counted: Numbers of the lazy array shards whose changes torch counts.
+        addresses: Where their first elements are.
+    """
+
+    names: tuple[str, ...]
+    layouts: tuple[tuple[Shard, ...] | None, ...]
+    arrays: list[tuple[int, Shard]]
+    buffers: list[Buffer]
+    source: list[int]
+    eager: list[bool]
+    witness: U8
+    columns: Columns
+    devices: list[int]
+    nbytes: int
+    counted: I64
+    addresses: I64
+
+    def key(self, i: int) -> str:
+        """The full key of an array shard."""
+        provider, shard = self.arrays[i]
+        return full_key(self.names[provider], shard.key)
+
+    @gc_pause.paused()
+    def plan_key(self) -> tuple[Any, ...]:
+        """Equal for two structures that the same plan serves: all but where things are in memory."""
+        rows = tuple(
+            (p, s.key, s.kind, s.dtype, s.shape, s.stride, s.global_shape, s.offset, s.flat, s.buffer_offset)
+            for p, s in self.arrays
+        )
+        return self.names, rows, tuple(self.source), tuple(self.eager), tuple(b.nbytes for b in self.buffers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """What the providers described for one snapshot.
+
+    Attributes:
+        providers: The providers, in the caller's order.
+        structure: The arrays; it may be that of an earlier snapshot.
+        described: What each provider gave, which keeps the memory alive.
+        sources: For each array shard, the live array.
+        memory: What keeps the memory of those alive that can be given other memory.
+        objects: Object shards, each with its provider's number.
+    """
+
+    providers: list[StateProvider]
+    structure: Structure
+    described: list[Sequence[Shard]]
+    sources: list[object]
+    memory: list[object]
+    objects: list[tuple[int, Shard]]
+
+
+def name_on(provider: StateProvider, rank: int, ranks: int) -> str:
+    """What a provider's state is stored under: state of one's own bears the rank's number where there are several."""
+    return f"{provider.name}@{rank:05d}" if provider.per_rank and ranks > 1 else provider.name
+
+
+def collect(
+    providers: Sequence[StateProvider],
+    last: Structure | None = None,
+    knowledge: Knowledge | None = None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Collected:
+    """Ask the providers for their shards, and check them.
+
+    ``last`` is taken again where it still holds. ``knowledge`` is handed to new providers, and kept up to date.
+
+    Of what this rank of several holds like others, one of them keeps the array, and the others an empty part.
+
+    Raises:
+        TypeError, ValueError: Not providers, or two of one name.
+        ProviderError: Two shards have the same key, or one does not lie in its buffer.
+    """
+    chosen = list(walk_unique(providers))
+    if knowledge is not None:
+        knowledge.teach(chosen)
+    described = [_shards_of(provider) for provider in chosen]
+    if knowledge is not None:
+        knowledge.take(chosen)
+    sources: list[object] = []
+    memory: list[object] = []
+    objects: list[tuple[int, Shard]] = []
+    for p, shards in enumerate(described):
+        if isinstance(shards, Shards):
+            sources += shards.sources
+            memory += arrays.memory_of(shards.sources) if shards.memory is None else shards.memory
+            objects += [(p, shard) for shard in shards.objects]
+        elif not all(isinstance(shard, Shard) for shard in shards):
+            raise _no_list(chosen[p].name)
+        else:
+            own = [shard.source for shard in shards if not shard.is_object]
+            sources += own
+            memory += arrays.memory_of(own)
+            objects += [(p, shard) for shard in shards if shard.is_object]
+    keys = {(p, shard.key) for p, shard in objects}
+    if not all(isinstance(key, str) for _, key in keys):
+        raise _no_list(chosen[next(p for p, key in keys if not isinstance(key, str))].name)
+    if len(keys) < len(objects):
+        p, key = next(k for k in keys if sum((p, s.key) == k for p, s in objects) > 1)
+        raise ProviderError(f"two shards have the key {full_key(chosen[p].name, key)!r}")
+    names = tuple(name_on(p, rank, ranks) for p in chosen)
+    layouts = tuple(shards.layout if isinstance(shards, Shards) else None for shards in described)
+    structure = last
+    if last is None or names != last.names or None in layouts or not all(map(operator.is_, layouts, last.layouts)):
+        structure = _structure(names, layouts, described, sources, rank if ranks > 1 else None)
+    assert structure is not None
+    _check_objects(keys, structure)
+    return Collected(chosen, structure, described, sources, memory, objects)
+
+
+@gc_pause.paused()
+def _structure(
+    names: tuple[str, ...],
+    layouts: tuple[tuple[Shard, ...] | None, ...],
+    described: Sequence[Sequence[Shard]],
+    sources: Sequence[object],
+    rank: int | None,
+) -> Structure:
+    """Check array shards and number their buffers; ``rank`` is None where there is one only."""
+    rows = _checked_rows(names, layouts, described)
+    left = set() if rank is None else _leave_to_owners(rows, names, rank)
+    buffers: list[Buffer] = []
+    source: list[int] = []
+    eager: list[bool] = []
+    numbers: dict[tuple[object, ...], int] = {}
+    for i, (_, shard) in enumerate(rows):
+        buffer = shard.buffer
+        assert buffer is not None
+        # empty parts of two tensors lie in one place, and are to be told apart by it
+        own = i if not buffer.nbytes and shard.shape != shard.global_shape and i not in left else -1
+        place = (buffer.device, buffer.stream, buffer.pointer, buffer.nbytes, shard.dtype, shard.kind, own)
+        number = numbers.setdefault(place, len(buffers))
+        if number == len(buffers):
+            buffers.append(buffer)
+            eager.append(False)
+        source.append(number)
+        if not shard.lazy:
+            eager[number] = True
+    witness = np.zeros(len(buffers), np.uint8)
+    witness[[number for (_, shard), number in zip(rows, source, strict=True) if shard.lazy]] = 1
+    versioned = (yes for shards in described for yes in _have_versions(shards))
+    counted = [i for i, yes in enumerate(versioned) if yes and rows[i][1].lazy]
+    _, addresses = versions.witness([sources[i] for i in counted])
+    nbytes = sum(b.nbytes for b in buffers)
+    return Structure(
+        names=names,
+        layouts=layouts,
+        arrays=rows,
+        buffers=buffers,
+        source=source,
+        eager=eager,
+        witness=witness,
+        columns=columns(buffers),
+        devices=sorted({b.device for b in buffers} - {HOST}),
+        nbytes=nbytes,
+        counted=np.array(counted, np.int64),
+        addresses=addresses,
+    )
+
+
+def _checked_rows(
+    names: tuple[str, ...],
+    layouts: tuple[tuple[Shard, ...] | None, ...],
+    described: Sequence[Sequence[Shard]],
+) -> list[tuple[int, Shard]]:
+    rows: list[tuple[int, Shard]] = []
+    for p, (shards, layout) in enumerate(zip(described, layouts, strict=True)):
+        own = [shard for shard in (shards if layout is None else layout) if not shard.is_object]
+        _check_keys(names[p], [shard.key for shard in own])
+        for shard in own:
+            _check_buffer(names[p], shard)
+        rows += [(p, shard) for shard in own]
+    return rows
+
+
+def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank: int) -> set[int]:
+    """Keep an empty part of what another of the ranks that hold it alike is to write; returns the numbers of those.
+
+    What shares memory has one owner: it is written once, and shares its record when it is restored.
+    """
+    left: set[int] = set()
+    shared = [i for i, (_, shard) in enumerate(rows) if len(shard.replicas) > 1]
+    for i in shared:
+        p, shard = rows[i]
+        if rank not in shard.replicas:
+            key = full_key(names[p], shard.key)
+            raise ProviderError(f"{key!r}: its replicas, ranks {shard.replicas}, are without this rank, {rank}")
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i in shared:
+        groups.setdefault((rows[i][1].replicas, *_memory(rows[i])), []).append(i)
+    parts = []
+    for members in groups.values():
+        first = min(full_key(names[p], s.key) for p, s in (rows[i] for i in members))
+        _, shard = rows[members[0]]
+        assert shard.buffer is not None
+        parts.append((first, shard.buffer.nbytes, shard.replicas))
+    views: dict[tuple[object, ...], int] = {}
+    for members, owner in zip(groups.values(), owners.owners(parts), strict=True):
+        for i in members if owner != rank else ():
+            p, shard = rows[i]
+            # tied arrays stay one, other views of the same memory must not become one
+            view = (*_memory(rows[i]), shard.dtype, shard.kind, shard.shape, shard.stride, shard.buffer_offset)
+            rows[i] = p, _empty_part(shard, views.setdefault(view, len(views) + 1))
+            left.add(i)
+    return left
+
+
+def _memory(row: tuple[int, Shard]) -> tuple[object, ...]:
+    """What memory an array lies in; one without any is by itself."""
+    buffer = row[1].buffer
+    assert buffer is not None
+    return (buffer.device, buffer.pointer, buffer.nbytes) if buffer.nbytes else (row[0], row[1].key)
+
+
+def _empty_part(shard: Shard, number: int) -> Shard:
+    """Nothing of an array, in a record that it shares with those of its number only."""
+    nothing = Buffer(number, 0)
+    return replace(
+        shard, shape=(0,), stride=(1,), offset=None, flat=(0, 0), lazy=False, buffer=nothing, buffer_offset=0
+    )
+
+
+def _have_versions(shards: Sequence[Shard]) -> list[bool]:
+    """For each array shard, whether torch counts its changes in place."""
+    if isinstance(shards, Shards):
+        return [version >= 0 for version in shards.versions.tolist()]
+    return [versions.has_version(s.source) for s in shards if not s.is_object]
+
+
+def _shards_of(provider: StateProvider) -> Sequence[Shard]:
+    try:
+        shards = provider.shards()
+    except ProviderError as error:
+        raise ProviderError(f"{provider.name!r}: {error}") from error
+    if not isinstance(shards, Sequence):
+        raise _no_list(provider.name)
+    return shards
+
+
+def _no_list(name: str) -> ProviderError:
+    return ProviderError(f"{name!r}: shards() must return a list of Shards with text for keys")
+
+
+def _check_objects(keys: set[tuple[int, str]], structure: Structure) -> None:
+    """Refuse an object in an array's place, and one beside that which is its provider's whole value."""
+    apart = {(p, key) for p, key in keys if key}
+    if not apart:
+        return
+    for p, key in apart.intersection((p, shard.key) for p, shard in structure.arrays):
+        raise ProviderError(f"two shards have the key {full_key(structure.names[p], key)!r}: an array and an object")
+    for p, key in apart:
+        if (p, "") in keys:
+            name = structure.names[p]
+            raise ProviderError(f"{full_key(name, key)!r} is an object beside {name!r}, which is an object as a whole")
+
+
+def _check_keys(name: str, keys: list[str]) -> None:
+    if not all(isinstance(key, str) for key in keys):
+        raise _no_list(name)
+    if len(set(keys)) < len(keys):
+        key = next(key for key, count in Counter(keys).items() if count > 1)
+        raise ProviderError(f"two shards have the key {full_key(name, key)!r}")
+
+
+def _check_buffer(name: str, shard: Shard) -> None:
+    buffer, dtype = shard.buffer, BY_NAME.get(shard.dtype or "")
+    if buffer is None or dtype is None or (wrong := _wrong(shard, buffer, dtype.itemsize)):
+        key = full_key(name, shard.key)
+        if dtype is None:
+            raise ProviderError(f"{key!r} is of an unknown element type {shard.dtype!r}")
+        if buffer is None:
+            raise ProviderError(f"{key!r} is an array without a buffer")
+        raise ProviderError(f"{key!r} {wrong}")
+
+
+def _wrong(shard: Shard, buffer: Buffer, itemsize: int) -> str | None:
+    """What is wrong with where a shard says that it lies."""
+    if len(shard.shape) != len(shard.stride) or shard.buffer_offset < 0 or shard.buffer_offset % itemsize:
+        return "has strides that do not fit its shape, or an offset that does not fit its type"
+    elements = 1
+    for size, step in zip(shard.shape, shard.stride, strict=True):
+        if size < 0 or step < 0:
+            return "has a negative shape or stride"
+        elements += (size - 1) * step
+    if shard.buffer_offset + (0 if 0 in shard.shape else elements * itemsize) > buffer.nbytes:
+        return f"reaches beyond its buffer of {buffer.nbytes} bytes"
+    if (shard.offset is None) == (shard.flat is None):
+        return "must have either an offset (a box) or a flat range"
+    return None

@@ -1,0 +1,275 @@
+"""The executor, the background threads, and the snapshots in flight: what both ways to save share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from datastates.commit import manifest
+from datastates.commit.ballot import Ballot
+from datastates.commit.ending import CheckpointEnding, Ending, FileEnding
+from datastates.config import IoSettings
+from datastates.errors import DeviceError, StorageError
+from datastates.executor.executor import Executor
+from datastates.executor.make import make_executor
+from datastates.ranks.world import World
+from datastates.saving import gate
+from datastates.saving.collect import Collected, collect
+from datastates.saving.running import Running
+from datastates.saving.saver import Saver
+from datastates.saving.snapshot import Snapshot
+from datastates.saving.target import Target
+from datastates.state.provider import StateProvider
+
+_log = logging.getLogger("datastates")
+
+
+class Engine:
+    """Takes snapshots with one executor and finishes them on threads of its own."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        world: World,
+        *,
+        threads: int,
+        auto_gate: bool,
+        ended: Callable[[Snapshot], None] = lambda snapshot: None,
+    ) -> None:
+        """``ended`` is called with each snapshot that was committed or has failed, on a thread of the engine's."""
+        self.executor = executor
+        self.world = world
+        self._threads = threads
+        self._auto_gate = auto_gate
+        self._ended = ended
+        self._start()
+        _engines.add(self)
+
+    def _start(self) -> None:
+        self._saver = Saver(self.executor, self.world.rank, self.world.size)
+        # the pool's own exit hook lets running snapshots commit before the interpreter ends
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="datastates")
+        # what waits for other ranks must not take the threads that capture state
+        self._aside = ThreadPoolExecutor(thread_name_prefix="datastates-aside")
+        self._in_flight: list[Snapshot] = []
+        self._left = 0  # what its threads have to do, and do
+        self._closing = False
+        self._lock = threading.RLock()  # a signal's handler may come while its thread holds it
+
+    def _after_fork(self) -> None:
+        for snapshot in self._in_flight:
+            snapshot.abandon()
+        self._start()
+
+    def collect(self, providers: Sequence[StateProvider]) -> Collected:
+        """What the providers describe; cheap where it is what they described for the last snapshot."""
+        return self._saver.collect(providers)
+
+    def take(
+        self,
+        collected: Collected,
+        ballot: Ballot,
+        place: Target,
+        retain: Callable[[], None] = lambda: None,
+        *,
+        begin: float,
+    ) -> Snapshot:
+        """Take one snapshot; storage and device failures land on it, errors in the providers are raised.
+
+        Args:
+            collected: What the providers described.
+            ballot: How it is committed.
+            place: Where the checkpoint is to stand.
+            retain: Called once it is committed.
+            begin: When the user's call began, on the monotonic clock.
+        """
+        snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
+
+        def open_ending() -> Ending:
+            snapshot.path = place.expected()
+            pending = manifest.begin(snapshot.path, ballot.attempt)
+            return CheckpointEnding(pending, ballot, place.final, retain)
+
+        try:
+            self._take(self._saver, collected, snapshot, open_ending)
+        except (StorageError, DeviceError) as error:
+            snapshot.fail(error)
+            self.decline(ballot, error)
+            self._tell(snapshot)
+        snapshot.called()
+        return snapshot
+
+    def take_file(self, saver: Saver, collected: Collected, ending: FileEnding, step: int, *, begin: float) -> Snapshot:
+        """Write one container by itself, as ``ending`` says; otherwise as :meth:`take`."""
+        snapshot = Snapshot(step, collected.structure.nbytes, begin)
+        snapshot.path = ending.path
+        try:
+            self._take(saver, collected, snapshot, lambda: ending)
+        except (StorageError, DeviceError) as error:
+            snapshot.fail(error)
+        snapshot.called()
+        return snapshot
+
+    def take_later(self, snapshot: Snapshot, begin: Callable[[], Running]) -> None:
+        """Begin a snapshot on a thread of the engine's, and finish it there; what ``begin`` raises lands on it."""
+        with self._lock:
+            self._in_flight.append(snapshot)
+        try:
+            self.do_later(self._begin_and_finish, snapshot, begin)
+        except BaseException as error:  # no thread, or the interpreter is ending: nobody may wait for it
+            snapshot.fail(error)
+            self._forget(snapshot)
+            snapshot.exception()  # told by being raised
+            raise
+
+    def _begin_and_finish(self, snapshot: Snapshot, begin: Callable[[], Running]) -> None:
+        try:
+            running = begin()
+        except BaseException as error:  # on its way to whoever waits for the snapshot
+            snapshot.fail(error)
+            self._forget(snapshot)
+        else:
+            self._finish(snapshot, running)
+
+    def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
+        """Tell the other ranks, in the background, that this one takes no part in a checkpoint."""
+        if self.world.size == 1:
+            return
+        try:
+            self.do_aside(whom.decline, error)
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
+            whom.decline(error)
+
+    def _take(self, saver: Saver, collected: Collected, snapshot: Snapshot, open_ending: Callable[[], Ending]) -> None:
+        running = saver.begin(collected, snapshot, open_ending())
+        with self._lock:
+            self._in_flight.append(snapshot)
+        try:
+            gate.guard(snapshot, automatic=self._auto_gate)
+            self.do_later(self._finish, snapshot, running)
+        except BaseException as error:  # no thread, or the interpreter is ending: nobody may wait for it
+            running.cancel(error)
+            snapshot.exception()  # told by being raised
+            self._forget(snapshot)
+            raise
+
+    def _finish(self, snapshot: Snapshot, running: Running) -> None:
+        error = running.run()
+        self._forget(snapshot)
+        if error is not None:
+            self.decline(running.ending, error)
+        self._tell(snapshot)
+
+    def _tell(self, snapshot: Snapshot) -> None:
+        """Log a commit, and hand the snapshot to who wants to know; beside the threads that capture state."""
+        if snapshot.committed:
+            _log.info("%s", snapshot.report)
+        try:
+            self.do_aside(self._ended, snapshot)
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
+            self._ended(snapshot)
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            if snapshot in self._in_flight:  # a call interrupted late forgets it, and so does its thread
+                self._in_flight.remove(snapshot)
+
+    def do_later(self, work: Callable[..., None], *arguments: object) -> None:
+        """Do something on its threads."""
+        self._submit(self._pool, work, *arguments)
+
+    def do_aside(self, work: Callable[..., None], *arguments: object) -> None:
+        """Do something that may wait for other ranks; no capture has to wait for it."""
+        self._submit(self._aside, work, *arguments)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: object) -> None:
+        def do() -> None:
+            try:
+                work(*arguments)
+            finally:
+                self._done()
+
+        with self._lock:
+            self._left += 1
+        try:
+            pool.submit(do)
+        except BaseException:
+            self._done()
+            raise
+
+    def _done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._closing and not self._left
+        if last:
+            for pool in (self._pool, self._aside):
+                pool.shutdown(wait=False)
+            self.world.close()
+
+    def pending(self) -> list[Snapshot]:
+        """The snapshots in flight."""
+        with self._lock:
+            return [s for s in self._in_flight if not s.ended]
+
+    def wait(self) -> None:
+        """Wait until none is in flight."""
+        while pending := self.pending():
+            pending[0].wait_ended()
+
+    def close(self) -> None:
+        """Wait until none is in flight, and give threads and memory back. Interrupted, it can be called again."""
+        # the pool's own wait must not be the one that is interrupted: it would take its threads for ended
+        self.wait()
+        for pool in (self._pool, self._aside):  # in this order: one gives the other work
+            pool.shutdown(wait=True)
+        self.executor.close()
+        self.world.close()
+
+    def close_later(self) -> None:
+        """Close the world once what is in flight has ended; nothing more is taken."""
+        with self._lock:
+            self._closing = True
+        self.do_later(lambda: None)
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in list(_engines):
+        engine._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def take_one(
+    settings: IoSettings,
+    providers: Sequence[StateProvider],
+    world: World,
+    ballot: Ballot,
+    place: Target,
+    *,
+    auto_gate: bool,
+) -> Snapshot:
+    """Take one snapshot with an engine of its own, which lasts until it has ended."""
+    begin = time.monotonic()
+    try:
+        collected = collect(providers, rank=world.rank, ranks=world.size)
+        executor = make_executor(settings, collected.structure.nbytes)
+    except BaseException as error:
+        ballot.decline(error)
+        raise
+    engine = Engine(executor, world, threads=1, auto_gate=auto_gate)
+    try:
+        taken = engine.take(collected, ballot, place, begin=begin)
+    except BaseException as error:
+        ballot.decline(error)
+        raise
+    engine.close_later()
+    return taken

@@ -1,0 +1,66 @@
+"""The consistency gate: one process-wide hook before every torch optimizer's step."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from typing import Any
+
+from datastates.saving.snapshot import Snapshot
+
+_pending: weakref.WeakKeyDictionary[Snapshot, bool] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_hook: Any = None
+
+
+def guard(snapshot: Snapshot, *, automatic: bool) -> None:
+    """Know of a snapshot until it is captured; if automatic, let every optimizer step wait for that."""
+    global _hook
+    with _lock:
+        _pending[snapshot] = automatic
+        if automatic and _hook is None and "torch" in sys.modules:
+            from torch._compile import _disable_dynamo
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+            # a compiled step runs it as it is, between two graphs; torch.compiler.disable would import Dynamo for that
+            _hook = register_optimizer_step_pre_hook(_disable_dynamo(_before_step))
+
+
+def pass_all(*, automatic_only: bool = False) -> None:
+    """Return once the state of every snapshot may change for work enqueued from now on."""
+    with _lock:
+        snapshots = [s for s, automatic in _pending.items() if automatic or not automatic_only]
+    for snapshot in snapshots:
+        snapshot.pass_gate()
+        if snapshot.captured or snapshot.ended:
+            with _lock:
+                _pending.pop(snapshot, None)
+
+
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _pending:
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
+        pass_all(automatic_only=True)
+        return None
+
+    # torch's own optimizers change nothing before they have called it, and it is what runs forward and backward
+    def closure_and_gate() -> Any:
+        value = closure()
+        pass_all(automatic_only=True)
+        return value
+
+    if len(args) > 1:
+        return (args[0], closure_and_gate, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure_and_gate}
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,251 @@
+"""A snapshot in flight: capture, write and commit."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from datastates.commit.ballot import Vote
+from datastates.commit.claims import Claims, whole_claims
+from datastates.commit.ending import Ending
+from datastates.container import archive, checksums, data_pkl
+from datastates.container.data_pkl import ProviderState
+from datastates.container.digests import DigestPlan
+from datastates.container.index import Index, StoredObject
+from datastates.container.nested_archives import Nest
+from datastates.container.pickle_writer import is_dialect
+from datastates.container.table import Row, ShardTable
+from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
+from datastates.executor.executor import PreparedWrite, WriteJob
+from datastates.planning import write
+from datastates.planning.plans import WritePlan
+from datastates.saving.collect import Collected, Structure
+from datastates.saving.snapshot import Snapshot
+from datastates.state import streams
+from datastates.state import versions as array_versions
+from datastates.state.provider import Encoder
+from datastates.state.shards import ArrayLeaf, Shard, Shards, StoredArray, full_key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavePlan:
+    """All that depends on the structure alone: kept from one snapshot to the next."""
+
+    structure: Structure
+    key: tuple[Any, ...]
+    plan: WritePlan
+    prepared: PreparedWrite
+    table: ShardTable
+    claims: Claims | None
+    digests: DigestPlan
+    stored: dict[tuple[int, str], StoredArray]
+    pickle_offset: int
+    nest: Nest | None
+
+    def places(self) -> Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]:
+        """For each array where its data lies in the file, and where the archive around it: offset and bytes."""
+        assert self.nest is not None
+        data = zip(self.plan.data_offset.tolist(), self.plan.source_nbytes[self.plan.order].tolist(), strict=True)
+        archives = zip(*(x.tolist() for x in self.nest.places(self.plan.header_offset, self.plan.end)), strict=True)
+        records = list(zip(data, archives, strict=True))
+        return ((row, *records[row.record]) for row in self.table.rows(range(len(self.table))))
+
+
+def _serialize(collected: Collected, provider: int, shard: Shard) -> bytes | Encoder:
+    result = collected.providers[provider].serialize(shard)
+    if not (callable(result) or (isinstance(result, bytes) and is_dialect(result))):
+        key = full_key(collected.structure.names[provider], shard.key)
+        raise ProviderError(
+            f"{key!r}: serialize() must return what datastates.dumps(value) gives, not other bytes or objects"
+        )
+    return result
+
+
+class VersionWitness:
+    """The free witness of D7: torch's version counters, compared once, before the gate lets anything change them."""
+
+    def __init__(self, collected: Collected) -> None:
+        self._structure = collected.structure
+        counted = self._structure.counted
+        every = len(counted) == len(collected.sources)
+        self._tensors = list(collected.sources) if every else [collected.sources[i] for i in counted.tolist()]
+        known = [s.versions for s in collected.described if isinstance(s, Shards)]
+        if len(known) == len(collected.described):
+            self._before = np.concatenate(known)[counted] if known else counted
+        else:
+            self._before, _ = array_versions.witness(self._tensors)
+        self._lock = threading.Lock()
+        self._changed: list[str] | None = None
+
+    def compare(self) -> list[str]:
+        """Keys of the tensors that were changed in place until the first call of this."""
+        with self._lock:
+            if self._changed is None:
+                versions, addresses = array_versions.witness(self._tensors)
+                changed = (versions != self._before) | (addresses != self._structure.addresses)
+                self._changed = [self._structure.key(i) for i in self._structure.counted[changed].tolist()]
+                self._tensors = []
+            return self._changed
+
+    def forget(self) -> None:
+        """Let go of the tensors of a snapshot that has failed: nobody asks what has changed."""
+        with self._lock:
+            self._tensors, self._changed = [], []
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One snapshot after ``snapshot()`` has returned: serialize, wait, append the tail, commit."""
+
+    collected: Collected
+    snapshot: Snapshot
+    planned: SavePlan
+    job: WriteJob
+    objects: list[tuple[int, Shard, bytes | Encoder | None]]
+    versions: VersionWitness
+    ending: Ending
+    bare: bool
+    lazy_serialized: threading.Event = field(default_factory=threading.Event)
+
+    def gate(self) -> None:
+        """Wait for what reads live state on the CPU; let the consumers' streams wait for the rest.
+
+        What fails here fails the snapshot, once nothing is read any more, and not the update that passes.
+        """
+        try:
+            self._pass()
+        except Exception as error:
+            self.job.abort()
+            self.snapshot.fail(error)
+
+    def _pass(self) -> None:
+        self.lazy_serialized.wait()
+        self.versions.compare()
+        try:
+            self.job.gate(streams.consumer_streams(self.collected.structure.devices))
+        except DeviceError:
+            # the device has failed: that is told by the snapshot, not by the optimizer that passes here
+            with contextlib.suppress(DatastatesError):
+                self.job.wait_captured()
+
+    def run(self) -> BaseException | None:
+        """Do all the rest; a failure lands on the snapshot, and is returned: the other ranks are to be told."""
+        try:
+            self._capture()
+            tail, vote = self._write()
+            self.job.finish(tail)
+            self.snapshot.reach("persisted", file_nbytes=vote.nbytes)
+            with self.snapshot.stage("commit"):
+                self.snapshot.path = self.ending.commit(vote)
+            self.snapshot.reach("committed", at=self.ending.committed)
+        except BaseException as error:  # on its way to whoever waits for the snapshot
+            self.cancel(error)
+            return error
+        self._let_go()
+        return None
+
+    def cancel(self, error: BaseException) -> None:
+        """Stop at once, leave nothing behind, and let the snapshot fail."""
+        self.lazy_serialized.set()
+        self.job.abort()
+        self.ending.abandon(made=self.job.made)
+        self.versions.forget()
+        self._let_go()
+        self.snapshot.fail(error)
+
+    def _capture(self) -> None:
+        try:
+            with self.snapshot.stage("serialize"):
+                self.objects = [
+                    (p, s, _serialize(self.collected, p, s) if data is None else data) for p, s, data in self.objects
+                ]
+        finally:
+            self.lazy_serialized.set()
+        self.job.wait_captured()
+        changed = set(self.versions.compare())
+        if torn := set(self.job.torn()):
+            structure = self.collected.structure
+            for i, source in enumerate(structure.source):
+                # what was copied at once is torn only where all of its memory was without a witness, and was not there
+                if source in torn and (structure.arrays[i][1].lazy or not structure.witness[source]):
+                    changed.add(structure.key(i))
+        if changed:
+            raise TornSnapshotError(sorted(changed))
+        self.snapshot.reach("captured")
+
+    def _write(self) -> tuple[bytes, Vote]:
+        """Encode the metadata while the data is being written; returns the tail, and what to say of the container."""
+        begin = self.planned.pickle_offset
+        with self.snapshot.stage("serialize"):
+            pickle, objects = data_pkl.encode_pickle(self._states(), begin, bare=self.bare)
+        self._release()
+        self.job.wait_checksummed()
+        with self.snapshot.stage("encode"):
+            index = self._index(pickle, objects, begin)
+            tail, index_crc = archive.encode_tail(index, pickle, self.planned.nest)
+        return tail, Vote(
+            step=self.snapshot.step,
+            file=self.ending.path.name,
+            nbytes=self.planned.plan.end + len(tail),
+            index_crc32=index_crc,
+            claims=self.planned.claims and whole_claims(self.planned.claims, index),
+        )
+
+    def _index(self, pickle: bytes, objects: tuple[StoredObject, ...], begin: int) -> Index:
+        plan = self.planned.plan
+        crcs, chunk_crcs = self.job.checksums()
+        return Index(
+            identity=self.ending.identity,
+            header_offset=plan.header_offset,
+            data_offset=plan.data_offset,
+            record_nbytes=plan.source_nbytes[plan.order],
+            record_crc=crcs[plan.order],
+            chunk_crc=write.reorder_chunks(chunk_crcs, plan),
+            shards=self.planned.digests.filled(crcs[plan.order], self.job.digests(), self.planned.table),
+            objects=objects,
+            pickle_offset=begin,
+            pickle_nbytes=len(pickle),
+            pickle_crc=checksums.crc32(pickle),
+            nested=self.planned.nest is not None,
+        )
+
+    def _states(self) -> list[ProviderState]:
+        stored = self.planned.stored
+        own: list[dict[str, bytes | StoredArray]] = [{} for _ in self.collected.providers]
+        for (p, key), array in stored.items():
+            own[p][key] = array
+        states = []
+        for number, name in enumerate(self.collected.structure.names):
+
+            def locate(leaf: ArrayLeaf, number: int = number) -> StoredArray:
+                found = stored[number, leaf.key]
+                return replace(found, requires_grad=True) if leaf.requires_grad else found
+
+            encoded = {
+                s.key: data if isinstance(data, bytes) else data(locate)  # type: ignore[misc]
+                for p, s, data in self.objects
+                if p == number
+            }
+            whole = encoded.get("")
+            items = () if whole is not None else tuple({**own[number], **encoded}.items())
+            states.append(ProviderState(name, whole, items))
+        return states
+
+    def _let_go(self) -> None:
+        self._release()
+        self.snapshot.detach(self.job.stats(), self.job.timeline())
+
+    def _release(self) -> None:
+        """Let go of the state: nothing reads it any more."""
+        collected, structure = self.collected, self.collected.structure
+        for part in (collected.providers, collected.described, collected.sources, collected.memory, collected.objects):
+            part.clear()
+        if None in structure.layouts:  # then its shards hold the state, and it serves this snapshot only
+            structure.arrays.clear()
+            structure.buffers.clear()
+        self.objects = []

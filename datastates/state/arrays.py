@@ -1,0 +1,322 @@
+"""Arrays of torch, NumPy and CuPy as memory: where they lie, how they are strided, and how to make one like another.
+
+The only module that looks inside arrays. It imports none of the frameworks by itself: an array of a framework that
+has not been imported cannot exist.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+from datastates._base.loaded import loaded
+from datastates.errors import ProviderError
+from datastates.state import dressed, dtensors, dtypes
+from datastates.state.shards import HOST, ArrayRef, Buffer, Shard
+from datastates.state.streams import current_stream
+from datastates.state.strides import is_dense, span
+
+
+def kind_of(value: Any) -> str | None:
+    """``"torch"``, ``"numpy"`` or ``"cupy"`` for an array that can be stored as plain memory, else None.
+
+    None is also the answer for sparse, quantized, nested and meta tensors, for subclasses of tensors and arrays, and
+    for element types that are not in :data:`datastates.state.dtypes.ALL`: those are pickled. A DTensor is an array of
+    torch: what of it lies in memory here is its local tensor. So is a subclass of parameters that torch pickles as
+        those.
+    """
+    torch: Any = loaded("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return "torch" if _is_plain_tensor(torch, value) or dtensors.is_dtensor(value) else None
+    if type(value) in (np.ndarray, np.memmap):
+        return "numpy" if _numpy_dtype(value.dtype) else None
+    cupy: Any = loaded("cupy")
+    if cupy is not None and type(value) is cupy.ndarray:
+        return "cupy" if _numpy_dtype(value.dtype) else None
+    return None
+
+
+def _is_plain_tensor(torch: Any, value: Any) -> bool:
+    return (
+        dressed.is_usual(type(value))
+        and (value.is_cpu or value.is_cuda)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.is_nested
+        and _torch_dtype(value.dtype) is not None
+    )
+
+
+@functools.cache
+def _torch_dtype(dtype: Any) -> dtypes.DType | None:
+    return dtypes.BY_NAME.get(str(dtype)[6:])
+
+
+def _numpy_dtype(dtype: Any) -> dtypes.DType | None:
+    # the type strings of what ml_dtypes registers, such as "<V2", say nothing
+    return dtypes.BY_NUMPY.get(dtype.str) or dtypes.BY_NUMPY.get(dtype.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """An array seen as memory: which storage, where in it, how strided. Of a DTensor, its local tensor."""
+
+    kind: str
+    dtype: dtypes.DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    pointer: int
+    storage: int
+    device: int
+    array: Any
+
+    @property
+    def end(self) -> int:
+        return self.pointer + span(self.shape, self.stride) * self.dtype.itemsize
+
+
+def _view(array: Any) -> _View:
+    whole, array = array, dtensors.local(array)
+    kind = kind_of(array)
+    if kind is None and array is whole:
+        raise TypeError(f"not an array that can be stored as memory: {type(array).__name__}")
+    if kind is None:
+        raise ProviderError(f"a DTensor of what cannot be stored as memory: {type(array).__name__} on {array.device}")
+    if kind == "torch":
+        if array.is_conj() or array.is_neg():
+            array = array.detach().resolve_conj().resolve_neg()
+        known = _torch_dtype(array.dtype)
+        assert known is not None
+        return _View(
+            kind,
+            known,
+            tuple(array.shape),
+            tuple(array.stride()),
+            array.data_ptr(),
+            array.untyped_storage().data_ptr(),
+            array.device.index if array.is_cuda else HOST,
+            array,
+        )
+    dtype = _numpy_dtype(array.dtype)
+    assert dtype is not None
+    if any(s < 0 or s % dtype.itemsize for s in array.strides):
+        array = array.copy(order="C")
+    pointer = array.ctypes.data if kind == "numpy" else array.data.ptr
+    device = HOST if kind == "numpy" else array.device.id
+    stride = tuple(s // dtype.itemsize for s in array.strides)
+    return _View(kind, dtype, array.shape, stride, pointer, pointer, device, array)
+
+
+def _view_of(key: str, array: object) -> _View:
+    try:
+        return _view(array)
+    except (TypeError, ProviderError) as error:
+        raise type(error)(f"{key!r} is {error}") from None
+
+
+def _compact(view: _View) -> _View:
+    """A contiguous copy of a view whose span is mostly other data."""
+    return _view(view.array.detach().contiguous() if view.kind == "torch" else view.array.copy(order="C"))
+
+
+def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> list[Shard]:
+    """Describe whole arrays as shards; arrays that share memory share a buffer.
+
+    Views of one storage keep sharing it when together they use at least half of the bytes between the first and the
+    last; a view that is mostly gaps is stored as a contiguous copy of its own, so that no bytes but the state's are
+    saved.
+
+    Args:
+        keys: Their names within the provider.
+        values: The arrays. A DTensor becomes this rank's part of it; other arrays beside DTensors are taken to be alike
+            on all ranks of their meshes.
+        lazy: For each, whether it stays unchanged until the snapshot is captured.
+
+    Raises:
+        TypeError: A value is not a plain array; the message says which.
+        ProviderError: What is local of a DTensor is no part that can be described; the message names the key.
+    """
+    views = list(map(_view_of, keys, values))
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for i, view in enumerate(views):
+        groups.setdefault((view.device, view.storage, view.dtype.code), []).append(i)
+    buffers: list[Buffer | None] = [None] * len(views)
+    for members in groups.values():
+        for cluster in _clusters(views, members):
+            low = min(views[i].pointer for i in cluster)
+            high = max(views[i].end for i in cluster)
+            first = views[cluster[0]]
+            owner = [views[i].array for i in cluster]
+            stream = current_stream(first.kind, first.device)
+            buffer = Buffer(low, high - low, first.device, stream, owner)
+            for i in cluster:
+                buffers[i] = buffer
+    meshes = dtensors.Meshes(values)
+    return [
+        _describe(key, view, array, buffer, meshes, lazy=is_lazy)
+        for key, array, is_lazy, view, buffer in zip(keys, values, lazy, views, buffers, strict=True)
+        if buffer is not None
+    ]
+
+
+def _describe(
+    key: str, view: _View, array: object, buffer: Buffer | None, meshes: dtensors.Meshes, *, lazy: bool = False
+) -> Shard:
+    part = meshes.part(key, array, view.shape)
+    return Shard(
+        key=key,
+        dtype=view.dtype.name,
+        kind=view.kind,
+        shape=view.shape,
+        stride=view.stride,
+        global_shape=part.global_shape,
+        offset=part.offset,
+        flat=part.flat,
+        replicas=part.replicas,
+        lazy=lazy,
+        buffer=buffer,
+        buffer_offset=0 if buffer is None else view.pointer - buffer.pointer,
+        source=array,
+    )
+
+
+def _clusters(views: list[_View], members: list[int]) -> list[list[int]]:
+    """Cut the views of one storage into groups that share a buffer; may replace sparse views by copies."""
+    if len(members) == 1 and is_dense(views[members[0]].shape, views[members[0]].stride):
+        return [members]
+    if _is_mostly_used([views[i] for i in members]):
+        return [members]
+    clusters: list[list[int]] = []
+    end = -1
+    for i in sorted(members, key=lambda i: views[i].pointer):
+        if views[i].pointer < end:
+            clusters[-1].append(i)
+        else:
+            clusters.append([i])
+        end = max(end, views[i].end)
+    result = []
+    for cluster in clusters:
+        if _is_mostly_used([views[i] for i in cluster]):
+            result.append(cluster)
+            continue
+        for i in cluster:
+            views[i] = _compact(views[i])
+            result.append([i])
+    return result
+
+
+def _is_mostly_used(views: list[_View]) -> bool:
+    used = sum(int(np.prod(v.shape, dtype=np.int64)) * v.dtype.itemsize for v in views)
+    low, high = min(v.pointer for v in views), max(v.end for v in views)
+    return 2 * used >= high - low
+
+
+def array_shard(key: str, array: object, *, lazy: bool | None = None) -> Shard:
+    """Describe one whole array as a shard.
+
+    Args:
+        key: Its name within the provider.
+        array: A torch, NumPy or CuPy array.
+        lazy: Whether it stays unchanged until the snapshot is captured. By default torch and CuPy arrays are lazy and
+            NumPy arrays, which nothing guards, are not.
+    """
+    return shards_of([key], [array], [is_lazy_kind(array) if lazy is None else lazy])[0]
+
+
+def destination(key: str, array: object) -> Shard:
+    """Describe a live array to restore into, of a DTensor this rank's part: nothing is copied, whatever its strides."""
+    view = _view_of(key, array)
+    meshes = dtensors.Meshes([array]) if dtensors.is_dtensor(array) else dtensors.NO_MESHES
+    return _describe(key, view, array, _own_place(view, array), meshes)
+
+
+def _own_place(view: _View, array: object) -> Buffer | None:
+    """An array's memory, where its elements and nothing else lie in it; else None."""
+    if view.array is not dtensors.local(array) or not is_dense(view.shape, view.stride):
+        return None
+    return Buffer(view.pointer, view.end - view.pointer, view.device, current_stream(view.kind, view.device), array)
+
+
+class Destinations(Sequence[Shard]):
+    """Live arrays to restore into, and object shards after them; an array is described when it is asked for.
+
+    Attributes:
+        keys: The arrays' keys within the provider.
+        values: The arrays.
+        objects: The object shards.
+    """
+
+    def __init__(self, keys: Sequence[str], values: Sequence[object], objects: Sequence[Shard] = ()) -> None:
+        """Join them; ``keys`` and ``values`` are of the same length."""
+        self.keys = keys
+        self.values = values
+        self.objects = objects
+
+    def __len__(self) -> int:
+        return len(self.keys) + len(self.objects)
+
+    @overload
+    def __getitem__(self, i: int) -> Shard: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Shard]: ...
+    def __getitem__(self, i: int | slice) -> Shard | Sequence[Shard]:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        if i >= len(self.keys):
+            return self.objects[i - len(self.keys)]
+        return destination(self.keys[i], self.values[i])
+
+
+def fits(ref: ArrayRef, array: Any) -> bool:
+    """Whether a live array has the element type and the shape, of a DTensor the global one, of a stored one."""
+    return (_view(array).dtype.name, tuple(array.shape)) == (ref.dtype, ref.shape)
+
+
+def place(shard: Shard, stride: Sequence[int]) -> Buffer | None:
+    """Where bytes stored with those strides can be read to; None when they must be copied into the shard's array."""
+    if shard.buffer is not None and shard.buffer.owner is shard.source:  # it is what `destination` described
+        return shard.buffer if shard.stride == stride else None
+    view = _view(shard.source)
+    return _own_place(view, shard.source) if view.stride == stride else None
+
+
+def memory(array: Any) -> Buffer:
+    """The memory of a fresh array of torch's, wherever it is, or of NumPy's, from its first element on."""
+    if kind_of(array) != "torch":
+        return Buffer(array.ctypes.data, array.nbytes, owner=array)
+    device = array.device.index if array.is_cuda else HOST
+    return Buffer(array.data_ptr(), array.nbytes, device, current_stream("torch", device), array)
+
+
+def is_lazy_kind(array: object) -> bool:
+    """The default laziness of an array: what an optimizer step updates is lazy, a NumPy array is not."""
+    return not isinstance(array, np.ndarray)
+
+
+def address(array: Any) -> int:
+    """Where an array's first element is in memory."""
+    return int(dtensors.local(array).data_ptr() if kind_of(array) == "torch" else _view(array).pointer)
+
+
+def memory_of(values: Sequence[Any]) -> list[object]:
+    """What keeps the memory of torch's tensors alive, whatever other memory a tensor is given meanwhile."""
+    torch: Any = loaded("torch")
+    if torch is None:
+        return []
+    types = set(map(type, values))
+    if not types <= {torch.Tensor, torch.nn.Parameter}:  # the usual ones need not be sorted out
+        values = [dtensors.local(value) for value in values if isinstance(value, torch.Tensor)]
+    return list(map(torch.Tensor.untyped_storage, values))
+
+
+def is_parameter(array: object) -> bool:
+    """Whether an array is a ``torch.nn.Parameter``."""
+    torch: Any = loaded("torch")
+    if dtensors.is_dtensor(array):
+        return dtensors.is_parameter(array)
+    return torch is not None and issubclass(type(array), torch.nn.Parameter)

@@ -1,0 +1,120 @@
+"""Memory for arrays, and arrays over memory: allocated, viewed, assigned."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from datastates._base.loaded import loaded
+from datastates.state import dtensors, dtypes
+from datastates.state.arrays import _view, kind_of
+from datastates.state.shards import ArrayRef
+from datastates.state.strides import span
+
+
+def allocate(kind: str, nbytes: int) -> Any:
+    """Host memory as an array of bytes: of torch for torch arrays, where it is installed, else of NumPy."""
+    if kind == "torch":
+        with contextlib.suppress(ImportError):
+            import torch
+
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    return np.empty(nbytes, np.uint8)
+
+
+def view(block: Any, ref: ArrayRef, offset: int) -> Any:
+    """The array that lies in allocated bytes at an offset.
+
+    Raises:
+        ImportError: The element type needs torch or ml_dtypes and neither is installed.
+    """
+    itemsize = dtypes.BY_NAME[ref.dtype].itemsize
+    if ref.kind == "torch" and kind_of(block) == "torch":
+        import torch
+
+        made = torch.empty(0, dtype=getattr(torch, ref.dtype), device=block.device)
+        return made.set_(block.untyped_storage(), offset // itemsize, ref.shape, ref.stride)
+    if kind_of(block) == "torch":
+        block = block.numpy()
+    dtype = _host_dtype(ref)
+    elements = block[offset : offset + span(ref.shape, ref.stride) * itemsize].view(dtype)
+    strides = tuple(s * itemsize for s in ref.stride)
+    return strided(elements, ref.shape, strides) if ref.shape else elements.reshape(())
+
+
+def strided(array: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
+    """NumPy's ``as_strided``; strides in bytes. As plain memory: it knows ml_dtypes' types by no name."""
+    plain = array.view(np.dtype((np.void, array.itemsize)))
+    return np.lib.stride_tricks.as_strided(plain, shape, strides).view(array.dtype)
+
+
+def with_grad(array: Any, requires_grad: bool) -> Any:
+    """A torch tensor told to require a gradient, where its type can; other arrays as they are."""
+    if requires_grad and kind_of(array) == "torch" and (array.is_floating_point() or array.is_complex()):
+        return array.detach().requires_grad_()
+    return array
+
+
+def empty(ref: ArrayRef) -> Any:
+    """A host array like a stored one, for when nothing live stands for it; contents are undefined.
+
+    Raises:
+        ImportError: The element type needs torch or ml_dtypes and neither is installed.
+    """
+    block = allocate(ref.kind, span(ref.shape, ref.stride) * dtypes.BY_NAME[ref.dtype].itemsize)
+    return with_grad(view(block, ref, 0), ref.requires_grad)
+
+
+def _host_dtype(ref: ArrayRef) -> Any:
+    name = dtypes.BY_NAME[ref.dtype].numpy
+    if name is None:
+        raise ImportError(f"{ref.key!r} is of type {ref.dtype}, which NumPy lacks: install torch")
+    if name != ref.dtype:
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    except (ImportError, AttributeError):
+        raise ImportError(
+            f"{ref.key!r} is of type {ref.dtype}, which NumPy lacks: install torch or ml_dtypes"
+        ) from None
+
+
+def assign(destination: Any, source: Any) -> None:
+    """Copy one array into another of the same shape and dtype, of any library and any strides."""
+    destination, source = dtensors.local(destination), dtensors.local(source)
+    if kind_of(source) == "cupy" and kind_of(destination) != "cupy":
+        source = source.get()
+    # a repeated element is copied once: neither library writes through a stride of 0, and it may be repeated often
+    # (the dots make a view of a 0-d array, too)
+    once = (*(slice(0, 1) if s == 0 else slice(None) for s in _view(destination).stride), ...)
+    if _view(source).stride == _view(destination).stride:
+        destination, source = destination[once], source[once]
+    torch: Any = loaded("torch")
+    if torch is not None and isinstance(destination, torch.Tensor):
+        with torch.inference_mode() if destination.is_inference() else torch.no_grad():
+            destination.copy_(source if isinstance(source, torch.Tensor) else torch.from_numpy(source))
+        return
+    if torch is not None and isinstance(source, torch.Tensor):
+        source = source.detach().numpy()
+    if isinstance(destination, np.ndarray):
+        np.copyto(destination, source)
+    else:
+        destination.set(source)
+
+
+def note_rewritten(values: Sequence[object]) -> None:
+    """Count a change in place of each of torch's tensors among those, which it has not seen."""
+    torch: Any = loaded("torch")
+    for value in values:
+        if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
+            torch.autograd.graph.increment_version(dtensors.local(value))
+
+
+def is_writable(array: Any) -> bool:
+    """Whether an array can be restored in place."""
+    return bool(array.flags.writeable) if isinstance(array, np.ndarray) else True

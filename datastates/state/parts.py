@@ -1,0 +1,251 @@
+"""Parts of logical tensors: boxes and flat ranges, what two of them share, and whether they tile a tensor. Pure.
+
+All positions, lengths and boundaries are in elements. An element's position in a part counts in the part's own
+row-major order, whatever its strides in memory are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from datastates._base.columns import I64
+from datastates.state.strides import row_major
+
+_Runs = tuple[I64, I64, I64]
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which elements of a logical tensor one holds: a box of it, or a range of it flattened row-major.
+
+    Attributes:
+        global_shape: Shape of the logical tensor.
+        shape: Elements of this part along each dimension; of a flat range its length alone.
+        offset: Where the box begins; None for a flat range.
+        flat: First and one past the last element of a flat range; None for a box.
+    """
+
+    global_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: tuple[int, ...] | None
+    flat: tuple[int, int] | None = None
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Part:
+        """The part that is everything, as a box."""
+        return cls(shape, shape, (0,) * len(shape))
+
+    def __str__(self) -> str:
+        """Equal for equal parts of one logical tensor, told in the same way."""
+        return f"elements {self.flat[0]} to {self.flat[1]}" if self.flat is not None else f"{self.offset}+{self.shape}"
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all elements of the logical tensor."""
+        return self.numel == math.prod(self.global_shape)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether it has the logical tensor's first element."""
+        begin = self.offset if self.flat is None else self.flat[:1]
+        return self.numel > 0 and not any(begin or ())
+
+    def runs(self) -> tuple[I64, I64]:
+        """Begins and lengths of its maximal stretches in the flattened logical tensor, ascending.
+
+        Where a stretch lies in the part is the sum of the lengths before it.
+        """
+        if self.flat is not None or self.is_whole:
+            first, n = self.flat[0] if self.flat is not None else 0, self.numel
+            return np.array([first] if n else [], np.int64), np.array([n] if n else [], np.int64)
+        assert self.offset is not None
+        begin, _, length = _shared_box(self.global_shape, self.shape, self.offset, (0,) * len(self.shape), self.shape)
+        return begin, length
+
+
+def grid(sizes: Sequence[int], steps: Sequence[int], first: int = 0) -> I64:
+    """``first`` plus every sum of one multiple below ``sizes[d]`` of each ``steps[d]``, the last dimension fastest."""
+    result = np.array([first], np.int64)
+    for n, step in zip(sizes, steps, strict=True):
+        result = (result[:, None] + np.arange(n, dtype=np.int64) * step).ravel()
+    return result
+
+
+def _shared_box(
+    a_shape: Sequence[int], b_shape: Sequence[int], a_begin: Sequence[int], b_begin: Sequence[int], size: Sequence[int]
+) -> _Runs:
+    """Stretches that one box of ``size`` has both in an array of ``a_shape`` and in one of ``b_shape``.
+
+    ``a_begin`` and ``b_begin`` say where the box begins in each.
+    """
+    if 0 in size:
+        return _NONE, _NONE, _NONE
+    inner = len(size)  # from here on the box has everything that either array has
+    while inner and size[inner - 1] == a_shape[inner - 1] == b_shape[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)  # and of this dimension it takes one stretch
+    at = []
+    for shape, begin in ((a_shape, a_begin), (b_shape, b_begin)):
+        steps = row_major(shape)
+        at.append(grid(size[:outer], steps[:outer], sum(b * s for b, s in zip(begin, steps, strict=True))))
+    return at[0], at[1], np.full(len(at[0]), math.prod(size[outer:]), np.int64)
+
+
+def _shared_bounds(source: Part, dest: Part) -> tuple[list[int], list[int]] | None:
+    """Where the intersection of two boxes begins and ends along each dimension; None when there is none."""
+    assert source.offset is not None
+    assert dest.offset is not None
+    low = [max(a, b) for a, b in zip(source.offset, dest.offset, strict=True)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(source.offset, source.shape, dest.offset, dest.shape, strict=True)]
+    return None if any(a >= b for a, b in zip(low, high, strict=True)) else (low, high)
+
+
+def _check_same_tensor(source: Part, dest: Part) -> None:
+    if source.global_shape != dest.global_shape:
+        raise ValueError(f"parts of tensors of different shapes, {source.global_shape} and {dest.global_shape}")
+
+
+def intersect(source: Part, dest: Part) -> _Runs:
+    """What two parts of one logical tensor share, as stretches: ``(source_at, dest_at, length)``.
+
+    Positions are in each part's own row-major order; ``dest_at`` ascends, and so does ``source_at``.
+
+    Raises:
+        ValueError: The logical tensors have different shapes.
+    """
+    _check_same_tensor(source, dest)
+    if source.offset is not None and dest.offset is not None:
+        bounds = _shared_bounds(source, dest)
+        if bounds is None:
+            return _NONE, _NONE, _NONE
+        low, high = bounds
+        at, to = ([a - b for a, b in zip(low, part.offset or (), strict=True)] for part in (source, dest))
+        return _shared_box(source.shape, dest.shape, at, to, [b - a for a, b in zip(low, high, strict=True)])
+    if _is_beyond(source, dest) or _is_beyond(dest, source):
+        return _NONE, _NONE, _NONE
+    (a_begin, a_length), (b_begin, b_length) = source.runs(), dest.runs()
+    a_end, b_end = a_begin + a_length, b_begin + b_length
+    low_at = np.searchsorted(a_end, b_begin, side="right")
+    count = np.maximum(np.searchsorted(a_begin, b_end, side="left") - low_at, 0)
+    b = np.repeat(np.arange(len(b_begin)), count)
+    a = np.arange(len(b)) - np.repeat(np.cumsum(count) - count - low_at, count)
+    begin = np.maximum(a_begin[a], b_begin[b])
+    length = np.minimum(a_end[a], b_end[b]) - begin
+    source_at = begin - a_begin[a] + (np.cumsum(a_length) - a_length)[a]
+    return source_at, begin - b_begin[b] + (np.cumsum(b_length) - b_length)[b], length
+
+
+def _is_beyond(part: Part, other: Part) -> bool:
+    """Whether all of ``part`` lies behind all of ``other`` in the flattened tensor, or one is empty."""
+    return part.numel == 0 or _bounds(part)[0] >= _bounds(other)[1]
+
+
+def _bounds(part: Part) -> tuple[int, int]:
+    """First element of the flattened tensor in a part, and one past the last."""
+    if part.flat is not None:
+        return part.flat
+    steps, offset = row_major(part.global_shape), part.offset or ()
+    begin = sum(b * s for b, s in zip(offset, steps, strict=True))
+    return begin, begin + 1 + sum((n - 1) * s for n, s in zip(part.shape, steps, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of elements that two parts share.
+
+    Attributes:
+        size: Elements along each dimension.
+        source, dest: Where it begins in each part: an index of a box, the position alone of a flat range.
+        steps: How far apart elements are in a part that is a flat range, along each dimension.
+    """
+
+    size: tuple[int, ...]
+    source: tuple[int, ...]
+    dest: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+def blocks(source: Part, dest: Part) -> Iterator[Block]:
+    """What two parts share, as few boxes; for copying between arrays of any strides.
+
+    There is one at most where both parts are of one kind, and ``2 * ndim - 1`` where a box and a flat range meet.
+
+    Raises:
+        ValueError: The logical tensors have different shapes.
+    """
+    _check_same_tensor(source, dest)
+    if source.offset is not None and dest.offset is not None:
+        bounds = _shared_bounds(source, dest)
+        if bounds is not None:
+            low, high = bounds
+            at, to = (tuple(a - b for a, b in zip(low, part.offset or (), strict=True)) for part in (source, dest))
+            yield Block(tuple(b - a for a, b in zip(low, high, strict=True)), at, to, ())
+        return
+    source_at, dest_at, length = intersect(source, dest)
+    if not len(length):
+        return
+    box, box_at = (source, source_at) if source.flat is None else (dest, dest_at)
+    other = dest if source.flat is None else source
+    if box.flat is not None:
+        yield Block((int(length[0]),), (int(source_at[0]),), (int(dest_at[0]),), (1,))
+        return
+    # what a flat range takes of a box is one range of the box's own order, though not of the flat range's
+    assert box.offset is not None
+    assert other.flat is not None
+    steps = tuple(row_major(box.global_shape))
+    for begin, size in _boxes_of_range(box.shape, int(box_at[0]), int(box_at[-1] + length[-1])):
+        first = sum((o + b) * s for o, b, s in zip(box.offset, begin, steps, strict=True)) - other.flat[0]
+        yield Block(size, begin, (first,), steps) if box is source else Block(size, (first,), begin, steps)
+
+
+def _boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Begins and sizes of the boxes that make up a range of an array's row-major order; ``2 * ndim - 1`` at most."""
+    if len(shape) <= 1:
+        yield ((begin,), (end - begin,)) if shape else ((), ())
+        return
+    inner = math.prod(shape[1:])
+    row = begin // inner
+    if begin % inner or end < (row + 1) * inner:
+        stop = min(end, (row + 1) * inner)
+        for at, size in _boxes_of_range(shape[1:], begin - row * inner, stop - row * inner):
+            yield (row, *at), (1, *size)
+        begin, row = stop, row + 1
+    if (rows := (end - begin) // inner) > 0:
+        yield (row, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
+        begin += rows * inner
+    if begin < end:
+        for at, size in _boxes_of_range(shape[1:], 0, end - begin):
+            yield (row + rows, *at), (1, *size)
+
+
+def uncovered(dest: Part, sources: Sequence[Part]) -> int:
+    """How many elements of ``dest`` none of ``sources``, which may overlap, has.
+
+    Raises:
+        ValueError: The logical tensors have different shapes.
+    """
+    found = [intersect(source, dest) for source in sources]
+    if not found:
+        return dest.numel
+    begin = np.concatenate([at for _, at, _ in found])
+    end = begin + np.concatenate([length for _, _, length in found])
+    order = np.argsort(begin, kind="stable")
+    begin, end = union(begin[order], end[order])
+    return dest.numel - int((end - begin).sum())
+
+
+def union(begin: I64, end: I64) -> tuple[I64, I64]:
+    """The disjoint stretches that ranges, given by ascending begin, make together; ranges that touch are joined."""
+    furthest = np.maximum.accumulate(end)
+    new = np.flatnonzero(begin[1:] > furthest[:-1]) + 1
+    return begin[np.append(0, new)[: len(begin)]], furthest[np.append(new - 1, len(end) - 1)[: len(end)]]

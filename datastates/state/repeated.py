@@ -1,0 +1,168 @@
+"""Describing the same arrays again and again: what has not changed since the last time is not looked at anew."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from datastates._base import gc_pause
+from datastates.state import arrays, dtypes, tensor_scan
+from datastates.state import streams as array_streams
+from datastates.state.provider import StateProvider
+from datastates.state.shards import Buffer, Shard, Shards
+from datastates.state.strides import span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """What was described last: addresses, but no array, so that no memory is kept alive."""
+
+    keys: Sequence[str]
+    lazy: Sequence[bool]
+    places: bytes
+    specs: list[object] | None
+    streams: set[tuple[str, int, int]]
+    layout: tuple[Shard, ...]
+
+    def serves(
+        self, keys: Sequence[str], lazy: Sequence[bool], values: Sequence[object], seen: tensor_scan.Look
+    ) -> bool:
+        """Whether it describes these arrays as well."""
+        return (
+            keys == self.keys
+            and lazy == self.lazy
+            and seen.places == self.places
+            and seen.specs == self.specs
+            and not tensor_scan.any_negated(values)
+            and all(array_streams.current_stream(kind, device) == stream for kind, device, stream in self.streams)
+        )
+
+
+class Describer:
+    """Describes a provider's arrays, and gives the same layout again while nothing but their contents changes.
+
+    Not thread-safe.
+
+    Attributes:
+        known: What was described last, which another describer can take; None when it cannot be known again.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self.known: Known | None = None
+
+    def again(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Shards | None:
+        """The arrays as shards if they are those of the last time, or the same memory anew; else None."""
+        seen = None if self.known is None else tensor_scan.look(values, memory=True)
+        if self.known is not None and seen is not None and self.known.serves(keys, lazy, values, seen):
+            return Shards(self.known.layout, values, versions=seen.versions, memory=seen.memory)
+        return None
+
+    def describe(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Sequence[Shard]:
+        """The arrays as shards; arguments and errors are those of :func:`datastates.state.arrays.shards_of`."""
+        if (same := self.again(keys, values, lazy)) is not None:
+            return same
+        self.known = None
+        with gc_pause.paused():
+            seen = tensor_scan.look(values, memory=True)
+            if seen is None or tensor_scan.any_negated(values):
+                return arrays.shards_of(keys, values, lazy)
+            layout = _alone(keys, values, lazy)
+            rest = [i for i, shard in enumerate(layout) if shard is None]
+            others = arrays.shards_of([keys[i] for i in rest], [values[i] for i in rest], [lazy[i] for i in rest])
+            if not _are_live(others):
+                return arrays.shards_of(keys, values, lazy)
+            for i, s in zip(rest, others, strict=True):
+                layout[i] = replace(s, source=None, buffer=s.buffer and replace(s.buffer, owner=None))
+            shards = tuple(shard for shard in layout if shard is not None)
+            streams = {(s.kind, s.buffer.device, s.buffer.stream) for s in shards if s.buffer is not None}
+        self.known = Known(list(keys), list(lazy), seen.places, seen.specs, streams, shards)
+        return Shards(shards, values, versions=seen.versions, memory=seen.memory)
+
+
+class Knowledge:
+    """What the providers of the last snapshot found out, by name: new provider objects take it over."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._known: dict[str, tuple[type, object]] = {}
+
+    def teach(self, providers: Sequence[StateProvider]) -> None:
+        """Hand it to those that know nothing by themselves."""
+        for provider in providers:
+            kind, known = self._known.get(provider.name, (None, None))
+            if kind is type(provider) and provider.knowledge() is None:
+                provider.learn(known)
+
+    def take(self, providers: Sequence[StateProvider]) -> None:
+        """Keep what these know now, and nothing else."""
+        found = ((provider, provider.knowledge()) for provider in providers)
+        self._known = {p.name: (type(p), known) for p, known in found if known is not None}
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._known)
+
+
+def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> list[Shard | None]:
+    """Shards, without the arrays, for torch tensors that are contiguous and have a storage of their own; else None."""
+    seen = tensor_scan.layout(values)
+    if seen is None:
+        return [None] * len(values)
+    storages = [t.untyped_storage().data_ptr() for t in values]
+    views = Counter(storages)
+    count, contiguous = tensor_scan.contiguous(seen.ndim, seen.dims, seen.strides)
+    nbytes = count * tensor_scan.ITEMSIZES[seen.dtype].astype(np.int64)
+    places = zip(
+        seen.address.tolist(),
+        nbytes.tolist(),
+        seen.device.tolist(),
+        array_streams.streams(seen.device).tolist(),
+        strict=True,
+    )
+    names = [dtype.name for dtype in dtypes.ALL]
+    dims, strides = seen.dims.tolist(), seen.strides.tolist()
+    ends = np.cumsum(seen.ndim, dtype=np.int64)
+    begins = (ends - seen.ndim).tolist()
+    rows = zip(
+        keys, lazy, seen.dtype.tolist(), begins, ends.tolist(), places, contiguous.tolist(), storages, strict=True
+    )
+    return [
+        Shard(
+            key=key,
+            dtype=names[dtype],
+            kind="torch",
+            shape=(shape := tuple(dims[a:b])),
+            stride=tuple(strides[a:b]),
+            global_shape=shape,
+            offset=(0,) * (b - a),
+            lazy=is_lazy,
+            buffer=Buffer(*place),
+        )
+        if straight and views[storage] == 1
+        else None
+        for key, is_lazy, dtype, a, b, place, straight, storage in rows
+    ]
+
+
+def _are_live(shards: Sequence[Shard]) -> bool:
+    """Whether all buffers are the arrays' own memory and nothing else: no copies, no gaps between views."""
+    members: dict[int, tuple[Buffer, list[Shard]]] = {}
+    for shard in shards:
+        if shard.buffer is None or arrays.address(shard.source) != shard.buffer.pointer + shard.buffer_offset:
+            return False
+        if "complex" in str(shard.dtype):
+            return False  # it may be conjugated the next time, unseen
+        members.setdefault(id(shard.buffer), (shard.buffer, []))[1].append(shard)
+    for _, views in members.values():
+        end = 0
+        for view in sorted(views, key=lambda s: s.buffer_offset) if len(views) > 1 else ():
+            assert view.dtype is not None
+            if view.buffer_offset > end:
+                return False
+            end = max(end, view.buffer_offset + span(view.shape, view.stride) * dtypes.BY_NAME[view.dtype].itemsize)
+    return True

@@ -1,0 +1,45 @@
+"""The streams of a device that arrays are written on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from datastates._base.columns import I32, U64
+from datastates._base.loaded import loaded
+from datastates.state.shards import HOST
+
+
+def current_stream(kind: str, device: int) -> int:
+    """Handle of the stream on which that library now enqueues work for a device; 0 for host memory."""
+    if device == HOST:
+        return 0
+    if kind == "torch":
+        torch: Any = loaded("torch")
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    cupy: Any = loaded("cupy")
+    with cupy.cuda.Device(device):
+        return int(cupy.cuda.get_current_stream().ptr)
+
+
+def streams(devices: I32) -> U64:
+    """For tensors on those devices, the handles of the streams on which torch now enqueues work."""
+    result = np.zeros(len(devices), np.uint64)
+    for device in set(devices.tolist()):
+        result[devices == device] = current_stream("torch", device)
+    return result
+
+
+def current_device() -> int | None:
+    """The CUDA device that torch now uses; None before its first use of CUDA."""
+    torch: Any = loaded("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else None
+
+
+def consumer_streams(devices: Sequence[int]) -> list[tuple[int, int]]:
+    """Every (device, stream) on which the imported libraries would enqueue the next update."""
+    torch: Any = loaded("torch")
+    kinds = [*(["torch"] if torch and torch.cuda.is_initialized() else []), *(["cupy"] if loaded("cupy") else [])]
+    return sorted({(d, current_stream(kind, d)) for kind in kinds for d in devices})

@@ -1,0 +1,35 @@
+"""Versions of torch's tensors: whether one was written since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from datastates._base.columns import I64
+from datastates._base.loaded import loaded
+from datastates.state import dtensors
+from datastates.state.arrays import address
+from datastates.state.tensor_scan import look
+
+
+def has_version(array: object) -> bool:
+    """Whether torch counts an array's changes in place: it does for all tensors but those of its inference mode."""
+    torch: Any = loaded("torch")
+    return torch is not None and isinstance(array, torch.Tensor) and not array.is_inference()
+
+
+def witness(tensors: Sequence[Any]) -> tuple[I64, I64]:
+    """Versions and addresses of torch's tensors, as :class:`~datastates.state.tensor_scan.Look` has them."""
+    seen = look(tensors)
+    if seen is not None:
+        return seen.versions, seen.addresses
+    return np.array(list(map(_version, tensors)), np.int64), np.array(list(map(address, tensors)), np.int64)
+
+
+def _version(tensor: Any) -> int:
+    if not has_version(tensor):
+        return -1
+    local = dtensors.local(tensor)
+    return int(tensor._version) + (int(local._version) if local is not tensor and has_version(local) else 0)
