@@ -147,7 +147,7 @@ build/%/compile_commands.json: native/CMakeLists.txt | .venv/installed
 
 # The runtimes come before Python, which is built without them: that of C++, too, so that they see its exceptions.
 ASAN_RUNTIMES = $(foreach library,libasan.so libstdc++.so,$(shell $(CXX) -print-file-name=$(library)))
-ASAN_TESTS := $(addprefix tests/,test_round_trip.py test_restore.py test_single_file.py crash/test_faults.py)
+ASAN_TESTS := $(addprefix tests/,api/test_round_trip.py restoring/test_restore.py saving/test_single_file.py crash/test_faults.py)
 
 .PHONY: check-asan-python
 check-asan-python: build/asan-site/installed ## Some Python tests over the C++ core under AddressSanitizer with UBSan

@@ -14,14 +14,13 @@ from typing import Any, Literal, NoReturn
 import torch
 from pydantic import Field
 
-from datastates.adapters.map_location import placed
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoSettings
 from datastates.container import archive
 from datastates.container.file import open_container
 from datastates.errors import FormatError, SnapshotAbandonedError
 from datastates.executor.make import make_executor
-from datastates.providers.tree import TreeProvider
+from datastates.providers.nested.tree import TreeProvider
 from datastates.ranks.world import SoloWorld
 from datastates.restoring import loading
 from datastates.restoring.provider_view import Trust
@@ -207,3 +206,28 @@ def is_ours(file: Path) -> bool:
             raise
         return False
     return True
+
+
+def placed(map_location: Any) -> Callable[[Any], Any]:
+    """Where an array of bytes on the CPU is to be, by a device, its name, a dict of names or a callable.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(map_location, dict):
+        map_location = map_location.get("cpu", "cpu")
+    if map_location is None:
+        return lambda block: block
+    if isinstance(map_location, (str, torch.device)):
+        device = torch.device(map_location)
+        return lambda block: block if device.type == "cpu" else torch.empty_like(block, device=device)
+    if callable(map_location):
+        return lambda block: _moved(block, map_location(block.untyped_storage(), "cpu"))
+    raise TypeError(f"map_location: a device, its name, a dict or a callable is wanted, not {map_location!r:.80}")
+
+
+def _moved(block: Any, storage: Any) -> Any:
+    if storage is None:  # torch's default, where the callable does not care
+        return block
+    untyped = getattr(storage, "_untyped_storage", storage)
+    return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)

@@ -1,15 +1,13 @@
 """State providers: what each kind of training state is, and how it is taken back."""
 
-from datastates.providers.composite import CompositeProvider
-from datastates.providers.dtensor import DTensorProvider
-from datastates.providers.flat_layout import FlatLayout, Slice
-from datastates.providers.object import PickledObjectProvider
-from datastates.providers.replicated import ReplicatedProvider
-from datastates.providers.rng import RngProvider
-from datastates.providers.shares import Partition
-from datastates.providers.state_dict import from_state_dict, from_stateful
-from datastates.providers.tensor import GpuTensorProvider, HostTensorProvider
-from datastates.providers.zero import ShardedZeroProvider
+from datastates.providers.arrays import DTensorProvider, GpuTensorProvider, HostTensorProvider
+from datastates.providers.nested.state_dict import from_state_dict, from_stateful
+from datastates.providers.objects import PickledObjectProvider, RngProvider
+from datastates.providers.optimizer.flat_layout import FlatLayout, Slice
+from datastates.providers.optimizer.shares import Partition
+from datastates.providers.optimizer.zero import ShardedZeroProvider
+from datastates.providers.wrap.composite import CompositeProvider
+from datastates.providers.wrap.replicated import ReplicatedProvider
 
 __all__ = [
     "CompositeProvider",

@@ -5,9 +5,9 @@ import torch.distributed.checkpoint.filesystem as _filesystem
 if not hasattr(_filesystem, "CURRENT_DCP_VERSION"):
     raise ImportError("datastates.adapters.dcp needs a later torch: it was tried with 2.11 and 2.13")
 
-from datastates.adapters.dcp.reader import DataStatesStorageReader
-from datastates.adapters.dcp.snapshots import async_save
-from datastates.adapters.dcp.staging import DataStatesStager
-from datastates.adapters.dcp.writer import DataStatesStorageWriter
+from datastates.adapters.dcp.load.reader import DataStatesStorageReader
+from datastates.adapters.dcp.save.async_save import async_save
+from datastates.adapters.dcp.save.stager import DataStatesStager
+from datastates.adapters.dcp.save.writer import DataStatesStorageWriter
 
 __all__ = ["DataStatesStager", "DataStatesStorageReader", "DataStatesStorageWriter", "async_save"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from datastates.adapters.deepspeed import glue
+from datastates.adapters.deepspeed import binding
 from datastates.adapters.deepspeed.checkpoint_engine import CheckpointEngine
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 
@@ -30,7 +30,7 @@ def attach(engine: Any, **settings: Any) -> CheckpointEngine:
     if present != "TorchCheckpointEngine":
         raise ValueError(f"attach: this DeepSpeed engine has a {present} already; take that out of its configuration")
     ours = CheckpointEngine(None, engine.global_rank, settings=DeepSpeedSettings.of(settings))
-    made = type("AttachedCheckpointEngine", (glue.Calls, glue.interface()), {})()
+    made = type("AttachedCheckpointEngine", (binding.Calls, binding.interface()), {})()
     made.ckpt_engine = ours
     engine.checkpoint_engine = made
     return ours

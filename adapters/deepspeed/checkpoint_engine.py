@@ -16,10 +16,10 @@ import torch
 
 from datastates._base import paths
 from datastates.adapters import torch_files
-from datastates.adapters.deepspeed import glue
-from datastates.adapters.deepspeed.saves import Save, begin_file, sweep
+from datastates.adapters.deepspeed import binding
+from datastates.adapters.deepspeed.provider import StateFileProvider, buffer_storages
+from datastates.adapters.deepspeed.save import Save, begin_file, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
-from datastates.adapters.deepspeed.state_file import StateFileProvider, buffer_storages
 from datastates.commit import manifest
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
@@ -65,7 +65,7 @@ class CheckpointEngine:
             SettingsError: The entry is impossible; the message names the field.
             RuntimeError: This version of DeepSpeed has another interface than those known here.
         """
-        glue.bind(entry=settings is None)
+        binding.bind(entry=settings is None)
         self.settings = settings or DeepSpeedSettings.of_entry(deepspeed_config.datastates_config.config)
         self.rank = rank
         self.saves: list[Save] = []

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from datastates.adapters.dcp import DataStatesStorageReader
-from datastates.adapters.dcp.writer import WriterSettings
+from datastates.adapters.dcp.save.writer import WriterSettings
 from datastates.adapters.megatron.paths import local
 from datastates.ranks.together import settle
 from datastates.ranks.world import world_of
@@ -40,7 +40,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
         """Load as these say.
 
         Args:
-            **options: Fields of :class:`~datastates.adapters.dcp.writer.WriterSettings`.
+            **options: Fields of :class:`~datastates.adapters.dcp.save.writer.WriterSettings`.
 
         Raises:
             SettingsError: An option is unknown or impossible.

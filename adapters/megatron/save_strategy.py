@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from datastates.adapters.dcp import DataStatesStorageWriter
-from datastates.adapters.dcp.snapshots import refusing, session_of
-from datastates.adapters.dcp.staging import Lazy, Staged, is_large
+from datastates.adapters.dcp.save.async_save import refusing, session_of
+from datastates.adapters.dcp.save.staging import Lazy, Staged, is_large
 from datastates.adapters.megatron.async_request import request
 from datastates.adapters.megatron.paths import local
 from datastates.saving.snapshot import Snapshot
@@ -54,7 +54,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
             keep_only_main_replica: False: replicas are told by their place, not by ``replica_id``; as in Megatron's.
             lazy: Given a sharded tensor's key and its local data, whether only an optimizer's step changes it. By
                 default those of 64 KiB and more.
-            **options: Fields of :class:`~datastates.adapters.dcp.writer.WriterSettings`.
+            **options: Fields of :class:`~datastates.adapters.dcp.save.writer.WriterSettings`.
 
         Raises:
             SettingsError: An option is unknown or impossible.

@@ -7,7 +7,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from datastates.adapters.dcp.staging import Lazy, is_large
+from datastates.adapters.dcp.save.staging import Lazy, is_large
 from datastates.adapters.megatron.load_strategy import DataStatesLoadStrategy
 from datastates.adapters.megatron.save_strategy import DataStatesSaveStrategy
 
@@ -25,7 +25,7 @@ def install(checkpointing: ModuleType | None = None, *, lazy: Lazy = is_large, *
     Args:
         checkpointing: The module that makes them: by default ``megatron.training.checkpointing``.
         lazy: As for :class:`DataStatesSaveStrategy`.
-        **options: Fields of :class:`~datastates.adapters.dcp.writer.WriterSettings`, for both strategies.
+        **options: Fields of :class:`~datastates.adapters.dcp.save.writer.WriterSettings`, for both strategies.
 
     Raises:
         SettingsError: An option is unknown or impossible.

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 
 namespace datastates::python {
 

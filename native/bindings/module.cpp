@@ -15,14 +15,14 @@
 #include <vector>
 
 #include "arrays.hpp"
-#include "datastates/checksum.hpp"
-#include "datastates/digest.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
+#include "datastates/base/fault.hpp"
+#include "datastates/checksum/checksum.hpp"
+#include "datastates/checksum/digest.hpp"
 #include "datastates/executor.hpp"
-#include "datastates/fault.hpp"
-#include "datastates/shim/cuda.hpp"
-#include "look.hpp"
+#include "datastates/memory/cuda.hpp"
 #include "plain_pickle.hpp"
+#include "tensor_scan.hpp"
 
 namespace py = pybind11;
 using namespace py::literals;

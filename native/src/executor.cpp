@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 
 namespace datastates {
 namespace {

@@ -4,7 +4,7 @@
 #include <limits>
 #include <string>
 
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 
 namespace datastates {
 namespace {

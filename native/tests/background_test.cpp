@@ -1,4 +1,4 @@
-#include "datastates/background.hpp"
+#include "datastates/base/background.hpp"
 
 #include <sched.h>
 
@@ -13,8 +13,8 @@
 #include <thread>
 
 #include "check.hpp"
+#include "datastates/base/worker_pool.hpp"
 #include "datastates/executor.hpp"
-#include "datastates/worker_pool.hpp"
 #include "support.hpp"
 
 using namespace datastates;

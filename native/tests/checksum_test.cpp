@@ -1,4 +1,4 @@
-#include "datastates/checksum.hpp"
+#include "datastates/checksum/checksum.hpp"
 
 #include <random>
 

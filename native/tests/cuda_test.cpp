@@ -1,4 +1,4 @@
-#include "datastates/shim/cuda.hpp"
+#include "datastates/memory/cuda.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -6,11 +6,11 @@
 #include <thread>
 
 #include "check.hpp"
-#include "datastates/copy_engine.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
+#include "datastates/checksum/fingerprint.hpp"
 #include "datastates/executor.hpp"
-#include "datastates/fingerprint.hpp"
-#include "datastates/gather.hpp"
+#include "datastates/memory/copy_engine.hpp"
+#include "datastates/memory/gather.hpp"
 #include "device_support.hpp"
 #include "support.hpp"
 

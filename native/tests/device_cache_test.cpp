@@ -4,10 +4,10 @@
 #include <thread>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
-#include "datastates/evacuator.hpp"
+#include "datastates/base/error.hpp"
 #include "datastates/executor.hpp"
-#include "datastates/shim/cuda.hpp"
+#include "datastates/memory/cuda.hpp"
+#include "datastates/write/evacuator.hpp"
 #include "device_support.hpp"
 #include "support.hpp"
 

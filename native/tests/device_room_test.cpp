@@ -1,5 +1,5 @@
 #include "check.hpp"
-#include "datastates/device_cache.hpp"
+#include "datastates/memory/device_cache.hpp"
 
 using namespace datastates;
 

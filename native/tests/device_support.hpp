@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "check.hpp"
+#include "datastates/memory/cuda.hpp"
 #include "datastates/plan.hpp"
-#include "datastates/shim/cuda.hpp"
 #include "support.hpp"
 
 /// What tests that need a GPU share.

@@ -1,4 +1,4 @@
-#include "datastates/digest.hpp"
+#include "datastates/checksum/digest.hpp"
 
 #include <algorithm>
 #include <array>
@@ -6,7 +6,7 @@
 #include <random>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 #include "support.hpp"
 
 using namespace datastates;

@@ -1,7 +1,7 @@
 #include <cerrno>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 #include "datastates/executor.hpp"
 #include "support.hpp"
 

@@ -2,7 +2,7 @@
 #include <map>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 #include "datastates/executor.hpp"
 #include "support.hpp"
 

@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 #include "datastates/executor.hpp"
 #include "support.hpp"
 

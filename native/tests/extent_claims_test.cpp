@@ -1,4 +1,4 @@
-#include "datastates/extent_claims.hpp"
+#include "datastates/write/extent_claims.hpp"
 
 #include <atomic>
 #include <chrono>

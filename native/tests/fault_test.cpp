@@ -1,4 +1,4 @@
-#include "datastates/fault.hpp"
+#include "datastates/base/fault.hpp"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -7,7 +7,7 @@
 #include <csignal>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 #include "support.hpp"
 
 using namespace datastates;

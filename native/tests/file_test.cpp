@@ -1,11 +1,11 @@
-#include "datastates/file.hpp"
+#include "datastates/io/file.hpp"
 
 #include <bit>
 #include <cerrno>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
-#include "datastates/page.hpp"
+#include "datastates/base/error.hpp"
+#include "datastates/base/page.hpp"
 #include "support.hpp"
 
 using namespace datastates;

@@ -1,4 +1,4 @@
-#include "datastates/fingerprint.hpp"
+#include "datastates/checksum/fingerprint.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -6,7 +6,7 @@
 #include <set>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 #include "support.hpp"
 
 using namespace datastates;

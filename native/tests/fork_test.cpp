@@ -8,7 +8,7 @@
 #include <fstream>
 
 #include "check.hpp"
-#include "datastates/uring_backend.hpp"
+#include "datastates/io/uring_backend.hpp"
 #include "support.hpp"
 
 using namespace datastates;

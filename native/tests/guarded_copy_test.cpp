@@ -1,4 +1,4 @@
-#include "datastates/guarded_copy.hpp"
+#include "datastates/memory/guarded_copy.hpp"
 
 #include <sys/mman.h>
 
@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
-#include "datastates/fault.hpp"
+#include "datastates/base/error.hpp"
+#include "datastates/base/fault.hpp"
 #include "support.hpp"
 
 using namespace datastates;

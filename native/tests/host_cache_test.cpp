@@ -1,4 +1,4 @@
-#include "datastates/host_cache.hpp"
+#include "datastates/memory/host_cache.hpp"
 
 #include <sys/mman.h>
 
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 
 using namespace datastates;
 

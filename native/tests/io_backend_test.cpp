@@ -1,4 +1,4 @@
-#include "datastates/io_backend.hpp"
+#include "datastates/io/io_backend.hpp"
 
 #include <cerrno>
 #include <filesystem>

@@ -7,8 +7,8 @@
 #include <unistd.h>
 
 #include "check.hpp"
-#include "datastates/file.hpp"
-#include "datastates/host_cache.hpp"
+#include "datastates/io/file.hpp"
+#include "datastates/memory/host_cache.hpp"
 #include "support.hpp"
 
 using namespace datastates;

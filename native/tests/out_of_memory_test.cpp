@@ -8,9 +8,9 @@
 #include <string_view>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
+#include "datastates/base/worker_pool.hpp"
 #include "datastates/executor.hpp"
-#include "datastates/worker_pool.hpp"
 #include "support.hpp"
 
 using namespace datastates;

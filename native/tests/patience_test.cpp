@@ -1,7 +1,7 @@
 #include <chrono>
 
 #include "check.hpp"
-#include "datastates/shim/cuda.hpp"
+#include "datastates/memory/cuda.hpp"
 
 using namespace datastates;
 using namespace std::chrono_literals;

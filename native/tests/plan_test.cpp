@@ -4,7 +4,7 @@
 #include <functional>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
 
 using namespace datastates;
 

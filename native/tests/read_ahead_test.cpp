@@ -2,9 +2,9 @@
 #include <limits>
 
 #include "check.hpp"
-#include "datastates/error.hpp"
+#include "datastates/base/error.hpp"
+#include "datastates/base/fault.hpp"
 #include "datastates/executor.hpp"
-#include "datastates/fault.hpp"
 #include "support.hpp"
 
 using namespace datastates;

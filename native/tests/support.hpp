@@ -19,9 +19,9 @@
 #include <string>
 #include <vector>
 
+#include "datastates/base/fault.hpp"
 #include "datastates/executor.hpp"
-#include "datastates/fault.hpp"
-#include "datastates/io_backend.hpp"
+#include "datastates/io/io_backend.hpp"
 
 namespace support {
 

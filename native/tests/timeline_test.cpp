@@ -1,4 +1,4 @@
-#include "datastates/timeline.hpp"
+#include "datastates/base/timeline.hpp"
 
 #include <thread>
 

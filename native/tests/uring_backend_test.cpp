@@ -1,4 +1,4 @@
-#include "datastates/uring_backend.hpp"
+#include "datastates/io/uring_backend.hpp"
 
 #include <cerrno>
 

@@ -1,4 +1,4 @@
-#include "datastates/worker_pool.hpp"
+#include "datastates/base/worker_pool.hpp"
 
 #include <atomic>
 #include <latch>

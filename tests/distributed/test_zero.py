@@ -11,7 +11,7 @@ import torch
 from datastates.testing import equal
 
 LOOP = Path(__file__).with_name("zero_loop.py")
-_spec = importlib.util.spec_from_file_location("in_memory", Path(__file__).parents[1] / "in_memory.py")
+_spec = importlib.util.spec_from_file_location("in_memory", Path(__file__).parents[1] / "support" / "in_memory.py")
 assert _spec is not None
 assert _spec.loader is not None
 in_memory = importlib.util.module_from_spec(_spec)

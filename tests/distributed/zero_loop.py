@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from datastates.providers import FlatLayout, Partition, ShardedZeroProvider
 
-spec = importlib.util.spec_from_file_location("in_memory", Path(__file__).parents[1] / "in_memory.py")
+spec = importlib.util.spec_from_file_location("in_memory", Path(__file__).parents[1] / "support" / "in_memory.py")
 assert spec is not None
 assert spec.loader is not None
 in_memory = importlib.util.module_from_spec(spec)

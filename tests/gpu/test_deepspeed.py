@@ -21,7 +21,7 @@ needs_deepspeed = pytest.mark.skipif(
 
 SCRIPT = f"""
 import sys
-sys.path.insert(0, {str(TESTS / "deepspeed")!r})
+sys.path.insert(0, {str(TESTS / "adapters" / "deepspeed")!r})
 from training import *
 
 torch.use_deterministic_algorithms(True)
@@ -73,7 +73,7 @@ def test_training_goes_on_alike(ranks: Any, tmp_path: Path, count: int, dtype: s
 @needs_deepspeed
 @pytest.mark.skipif(gpus < 2, reason=f"needs 2 GPUs, {gpus} here: did NOT run")
 def test_one_gpu_resumes_what_two_have_saved_and_the_other_way_round(ranks: Any, tmp_path: Path) -> None:
-    loop = TESTS / "deepspeed" / "elastic_loop.py"
+    loop = TESTS / "adapters" / "deepspeed" / "elastic_loop.py"
     ranks(2, loop, tmp_path, "save", "load=2", timeout=150)
     ranks(1, loop, tmp_path, "load=2", "save", timeout=150)
     ranks(2, loop, tmp_path, "load=1", "refuse", timeout=150)
@@ -82,7 +82,7 @@ def test_one_gpu_resumes_what_two_have_saved_and_the_other_way_round(ranks: Any,
 @needs_deepspeed
 def test_files_are_loaded_onto_the_gpu(tmp_path: Path) -> None:
     """What is tested without a GPU as well: in a process of its own, for those tests are not in this folder."""
-    tests = TESTS / "deepspeed" / "test_map_location.py"
+    tests = TESTS / "adapters" / "deepspeed" / "test_map_location.py"
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", str(tests)]
     done = subprocess.run([*command, "-k", "cuda"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while the module is imported
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-_spec = importlib.util.spec_from_file_location("in_memory", Path(__file__).parents[1] / "in_memory.py")
+_spec = importlib.util.spec_from_file_location("in_memory", Path(__file__).parents[1] / "support" / "in_memory.py")
 assert _spec is not None
 assert _spec.loader is not None
 in_memory = importlib.util.module_from_spec(_spec)

@@ -11,17 +11,17 @@
 #include <utility>
 #include <vector>
 
-#include "datastates/capturer.hpp"
-#include "datastates/copy_engine.hpp"
-#include "datastates/evacuator.hpp"
-#include "datastates/host_cache.hpp"
+#include "datastates/base/timeline.hpp"
+#include "datastates/base/worker_pool.hpp"
+#include "datastates/memory/copy_engine.hpp"
+#include "datastates/memory/host_cache.hpp"
 #include "datastates/plan.hpp"
-#include "datastates/read_state.hpp"
-#include "datastates/reader.hpp"
-#include "datastates/timeline.hpp"
-#include "datastates/worker_pool.hpp"
-#include "datastates/write_state.hpp"
-#include "datastates/writer.hpp"
+#include "datastates/read/read_state.hpp"
+#include "datastates/read/reader.hpp"
+#include "datastates/write/capturer.hpp"
+#include "datastates/write/evacuator.hpp"
+#include "datastates/write/write_state.hpp"
+#include "datastates/write/writer.hpp"
 
 namespace datastates {
 

@@ -5,8 +5,8 @@
 #include <span>
 #include <vector>
 
-#include "datastates/checksum.hpp"
-#include "datastates/digest.hpp"
+#include "datastates/checksum/checksum.hpp"
+#include "datastates/checksum/digest.hpp"
 
 namespace datastates {
 

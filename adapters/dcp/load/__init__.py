@@ -1,0 +1,1 @@
+"""The storage reader, of this package's files and of torch's own."""

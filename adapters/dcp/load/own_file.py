@@ -1,0 +1,62 @@
+"""A file of this package's as the reader takes it: an opened container, and what lies where in it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from datastates.adapters.dcp.load.read_items import begin_of, name_of, queue_box
+from datastates.adapters.dcp.names import is_key_of
+from datastates.container.file import Container
+from datastates.container.table import Row
+from datastates.errors import FormatError
+from datastates.restoring.reads import Reads
+from datastates.state import arrays
+
+
+class OwnFile:
+    """A file of this package's, and which arrays lie in which of its records."""
+
+    def __init__(self, source: Container) -> None:
+        """Of an opened container."""
+        self.source = source
+        record = source.index.shards.record
+        self._rows = np.argsort(record, kind="stable")
+        self._first = np.searchsorted(record[self._rows], np.arange(len(source.index.data_offset) + 1))
+
+    def queue(self, reads: Reads, item: ReadItem, place: _StorageInfo, planner: LoadPlanner) -> Callable[[], None]:
+        """Plan to read one item, verified; returns what is to be done once it has been read.
+
+        Raises:
+            FormatError: The file holds something else at that place, or nothing.
+            ValueError: It goes to a tensor of another shape.
+        """
+        row = self._row(place.offset, item)
+        if item.type != LoadItemType.BYTE_IO:
+            return queue_box(reads, self.source, row, item, planner)
+        data = np.empty(place.length, np.uint8)
+        reads.add_memory(self.source, place.offset, arrays.memory(data))
+        return lambda: planner.load_bytes(item, io.BytesIO(data.tobytes()))
+
+    def _row(self, offset: int, item: ReadItem) -> Row:
+        """The array that the checkpoint's metadata says is there: an archive begins before its data, bytes with it."""
+        index = self.source.index
+        is_bytes = item.type == LoadItemType.BYTE_IO
+        rows: list[Row] = []
+        # the first record whose data ends behind that
+        record = int(np.searchsorted(index.data_offset + index.record_nbytes, np.uint64(offset), "left"))
+        if record < len(index.data_offset) and index.header_offset[record] <= offset <= index.data_offset[record]:
+            numbers = self._rows[self._first[record] : self._first[record + 1]]
+            rows = [index.shards.row(number) for number in numbers.tolist()]
+        for row in rows:
+            alike = row.kind == "numpy" if is_bytes else row.box == begin_of(item)
+            if alike and is_key_of(row.key, item.storage_index):
+                return row
+        there = f"{rows[0].key!r} of {rows[0].box}" if rows else "nothing"
+        raise FormatError(
+            f"{self.source.path} holds {there} at byte {offset}, where {name_of(item)} should be: it is another file"
+        )

@@ -1,0 +1,138 @@
+"""The storage reader of torch.distributed.checkpoint: ranges of files into place, verified, instead of whole chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from datastates._base import paths
+from datastates._base.files import read_bytes
+from datastates.adapters.dcp import metadata_file
+from datastates.adapters.dcp.load.own_file import OwnFile
+from datastates.adapters.dcp.load.read_items import Claims, name_of
+from datastates.adapters.dcp.load.stock_file import StockFile
+from datastates.config import IoSettings
+from datastates.container import archive
+from datastates.container.file import open_container
+from datastates.errors import FormatError, StorageError
+from datastates.executor.make import make_executor
+from datastates.restoring.reads import Reads, Tally
+from datastates.saving import gate
+
+
+class DataStatesStorageReader(FileSystemReader):
+    """Loads checkpoints of :class:`DataStatesStorageWriter`, and those of torch's own writer, for ``dcp.load``.
+
+    Only what is needed is read, all of it at once, coalesced, straight into the tensors. Of this package's files all is
+    compared with its checksums; of torch's the tensors that are wanted as they were stored, where they have one. What
+    torch has written otherwise than by ``torch.save`` of a plain tensor is read as torch reads it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "", **options: Any) -> None:
+        """Read from ``path``, or from what ``checkpoint_id`` names.
+
+        Args:
+            path: The checkpoint's directory.
+            **options: Fields of :class:`~datastates.config.IoSettings`.
+
+        Raises:
+            SettingsError: An option is unknown or impossible.
+            ValueError: The path is the address of a store.
+        """
+        paths.refuse_address(path)
+        super().__init__(path)
+        self.settings = IoSettings.of(options)
+        self.tally: Tally | None = None
+        """What the last load read, without what torch had to read by itself."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read which files hold what.
+
+        Raises:
+            FileNotFoundError: There is no such checkpoint.
+            FormatError: ``.metadata`` is damaged.
+        """
+        try:
+            return super().read_metadata(*args, **kwargs)
+        except OSError:
+            raise
+        except Exception as error:
+            path = metadata_file.path_of(Path(self.path), kwargs.get("rank"))
+            raise FormatError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan needs into the tensors that the planner names.
+
+        Raises:
+            CorruptError: Bytes do not match their checksum; the message names the tensor. Some tensors are overwritten.
+            FormatError: A file is damaged.
+            StorageError: Reading failed.
+        """
+        gate.pass_all()  # loading changes the state, too
+        per_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        reads, stock, foreign, ends = Reads(in_full=True), [], [], []
+        claims, self.tally = Claims(), None
+        for name, items in per_file.items():
+            file = self._open(Path(self.path) / name, items, claims)
+            if isinstance(file, StockFile):
+                stock.append(file)
+            for item in items:
+                end = file.queue(reads, item, self.storage_data[item.storage_index], planner)
+                if end is None:
+                    foreign.append(item)
+                else:
+                    ends.append(end)
+        executor = make_executor(self.settings, reads.nbytes)
+        try:
+            tally = reads.run(executor)
+        finally:
+            executor.close()
+        for file in stock:
+            tally = file.verify(tally)
+        self.tally = tally
+        for end in ends:
+            end()
+        for item in foreign:
+            self._read_by_torch(plan, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _open(self, path: Path, items: Sequence[ReadItem], claims: Claims) -> OwnFile | StockFile:
+        try:
+            nbytes = path.stat().st_size
+        except OSError as error:
+            raise StorageError(error.errno or 0, "stat", str(path)) from error
+        needed = [(item, self.storage_data[item.storage_index]) for item in items]
+        last, place = max(needed, key=lambda one: one[1].offset + one[1].length)
+        if (end := place.offset + place.length) > nbytes:
+            raise FormatError(
+                f"{path} has {nbytes} bytes and should have {end}, where {name_of(last)} ends: it was cut short"
+            )
+        read, tail = read_bytes(path), min(nbytes, archive.FOOTER_NBYTES + 4096)
+        if archive.is_ending(read(nbytes - tail, tail)):
+            return OwnFile(open_container(path))
+        if archive.is_beginning(read(0, min(nbytes, 64))):
+            raise FormatError(f"{path} was cut short, or is damaged at its end")
+        return StockFile(path, nbytes, needed, claims)
+
+    def _read_by_torch(self, plan: LoadPlan, item: ReadItem, planner: LoadPlanner) -> None:
+        """Read an item as torch does, all that is stored of it; an error then names it."""
+        try:
+            super().read_data(dataclasses.replace(plan, items=[item]), planner)
+        except (OSError, ValueError, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception as error:
+            path = Path(self.path) / self.storage_data[item.storage_index].relative_path
+            raise FormatError(f"{name_of(item)} in {path} cannot be read: {type(error).__name__}: {error}") from error

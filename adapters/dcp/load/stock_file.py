@@ -1,0 +1,253 @@
+"""A file of torch's own writer as the reader takes it: archives of one tensor each, and bare bytes, one after another.
+
+Such a file has no index. Where a tensor's bytes are, and their one checksum, stands in its archive's directory, at the
+end; what they are, at the begin.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from datastates._base.columns import U64
+from datastates._base.files import read_bytes
+from datastates.adapters.dcp.load.archives import ArchivedTensor, Read, find_tensor
+from datastates.adapters.dcp.load.read_items import Claims, begin_of, is_memory, queue_box, target_of
+from datastates.adapters.dcp.names import key_of_chunk
+from datastates.container import checksums
+from datastates.container.table import Row
+from datastates.errors import CorruptError, FormatError
+from datastates.planning.plans import Chunks
+from datastates.planning.read import GAP, plan_chunks
+from datastates.restoring.reads import Reads, Tally
+from datastates.state import arrays, dtypes, strides
+from datastates.state.shards import StoredArray
+from datastates.state.strides import is_dense, span
+
+_END_NBYTES = 1024
+"""Bytes at either end of an archive that have, as torch writes it, all but the tensor."""
+_WINDOW = 4 << 20
+"""Bytes that are read at most to find the ends of several archives."""
+_STEP = 32 << 20
+"""Bytes of a tensor on a GPU that are brought back at once, to be verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What of the file can be read in ranges: the storage of a tensor, or bare bytes."""
+
+    key: str
+    offset: int
+    nbytes: int
+    array: StoredArray
+    crc: int | None
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the tensor's elements lie in all of it."""
+        itemsize = dtypes.BY_NAME[self.array.dtype].itemsize
+        return self.array.offset == 0 and span(self.array.shape, self.array.stride) * itemsize == self.nbytes
+
+
+class StockFile:
+    """A file of torch's own writer: a :class:`Source` whose records are what is needed of it.
+
+    What is wanted as a whole is verified once it is in place. Parts are not: the one checksum is over all of a tensor,
+    and to read all of it for that is what reading ranges is to avoid.
+    """
+
+    def __init__(
+        self, path: Path, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], claims: Claims
+    ) -> None:
+        """Find what is needed in a file; what cannot be read in ranges is left out.
+
+        Args:
+            path: Where it is.
+            nbytes: Its length.
+            needed: What is wanted of it. Nothing else is looked at.
+            claims: Memory that tensors of all files of one load go to, to be added to.
+
+        Raises:
+            FormatError: An archive contradicts itself; the message names the tensor.
+            StorageError: Reading failed.
+        """
+        self.path = path
+        self.nbytes = nbytes
+        self._claims = claims
+        self._whole: list[tuple[int, torch.Tensor]] = []
+        plain = {(p.offset, p.length): item for item, p in needed if not p.transform_descriptors}
+        found = sorted(self._find(plain), key=lambda of: of[1].offset)
+        self._records = [record for _, record in found]
+        self.data_offset: U64 = np.array([record.offset for record in self._records], np.uint64)
+        self._numbers = {place: number for number, (place, _) in enumerate(found)}
+        ends = np.array([record.offset + record.nbytes for record in self._records], np.uint64)
+        if (ends[:-1] > self.data_offset[1:]).any():  # no plan to read is made of those
+            self._numbers = {}
+
+    def _find(self, needed: dict[tuple[int, int], ReadItem]) -> Iterator[tuple[tuple[int, int], _Record]]:
+        archives = []
+        for (offset, length), item in needed.items():
+            if item.type == LoadItemType.BYTE_IO:
+                data = StoredArray("", "uint8", 0, (length,), (1,), length)
+                yield (offset, length), _Record(_key(item), offset, length, data, None)
+            else:
+                archives.append((offset, length))
+        for (offset, length), read in _ends(read_bytes(self.path), sorted(archives)):
+            key = _key(needed[offset, length])
+            try:
+                tensor: ArchivedTensor | None = find_tensor(read, length)
+            except FormatError as error:
+                raise FormatError(f"{key!r} in {self.path} is damaged: {error}") from None
+            if tensor is not None:
+                record = _Record(key, offset + tensor.offset, tensor.nbytes, tensor.array, tensor.crc)
+                yield (offset, length), record
+
+    def name_record(self, record: int) -> str:
+        """The key of what lies in a record."""
+        return self._records[record].key
+
+    def chunks(self, first: int, last: int) -> Chunks:
+        """The chunks of the records from ``first`` to before ``last``; they have no checksums of their own."""
+        nbytes = np.array([record.nbytes for record in self._records[first:last]], np.uint64)
+        found = plan_chunks(self.data_offset[first:last], nbytes, np.zeros(0, np.uint32))
+        return replace(found, record=found.record + np.int32(first), checked=False)
+
+    def queue(
+        self, reads: Reads, item: ReadItem, place: _StorageInfo, planner: LoadPlanner
+    ) -> Callable[[], None] | None:
+        """Plan to read one item; returns what is to be done once it has been read, None where torch is to read it.
+
+        Raises:
+            ValueError: It goes to a tensor of another shape.
+        """
+        number = self._numbers.get((place.offset, place.length))
+        if number is None or place.transform_descriptors:
+            return None
+        record = self._records[number]
+        array, dtype = record.array, dtypes.BY_NAME[record.array.dtype]
+        if item.type == LoadItemType.BYTE_IO:
+            data = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
+            reads.add(self, self._row(number, array.shape, array.stride), arrays.destination(record.key, data))
+            return lambda: planner.load_bytes(item, io.BytesIO(data.numpy().tobytes()))
+        if len(array.shape) != len(item.lengths) or any(
+            begin + length > size
+            for begin, length, size in zip(item.storage_offsets, item.lengths, array.shape, strict=True)
+        ):
+            return None  # another tensor than the checkpoint's metadata says
+        if tuple(item.lengths) == array.shape and record.is_filled and record.crc is not None:
+            return self._queue_whole(reads, number, item, planner)
+        row = self._row(number, array.shape, array.stride, array.offset * dtype.itemsize)
+        return queue_box(reads, self, row, item, planner, self._claims)
+
+    def _queue_whole(self, reads: Reads, number: int, item: ReadItem, planner: LoadPlanner) -> Callable[[], None]:
+        """As :meth:`queue`, for all of a record: as it lies in the file, so that it can be verified."""
+        record = self._records[number]
+        array, dtype = record.array, getattr(torch, record.array.dtype)
+        target = target_of(item, planner)
+        count = span(array.shape, array.stride)
+        # what shares memory is stored one by one, and may differ: each is verified before the next one goes there
+        in_place = is_memory(target, dtype) and _lies_as(target, array) and self._claims.claim(target)
+        flat = target.as_strided((count,), (1,)) if in_place else torch.empty(count, dtype=dtype, device="cpu")
+        reads.add(self, self._row(number, (count,), (1,)), arrays.destination(record.key, flat))
+        self._whole.append((number, flat))
+
+        def end() -> None:
+            if not in_place:
+                target.copy_(flat.as_strided(array.shape, array.stride))
+            planner.commit_tensor(item, target)
+
+        return end
+
+    def _row(self, number: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Row:
+        record = self._records[number]
+        dtype = dtypes.BY_NAME[record.array.dtype]
+        return Row(record.key, "torch", dtype, number, offset, shape, stride, shape, (0,) * len(shape), None, None)
+
+    def verify(self, tally: Tally) -> Tally:
+        """Compare what has been read as a whole with its checksums.
+
+        Returns:
+            The tally of what was read, with that as verified.
+
+        Raises:
+            CorruptError: A tensor does not match; the message names it. It has been overwritten by then.
+        """
+        for number, flat in self._whole:
+            record, crc, data = self._records[number], 0, flat.view(torch.uint8)
+            for at in range(0, record.nbytes, _STEP):
+                piece: Any = data[at : at + _STEP].cpu().numpy()
+                crc = checksums.crc32(piece, crc)
+            if crc != record.crc:
+                text = f"{record.key!r} in {self.path} does not match its checksum"
+                raise CorruptError(text, key=record.key, path=str(self.path))
+        verified = [self._records[number] for number in {number for number, _ in self._whole}]
+        names = {record.key for record in verified}
+        return replace(
+            tally,
+            unverified_nbytes=tally.unverified_nbytes - sum(record.nbytes for record in verified),
+            unverified_keys=tuple(key for key in tally.unverified_keys if key not in names),
+        )
+
+
+def _lies_as(target: torch.Tensor, array: StoredArray) -> bool:
+    """Whether a tensor's memory has the same bytes as the storage of one that fills it."""
+    if target.is_conj() or target.is_neg() or not is_dense(array.shape, array.stride):
+        return False
+    row_major = strides.is_row_major(array.shape, array.stride) and target.is_contiguous()
+    return row_major or target.stride() == array.stride
+
+
+def _key(item: ReadItem) -> str:
+    return key_of_chunk(item.storage_index) if any(begin_of(item)) else item.storage_index.fqn
+
+
+def _ends(read: Read, places: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Read]]:
+    """For each archive, given ascending by where it begins and its length, a way to read it, its ends being at hand.
+
+    The end of one archive and the begin of the next are read at once, and many small archives whole: to read over what
+    lies between costs less than to ask again, and what is needed of it is in the page cache then.
+    """
+    wanted = []
+    for place in places:
+        begin, end = place[0], place[0] + place[1]
+        wanted += [(begin, min(begin + _END_NBYTES, end), place), (max(end - _END_NBYTES, begin), end, place)]
+    wanted.sort(key=lambda one: one[:2])
+    heads: dict[tuple[int, int], bytes] = {}
+    first = 0
+    while first < len(wanted):
+        low, high, _ = wanted[first]
+        last = first + 1
+        while last < len(wanted) and wanted[last][0] <= high + GAP and wanted[last][1] <= low + _WINDOW:
+            high = max(high, wanted[last][1])
+            last += 1
+        window = read(low, high - low)
+        for begin, end, place in wanted[first:last]:
+            data = window[begin - low : end - low]
+            if place in heads:
+                yield place, _reader(read, place, heads.pop(place), data)
+            else:
+                heads[place] = data
+        first = last
+
+
+def _reader(read: Read, place: tuple[int, int], head: bytes, tail: bytes) -> Read:
+    """Reads from an archive, from the file only what lies between its ends."""
+    begin, nbytes = place
+    tail_at = nbytes - len(tail)
+
+    def read_archive(offset: int, length: int) -> bytes:
+        if offset + length <= len(head):
+            return head[offset : offset + length]
+        if offset >= tail_at:
+            return tail[offset - tail_at : offset - tail_at + length]
+        return read(begin + offset, length)
+
+    return read_archive

@@ -1,0 +1,1 @@
+"""The storage writer, the stager and ``async_save``."""

@@ -1,0 +1,245 @@
+"""``async_save``: a checkpoint of torch.distributed.checkpoint as a Snapshot, captured while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+
+from datastates._base import gc_pause, paths
+from datastates.adapters.dcp.save.ending import IN_FLIGHT, DcpEnding, Order, Turn
+from datastates.adapters.dcp.save.file_writer import FileWriter
+from datastates.adapters.dcp.save.global_plan import Planning
+from datastates.adapters.dcp.save.local_plans import LocalPlans
+from datastates.adapters.dcp.save.staging import Lazy, Staged
+from datastates.adapters.dcp.save.writer import DataStatesStorageWriter
+from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError
+from datastates.executor.make import make_executor
+from datastates.ranks.board_world import text_of
+from datastates.ranks.world import world_of
+from datastates.saving.engine import Engine
+from datastates.saving.running import Running
+from datastates.saving.snapshot import Snapshot
+from datastates.state import dtensors
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    storage_writer: DataStatesStorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    step: int = 0,
+    **options: Any,
+) -> Snapshot:
+    """Save a state dict so that ``dcp.load`` and torch's own reader load it; returns before it is captured.
+
+    All ranks of the default process group call it together, on the training thread. Large tensors are captured while
+    training goes on, and every torch optimizer's ``step()`` waits for that; small ones, a module's buffers and objects
+    are copied before this returns. In the background the ranks agree on who writes what, through torch's Store and not
+    by collectives: in one exchange where nothing but values has changed since the writer's last save.
+
+    Args:
+        state_dict: As for ``dcp.save``: nested, with DTensors, modules, optimizers and other ``Stateful`` objects.
+        path: The directory; it becomes a checkpoint at once, when all ranks have written.
+        storage_writer: Keeps plans and pinned memory for the next save; without one they are made for this save.
+        planner: Plans the save, by default a ``DefaultSavePlanner``.
+        step: A number for the snapshot and its report.
+        **options: Without a writer, those of :class:`~datastates.adapters.dcp.DataStatesStorageWriter`.
+
+    Returns:
+        The snapshot: *captured* the state may change, *persisted* this rank's file is on stable storage, *committed*
+        ``dcp.load`` finds it. The interpreter's exit waits for that.
+
+        It fails with a CommitError where another rank has failed, and with a ProviderError that names it where a tensor
+        cannot be stored.
+
+    Raises:
+        TypeError: Options were given together with a writer.
+        ValueError: The path is the address of a store.
+    """
+    with refusing(storage_writer):
+        paths.refuse_address(path)
+        if storage_writer is not None and options:
+            raise TypeError(f"{', '.join(options)}: given to the storage_writer, or here without one")
+    writer = storage_writer or DataStatesStorageWriter(path, **options)
+    session = session_of(writer, Path(path))
+    try:
+        return session.save(state_dict, Path(path), planner or DefaultSavePlanner(), step)
+    finally:
+        if storage_writer is None:
+            session.close_later()
+
+
+def session_of(writer: DataStatesStorageWriter, directory: Path) -> Session:
+    """What a writer keeps from one save to the next, made by the first."""
+    if writer.session is None:
+        writer.session = Session(writer, directory)
+    assert isinstance(writer.session, Session)
+    return writer.session
+
+
+@contextlib.contextmanager
+def refusing(writer: DataStatesStorageWriter | None) -> Iterator[None]:
+    """Where this rank cannot begin a save with a writer that has saved before, let the other ranks know."""
+    try:
+        yield
+    except Exception as error:
+        if writer is not None and isinstance(writer.session, Session):
+            writer.session.refuse(error)
+        raise
+
+
+class Session:
+    """What a writer keeps for saves that the ranks make by themselves, without collectives."""
+
+    def __init__(self, writer: DataStatesStorageWriter, directory: Path) -> None:
+        """Meet the other ranks; ``directory`` only names where."""
+        self._writer = writer
+        self._timeout = writer.settings.rank_timeout
+        executor = make_executor(writer.settings)
+        self._world = world_of(None, None, directory, self._timeout)
+        self._process = os.getpid()
+        self._engine = Engine(executor, self._world, threads=IN_FLIGHT, auto_gate=True)
+        self._files = FileWriter(executor)
+        self._plans = LocalPlans()
+        self._planning = Planning(self._world, self._timeout)
+        self._order = Order()
+        self._numbers = itertools.count()
+        self._before = threading.Event()
+        self._before.set()
+
+    def save(self, state_dict: dict[str, Any], path: Path, planner: SavePlanner, step: int) -> Snapshot:
+        """Begin one; see :func:`async_save`."""
+        turn = self.reserve()
+        try:
+            lazy = _lazy(state_dict, self._writer.lazy)
+            plain = {key: v.state_dict() if isinstance(v, Stateful) else v for key, v in state_dict.items()}
+            staged = Staged(plain, lazy, step=step, grace=float("inf"))
+        except BaseException as error:
+            self.decline(turn, error)
+            raise
+        return self.save_staged(staged, path, planner, turn)
+
+    def reserve(self) -> Turn:
+        """The next save's turn, which is the same one on all ranks; waits until one more save may be under way.
+
+        Raises:
+            SnapshotAbandonedError: This process was forked off the one that saves.
+        """
+        if os.getpid() != self._process:
+            raise SnapshotAbandonedError("this process was forked off one that saves, and cannot save with it")
+        turn = self._next_turn()
+        try:
+            while len(pending := self._engine.pending()) >= IN_FLIGHT:
+                pending[0].wait_ended()
+        except BaseException as error:  # an interrupt
+            self.decline(turn, error)
+            raise
+        return turn
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks, in the background, that this one takes no part in the next save."""
+        self.decline(self._next_turn(), error)
+
+    def _next_turn(self) -> Turn:
+        number = next(self._numbers)
+        before, self._before = self._before, threading.Event()
+        return Turn(f"dcp/{number}", number, before, self._before)
+
+    def save_staged(self, staged: Staged, path: Path, planner: SavePlanner, turn: Turn) -> Snapshot:
+        """Begin to save what is staged; what fails from here on lands on its snapshot."""
+        staged.snapshot.path = path
+        try:
+            writer = copy.copy(self._writer)  # the next save may name another directory before this one has begun
+            self._engine.take_later(staged.snapshot, _Once(partial(self._begin, staged, writer, path, planner, turn)))
+        except BaseException as error:
+            staged.give_up(error)
+            turn.after.set()
+            raise
+        return staged.snapshot
+
+    def _begin(
+        self, staged: Staged, writer: DataStatesStorageWriter, path: Path, planner: SavePlanner, turn: Turn
+    ) -> Running:
+        """Plan a save with the other ranks and begin to write; all ranks do that in the order of the calls."""
+        with turn, staged.capturing():
+            writer.reset(path)
+            writer.set_up_storage_writer(self._world.rank == 0, rank=self._world.rank, use_collectives=True)
+            meta = writer.storage_meta()
+            # no closure: an error's frames keep what those hold
+            prepare = partial(self._plan, staged, writer, planner, meta)
+            agreed = self._planning.agree(turn.name, planner, prepare, writer.prepare_global_plan)
+            ending = DcpEnding(self._world, turn, path, agreed, meta, self._order, self._timeout)
+            try:
+                plan = planner.finish_plan(agreed.plan)
+                ending.path = writer.new_file(plan)
+                running, ending.written = self._files.begin(plan, planner, ending, staged.snapshot, staged.check)
+            except BaseException as error:
+                staged.give_up(error)  # training is not to wait until the others have heard of it
+                self._engine.decline(ending, error)
+                raise
+            return running
+
+    @gc_pause.paused()
+    def _plan(
+        self, staged: Staged, writer: DataStatesStorageWriter, planner: SavePlanner, meta: StorageMeta | None
+    ) -> SavePlan:
+        staged.check()
+        planner.set_up_planner(staged.state_dict, meta, self._world.rank == 0)
+        # what is kept is not to be handed to a subclass's prepare_local_plan(), which may change it
+        kept = type(writer) is DataStatesStorageWriter
+        return writer.prepare_local_plan(self._plans.plan(planner) if kept else planner.create_local_plan())
+
+    def decline(self, turn: Turn, error: BaseException) -> None:
+        """Tell the other ranks, in the background, that this one takes no part in a save."""
+        told = CommitError(text_of(error))
+
+        def tell() -> None:
+            with turn, contextlib.suppress(DatastatesError):  # the call raises the error itself
+                self._planning.decline(turn.name, told)
+
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending
+            self._engine.do_aside(tell)
+
+    def close(self) -> None:
+        """Wait for what is in flight, and give threads and memory back."""
+        self._engine.close()
+
+    def close_later(self) -> None:
+        """Leave the other ranks once what is in flight has ended."""
+        self._engine.close_later()
+
+
+class _Once:
+    """Something to be called once, and forgotten with all that it holds: frames of its caller may stay."""
+
+    def __init__(self, begin: Callable[[], Running]) -> None:
+        self._begin: Callable[[], Running] | None = begin
+
+    def __call__(self) -> Running:
+        begin, self._begin = self._begin, None
+        assert begin is not None
+        try:
+            return begin()
+        finally:
+            del begin
+
+
+def _lazy(state_dict: dict[str, Any], chosen: Lazy) -> Lazy:
+    """What was chosen, but for buffers of modules: a forward pass may change those."""
+    modules = [value for value in state_dict.values() if isinstance(value, torch.nn.Module)]
+    buffers = {dtensors.local(b).untyped_storage().data_ptr() for module in modules for b in module.buffers()}
+    return lambda name, tensor: tensor.untyped_storage().data_ptr() not in buffers and chosen(name, tensor)

@@ -1,0 +1,110 @@
+"""What a SavePlan tells a rank to write, as shards of one container, and where in its file each of them then is."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from datastates._base import files, gc_pause
+from datastates.adapters.dcp.names import AGAIN, NAME, key_of_chunk
+from datastates.container.table import Row
+from datastates.errors import CommitError, ProviderError
+from datastates.state import arrays
+from datastates.state.provider import StateProvider
+from datastates.state.shards import Buffer, Shard
+
+
+class ItemsProvider(StateProvider):
+    """The items of one SavePlan: each tensor a box of its logical tensor, each object the bytes that it pickles to."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Take the items of a plan: tensors that stay as they are until they are captured; objects are pickled now.
+
+        Raises:
+            ProviderError: An item is no tensor that has memory; the message names it.
+        """
+        super().__init__(NAME)
+        names = Counter(item.index.fqn for item in plan.items)
+        memory: dict[tuple[object, ...], Shard] = {}
+        self._shards: list[Shard] = []
+        self.indices: dict[str, MetadataIndex] = {}
+        """By key, what DCP calls it."""
+        for item in plan.items:
+            key = item.index.fqn if names[item.index.fqn] == 1 else key_of_chunk(item.index)
+            while key in self.indices:  # a tensor may be called what a chunk of another is called here
+                key += AGAIN
+            data: Any = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                shard = _bytes_shard(key, data)
+            else:
+                shard = _tensor_shard(key, item, data.detach())
+                buffer = shard.buffer
+                assert buffer is not None
+                # a record is the archive of one tensor: what shares its memory in another shape gets memory of its own
+                first = memory.setdefault((buffer.device, buffer.pointer, buffer.nbytes, shard.dtype), shard)
+                if (first.shape, first.stride) != (shard.shape, shard.stride):
+                    shard = _tensor_shard(key, item, data.detach().clone())
+                if not buffer.nbytes:  # nothing of one shape is not nothing of another
+                    shard = replace(shard, buffer=Buffer(len(self._shards) + 1, 0), buffer_offset=0)
+            self._shards.append(shard)
+            self.indices[key] = item.index
+
+    def shards(self) -> Sequence[Shard]:
+        """Each item as an array."""
+        return self._shards
+
+
+def _bytes_shard(key: str, data: io.BytesIO) -> Shard:
+    return arrays.array_shard(key, np.frombuffer(data.getbuffer(), np.uint8), lazy=False)
+
+
+def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:
+    described = item.tensor_data
+    assert described is not None
+    if tuple(tensor.shape) != tuple(described.chunk.sizes):
+        raise ProviderError(
+            f"{key!r}: its tensor has shape {tuple(tensor.shape)}, planned {tuple(described.chunk.sizes)}"
+        )
+    try:
+        shard = arrays.array_shard(key, tensor, lazy=True)
+    except TypeError as error:
+        raise ProviderError(f"{error}, {tensor.layout} on {tensor.device}") from None
+    return replace(shard, global_shape=tuple(described.size), offset=tuple(described.chunk.offsets))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """A file that is being written, and what DCP calls its arrays, by key."""
+
+    path: Path
+    indices: dict[str, MetadataIndex]
+    places: Callable[[], Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]]
+
+    @gc_pause.paused()
+    def results(self, nbytes: int) -> list[WriteResult]:
+        """What DCP is told of the file, of that length: where in it each item is, as an archive or as bare bytes.
+
+        Raises:
+            StorageError: The file is not there any more.
+            CommitError: It is another one.
+        """
+        with files.syscall("stat", self.path):
+            there = self.path.stat().st_size
+        if there != nbytes:
+            raise CommitError(f"{self.path} was replaced: it has {there} bytes, and {nbytes} were written")
+        found = []
+        for row, data, archive in self.places():
+            item, place = self.indices[row.key[len(NAME) + 1 :]], data if row.kind == "numpy" else archive
+            found.append(WriteResult(item, place[1], _StorageInfo(self.path.name, *place)))
+        return found

@@ -1,0 +1,216 @@
+"""Lazy staging: a state dict that stays where it is, guarded until it has been captured, in the place of a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+from datastates._base.sizes import LARGE_RECORD
+from datastates.errors import DatastatesError, TornSnapshotError
+from datastates.saving import gate
+from datastates.saving.snapshot import Snapshot
+from datastates.state import arrays, dtensors
+from datastates.state import streams as array_streams
+from datastates.state import versions as array_versions
+
+if TYPE_CHECKING:
+    pass
+
+
+GRACE = 60.0
+"""Seconds in which a save must begin after its state was staged."""
+_POLL = 0.05
+_DESCRIBING = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+
+Lazy = Callable[[str, torch.Tensor], bool]
+"""Whether the tensor of a name stays as it is until an optimizer steps: it is then captured while training goes on."""
+
+
+def is_large(name: str, tensor: torch.Tensor) -> bool:
+    """The default: small tensors, among them the buffers that a forward pass changes, are copied at once."""
+    del name
+    return tensor.nbytes >= LARGE_RECORD
+
+
+class Staged:
+    """A state dict that training must not change before it is captured, from staging on.
+
+    Attributes:
+        state_dict: The very tensors of the live state, as far as they are lazy, and copies of everything else.
+        snapshot: What the gate knows it by; the save that captures it goes on with that.
+    """
+
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        lazy: Lazy,
+        *,
+        step: int = 0,
+        grace: float = GRACE,
+        kept: Sequence[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        """Copy what may change at any time; the rest is guarded by the gate from now on.
+
+        ``grace``: seconds in which :meth:`saved_by` must be called. ``kept``: nothing is to be copied, and these are
+        what is live in the state dict.
+        """
+        begin = time.monotonic()
+        self._kept: list[tuple[str, torch.Tensor]] = list(kept or ())
+        self._devices: set[torch.device] = set()
+        self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
+        self._tensors = [tensor for _, tensor in self._kept]
+        self._before = array_versions.witness(self._tensors)
+        self._begun = threading.Event()
+        self._saver: threading.Thread | None = None
+        self._latest = begin + grace
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._streams = _side_streams(self._devices | {tensor.device for tensor in self._tensors})
+        self.snapshot = Snapshot(step, sum(tensor.nbytes for tensor in self._tensors), begin)
+        self.snapshot.attach(self.wait_begun, dict, list)
+        gate.guard(self.snapshot, automatic=True)
+        self.snapshot.called()
+
+    def _copied(self, path: str, value: Any, lazy: Lazy) -> Any:
+        if isinstance(value, ShardedTensor):
+            self._kept += [(path, shard.tensor) for shard in value.local_shards()]
+            return value
+        if isinstance(value, torch.Tensor):
+            local = dtensors.local(value)
+            if _is_watched(local) and lazy(path, local):
+                self._kept.append((path, local))
+                return value
+            self._devices.add(local.device)
+            return _clone(value, local)
+        if type(value) in (dict, OrderedDict):
+            items = [(key, self._copied(f"{path}.{key}" if path else str(key), v, lazy)) for key, v in value.items()]
+            return type(value)(items)
+        if type(value) in (list, tuple):
+            return type(value)(self._copied(f"{path}.{i}", item, lazy) for i, item in enumerate(value))
+        return copy.deepcopy(value)
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a save has begun that is to capture it."""
+        return self._saver is not None
+
+    def saved_by(self, thread: threading.Thread) -> None:
+        """Note who is to capture it: if that thread ends before, nobody waits any longer."""
+        with self._lock:
+            self._saver = thread
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Begin to capture within this, on any thread: the copies wait for the work before staging, and for no other.
+
+        Raises:
+            BaseException: What is raised inside; then nobody waits for the capture any longer.
+        """
+        try:
+            with contextlib.ExitStack() as stack:
+                for stream in self._streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self._end()
+
+    def check(self) -> None:
+        """Raise TornSnapshotError where the state has changed since it was staged, or why it was given up."""
+        if (error := self.snapshot.exception()) is not None:
+            raise error  # nobody has waited since
+        versions, addresses = array_versions.witness(self._tensors)
+        changed = (versions != self._before[0]) | (addresses != self._before[1])
+        if changed.any():
+            raise TornSnapshotError([self._kept[i][0] for i in changed.nonzero()[0].tolist()])
+
+    def give_up(self, error: BaseException) -> None:
+        """Nobody will capture it."""
+        if not self._begun.is_set():
+            self.snapshot.fail(error)
+            self._end()
+
+    def _end(self) -> None:
+        """From now on it is the snapshot's own gate that holds; or it has failed."""
+        self._tensors, self._kept, self._streams = [], [], []
+        self.state_dict = {}
+        self._begun.set()
+
+    def is_over(self) -> bool:
+        """Whether its capture has begun, or never will: it gives up where nobody is left to begin it."""
+        if not self._begun.is_set():
+            if os.getpid() != self._process:  # a forked child: only the parent can capture it
+                self.snapshot.abandon()
+                self._end()
+            with self._lock:
+                if not self._saver.is_alive() if self._saver is not None else time.monotonic() > self._latest:
+                    text = "the save ended before its state was captured: nothing was written of it"
+                    self.give_up(DatastatesError(text))
+                    self.snapshot.exception()  # who saved has an error of its own
+        return self._begun.is_set() or self.snapshot.failed
+
+    def wait_begun(self) -> None:
+        """Wait until its capture has begun, or never will."""
+        while not self.is_over():
+            self._begun.wait(_POLL)
+
+    def wait_free(self) -> None:
+        """Wait until the state may change."""
+        self.wait_begun()
+        self.snapshot.wait_free()
+
+
+class Held(dict[str, Any]):
+    """A staged state dict on its way to whoever captures it, in this process."""
+
+    def __init__(self, staged: Staged) -> None:
+        """That of ``staged``."""
+        super().__init__(staged.state_dict)
+        self._staged = staged
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        error = DatastatesError(
+            "state that was staged lazily cannot be saved by another process: give dcp.async_save an async_stager that "
+            "copies it, such as torch's DefaultStager"
+        )
+        self._staged.give_up(error)
+        self._staged.snapshot.exception()  # told by being raised
+        raise error
+
+
+def _clone(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    copied = value.detach().clone()
+    # what a tensor that was given these says of itself, as Megatron-FSDP's unevenly sharded ones are
+    own = {name: hook for name, hook in vars(local).items() if name in _DESCRIBING}
+    vars(dtensors.local(copied)).update(own)
+    return copied
+
+
+def _is_watched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory that can be watched: others, those of subclasses among them, are copied."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return plain and arrays.kind_of(tensor) is not None
+
+
+def _side_streams(devices: set[torch.device]) -> list[torch.cuda.Stream]:
+    """For each device a stream that has waited for all work that was enqueued on the current one so far.
+
+    The current device's too, whatever lies there: copies do.
+    """
+    streams = []
+    current = array_streams.current_device()
+    for device in {device.index for device in devices if device.type == "cuda"} | {current} - {None}:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        streams.append(stream)
+    return streams

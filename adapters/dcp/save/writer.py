@@ -1,0 +1,248 @@
+"""The storage writer of torch.distributed.checkpoint: a rank's items become one container, written by the executor."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import Field
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from datastates._base import files, paths
+from datastates.adapters.dcp import metadata_file
+from datastates.adapters.dcp.save.file_writer import FileWriter
+from datastates.adapters.dcp.save.staging import Held, Lazy, Staged, is_large
+from datastates.commit.ending import FileEnding, identity_alone
+from datastates.config import IoSettings
+from datastates.errors import DatastatesError
+from datastates.executor.executor import Executor
+from datastates.executor.make import make_executor
+from datastates.saving.snapshot import Snapshot
+
+_OWN = frozenset({"session", "_executor", "_files", "_staged", "_saver", "_finishes", "_writing"})
+"""What belongs to one process."""
+
+
+class WriterSettings(IoSettings):
+    """What a writer can be told: the fields of :class:`~datastates.config.IoSettings`, and this."""
+
+    rank_timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a rank waits for the others in async_save(), before it names the missing.",
+    )
+
+
+class Closable(Protocol):
+    """What is to be closed with a writer."""
+
+    def close(self) -> None:
+        """Wait for what is in flight, and give threads and memory back."""
+
+
+class DataStatesStorageWriter(FileSystemWriter):
+    """Writes checkpoints that ``dcp.load`` and torch's own ``FileSystemReader`` read, with this package's engine.
+
+    A rank's items are coalesced into one file, ``__RANK_0.distcp``, with checksums and an index of its own.
+    ``.metadata`` is replaced at once when all ranks have written: until then the checkpoint that was at the path before
+    stands.
+
+    For ``dcp.save``, and for ``dcp.async_save`` in a thread: there it stages by itself, lazily. Large tensors stay
+    where they are, and every torch optimizer's ``step()`` waits until they are captured; all else is copied. For
+    ``AsyncCheckpointerType.PROCESS`` give an ``async_stager`` that copies, such as torch's ``DefaultStager``.
+
+    Keep one for all checkpoints, and name each by ``checkpoint_id``: it keeps its plans, and its pinned memory. Used by
+    one save at a time.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] = "", *, overwrite: bool = True, lazy: Lazy = is_large, **options: Any
+    ) -> None:
+        """Write to ``path``, or to what ``checkpoint_id`` names.
+
+        Args:
+            path: A directory; it is created.
+            overwrite: Replace a checkpoint that is there; otherwise that is refused.
+            lazy: Given the name of a tensor in the state dict and (this rank's part of) the tensor, whether only an
+                optimizer step changes it. By default those of 64 KiB and more.
+            **options: Fields of :class:`WriterSettings`.
+
+        Raises:
+            SettingsError: An option is unknown or impossible.
+            ValueError: The path is the address of a store.
+        """
+        paths.refuse_address(path)
+        super().__init__(path, overwrite=overwrite)
+        self.settings = WriterSettings.of(options)
+        self.lazy = lazy
+        self._start()
+
+    def _start(self) -> None:
+        self.session: Closable | None = None
+        """What :func:`~datastates.adapters.dcp.async_save` keeps from one save to the next."""
+        self._executor: Executor | None = None
+        self._files: FileWriter | None = None
+        self._staged: Staged | None = None
+        self._saver: threading.Thread | None = None
+        self._finishes = True
+        self._writing = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: what it was made of."""
+        return {name: value for name, value in vars(self).items() if name not in _OWN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The mirror of :meth:`__getstate__`."""
+        vars(self).update(state)
+        self._start()
+
+    def close(self) -> None:
+        """Wait for saves in flight, and give threads and memory back; the next save takes them again. Idempotent."""
+        if (staged := self._staged) is not None:
+            staged.wait_begun()
+        with self._writing:
+            if self._executor is not None:
+                self._executor.close()
+            self._executor = self._files = None
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    # --- staging
+
+    def hold(self, state_dict: dict[str, Any]) -> Staged:
+        """Guard a state dict until the save that is to come has captured it.
+
+        Raises:
+            DatastatesError: A save with this writer is under way.
+        """
+        if self._saver is threading.current_thread():
+            self._saver = None  # it is here: its save has failed
+        if self._is_taken() or (self._staged is not None and not self._staged.is_over()):
+            raise _taken()
+        self._staged = Staged(state_dict, self.lazy)
+        return self._staged
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The live state, guarded, with copies of what may change at any time: see the class."""
+        return Held(self.hold(state_dict))
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: it is the optimizers that wait."""
+        return False
+
+    def synchronize_staging(self) -> None:
+        """Wait until what is staged may change."""
+        if (staged := self._staged) is not None:
+            staged.wait_free()
+
+    # --- one save at a time
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save, to ``checkpoint_id`` if it is given.
+
+        Raises:
+            DatastatesError: Another save with this writer is under way.
+            ValueError: It is the address of a store.
+        """
+        paths.refuse_address(checkpoint_id or "")
+        self._enter()
+        super().reset(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What names the save: a save asks for this first, on the thread that goes on to write."""
+        self._enter()
+        return super().storage_meta()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take part in a save."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._finishes = is_coordinator or not self.use_collectives
+
+    def _enter(self) -> None:
+        if self._is_taken():
+            raise _taken()
+        self._saver = threading.current_thread()
+        if (staged := self._staged) is not None:
+            if not staged.is_claimed:
+                staged.saved_by(self._saver)
+            elif staged.is_over():  # a save that has failed was to capture it
+                self._staged = None
+
+    def _is_taken(self) -> bool:
+        saver = self._saver
+        return saver is not None and saver is not threading.current_thread() and saver.is_alive()
+
+    # --- saving
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items; returns when they are on stable storage.
+
+        Raises:
+            StorageError: The file could not be written; nothing is left of it.
+            CommitError: Another file has taken its place.
+            TornSnapshotError: Staged state was changed before it was captured; the message names the tensors.
+        """
+        ended = True
+        try:
+            with self._writing:
+                written = self._write(plan, planner)
+            ended = not self._finishes
+            return written
+        finally:
+            if ended:
+                self._saver = None
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        staged, self._staged = self._staged, None
+        snapshot = staged.snapshot if staged else Snapshot(0, 0, time.monotonic())
+        check = staged.check if staged else lambda: None
+        try:
+            with staged.capturing() if staged else contextlib.nullcontext():
+                check()
+                ending = FileEnding(self.new_file(plan), identity_alone(self.save_id[:8]))
+                if self._files is None:
+                    self._executor = make_executor(self.settings)
+                    self._files = FileWriter(self._executor)
+                running, file = self._files.begin(plan, planner, ending, snapshot, check)
+        except BaseException:
+            snapshot.exception()  # told by being raised
+            raise
+        running.run()
+        snapshot.wait_committed()
+        files.sync_directory(ending.path.parent)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(file.results(snapshot.report.file_nbytes))
+        return written
+
+    def new_file(self, plan: SavePlan) -> Path:
+        """A name for this rank's file that no file has: one of a checkpoint that is being replaced is still needed."""
+        assert isinstance(plan.storage_data, _StoragePrefix)
+        directory = Path(self.path)
+        names = (directory / f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in itertools.count())
+        return next(path for path in names if not path.exists())
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Let the directory be this checkpoint; on the coordinator."""
+        path = metadata_file.path_of(Path(self.path), None if self.use_collectives else self.rank)
+        try:
+            stored, error = metadata_file.publish(path, metadata, results, super().storage_meta())
+            if error is not None:
+                raise error
+            vars(metadata).update(vars(stored))  # dcp.save returns it
+        finally:
+            self._saver = None
+
+
+def _taken() -> DatastatesError:
+    return DatastatesError("a save with this writer is under way: one at a time, or a writer for each")

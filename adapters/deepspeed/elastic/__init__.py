@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints, loaded on another number of ranks."""

@@ -1,0 +1,201 @@
+"""Resuming on another number of ranks: straight from the files of those that saved."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datastates._base import paths
+from datastates.adapters.deepspeed import binding
+from datastates.adapters.deepspeed.elastic.zero_live import LiveZero
+from datastates.adapters.deepspeed.elastic.zero_saved import SavedZero
+from datastates.adapters.deepspeed.settings import DeepSpeedSettings
+from datastates.errors import RestoreError
+from datastates.executor.make import make_executor
+from datastates.ranks.world import world_of
+from datastates.restoring import in_place
+from datastates.restoring.meeting import Meeting
+from datastates.saving import gate
+from datastates.state.shards import ArrayRef
+
+_log = logging.getLogger("datastates")
+
+
+def load_checkpoint(
+    engine: Any,
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    load_module_strict: bool = True,
+    load_lr_scheduler_states: bool = True,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load a checkpoint that was saved on any number of data-parallel ranks; called by all ranks, as DeepSpeed's own.
+
+    Each rank reads of the files of all ranks what it holds now of the master weights and the optimizer's state, and
+    verifies it; where a stretch is cut so short that its checksums would take much more to read, the keys are logged.
+    Everything else DeepSpeed loads itself. Names, shapes and types are compared on all ranks before anything is
+    changed.
+
+    Args:
+        engine: A DeepSpeed engine with ZeRO-1, ZeRO-2 or ZeRO-3.
+        load_dir: Where the checkpoints are.
+        tag: Which one; by default the one that ``latest`` names.
+        load_module_strict: Whether the module must have all that the checkpoint has of it, and no more.
+        load_lr_scheduler_states: Whether the scheduler is to go on where it was.
+
+    Returns:
+        The file of the module, and the client's state; None for both where there is no ``latest``.
+
+    Raises:
+        RestoreError: The checkpoint and the engine do not fit, or are of a kind that this is not for: pipelines, model
+            parallelism, experts, state on NVMe. Nothing has been changed.
+        FormatError: A file is of another program (the message says what to do), or damaged.
+        CorruptError: Contents do not match their checksum; the message names them. The engine's state is spoilt then.
+        CheckpointNotFoundError: There is no checkpoint of that tag.
+        StorageError: A file is missing or cannot be read; the message names it.
+    """
+    paths.refuse_address(load_dir)
+    ours = binding.engine_of(engine)
+    settings = DeepSpeedSettings.of_entry(None) if ours is None else ours.settings
+    if ours is not None:
+        ours.wait()
+    gate.pass_all()  # what is loaded is about to be copied over the training state
+    with contextlib.ExitStack() as closing:
+        world = world_of(None, None, Path("deepspeed-load"), settings.rank_timeout)
+        closing.callback(world.close)
+        meeting = Meeting(world, "load", settings.rank_timeout)
+        tag = _agree_on_tag(meeting, Path(load_dir), tag)
+        if tag is None:
+            _log.warning("%s: no file named latest, and no tag given: nothing is loaded", load_dir)
+            return None, None
+        live, saved = _open(meeting, engine, Path(load_dir, tag), strict=load_module_strict)
+        _restore(meeting, live, saved, settings)
+    with _handing_over(engine, live, saved):
+        path, client_state = engine.load_checkpoint(
+            str(load_dir), tag, load_module_strict=load_module_strict, load_lr_scheduler_states=load_lr_scheduler_states
+        )
+    return path, client_state
+
+
+def _agree_on_tag(meeting: Meeting, folder: Path, wish: str | None) -> str | None:
+    """The tag, the same on all ranks: ``latest`` is read by one of them."""
+
+    def decide(told: dict[int, bytes]) -> bytes:
+        if len(wishes := set(told.values())) > 1:
+            raise RestoreError(f"the ranks are to load different checkpoints: {sorted(map(bytes.decode, wishes))}")
+        if wish is not None:
+            return wish.encode()
+        try:
+            return (folder / "latest").read_text().strip().encode()
+        except FileNotFoundError:
+            return b""
+
+    return meeting.settle("tag", None, (wish or "").encode(), decide).decode() or None
+
+
+def _open(meeting: Meeting, engine: Any, path: Path, *, strict: bool) -> tuple[LiveZero, SavedZero]:
+    """Both sides, as far as they can be compared without the optimizer's states; all ranks or none go on."""
+    error = None
+    try:
+        live, saved = LiveZero(engine), SavedZero(path)
+        if (live.stage == 3) != (saved.stage == 3):
+            raise RestoreError(f"{path} was saved with ZeRO-{saved.stage}, the engine has ZeRO-{live.stage}")
+        _compare_modules(engine, saved, strict=strict)
+    except Exception as failure:
+        error = failure
+    meeting.settle("open", error, b"", lambda _: b"")
+    return live, saved
+
+
+def _compare_modules(engine: Any, saved: SavedZero, *, strict: bool) -> None:
+    live, stored = engine.module.state_dict(), saved.module
+    missing = [name for name in live if name not in stored] if strict else []
+    unexpected = [name for name in stored if name not in live] if strict else []
+    # with ZeRO-3 parameters are empty here, and are compared by their fragments
+    compared = live.keys() & (stored.keys() if saved.stage < 3 else saved.buffer_names)
+    mismatched = {}
+    for name in sorted(compared):
+        ref, shape = stored.get(name), getattr(live[name], "shape", None)
+        if isinstance(ref, ArrayRef) and shape is not None and ref.shape != tuple(shape):
+            mismatched[name] = f"shape {ref.shape} in the checkpoint, {tuple(shape)} in the module"
+    if missing or unexpected or mismatched:
+        parts = [f"the checkpoint lacks {', '.join(map(repr, missing[:8]))}"] if missing else []
+        parts += [f"the module lacks {', '.join(map(repr, unexpected[:8]))}"] if unexpected else []
+        parts += [f"{name!r}: {what}" for name, what in list(mismatched.items())[:8]]
+        raise RestoreError(
+            f"{saved.path} does not fit the module: {'; '.join(parts)}",
+            missing=missing,
+            unexpected=unexpected,
+            mismatched=[f"{name}: {what}" for name, what in mismatched.items()],
+        )
+
+
+def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepSpeedSettings) -> None:
+    providers = [live.provider()]
+    if saved.has_frozen:
+        providers.append(live.frozen_provider())
+    result = in_place.restore(
+        saved.stored(),
+        providers,
+        lambda nbytes: make_executor(settings, nbytes),
+        meeting,
+        strict=True,
+        trust="all",
+        verify="checksum",
+        replicas="read",
+    )
+    plain: list[Any] = []
+    error = None
+    try:
+        plain = [saved.plain(share.scalar_source) for share in live.shares]
+    except Exception as failure:
+        error = failure
+    meeting.settle("plain", error, b"", lambda _: b"")  # before DeepSpeed's collectives
+    for share, states in zip(live.shares, plain, strict=True):
+        live.put(share, states)
+    _log.info(
+        "%s: saved on %d ranks, restored on %d; rank %d needed %d bytes of it and read %d",
+        *(saved.path, saved.ranks, live.ranks, live.rank, result.needed_nbytes, result.read_nbytes),
+    )
+
+
+@contextlib.contextmanager
+def _handing_over(engine: Any, live: LiveZero, saved: SavedZero) -> Iterator[None]:
+    """Let DeepSpeed find the checkpoint as if this number of ranks had saved it."""
+    model = str(saved.model_path(live.rank % saved.ranks))
+    own = engine.checkpoint_engine
+    engine.checkpoint_engine = _AsSavedHere(own, model, live, saved)
+    engine._get_all_ckpt_names = lambda folder, tag: [model]
+    try:
+        yield
+    finally:
+        del engine._get_all_ckpt_names
+        engine.checkpoint_engine = own
+
+
+class _AsSavedHere:
+    """In the place of an engine's checkpoint engine: the files that it would find, had this number of ranks saved.
+
+    Of the optimizer it gives the live state, which has been restored: DeepSpeed copies it onto itself, and derives from
+    it whatever it derives from what it loads.
+    """
+
+    def __init__(self, own: Any, model: str, live: LiveZero, saved: SavedZero) -> None:
+        self._own = own
+        self._model = model
+        self._live = live
+        self._saved = saved
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        """What DeepSpeed asks for: the module's file, or this rank's of the optimizer."""
+        if path != self._model:
+            return {"optimizer_state_dict": {**self._live.state(), **self._saved.globals}}
+        state: dict[str, Any] = self._own.load(path, map_location=map_location)
+        state["dp_world_size"] = self._live.ranks
+        if self._saved.has_frozen:
+            state["frozen_param_fragments"] = self._live.frozen()
+        return state

@@ -1,0 +1,298 @@
+"""The files of one checkpoint of DeepSpeed's, as parts of logical tensors: which rank's file has what of which.
+
+A flat tensor in a rank's file holds ranges of many parameters. Where they lie follows from the parameters' shapes and
+the number of ranks, so that a file is opened only once something of it is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from datastates._base.columns import U64
+from datastates.commit.claims import key_hash, object_hash, span_of
+from datastates.container import checksums
+from datastates.container.file import Container, open_container
+from datastates.container.index import StoredObject
+from datastates.container.pickle_writer import body, dumps
+from datastates.container.table import Row, table_of
+from datastates.errors import FormatError
+from datastates.providers.optimizer.flat_layout import FlatLayout, Name
+from datastates.providers.optimizer.shares import key_of
+from datastates.restoring.provider_view import SavedState
+from datastates.restoring.stored import Head, Stored
+from datastates.state.parts import Part
+from datastates.state.shards import ArrayRef, full_key
+
+GROUPS = "param_groups"
+
+
+class StateFile:
+    """One file that this package saved for DeepSpeed, opened: its value, with what stands for each array.
+
+    Attributes:
+        container: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open it.
+
+        Raises:
+            FormatError: Another program wrote it, or it is damaged; the message names it, and says what to do.
+            StorageError: It cannot be read.
+        """
+        try:
+            self.container = open_container(path)
+        except FormatError as error:
+            raise FormatError(
+                f"{error}: only what datastates has saved can be loaded on another number of ranks. Load this "
+                "checkpoint by engine.load_checkpoint() on as many ranks as saved it, or convert it by "
+                "python -m deepspeed.checkpoint.ds_to_universal"
+            ) from error
+        head = Head(path, 0, "", 1, None, None)
+        self._saved = SavedState(
+            Stored(head), self.container, self.container.index.shards.providers[0], strict=True, trust="all"
+        )
+
+    @property
+    def attempt(self) -> object:
+        """What all files of one checkpoint have in common, and no other has."""
+        return self.container.index.identity["attempt"]
+
+    @cached_property
+    def structure(self) -> dict[str, Any]:
+        """Its value with an ArrayRef for each array; objects of other classes are left unbuilt."""
+        value: dict[str, Any] = self._saved.structure("")  # type: ignore[assignment]
+        return value
+
+    @cached_property
+    def value(self) -> dict[str, Any]:
+        """Its value with an ArrayRef for each array."""
+        value: dict[str, Any] = self._saved.build("", {})  # type: ignore[assignment]
+        return value
+
+    def row(self, ref: ArrayRef) -> Row:
+        """Where an array of it is."""
+        return self._saved.rows[ref.key]
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """One of the flat tensors that each rank has, of all ranks.
+
+    Attributes:
+        parameters: Names and logical shapes, in their order.
+        ranks: How many ranks there were.
+        partition: Elements that each rank has of the parameters laid end to end, as ZeRO-1 and ZeRO-2 cut them; None:
+            each parameter is cut by itself, as in ZeRO-3.
+        states: Names of the arrays that lie so, each with a row that tells the type, and a shape of () for a number.
+    """
+
+    parameters: tuple[tuple[Name, tuple[int, ...]], ...]
+    ranks: int
+    partition: int | None
+    states: Mapping[str, Row]
+
+    def layout(self, rank: int) -> FlatLayout:
+        """What one rank has of it."""
+        if self.partition is None:
+            return FlatLayout.each_split(self.parameters, rank, self.ranks)
+        return FlatLayout.concatenated(self.parameters, rank, self.ranks, alignment=self.partition)
+
+    @cached_property
+    def _begins(self) -> dict[Name, int]:
+        begins, at = {}, 0
+        for name, shape in self.parameters:
+            begins[name] = at
+            at += prod(shape)
+        return begins
+
+    def holders(self, name: Name, shape: tuple[int, ...], begin: int, end: int) -> range:
+        """The ranks that have the elements from ``begin`` to before ``end`` of a parameter; at least one element."""
+        if self.partition is None:
+            at, length = 0, -(-prod(shape) // self.ranks)
+        else:
+            at, length = self._begins[name], self.partition
+        length = max(length, 1)
+        return range((at + begin) // length, min((at + end - 1) // length, self.ranks - 1) + 1)
+
+
+Arrays = Sequence[Mapping[str, Row]]
+"""The arrays in one rank's file, by state, for each flat tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    flat: int
+    name: Name
+    shape: tuple[int, ...]
+    state: str
+
+
+class Section:
+    """What a checkpoint holds for one provider: flat tensors in one file of each rank.
+
+    Attributes:
+        name: The provider's.
+        flats: The flat tensors.
+        groups: What ``param_groups`` is to be.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        flats: Sequence[Flat],
+        groups: Sequence[Any],
+        open_rank: Callable[[int], tuple[Container, Arrays]],
+    ) -> None:
+        """``open_rank`` opens a rank's file, and says where in it the arrays are."""
+        self.name = name
+        self.flats = flats
+        self.groups = groups
+        self._open_rank = open_rank
+        self._rows: dict[int, tuple[Container, dict[str, Row]]] = {}
+        self.tensors = {
+            self.key(parameter, state): _Tensor(i, parameter, shape, state)
+            for i, flat in enumerate(flats)
+            for parameter, shape in flat.parameters
+            for state in flat.states
+        }
+
+    def key(self, parameter: Name, state: str) -> str:
+        """The full key of one state of one parameter."""
+        return full_key(self.name, key_of(parameter, state))
+
+    def describe(self, key: str) -> Row | None:
+        """The logical tensor of a full key, as a row of no elements; a number as it is."""
+        tensor = self.tensors.get(key)
+        if tensor is None:
+            return None
+        row = self.flats[tensor.flat].states[tensor.state]
+        if row.shape == ():
+            return replace(row, key=key)
+        return replace(row, key=key, shape=(0,), stride=(1,), global_shape=tensor.shape, box=None, flat=(0, 0))
+
+    def sources(self, key: str, begin: int, end: int) -> Iterator[tuple[Container, Row]]:
+        """The rows that have some elements of a logical tensor. Of a number, that of the parameter's first element."""
+        tensor = self.tensors[key]
+        for rank in self.flats[tensor.flat].holders(tensor.name, tensor.shape, begin, end):
+            source, rows = self._of_rank(rank)
+            if key in rows:
+                yield source, rows[key]
+
+    def _of_rank(self, rank: int) -> tuple[Container, dict[str, Row]]:
+        if rank not in self._rows:
+            source, arrays = self._open_rank(rank)
+            rows: dict[str, Row] = {}
+            for flat, found in zip(self.flats, arrays, strict=True):
+                self._add(rows, flat, flat.layout(rank), found, source.path)
+            self._rows[rank] = source, rows
+        return self._rows[rank]
+
+    def _add(self, rows: dict[str, Row], flat: Flat, layout: FlatLayout, arrays: Mapping[str, Row], path: Path) -> None:
+        end = max((piece.at + piece.end - piece.begin for piece in layout.slices), default=0)
+        for state, expected in flat.states.items():
+            row = arrays.get(state)
+            if row is None or (row.dtype, len(row.shape)) != (expected.dtype, len(expected.shape)):
+                raise FormatError(f"{path}: {state!r} is not what the file of rank 0 has")
+            if row.shape == ():
+                keys = [self.key(piece.name, state) for piece in layout.slices if piece.begin == 0]
+                rows.update((key, replace(row, key=key)) for key in keys)
+                continue
+            if row.shape[0] < end or (row.shape[0] > 1 and row.stride != (1,)):
+                raise FormatError(f"{path}: {state!r} has {row.shape[0]} elements, not the {end} of its parameters")
+            for piece in layout.slices:
+                key = self.key(piece.name, state)
+                rows[key] = replace(
+                    row,
+                    key=key,
+                    offset=row.offset + piece.at * row.dtype.itemsize,
+                    shape=(piece.end - piece.begin,),
+                    stride=(1,),
+                    global_shape=piece.shape,
+                    box=None,
+                    flat=(piece.begin, piece.end),
+                    digest=None,
+                )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Groups(Container):
+    """A file as the one that holds the object ``param_groups``, and no array."""
+
+    opcodes: bytes
+
+    def read_object(self, stored: StoredObject) -> bytes:
+        """The opcodes, made of what has been read and verified."""
+        del stored
+        return self.opcodes
+
+
+class ZeroFiles(Stored):
+    """A checkpoint of DeepSpeed's as one of logical tensors, for :func:`datastates.restoring.in_place.restore`."""
+
+    def __init__(self, path: Path, ranks: int, first: Container, sections: Sequence[Section]) -> None:
+        """Describe it.
+
+        Args:
+            path: Its folder.
+            ranks: How many ranks saved it.
+            first: Any file of it.
+            sections: What it holds for each provider.
+        """
+        super().__init__(Head(path, 0, "", ranks, None, None))
+        self._first = first
+        self._sections = {section.name: section for section in sections}
+
+    def base(self, provider: str, rank: int) -> Container | None:
+        """The same for all ranks."""
+        del rank
+        section = self._sections.get(provider)
+        if section is None:
+            return None
+        opcodes = body(dumps(list(section.groups)))
+        first = self._first
+        entry = StoredObject(0, GROUPS, 0, len(opcodes), checksums.crc32(opcodes))
+        index = replace(first.index, shards=table_of([provider], [], []), objects=(entry,))
+        return _Groups(first.path, first.nbytes, index, first.index_crc, first.index_offset, opcodes)
+
+    def _section(self, full: str) -> Section | None:
+        return next((s for s in self._sections.values() if full in s.tensors), None)
+
+    def find(self, full: str) -> Row | None:
+        """The logical tensor of that full key; opens no file."""
+        section = self._section(full)
+        return None if section is None else section.describe(full)
+
+    def sources(self, like: Row, part: Part) -> list[tuple[Container, Row]]:
+        """As of every checkpoint."""
+        section, (begin, end) = self._section(like.key), span_of(part)
+        return [] if section is None or begin == end else list(section.sources(like.key, begin, end))
+
+    def every_key(self, provider: str) -> list[str]:
+        """The keys of all arrays of a provider; opens no file."""
+        section = self._sections[provider]
+        return [key_of(tensor.name, tensor.state) for tensor in section.tensors.values()]
+
+    def strangers(self, wanted: U64, providers: Any) -> list[str]:
+        """Full keys of what these providers have and nobody wants."""
+        taken = set(wanted.tolist())
+        found = []
+        for name in providers:
+            found += [key for key in self._sections[name].tensors if key_hash(key) not in taken]
+            found += [key for key in [full_key(name, GROUPS)] if object_hash(key) not in taken]
+        return sorted(found)
+
+    def has_lost(self, full: str, rank: int) -> bool:
+        """A file that is missing is an error when it is opened."""
+        del full, rank
+        return False
+
+    def digest(self, full: str) -> int | None:
+        """Not known of logical tensors."""
+        del full
+        return None

@@ -1,0 +1,217 @@
+"""A checkpoint folder of DeepSpeed's with ZeRO, opened: what its ranks had, said by logical parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from datastates.adapters.deepspeed.elastic.zero_files import Arrays, Flat, Section, StateFile, ZeroFiles
+from datastates.container.file import Container
+from datastates.container.table import Row
+from datastates.errors import CheckpointNotFoundError, FormatError, RestoreError
+from datastates.providers.optimizer.flat_layout import Name
+from datastates.state.shards import ArrayRef
+
+OPTIMIZER, FROZEN = "optimizer", "frozen"
+"""Names of providers: the optimizer's state with the master weights, and parameters that are not trained."""
+MASTER, FRAGMENT = "fp32", "fragment"
+"""Names of states: the master weights, and a frozen parameter itself."""
+GLOBALS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""What DeepSpeed's optimizer keeps that is alike on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one rank's optimizer file has, for each flat tensor: arrays, and what the optimizer keeps beside them."""
+
+    container: Container
+    arrays: Arrays
+    plain: list[dict[str, object]]
+
+
+class SavedZero:
+    """One checkpoint that a DeepSpeed engine with ZeRO-1, ZeRO-2 or ZeRO-3 saved by this package.
+
+    Attributes:
+        path: Its folder.
+        stage: 1, 2 or 3.
+        ranks: How many ranks saved it.
+        globals: Of :data:`GLOBALS` those that it has.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the files of rank 0; the others when something of them is wanted.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            FormatError: A file is of another program or damaged.
+            RestoreError: It is of a kind that cannot be loaded on another number of ranks.
+            StorageError: A file cannot be read.
+        """
+        self.path = path
+        self._prefix = self._find_prefix()
+        self._attempt: object = None
+        self._held: dict[int, _Held] = {}
+        optimizer = self._open(self.optimizer_path(0))
+        zero = optimizer.value.get("optimizer_state_dict")
+        if not isinstance(zero, dict) or "zero_stage" not in zero:
+            raise RestoreError(f"{self.optimizer_path(0)} holds no state of a ZeRO optimizer")
+        self.stage = int(zero["zero_stage"])
+        self._model = self._open(self.model_path(0))
+        model = self._model.structure
+        self.ranks = int(model["dp_world_size"])
+        self._refuse(model, zero)
+        self.globals = {key: zero[key] for key in GLOBALS if key in zero and not isinstance(zero[key], ArrayRef)}
+        self._shapes = [_shapes(group) for group in model["param_shapes"]]
+        self._groups = self._base(zero)["param_groups"]
+        self._held[0] = self._read(optimizer)
+        self._check_shapes()
+        self._partitions = [None if self.stage == 3 else self._partition(zero, i) for i in range(len(self._shapes))]
+
+    def _find_prefix(self) -> str:
+        for prefix in ("bf16_", ""):
+            if (self.path / f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt").exists():
+                return prefix
+        raise CheckpointNotFoundError(f"{self.path} holds no checkpoint of a DeepSpeed engine with ZeRO")
+
+    def optimizer_path(self, rank: int) -> Path:
+        """The file with a rank's state of the optimizer."""
+        return self.path / f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+    def model_path(self, rank: int) -> Path:
+        """The file with a rank's module; ZeRO-1 and ZeRO-2 have one for all."""
+        name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
+        return self.path / f"{name}_model_states.pt"
+
+    def _open(self, path: Path) -> StateFile:
+        opened = StateFile(path)
+        if self._attempt not in (None, opened.attempt):
+            raise FormatError(f"{path} was not saved together with {self.optimizer_path(0)}")
+        self._attempt = opened.attempt
+        return opened
+
+    def _refuse(self, model: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
+        counts = zero["partition_count"]
+        counts = counts if isinstance(counts, list) else [counts]
+        paddings = [padding for group in zero.get("param_alignment_paddings") or [] for padding in group]
+        for wrong, what in (
+            (not isinstance(model.get("module"), dict), "a pipeline"),
+            (model.get("mp_world_size", 1) != 1, "a model-parallel engine"),
+            (any(count != self.ranks for count in counts) or "num_experts" in model, "a model with experts"),
+            (any(paddings), "an engine with zero_optimization.parameter_alignment"),
+            (not isinstance(self._base(zero), dict), "an engine with zero_optimization.elastic_checkpoint"),
+        ):
+            if wrong:
+                raise RestoreError(f"{self.path} is of {what}, which cannot be loaded on another number of ranks")
+
+    def _base(self, zero: Mapping[str, Any]) -> Any:
+        return zero["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+
+    def _masters(self, zero: Mapping[str, Any]) -> Any:
+        return zero["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
+
+    def _check_shapes(self) -> None:
+        numbers = [i for group in self._groups for i in group["params"]]
+        if not len(self._shapes) == len(self._held[0].arrays) == len(numbers) or numbers != sorted(numbers):
+            raise FormatError(f"{self.optimizer_path(0)}: its groups are not those of {self.model_path(0)}")
+
+    def _partition(self, zero: Mapping[str, Any], i: int) -> int:
+        """Elements of each rank's partition of a group, padding included: rank 0 has padding only if it is alone."""
+        saved = self._held[0].arrays[i][MASTER].shape[0]
+        return max(saved + (int(zero["group_paddings"][i]) if self.ranks == 1 else 0), 1)
+
+    def _read(self, file: StateFile) -> _Held:
+        zero = file.value["optimizer_state_dict"]
+        base = self._base(zero)
+        arrays: list[dict[str, Row]] = []
+        plain: list[dict[str, object]] = []
+        for i, master in enumerate(self._masters(zero)):
+            states = base["state"].get(i, {})
+            refs = {MASTER: master, **{k: v for k, v in states.items() if isinstance(v, ArrayRef)}}
+            arrays.append({state: file.row(ref) for state, ref in refs.items()})
+            plain.append({state: value for state, value in states.items() if state not in refs})
+        for state, row in ((s, r) for found in arrays for s, r in found.items()):
+            if len(row.shape) > 1:
+                raise RestoreError(f"{file.container.path}: {state!r} of shape {row.shape} is not cut up over ranks")
+        return _Held(file.container, arrays, plain)
+
+    def _of_rank(self, rank: int) -> _Held:
+        if rank not in self._held:
+            self._held[rank] = self._read(self._open(self.optimizer_path(rank)))
+        return self._held[rank]
+
+    # --- what it holds
+
+    @property
+    def module(self) -> Mapping[str, Any]:
+        """The module's state dict, with an ArrayRef for each array; that of rank 0 with ZeRO-3."""
+        module: Mapping[str, Any] = self._model.structure["module"]
+        return module
+
+    @property
+    def buffer_names(self) -> frozenset[str]:
+        """Of the module, those that are not parameters."""
+        return frozenset(self._model.structure["buffer_names"])
+
+    @cached_property
+    def _optimizer(self) -> Section:
+        flats = [
+            Flat(shapes, self.ranks, partition, states)
+            for shapes, partition, states in zip(self._shapes, self._partitions, self._held[0].arrays, strict=True)
+        ]
+        groups = []
+        for group in self._groups:
+            if tensors := [key for key, value in group.items() if isinstance(value, ArrayRef)]:
+                raise RestoreError(f"{self.optimizer_path(0)}: {tensors[0]!r} of a parameter group is a tensor")
+            names = [name for i in group["params"] for name, _ in self._shapes[i]]
+            groups.append({**group, "params": names})
+
+        def open_rank(rank: int) -> tuple[Container, Arrays]:
+            held = self._of_rank(rank)
+            return held.container, held.arrays
+
+        return Section(OPTIMIZER, flats, groups, open_rank)
+
+    @cached_property
+    def _frozen(self) -> Section | None:
+        shapes = self._model.structure["frozen_param_shapes"]
+        if self.stage < 3 or shapes is None:
+            return None  # ZeRO-1 and ZeRO-2 have them in the module
+        parameters = _shapes(shapes)
+        first = self._fragments(self._model)
+        flats = [Flat((p,), self.ranks, None, found) for p, found in zip(parameters, first, strict=True)]
+
+        def open_rank(rank: int) -> tuple[Container, Arrays]:
+            file = self._open(self.model_path(rank))
+            return file.container, self._fragments(file)
+
+        return Section(FROZEN, flats, [{"params": [name for name, _ in parameters]}], open_rank)
+
+    @staticmethod
+    def _fragments(file: StateFile) -> Arrays:
+        return [{FRAGMENT: file.row(ref)} for ref in file.structure["frozen_param_fragments"].values()]
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether it holds fragments of frozen parameters."""
+        return self._frozen is not None
+
+    def stored(self) -> ZeroFiles:
+        """It as logical tensors, for the providers :data:`OPTIMIZER` and, where there are such, :data:`FROZEN`."""
+        sections = [self._optimizer] if self._frozen is None else [self._optimizer, self._frozen]
+        return ZeroFiles(self.path, self.ranks, self._held[0].container, sections)
+
+    def plain(self, name: Name) -> Mapping[str, object]:
+        """States of the optimizer that are no arrays, as the rank with the parameter's first element had them."""
+        for i, flat in enumerate(self._optimizer.flats):
+            shape = dict(flat.parameters).get(name)
+            if shape is not None and self._held[0].plain[i]:
+                return self._of_rank(flat.holders(name, shape, 0, 1)[0]).plain[i]
+        return {}
+
+
+def _shapes(named: Mapping[str, Any]) -> tuple[tuple[Name, tuple[int, ...]], ...]:
+    return tuple((name, tuple(shape)) for name, shape in named.items())

@@ -1,0 +1,174 @@
+#include "tensor_scan.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "dlpack.hpp"
+
+namespace py = pybind11;
+
+namespace datastates::python {
+namespace {
+
+/// The API of an array's type; null where it has none that we know.
+const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
+    const auto capsule = py::reinterpret_steal<py::object>(
+        PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), dlpack::kAttribute));
+    if (!capsule || PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule) == 0) {
+        PyErr_Clear();
+        return nullptr;
+    }
+    const auto* api = static_cast<const dlpack::ExchangeApi*>(
+        PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule));
+    const bool known =
+        api->version.major == dlpack::kMajor && api->tensor_from_py_object_no_sync != nullptr;
+    return known ? api : nullptr;
+}
+
+/// Torch's count of changes in place, of arrays of one type after the other.
+class Versions {
+  public:
+    void be_of(PyTypeObject* type) {
+        // What a descriptor of C's gives is asked of it at once: looking it up takes as long again.
+        const bool plain = type->tp_getattro == PyObject_GenericGetAttr;
+        descriptor_ = py::reinterpret_steal<py::object>(
+            PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name_.ptr()));
+        PyErr_Clear();
+        const bool known =
+            plain && descriptor_ && Py_TYPE(descriptor_.ptr()) == &PyGetSetDescr_Type;
+        getter_ =
+            known ? reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset : nullptr;
+    }
+    /// -1 without one: other arrays, and tensors of torch's inference mode.
+    std::int64_t of(const py::handle& array) const {
+        const auto version = py::reinterpret_steal<py::object>(
+            getter_ != nullptr ? getter_->get(array.ptr(), getter_->closure)
+                               : PyObject_GetAttr(array.ptr(), name_.ptr()));
+        const std::int64_t value = version ? PyLong_AsLongLong(version.ptr()) : -1;
+        PyErr_Clear();
+        return value;
+    }
+
+  private:
+    const py::str name_{"_version"};
+    py::object descriptor_;
+    const PyGetSetDef* getter_ = nullptr;
+};
+
+/// Looks into arrays one after the other; false for one that cannot be looked into, or is of none
+/// of some types.
+class Looker {
+  public:
+    explicit Looker(py::tuple types = py::tuple()) : types_(std::move(types)) {}
+
+    bool look(const py::handle& array, dlpack::Tensor& tensor) {
+        PyTypeObject* const type = Py_TYPE(array.ptr());
+        if (type != last_) {
+            const auto is_it = [&](const py::handle& known) {
+                return known.ptr() == reinterpret_cast<PyObject*>(type);
+            };
+            const bool wanted = types_.empty() || std::ranges::any_of(types_, is_it);
+            api_ = wanted ? api_of(type) : nullptr;
+            versions_.be_of(type);
+            last_ = type;
+        }
+        if (api_ == nullptr) return false;
+        if (api_->tensor_from_py_object_no_sync(array.ptr(), &tensor) == 0) return true;
+        PyErr_Clear();  // of a kind that cannot be exchanged: no error of the caller's
+        return false;
+    }
+
+    /// Of one that has just been looked into.
+    std::int64_t version_of(const py::handle& array) const { return versions_.of(array); }
+
+  private:
+    const py::tuple types_;
+    Versions versions_;
+    const PyTypeObject* last_ = nullptr;
+    const dlpack::ExchangeApi* api_ = nullptr;
+};
+
+std::int64_t address_of(const dlpack::Tensor& tensor) {
+    return static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(tensor.data)) +
+           static_cast<std::int64_t>(tensor.byte_offset);
+}
+
+std::int64_t device_of(const dlpack::Tensor& tensor) {
+    return (std::int64_t{tensor.device.type} << 32) | tensor.device.id;
+}
+
+std::int64_t elements_of(const dlpack::Tensor& tensor) {
+    return (std::int64_t{tensor.dtype.lanes} << 48) | (std::int64_t{tensor.dtype.code} << 40) |
+           (std::int64_t{tensor.dtype.bits} << 32);
+}
+
+template <typename Word>
+py::bytes to_bytes(const std::vector<Word>& words) {
+    return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(Word)};
+}
+
+}  // namespace
+
+py::object look(const py::list& arrays, const py::object& memory_of, const py::tuple& plain) {
+    std::vector<std::int64_t> places;
+    std::vector<std::int64_t> addresses;
+    std::vector<std::int64_t> versions;
+    places.reserve(arrays.size() * 8);
+    addresses.reserve(arrays.size());
+    versions.reserve(arrays.size());
+    py::list memory(memory_of.is_none() ? 0 : arrays.size());
+    Looker looker(plain);
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+        const py::object array = arrays[i];
+        dlpack::Tensor tensor{};
+        if (!looker.look(array, tensor)) return py::none();
+        // Now, while the array is in the processor's cache: half of it all is waiting for memory.
+        if (!memory_of.is_none()) memory[i] = memory_of(array);
+        addresses.push_back(address_of(tensor));
+        versions.push_back(looker.version_of(array));
+        places.push_back(
+            static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(Py_TYPE(array.ptr()))));
+        places.push_back(addresses.back());
+        places.push_back(device_of(tensor));
+        places.push_back(elements_of(tensor) | tensor.ndim);
+        places.insert(places.end(), tensor.shape, tensor.shape + tensor.ndim);
+        if (tensor.strides == nullptr) continue;  // contiguous
+        places.insert(places.end(), tensor.strides, tensor.strides + tensor.ndim);
+    }
+    return py::make_tuple(to_bytes(places), to_bytes(addresses), to_bytes(versions), memory);
+}
+
+py::object layout(const py::list& arrays) {
+    std::vector<std::int64_t> addresses;
+    std::vector<std::int64_t> devices;
+    std::vector<std::int64_t> elements;
+    std::vector<std::uint8_t> ndim;
+    std::vector<std::int64_t> dims;
+    std::vector<std::int64_t> strides;
+    Looker looker;
+    for (const py::handle array : arrays) {
+        dlpack::Tensor tensor{};
+        if (!looker.look(array, tensor) || tensor.ndim > 255) return py::none();
+        addresses.push_back(address_of(tensor));
+        devices.push_back(device_of(tensor));
+        elements.push_back(elements_of(tensor));
+        ndim.push_back(static_cast<std::uint8_t>(tensor.ndim));
+        dims.insert(dims.end(), tensor.shape, tensor.shape + tensor.ndim);
+        if (tensor.strides != nullptr) {
+            strides.insert(strides.end(), tensor.strides, tensor.strides + tensor.ndim);
+            continue;
+        }
+        strides.resize(dims.size());
+        std::int64_t step = 1;  // contiguous
+        for (int d = tensor.ndim - 1; d >= 0; --d) {
+            strides[dims.size() - static_cast<std::size_t>(tensor.ndim - d)] = step;
+            step *= tensor.shape[d];
+        }
+    }
+    return py::make_tuple(to_bytes(addresses), to_bytes(devices), to_bytes(elements),
+                          to_bytes(ndim), to_bytes(dims), to_bytes(strides));
+}
+
+}  // namespace datastates::python

@@ -1,0 +1,102 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stop_token>
+#include <string_view>
+#include <thread>
+#include <unordered_map>
+
+#include "datastates/base/timeline.hpp"
+#include "datastates/base/worker_pool.hpp"
+#include "datastates/io/io_backend.hpp"
+#include "datastates/memory/copy_engine.hpp"
+#include "datastates/memory/host_cache.hpp"
+#include "datastates/write/captured_extent.hpp"
+#include "datastates/write/write_state.hpp"
+
+namespace datastates {
+
+/// The thread that owns the write backend. Extents go through three states here, in order: landing
+/// (device copies under way, or host copies by a worker) → ready (checksums, patches) → in flight
+/// (being written). Workers copy host sources, compute the checksums of device sources, and store
+/// into files that live in memory; all of that comes back in any order.
+class Writer {
+  public:
+    Writer(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend);
+    /// REQUIRES: every job is quiescent.
+    ~Writer() = default;
+    Writer(const Writer&) = delete;
+    Writer& operator=(const Writer&) = delete;
+    Writer(Writer&&) = delete;
+    Writer& operator=(Writer&&) = delete;
+
+    /// Takes an extent that is filled, but for its host sources where they come later: those it has
+    /// copied. Extents of one job must come in file order. Thread-safe.
+    void hand_over(std::unique_ptr<CapturedExtent> extent);
+    /// Whether it has host sources copied by workers. Few of them only wait for the memory that the
+    /// storage and the training need, too: there a save would take longer.
+    bool copies_host() const { return workers_.size() >= kCopyingWorkers; }
+    /// Lets it look again at what waits for a file, which exists by now, or whose job has failed.
+    /// Thread-safe.
+    void look_again();
+    std::string_view backend_name() const { return backend_->name(); }
+
+  private:
+    static constexpr unsigned kCopyingWorkers = 4;
+    /// Each has its place when it comes: from one list to the next it needs no memory.
+    using Extents = std::list<std::unique_ptr<CapturedExtent>>;
+    struct InFlight {
+        std::unique_ptr<CapturedExtent> extent;
+        IoRequest request;
+    };
+    /// What a worker has stored.
+    struct Stored {
+        IoCompletion completion;
+        std::optional<Error> error;
+    };
+
+    void run(const std::stop_token& stop);
+    bool take_arrivals(const std::stop_token& stop);
+    bool land_next();
+    bool next_is_ready() const {
+        if (ready_.empty() || ready_.front()->working) return false;
+        const WriteState& job = *ready_.front()->job;
+        return job.created() || job.stopped();
+    }
+    /// Whether only a look at it tells when the oldest extent has landed.
+    bool lands_unseen() const { return !landing_.empty() && !landing_.front()->working; }
+    void start_copy(CapturedExtent& captured);
+    void start_digest(CapturedExtent& captured);
+    void give_back(CapturedExtent& captured);
+    void process_next();
+    static void patch(const CapturedExtent& captured);
+    void write(std::unique_ptr<CapturedExtent>& captured);
+    void start_store(const IoRequest& request);
+    void reap(bool wait);
+    void complete(const IoCompletion& completion, const std::optional<Error>& error);
+    static void retire(std::unique_ptr<CapturedExtent> extent);
+
+    HostCache& cache_;
+    WorkerPool& workers_;
+    std::unique_ptr<IoBackend> backend_;
+    std::mutex mutex_;
+    std::condition_variable_any arrived_;
+    Extents arrivals_;
+    std::list<Stored> stored_;
+    bool look_again_ = false;
+    // The thread's own.
+    Extents landing_;
+    Extents ready_;
+    std::unordered_map<std::uint64_t, InFlight> in_flight_;
+    std::uint64_t next_token_ = 0;
+    Clock::time_point landed_;
+    std::jthread thread_;  // last: joins first
+};
+
+}  // namespace datastates

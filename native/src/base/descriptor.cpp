@@ -1,0 +1,76 @@
+#include "datastates/base/descriptor.hpp"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <mutex>
+#include <utility>
+
+namespace datastates {
+
+/// Those that are open in this process.
+struct FileDescriptor::Open {
+    // Never destroyed: descriptors may be closed after static objects are.
+    static Open& all() {
+        static auto* const open = new Open;
+        return *open;
+    }
+    Open() {
+        // Locked over the fork: the child finds the list whole.
+        ::pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); },
+                         [] {
+                             all().close();
+                             all().mutex.unlock();
+                         });
+    }
+    void add(FileDescriptor& descriptor, int fd) {
+        if (fd < 0) return;
+        const std::scoped_lock lock(mutex);
+        descriptor.fd_ = fd;
+        descriptor.next_ = first;
+        if (first != nullptr) first->previous_ = &descriptor;
+        first = &descriptor;
+    }
+    int take(FileDescriptor& descriptor) {
+        if (!descriptor.valid()) return -1;
+        const std::scoped_lock lock(mutex);
+        if (descriptor.next_ != nullptr) descriptor.next_->previous_ = descriptor.previous_;
+        (descriptor.previous_ != nullptr ? descriptor.previous_->next_ : first) = descriptor.next_;
+        descriptor.next_ = descriptor.previous_ = nullptr;
+        return std::exchange(descriptor.fd_, -1);
+    }
+    void close() {
+        while (first != nullptr) {
+            ::close(std::exchange(first->fd_, -1));
+            first->previous_ = nullptr;
+            first = std::exchange(first->next_, nullptr);
+        }
+    }
+
+    std::mutex mutex;
+    FileDescriptor* first = nullptr;
+};
+
+FileDescriptor::FileDescriptor(int fd) { Open::all().add(*this, fd); }
+
+FileDescriptor::FileDescriptor(FileDescriptor&& other) noexcept {
+    Open::all().add(*this, other.release());
+}
+
+FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
+    if (this != &other) {
+        reset();
+        Open::all().add(*this, other.release());
+    }
+    return *this;
+}
+
+void FileDescriptor::reset() {
+    // close() frees the descriptor even when it reports an error, and what was written is made sure
+    // by File::sync, so there is nothing to learn from its result.
+    if (const int fd = release(); fd >= 0) ::close(fd);
+}
+
+int FileDescriptor::release() { return Open::all().take(*this); }
+
+}  // namespace datastates

@@ -1,0 +1,227 @@
+#include "datastates/io/file.hpp"
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "datastates/base/error.hpp"
+#include "datastates/base/fault.hpp"
+#include "datastates/base/page.hpp"
+#include "datastates/io/io_backend.hpp"
+
+namespace datastates {
+namespace {
+
+constexpr mode_t kMode = 0644;
+
+// What runs is not to depend on the headers of the system that it was built on.
+// cachestat(2), of Linux 6.5: one number on all architectures but one.
+constexpr long kCachestat = 451;
+// STATX_DIOALIGN, of Linux 6.1, and where struct statx has stx_dio_mem_align, which
+// stx_dio_offset_align follows.
+constexpr unsigned kDirectAlignment = 0x2000;
+constexpr std::size_t kAlignmentAt = 0x98;
+static_assert(sizeof(struct statx) == 256);
+struct CacheRange {
+    std::uint64_t offset;
+    std::uint64_t length;
+};
+struct CacheStatus {
+    std::uint64_t cached;  // pages
+    std::uint64_t dirty, writeback, evicted, recently_evicted;
+};
+
+/// Calls `syscall` until it is not interrupted, with a fault point before each try.
+/// Returns the errno, 0 for success.
+template <typename Syscall>
+int retry(fault::Point point, Syscall&& syscall) {
+    for (;;) {
+        int error = fault::hit_error(point);
+        if (error == 0) error = syscall() < 0 ? errno : 0;
+        if (error != EINTR) return error;
+    }
+}
+
+bool is_memory(const struct statfs& status) {
+    return std::cmp_equal(status.f_type, TMPFS_MAGIC) || std::cmp_equal(status.f_type, RAMFS_MAGIC);
+}
+
+}  // namespace
+
+File::File(std::string path, int flags, bool want_direct) : path_(std::move(path)) {
+    int fd = -1;
+    const int error = retry(fault::Point::open, [&] {
+        fd = ::open(path_.c_str(), flags | O_CLOEXEC, kMode);
+        return fd;
+    });
+    if (error != 0) throw Error::io(error, "open", path_);
+    buffered_ = FileDescriptor(fd);
+    struct statfs status{};
+    if (::fstatfs(fd, &status) != 0) {
+        const int failure = errno;
+        // Nobody else knows that it was made here.
+        if ((flags & O_CREAT) != 0) static_cast<void>(::unlink(path_.c_str()));
+        throw Error::io(failure, "fstatfs", path_);
+    }
+    memory_backed_ = is_memory(status);
+    if (!want_direct || memory_backed_) return;
+
+    // A file system without direct I/O refuses here (EINVAL), or later at the first transfer.
+    const int direct = ::open(path_.c_str(), (flags & O_ACCMODE) | O_DIRECT | O_CLOEXEC);
+    if (direct < 0) return;
+    direct_fd_ = FileDescriptor(direct);
+    direct_ = true;
+    probe_alignment();
+}
+
+File::File(File&& other) noexcept
+    : path_(std::move(other.path_)),
+      buffered_(std::move(other.buffered_)),
+      direct_fd_(std::move(other.direct_fd_)),
+      memory_alignment_(other.memory_alignment_),
+      offset_alignment_(other.offset_alignment_),
+      memory_backed_(other.memory_backed_),
+      direct_(other.direct()),
+      memory_(std::move(other.memory_)) {}
+
+File File::create(const std::string& path, bool want_direct) {
+    // Read, too: a mapping asks for it.
+    return {path, O_CREAT | O_EXCL | O_RDWR, want_direct};
+}
+
+File File::open(const std::string& path, bool want_direct) {
+    File file(path, O_RDONLY, want_direct);
+    // What is read through the page cache beside direct I/O is small and scattered: the kernel
+    // should not read ahead of it. It may do otherwise, which changes nothing but the time.
+    if (file.direct()) ::posix_fadvise(file.buffered_fd(), 0, 0, POSIX_FADV_RANDOM);
+    if (file.memory_backed()) file.map_for_loading();
+    return file;
+}
+
+bool File::in_memory(const std::string& path) {
+    struct statfs status{};
+    const int error = retry(fault::Point::statfs, [&] { return ::statfs(path.c_str(), &status); });
+    if (error != 0) throw Error::io(error, "statfs", path);
+    return is_memory(status);
+}
+
+void File::probe_alignment() {
+    // Linux before 6.1 does not tell.
+    struct statx status{};
+    if (::statx(direct_fd_.get(), "", AT_EMPTY_PATH, kDirectAlignment, &status) != 0) return;
+    if ((status.stx_mask & kDirectAlignment) == 0) return;
+    std::array<std::uint32_t, 2> alignment{};  // of memory, of offsets
+    std::memcpy(alignment.data(), reinterpret_cast<const std::byte*>(&status) + kAlignmentAt,
+                sizeof alignment);
+    if (alignment[1] == 0) {
+        drop_direct();
+        return;
+    }
+    memory_alignment_ = std::max<std::size_t>(alignment[0], 1);
+    offset_alignment_ = alignment[1];
+}
+
+bool File::fits_direct(const void* memory, std::size_t length, std::uint64_t offset) const {
+    return direct() && length % offset_alignment_ == 0 && offset % offset_alignment_ == 0 &&
+           reinterpret_cast<std::uintptr_t>(memory) % memory_alignment_ == 0;
+}
+
+struct stat File::status() const {
+    struct stat status{};
+    if (::fstat(buffered_.get(), &status) != 0) throw Error::io(errno, "fstat", path_);
+    return status;
+}
+
+std::uint64_t File::size() const { return static_cast<std::uint64_t>(status().st_size); }
+
+bool File::cached(std::uint64_t offset, std::uint64_t length) const {
+    if (memory_backed_ || length == 0) return true;
+    CacheRange range{.offset = offset, .length = length};
+    CacheStatus status{};
+    // Refused by old kernels, by seccomp, or for somebody else's file: then it is read as if it was
+    // not there.
+    if (::syscall(kCachestat, buffered_.get(), &range, &status, 0) != 0) return false;
+    return status.cached >= pages_touched(offset, length, page_size());
+}
+
+void File::will_need(std::uint64_t offset, std::uint64_t length) const {
+    // Advice: where it is not taken, the reads that follow take longer, and nothing else changes.
+    ::posix_fadvise(buffered_.get(), static_cast<off_t>(offset), static_cast<off_t>(length),
+                    POSIX_FADV_WILLNEED);
+}
+
+bool File::allocate(std::uint64_t offset, std::uint64_t length) const {
+    if (length == 0) return true;
+    const int error = retry(fault::Point::allocate, [&] {
+        return ::fallocate(buffered_.get(), 0, static_cast<off_t>(offset),
+                           static_cast<off_t>(length));
+    });
+    if (error == 0) return true;
+    if (error == EOPNOTSUPP || error == ENOSYS || error == EINVAL) return false;
+    throw Error::io(error, "allocate", path_);
+}
+
+/// Not a file with holes, as a copy may have: to load from one of a mapping would fill it, and be a
+/// signal where memory is short.
+void File::map_for_loading() {
+    constexpr std::uint64_t kBlock = 512;  // of stat(2), whatever the file system
+    const struct stat status = this->status();
+    const auto length = static_cast<std::uint64_t>(status.st_size);
+    if (static_cast<std::uint64_t>(status.st_blocks) * kBlock < length) return;
+    memory_ = std::make_unique<FileMemory>(*this, length, FileMemory::Access::load);
+}
+
+void File::map(std::uint64_t length) {
+    memory_ = std::make_unique<FileMemory>(*this, length, FileMemory::Access::store);
+}
+
+void File::let_go(std::uint64_t offset, std::uint64_t length) const {
+    const std::span<std::byte> mapped = memory();
+    if (mapped.size() >= offset + length) FileMemory::let_go(mapped.subspan(offset, length));
+}
+
+void File::truncate(std::uint64_t length) {
+    // What was allocated may be no longer.
+    memory_.reset();
+    const int error = retry(fault::Point::truncate, [&] {
+        return ::ftruncate(buffered_.get(), static_cast<off_t>(length));
+    });
+    if (error != 0) throw Error::io(error, "truncate", path_);
+}
+
+void File::sync() const {
+    const int error = retry(fault::Point::sync, [&] { return ::fsync(buffered_.get()); });
+    if (error != 0) throw Error::io(error, "sync", path_);
+}
+
+void File::write_all(std::span<const std::byte> data, std::uint64_t offset) {
+    if (data.empty()) return;
+    // The interface is shared with reads; a write does not touch the buffer.
+    auto* buffer = const_cast<std::byte*>(data.data());  // NOLINT(*-const-cast)
+    const IoRequest request{.kind = IoKind::write,
+                            .file = this,
+                            .buffer = buffer,
+                            .length = data.size(),
+                            .required = data.size(),
+                            .offset = offset,
+                            .token = 0};
+    const IoCompletion completion = transfer(request);
+    if (!completion.ok()) throw io_error(completion, request);
+}
+
+void File::close() {
+    memory_.reset();
+    direct_fd_.reset();
+    buffered_.reset();
+}
+
+}  // namespace datastates

@@ -1,0 +1,61 @@
+#include "datastates/io/file_tail.hpp"
+
+#include <algorithm>
+#include <new>
+
+namespace datastates {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kStep = std::size_t{4} << 20;
+
+/// Page-aligned memory, for direct I/O.
+class AlignedBuffer {
+  public:
+    explicit AlignedBuffer(std::size_t bytes)
+        : memory_(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kPage})), bytes) {}
+    ~AlignedBuffer() { ::operator delete(memory_.data(), std::align_val_t{kPage}); }
+    AlignedBuffer(const AlignedBuffer&) = delete;
+    AlignedBuffer& operator=(const AlignedBuffer&) = delete;
+    AlignedBuffer(AlignedBuffer&&) = delete;
+    AlignedBuffer& operator=(AlignedBuffer&&) = delete;
+
+    std::span<std::byte> memory() const { return memory_; }
+
+  private:
+    std::span<std::byte> memory_;
+};
+
+}  // namespace
+
+// All of it is small: staged through one aligned buffer, zero-padded for direct I/O, and cut to its
+// exact length at the end.
+void write_tail(File& file, std::uint64_t at, std::span<const std::byte> head,
+                std::span<const std::byte> tail) {
+    const std::uint64_t length = at + head.size() + tail.size();
+    if (at < length) {
+        const std::uint64_t padded = (length - at + kPage - 1) / kPage * kPage;
+        const AlignedBuffer buffer(
+            static_cast<std::size_t>(std::min<std::uint64_t>(padded, kStep)));
+        while (at < length) {
+            std::size_t filled = 0;
+            for (auto* part : {&head, &tail}) {
+                const std::size_t take = std::min(part->size(), buffer.memory().size() - filled);
+                std::copy_n(part->begin(), take,
+                            buffer.memory().begin() + static_cast<std::ptrdiff_t>(filled));
+                *part = part->subspan(take);
+                filled += take;
+            }
+            std::size_t write = filled;
+            if (file.direct()) {
+                write = (filled + kPage - 1) / kPage * kPage;
+                std::ranges::fill(buffer.memory().subspan(filled, write - filled), std::byte{0});
+            }
+            file.write_all(buffer.memory().first(write), at);
+            at += filled;
+        }
+    }
+    file.truncate(length);
+}
+
+}  // namespace datastates

@@ -1,0 +1,276 @@
+#include "datastates/io/uring_backend.hpp"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "datastates/base/fault.hpp"
+
+namespace datastates {
+namespace {
+
+// user_data of the poll that listens for wake(); slots count from 0.
+constexpr std::uint64_t kWake = ~std::uint64_t{0};
+// The kernel registers at most this much as one buffer, and so many buffers.
+constexpr std::size_t kMaxRegisteredPiece = std::size_t{1} << 30;
+constexpr unsigned kMaxRegistered = 1U << 14;
+constexpr std::array<int, 5> kOpcodes = {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READ_FIXED,
+                                         IORING_OP_WRITE_FIXED, IORING_OP_POLL_ADD};
+// How often the completions are looked at where the kernel lets nobody wait for them.
+constexpr std::chrono::milliseconds kPoll{1};
+
+/// 0, or why the kernel has not all that is asked of it: Linux 5.1 to 5.5 read and write registered
+/// memory only, and do not even tell.
+int probe(io_uring& ring) {
+    if (const int error = fault::hit_error(fault::Point::uring_probe); error != 0) return error;
+    const std::unique_ptr<io_uring_probe, decltype(&io_uring_free_probe)> known(
+        io_uring_get_probe_ring(&ring), &io_uring_free_probe);
+    if (!known) return EINVAL;
+    const auto supported = [&](int opcode) {
+        return io_uring_opcode_supported(known.get(), opcode) != 0;
+    };
+    return std::ranges::all_of(kOpcodes, supported) ? 0 : EOPNOTSUPP;
+}
+
+}  // namespace
+
+UringBackend::Ring::Ring(unsigned entries) {
+    int error = fault::hit_error(fault::Point::uring_setup);
+    if (error == 0) error = -io_uring_queue_init(entries, &ring, 0);
+    if (error != 0) throw Error::io(error, "io_uring_setup", "");
+    error = probe(ring);
+    if (error != 0) {
+        io_uring_queue_exit(&ring);
+        throw Error::io(error, "io_uring_probe", "");
+    }
+    descriptor = FileDescriptor(ring.ring_fd);
+    // A mapping would keep the ring in a forked child as its descriptor does. Advice.
+    static_cast<void>(io_uring_ring_dontfork(&ring));
+}
+
+UringBackend::Ring::~Ring() {
+    // First, as another process may hold the ring for a moment, between its fork and its exec.
+    static_cast<void>(io_uring_unregister_buffers(&ring));
+    static_cast<void>(descriptor.release());
+    io_uring_queue_exit(&ring);
+}
+
+UringBackend::UringBackend(unsigned queue_depth)
+    : wake_event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      slots_(queue_depth),
+      ring_(queue_depth + 1) {
+    if (!wake_event_.valid()) throw Error::io(errno, "eventfd", "");
+    free_slots_.reserve(queue_depth);
+    for (std::size_t i = queue_depth; i > 0; --i) free_slots_.push_back(i - 1);
+    queued_.reserve(queue_depth + 1);
+    if (const int error = push(); error != 0) throw Error::io(error, "io_uring_enter", "");
+}
+
+UringBackend::~UringBackend() {
+    waiting_.clear();
+    // The kernel may still write into callers' memory: wait until it does not.
+    while (free_slots_.size() < slots_.size()) static_cast<void>(reap(true));
+}
+
+void UringBackend::register_memory(std::span<std::byte> memory, std::size_t piece_bytes) {
+    // Refused by kernels before 5.19, and for RLIMIT_MEMLOCK: transfers work without, a little
+    // slower.
+    if (refused_) return;
+    if (piece_bytes_ == 0) {
+        piece_bytes_ = piece_bytes;
+        refused_ = piece_bytes > kMaxRegisteredPiece ||
+                   io_uring_register_buffers_sparse(&ring_.ring, kMaxRegistered) != 0;
+    }
+    while (!refused_ && registered_.size() < memory.size()) {
+        const std::size_t at = registered_.size();
+        const iovec piece{.iov_base = memory.data() + at,
+                          .iov_len = std::min(piece_bytes, memory.size() - at)};
+        const auto index = static_cast<unsigned>(at / piece_bytes);
+        refused_ = index == kMaxRegistered || io_uring_register_buffers_update_tag(
+                                                  &ring_.ring, index, &piece, nullptr, 1) != 1;
+        if (!refused_) registered_ = memory.first(at + piece.iov_len);
+    }
+}
+
+int UringBackend::registered_index(const std::byte* buffer, std::size_t length) const {
+    if (registered_.empty() || buffer < registered_.data()) return -1;
+    const auto begin = static_cast<std::size_t>(buffer - registered_.data());
+    if (begin >= registered_.size() || length > registered_.size() - begin) return -1;
+    const std::size_t piece = begin / piece_bytes_;
+    if ((begin + length - 1) / piece_bytes_ != piece) return -1;
+    return static_cast<int>(piece);
+}
+
+void UringBackend::submit(const IoRequest& request) {
+    completions_.reserve(in_flight_ + 1);
+    waiting_.push_back(request);
+    ++in_flight_;
+    start_waiting();
+    push();
+}
+
+void UringBackend::start_waiting() {
+    while (!waiting_.empty() && !free_slots_.empty()) {
+        const IoRequest request = waiting_.front();
+        waiting_.pop_front();
+        const std::size_t slot = free_slots_.back();
+        free_slots_.pop_back();
+        slots_[slot].transfer = Transfer(request);
+        if (request.length == 0) {
+            finish(slot, slots_[slot].transfer.completion());
+        } else {
+            start(slot);
+        }
+    }
+}
+
+void UringBackend::start(std::size_t index) {
+    Slot& slot = slots_[index];
+    for (;;) {
+        int injected = 0;
+        slot.step = slot.transfer.next(&injected);
+        if (injected == 0) break;
+        if (slot.transfer.advance(-injected, slot.step) == Transfer::Next::finished) {
+            finish(index, slot.transfer.completion());
+            return;
+        }
+    }
+    io_uring_sqe* const sqe = queue(index);
+    prepare(slot, sqe);
+    io_uring_sqe_set_data64(sqe, index);
+}
+
+/// An entry to prepare. There is one for each slot and one for the poll, so never none.
+io_uring_sqe* UringBackend::queue(std::uint64_t user_data) {
+    queued_.push_back(user_data);
+    return io_uring_get_sqe(&ring_.ring);
+}
+
+void UringBackend::prepare(const Slot& slot, io_uring_sqe* sqe) const {
+    const Transfer::Step& step = slot.step;
+    const auto length = static_cast<unsigned>(step.length);
+    const int registered = registered_index(step.buffer, step.length);
+    if (slot.transfer.request().kind == IoKind::write) {
+        if (registered >= 0) {
+            io_uring_prep_write_fixed(sqe, step.fd, step.buffer, length, step.offset, registered);
+        } else {
+            io_uring_prep_write(sqe, step.fd, step.buffer, length, step.offset);
+        }
+    } else if (registered >= 0) {
+        io_uring_prep_read_fixed(sqe, step.fd, step.buffer, length, step.offset, registered);
+    } else {
+        io_uring_prep_read(sqe, step.fd, step.buffer, length, step.offset);
+    }
+    // A buffered transfer would be copied inside this thread's submit call; the kernel's workers
+    // do it beside us.
+    if (!step.direct) io_uring_sqe_set_flags(sqe, IOSQE_ASYNC);
+}
+
+void UringBackend::finish(std::size_t index, const IoCompletion& completion) {
+    completions_.push_back(completion);
+    completions_.back().note_end(index);
+    free_slots_.push_back(index);
+}
+
+/// Hands the kernel what is queued. What it refuses for now waits for a later push, as long as the
+/// kernel has something of ours to complete before; everything else is done here. Returns the
+/// refusal's errno in this case, else 0.
+int UringBackend::push() {
+    if (!listening_) {
+        io_uring_sqe* const sqe = queue(kWake);
+        io_uring_prep_poll_add(sqe, wake_event_.get(), POLLIN);
+        io_uring_sqe_set_data64(sqe, kWake);
+        listening_ = true;
+    }
+    while (!queued_.empty()) {
+        int result = -fault::hit_error(fault::Point::uring_enter);
+        if (result == 0) result = io_uring_submit(&ring_.ring);
+        if (result == -EINTR) continue;
+        if (result > 0) {
+            const auto end = queued_.begin() + result;
+            taken_ += static_cast<std::size_t>(result - std::count(queued_.begin(), end, kWake));
+            queued_.erase(queued_.begin(), end);
+            continue;
+        }
+        // Out of memory for requests, or completions to be taken first.
+        const bool for_now = result == 0 || result == -EAGAIN || result == -EBUSY;
+        if (for_now && taken_ > 0) return 0;
+        do_queued();
+        return result == 0 ? EAGAIN : -result;
+    }
+    return 0;
+}
+
+/// Takes back what the kernel has not taken, and does it in this thread.
+void UringBackend::do_queued() {
+    // The kernel looks at entries in io_uring_enter only, and that is called by this thread only.
+    io_uring_sq& sq = ring_.ring.sq;
+    sq.sqe_head = sq.sqe_tail = *sq.ktail = *sq.khead;
+    for (const std::uint64_t user_data : queued_) {
+        if (user_data == kWake) {
+            listening_ = false;
+        } else {
+            finish(user_data, transfer(slots_[user_data].transfer.request()));
+        }
+    }
+    queued_.clear();
+}
+
+void UringBackend::handle(const io_uring_cqe& cqe) {
+    if (cqe.user_data == kWake) {
+        std::uint64_t value = 0;
+        // Empty (EAGAIN) only if an earlier poll already drained it.
+        static_cast<void>(::read(wake_event_.get(), &value, sizeof value));
+        woken_ = true;
+        listening_ = false;
+        return;
+    }
+    --taken_;
+    const auto index = static_cast<std::size_t>(cqe.user_data);
+    Slot& slot = slots_[index];
+    if (slot.transfer.advance(cqe.res, slot.step) == Transfer::Next::finished) {
+        finish(index, slot.transfer.completion());
+    } else {
+        start(index);
+    }
+}
+
+std::vector<IoCompletion> UringBackend::reap(bool wait) {
+    for (;;) {
+        io_uring_cqe* cqe = nullptr;
+        while (io_uring_peek_cqe(&ring_.ring, &cqe) == 0) {
+            const io_uring_cqe taken = *cqe;
+            io_uring_cqe_seen(&ring_.ring, cqe);
+            handle(taken);
+        }
+        start_waiting();
+        push();
+        const bool woken = std::exchange(woken_, false);
+        if (!completions_.empty() || !wait || woken || in_flight_ == 0) break;
+        // The kernel has the rest.
+        int result = -fault::hit_error(fault::Point::uring_enter);
+        if (result == 0) result = io_uring_wait_cqe(&ring_.ring, &cqe);
+        if (result != 0 && result != -EINTR) std::this_thread::sleep_for(kPoll);
+    }
+    std::vector<IoCompletion> reaped = completions_;
+    completions_.clear();  // and keep their room
+    in_flight_ -= reaped.size();
+    return reaped;
+}
+
+void UringBackend::wake() {
+    const std::uint64_t one = 1;
+    // Fails only when the counter is full, and then the reader is woken already.
+    static_cast<void>(::write(wake_event_.get(), &one, sizeof one));
+}
+
+}  // namespace datastates

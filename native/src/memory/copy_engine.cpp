@@ -1,0 +1,275 @@
+#include "datastates/memory/copy_engine.hpp"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "datastates/base/error.hpp"
+#include "datastates/base/fault.hpp"
+
+namespace datastates {
+namespace {
+
+using cuda::check;
+using cuda::CurrentContext;
+using cuda::driver;
+using cuda::quietly;
+
+// What is lent is rounded up to a power of two from here on, so that it can be lent again.
+constexpr std::size_t kLeastSpare = std::size_t{16} << 10;
+
+}  // namespace
+
+Event::Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle stream,
+             std::shared_ptr<const void> keep)
+    : context_(std::move(context)), keep_(std::move(keep)) {
+    const CurrentContext current(context_->handle());
+    cuda::require_not_capturing(stream);  // it would be a part of the graph, and never pass
+    check(driver().event_create(&event_, cuda::kEventDisableTiming), "cuEventCreate");
+    const cuda::Result result = driver().event_record(event_, stream);
+    if (result != cuda::kSuccess) static_cast<void>(driver().event_destroy(event_));
+    check(result, "cuEventRecord");
+}
+
+Event::~Event() {
+    quietly(context_->handle(), [&] { return driver().event_destroy(event_); });
+}
+
+bool Event::passed() const {
+    const CurrentContext current(context_->handle());
+    const cuda::Result result = driver().event_query(event_);
+    if (result == cuda::kNotReady) return false;
+    check(result, "cuEventQuery");
+    return true;
+}
+
+bool Event::synchronize() const {
+    return quietly(context_->handle(), [&] { return driver().event_synchronize(event_); });
+}
+
+void Event::order_before(cuda::StreamHandle stream) const {
+    check(driver().stream_wait_event(stream, event_, 0), "cuStreamWaitEvent");
+}
+
+KernelMemory::KernelMemory(std::shared_ptr<CopyEngine> engine, std::byte* memory, std::size_t bytes)
+    : engine_(std::move(engine)), memory_(memory), bytes_(bytes) {}
+
+KernelMemory::KernelMemory(KernelMemory&& other) noexcept
+    : engine_(std::move(other.engine_)),
+      memory_(std::exchange(other.memory_, nullptr)),
+      bytes_(other.bytes_),
+      used_(std::move(other.used_)) {}
+
+KernelMemory::~KernelMemory() {
+    if (memory_ == nullptr) return;
+    const std::scoped_lock lock(engine_->mutex_);
+    engine_->spares_.push_back({.memory = memory_, .bytes = bytes_, .used = std::move(used_)});
+}
+
+std::uint64_t DeviceFingerprints::at(std::size_t index) const {
+    std::uint64_t sum = 0;
+    const std::size_t sums = count_ * sizeof(fingerprint::DeviceRange);
+    std::memcpy(&sum, memory_.data() + sums + (index * sizeof sum), sizeof sum);
+    return sum;
+}
+
+CopyEngine::CopyEngine(int ordinal)
+    : ordinal_(ordinal), context_(std::make_shared<cuda::PrimaryContext>(ordinal)) {
+    const CurrentContext current(context());
+    reaches_host_ = has(cuda::kHostPointersForRegisteredMemory);
+    frees_in_order_ = driver().memory_free_async != nullptr && has(cuda::kMemoryPoolsSupported);
+    try {
+        make_streams();
+    } catch (...) {
+        destroy_streams();
+        throw;
+    }
+}
+
+CopyEngine::~CopyEngine() {
+    // What kernels are told by, and their code, stay until they are through.
+    for (const auto& spare : spares_) {
+        if (spare.used && !spare.used->synchronize()) continue;
+        quietly(context(), [&] { return driver().host_free(spare.memory); });
+    }
+    kernels_.reset();
+    destroy_streams();
+}
+
+CopyEngine::Kernels::Kernels(const std::shared_ptr<cuda::PrimaryContext>& context)
+    : fingerprint(context, fingerprint::kKernelPtx, "datastates_fingerprint"),
+      gather(context, gather::kernel_ptx().c_str(), "datastates_gather") {}
+
+bool CopyEngine::has(int attribute) const {
+    int value = 0;
+    const cuda::Result result =
+        driver().device_get_attribute(&value, attribute, context_->device());
+    return result == cuda::kSuccess && value != 0;
+}
+
+void CopyEngine::make_streams() {
+    for (auto* stream : {&capture_stream_, &restore_stream_, &evacuation_stream_}) {
+        check(driver().stream_create(stream, cuda::kStreamNonBlocking), "cuStreamCreate");
+    }
+}
+
+void CopyEngine::destroy_streams() const {
+    for (auto* stream : {capture_stream_, restore_stream_, evacuation_stream_}) {
+        if (stream == nullptr) continue;
+        quietly(context(), [&] { return driver().stream_destroy(stream); });
+    }
+}
+
+void CopyEngine::prepare() {
+    const CurrentContext current(context());
+    const std::scoped_lock lock(mutex_);
+    static_cast<void>(kernels());
+}
+
+std::shared_ptr<Event> CopyEngine::record(cuda::StreamHandle stream,
+                                          std::shared_ptr<const void> keep) const {
+    return std::make_shared<Event>(context_, stream, std::move(keep));
+}
+
+void CopyEngine::wait(cuda::StreamHandle stream, const Event& event) const {
+    const CurrentContext current(context());
+    if (cuda::is_capturing(stream)) {
+        if (!event.synchronize()) throw cuda::capture_lasts();
+    } else {
+        event.order_before(stream);
+    }
+}
+
+void CopyEngine::require_not_capturing(cuda::StreamHandle stream) const {
+    const CurrentContext current(context());
+    cuda::require_not_capturing(stream);
+}
+
+bool CopyEngine::has_memory(cuda::DevicePointer pointer, std::uint64_t bytes,
+                            std::uint64_t& known) const {
+    const CurrentContext current(context());
+    return cuda::is_mapped(pointer, bytes, known);
+}
+
+void CopyEngine::to_host(std::byte* host, cuda::DevicePointer device, std::size_t bytes,
+                         cuda::StreamHandle stream) const {
+    const CurrentContext current(context());
+    check(driver().memcpy_to_host(host, device, bytes, stream), "cuMemcpyDtoHAsync");
+}
+
+void CopyEngine::to_device(cuda::DevicePointer device, const std::byte* host, std::size_t bytes,
+                           cuda::StreamHandle stream) const {
+    const CurrentContext current(context());
+    check(driver().memcpy_to_device(device, host, bytes, stream), "cuMemcpyHtoDAsync");
+}
+
+bool CopyEngine::drain(cuda::StreamHandle stream) const {
+    return quietly(context(), [&] { return driver().stream_synchronize(stream); });
+}
+
+const CopyEngine::Kernels& CopyEngine::kernels() {
+    if (!kernels_) kernels_ = std::make_unique<const Kernels>(context_);
+    return *kernels_;
+}
+
+KernelMemory CopyEngine::borrow(std::size_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    // The smallest that suffices: a gate, which needs large ones, shall not have to make them.
+    auto found = spares_.end();
+    for (auto spare = spares_.begin(); spare != spares_.end(); ++spare) {
+        if (spare->bytes < bytes || (found != spares_.end() && found->bytes <= spare->bytes)) {
+            continue;
+        }
+        // A kernel may still be about to read it.
+        if (!spare->used || spare->used->passed()) found = spare;
+    }
+    if (found != spares_.end()) {
+        Spare spare = std::move(*found);
+        spares_.erase(found);
+        return {shared_from_this(), spare.memory, spare.bytes};
+    }
+    if (const int error = fault::hit_error(fault::Point::cuda_alloc); error != 0) {
+        throw Error(ErrorCode::cuda, error, "cuMemHostAlloc", "",
+                    "cuMemHostAlloc failed: injected fault");
+    }
+    const std::size_t rounded = std::bit_ceil(std::max(bytes, kLeastSpare));
+    void* memory = nullptr;
+    check(driver().host_allocate(&memory, rounded, cuda::kHostPortable | cuda::kHostDeviceMap),
+          "cuMemHostAlloc");
+    return {shared_from_this(), static_cast<std::byte*>(memory), rounded};
+}
+
+/// Returns the event behind the kernel. REQUIRES: the context is current.
+std::shared_ptr<Event> CopyEngine::launch(const cuda::Kernel& kernel, unsigned blocks,
+                                          unsigned threads, std::span<void*> parameters,
+                                          KernelMemory& memory, cuda::StreamHandle stream) {
+    check(driver().launch_kernel(kernel.function(), blocks, 1, 1, threads, 1, 1, 0, stream,
+                                 parameters.data(), nullptr),
+          "cuLaunchKernel");
+    try {
+        memory.used_ = record(stream);
+        return memory.used_;
+    } catch (...) {
+        drain(stream);  // nothing else tells when the memory may be lent again
+        throw;
+    }
+}
+
+std::shared_ptr<Event> CopyEngine::gather(std::span<const gather::Range> ranges,
+                                          cuda::StreamHandle stream, unsigned max_blocks) {
+    const CurrentContext current(context());
+    const cuda::Kernel* kernel = nullptr;
+    {
+        const std::scoped_lock lock(mutex_);
+        kernel = &kernels().gather;
+    }
+    KernelMemory memory = borrow(ranges.size_bytes());
+    std::memcpy(memory.data(), ranges.data(), ranges.size_bytes());
+    std::uint64_t told = memory.device_address();
+    auto count = static_cast<unsigned>(ranges.size());
+    std::array<void*, 2> parameters = {&told, &count};
+    const unsigned blocks = std::min(
+        max_blocks, (count + gather::kWarpsPerKernelBlock - 1) / gather::kWarpsPerKernelBlock);
+    return launch(*kernel, blocks, gather::kKernelThreads, parameters, memory, stream);
+}
+
+DeviceFingerprints CopyEngine::fingerprint(std::span<const fingerprint::DeviceRange> ranges,
+                                           cuda::StreamHandle stream) {
+    const CurrentContext current(context());
+    const cuda::Kernel* kernel = nullptr;
+    {
+        const std::scoped_lock lock(mutex_);
+        kernel = &kernels().fingerprint;
+    }
+    KernelMemory memory =
+        borrow(ranges.size() * (sizeof(fingerprint::DeviceRange) + sizeof(std::uint64_t)));
+    std::memcpy(memory.data(), ranges.data(), ranges.size_bytes());
+    std::uint64_t told = memory.device_address();
+    std::uint64_t answered = told + ranges.size_bytes();
+    auto count = static_cast<unsigned>(ranges.size());
+    std::array<void*, 3> parameters = {&told, &answered, &count};
+    const unsigned blocks =
+        (count + fingerprint::kRangesPerKernelBlock - 1) / fingerprint::kRangesPerKernelBlock;
+    launch(*kernel, blocks, fingerprint::kKernelThreads, parameters, memory, stream);
+    return {std::move(memory), ranges.size()};
+}
+
+std::shared_ptr<CopyEngine> CopyEngines::at(int device) {
+    const std::scoped_lock lock(mutex_);
+    auto& engine = engines_[device];
+    if (engine) return engine;
+    if (device < 0 || device >= cuda::device_count()) {
+        throw Error(ErrorCode::cuda, 0, "cuDeviceGet", "",
+                    "no CUDA device " + std::to_string(device) + " (found " +
+                        std::to_string(cuda::device_count()) + ")");
+    }
+    auto made = std::make_shared<CopyEngine>(device);
+    cache_.pin(made->primary_context());
+    engine = std::move(made);
+    return engine;
+}
+
+}  // namespace datastates

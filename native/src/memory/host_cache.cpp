@@ -1,0 +1,266 @@
+#include "datastates/memory/host_cache.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "datastates/base/background.hpp"
+#include "datastates/base/error.hpp"
+#include "datastates/base/thread.hpp"
+
+namespace datastates {
+namespace {
+
+constexpr std::size_t kBlockUnit = 4096;
+// MADV_POPULATE_WRITE, of Linux 5.14: what runs is not to depend on the headers of the system that
+// it was built on.
+constexpr int kPopulateWrite = 23;
+// Long enough that the calls cost nothing beside the work, short enough that the first piece comes
+// soon and that whoever ends the cache waits for little (some 10 ms).
+constexpr std::size_t kPiece = std::size_t{64} << 20;
+// Threads that ask for memory: beyond a few they only wait for one another in the kernel, and a
+// machine's cores are there for the training.
+constexpr unsigned kMaxWorkers = 4;
+constexpr unsigned kCoresPerWorker = 4;
+
+/// Backs memory with pages. Where the kernel cannot (before 5.14), they appear at their first use.
+void populate(std::span<std::byte> memory) {
+    static_cast<void>(::madvise(memory.data(), memory.size(), kPopulateWrite));
+}
+
+/// Null where it cannot be: the limit on locked memory, most often.
+std::unique_ptr<cuda::PageLock> try_page_lock(std::shared_ptr<cuda::PrimaryContext> context,
+                                              std::span<std::byte> memory) {
+    try {
+        return std::make_unique<cuda::PageLock>(std::move(context), memory);
+    } catch (const Error&) {
+        return nullptr;
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+
+}  // namespace
+
+Block::Block(Block&& other) noexcept
+    : cache_(std::exchange(other.cache_, nullptr)), index_(other.index_) {}
+
+Block& Block::operator=(Block&& other) noexcept {
+    if (this != &other) {
+        reset();
+        cache_ = std::exchange(other.cache_, nullptr);
+        index_ = other.index_;
+    }
+    return *this;
+}
+
+void Block::reset() {
+    if (cache_ != nullptr) std::exchange(cache_, nullptr)->release(index_);
+}
+
+std::span<std::byte> Block::memory() const {
+    return cache_->region_.subspan(index_ * cache_->block_bytes_, cache_->block_bytes_);
+}
+
+bool Block::page_locked() const {
+    const std::scoped_lock lock(cache_->mutex_);
+    return cache_->piece_of(index_).page_lock != nullptr;
+}
+
+HostCache::HostCache(std::size_t limit_bytes, std::size_t block_bytes, std::size_t page_bytes)
+    : block_bytes_(block_bytes) {
+    if (block_bytes == 0 || block_bytes % kBlockUnit != 0) {
+        throw Error::invalid("block_bytes must be a positive multiple of 4096, not " +
+                             std::to_string(block_bytes));
+    }
+    const std::size_t blocks = limit_bytes / block_bytes;
+    if (blocks == 0) {
+        throw Error::invalid("a host cache of " + std::to_string(limit_bytes) +
+                             " bytes holds no block of " + std::to_string(block_bytes));
+    }
+    // A page is of one piece only, or it could be neither backed nor page-locked.
+    const std::size_t step = std::lcm(block_bytes, page_bytes);
+    blocks_per_piece_ = std::max<std::size_t>(1, kPiece / step) * (step / block_bytes);
+    piece_bytes_ = blocks_per_piece_ * block_bytes;
+    const std::size_t bytes = blocks * block_bytes;
+    // Before the mapping, so that nothing can throw between it and the destructor's duty.
+    pieces_.resize((bytes + piece_bytes_ - 1) / piece_bytes_);
+    taken_.resize(blocks);
+    free_.resize(blocks);
+    void* memory =
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw Error::io(errno, "mmap", "");
+    region_ = {static_cast<std::byte*>(memory), bytes};
+    // Advice: refused by kernels built without it, and then all still works. A forked child (a data
+    // loader) must not make our pages copy-on-write while a device writes to them.
+    static_cast<void>(::madvise(memory, bytes, MADV_HUGEPAGE));
+    static_cast<void>(::madvise(memory, bytes, MADV_DONTFORK));
+    for (std::size_t i = 0; i < pieces_.size(); ++i) {
+        const std::size_t at = i * piece_bytes_;
+        pieces_[i].memory = region_.subspan(at, std::min(piece_bytes_, bytes - at));
+    }
+}
+
+HostCache::~HostCache() {
+    for (std::jthread& worker : workers_) worker.request_stop();
+    workers_.clear();
+    pieces_.clear();
+    ::munmap(region_.data(), region_.size());
+}
+
+void HostCache::reserve(std::uint64_t bytes) {
+    const std::scoped_lock lock(mutex_);
+    const std::size_t wanted = std::min<std::uint64_t>(bytes, region_.size());
+    const std::size_t pieces = (wanted + piece_bytes_ - 1) / piece_bytes_;
+    if (pieces <= reserved_) return;
+    if (workers_.empty()) start_workers();
+    for (; reserved_ < pieces; ++reserved_) {
+        if (!context_) make_ready(pieces_[reserved_]);
+    }
+    work_.notify_all();
+    changed_.notify_all();
+}
+
+std::size_t HostCache::reserved() const {
+    const std::scoped_lock lock(mutex_);
+    return std::min(reserved_ * piece_bytes_, region_.size());
+}
+
+std::span<std::byte> HostCache::populated() const {
+    const std::scoped_lock lock(mutex_);
+    const auto end = std::ranges::find_if(pieces_, [](const Piece& p) { return !p.populated; });
+    const auto count = static_cast<std::size_t>(end - pieces_.begin());
+    return region_.first(std::min(count * piece_bytes_, region_.size()));
+}
+
+void HostCache::pin(std::shared_ptr<cuda::PrimaryContext> context) {
+    const std::scoped_lock lock(mutex_);
+    if (context_) return;
+    context_ = std::move(context);
+    // What is free waits for its page lock, which comes soon; what is in use is locked as it is.
+    free_.assign(free_.size(), false);
+    free_count_ = 0;
+    for (Piece& piece : pieces_) piece.ready = false;
+    work_.notify_all();
+}
+
+bool HostCache::pinned() const {
+    const std::scoped_lock lock(mutex_);
+    return reserved_ > 0 &&
+           std::all_of(pieces_.begin(), pieces_.begin() + static_cast<std::ptrdiff_t>(reserved_),
+                       [](const Piece& piece) { return piece.page_lock != nullptr; });
+}
+
+void HostCache::wait_settled() const {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] {
+        return std::ranges::none_of(
+            pieces_, [&](const Piece& piece) { return piece.busy || needs_work(piece); });
+    });
+}
+
+void HostCache::start_workers() {
+    const unsigned count =
+        std::clamp(std::thread::hardware_concurrency() / kCoresPerWorker, 1U, kMaxWorkers);
+    for (unsigned i = 0; i < count; ++i) {
+        workers_.push_back(start_thread("ds-cache-" + std::to_string(i),
+                                        [this](const std::stop_token& stop) { work(stop); }));
+    }
+}
+
+bool HostCache::needs_work(const Piece& piece) const {
+    const auto index = static_cast<std::size_t>(&piece - pieces_.data());
+    return index < reserved_ && (!piece.populated || (context_ && !piece.lock_tried));
+}
+
+HostCache::Piece* HostCache::next_piece() {
+    const auto found = std::ranges::find_if(
+        pieces_, [&](const Piece& piece) { return !piece.busy && needs_work(piece); });
+    return found == pieces_.end() ? nullptr : &*found;
+}
+
+void HostCache::work(const std::stop_token& stop) {
+    work_in_background();
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        Piece* piece = nullptr;
+        if (!work_.wait(lock, stop, [&] { return (piece = next_piece()) != nullptr; })) return;
+        if (stop.stop_requested()) return;
+        piece->busy = true;
+        const auto context = context_;
+        const bool fresh = !piece->populated;
+        lock.unlock();
+        if (fresh) populate(piece->memory);
+        auto page_lock = context ? try_page_lock(context, piece->memory) : nullptr;
+        lock.lock();
+        piece->busy = false;
+        piece->populated = true;
+        if (context) {
+            piece->lock_tried = true;
+            piece->page_lock = std::move(page_lock);
+            make_ready(*piece);
+        }
+        changed_.notify_all();
+    }
+}
+
+void HostCache::make_ready(Piece& piece) {
+    piece.ready = true;
+    const auto first = static_cast<std::size_t>(&piece - pieces_.data()) * blocks_per_piece_;
+    const std::size_t end = std::min(first + blocks_per_piece_, taken_.size());
+    for (std::size_t i = first; i < end; ++i) {
+        if (!taken_[i]) make_free(i);
+    }
+}
+
+void HostCache::make_free(std::size_t index) {
+    if (!free_[index]) ++free_count_;
+    free_[index] = true;
+}
+
+Block HostCache::take_lowest() {
+    const auto lowest = std::ranges::find(free_, true);
+    const auto index = static_cast<std::size_t>(lowest - free_.begin());
+    *lowest = false;
+    --free_count_;
+    taken_[index] = true;
+    return {this, index};
+}
+
+std::optional<Block> HostCache::acquire(const std::function<bool()>& give_up) {
+    std::unique_lock lock(mutex_);
+    bool gave_up = false;
+    changed_.wait(lock, [&] {
+        gave_up = give_up();
+        return gave_up || free_count_ > 0;
+    });
+    if (gave_up) return std::nullopt;
+    return take_lowest();
+}
+
+std::optional<Block> HostCache::try_acquire() {
+    const std::scoped_lock lock(mutex_);
+    if (free_count_ == 0) return std::nullopt;
+    return take_lowest();
+}
+
+void HostCache::poke() {
+    // Locked, so that a waiter is either before its question or asleep, never between.
+    const std::scoped_lock lock(mutex_);
+    changed_.notify_all();
+}
+
+void HostCache::release(std::size_t index) {
+    const std::scoped_lock lock(mutex_);
+    taken_[index] = false;
+    if (piece_of(index).ready) make_free(index);
+    // All: the one woken might give up instead of taking the block.
+    changed_.notify_all();
+}
+
+}  // namespace datastates

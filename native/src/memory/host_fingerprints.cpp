@@ -1,0 +1,51 @@
+#include "datastates/memory/host_fingerprints.hpp"
+
+#include <algorithm>
+
+#include "datastates/checksum/fingerprint.hpp"
+
+namespace datastates {
+namespace {
+
+// Up to so many bytes it costs less to have them all read than to have the words picked.
+constexpr std::uint64_t kWhole = std::uint64_t{4} << 10;
+
+}  // namespace
+
+void HostFingerprints::add(std::size_t source) {
+    const std::byte* const memory = job_.host_memory(source);
+    const std::uint64_t nbytes = job_.plan().source_nbytes(source);
+    fingerprint::prefetch(memory, nbytes);
+    if (used_ + std::min(nbytes, kWhole) > GuardedCopies::kGathered) finish();
+    const auto read = [&](std::uint64_t offset, std::uint64_t bytes) {
+        reads_.emplace_back(memory + offset, bytes);
+        readers_.push_back(source);
+        used_ += bytes;
+    };
+    sampled_.push_back({.source = source, .nbytes = nbytes, .at = used_});
+    if (nbytes <= kWhole) {
+        read(0, nbytes);
+        return;
+    }
+    for (std::uint64_t i = 0; i < fingerprint::kSamples; ++i) {
+        const std::uint64_t offset = fingerprint::sample_offset(nbytes, i);
+        read(offset, std::min(fingerprint::kWord, nbytes - offset));
+    }
+}
+
+void HostFingerprints::finish() {
+    if (sampled_.empty()) return;
+    const std::byte* const data = copies_.gather(
+        reads_, [&](std::size_t i) { job_.lose(static_cast<std::int32_t>(readers_[i])); });
+    for (const auto& [source, nbytes, at] : sampled_) {
+        job_.set_fingerprint_before(source, nbytes <= kWhole
+                                                ? fingerprint::of(data + at, nbytes)
+                                                : fingerprint::of_samples(nbytes, data + at));
+    }
+    sampled_.clear();
+    reads_.clear();
+    readers_.clear();
+    used_ = 0;
+}
+
+}  // namespace datastates

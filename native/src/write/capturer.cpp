@@ -1,0 +1,347 @@
+#include "datastates/write/capturer.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "datastates/base/background.hpp"
+#include "datastates/base/error.hpp"
+#include "datastates/base/fault.hpp"
+#include "datastates/base/thread.hpp"
+#include "datastates/checksum/fingerprint.hpp"
+#include "datastates/memory/copy_batch.hpp"
+#include "datastates/memory/host_fingerprints.hpp"
+
+namespace datastates {
+namespace {
+
+// What keeps the bus busy while the thread sleeps for a poll: more than a millisecond at 55 GB/s.
+constexpr std::uint64_t kShallow = std::uint64_t{64} << 20;
+constexpr std::chrono::microseconds kPoll{100};
+
+/// A capture whose fault point fails is put off until it no longer does.
+bool is_held_up() { return fault::hit_error(fault::Point::capture) != 0; }
+
+cuda::StreamHandle stream_of(const WriteState& job, std::size_t source) {
+    return reinterpret_cast<cuda::StreamHandle>(job.buffers().stream[source]);
+}
+
+bool has_device_bytes(const WriteState& job, std::size_t source) {
+    return !job.on_host(source) && job.plan().source_nbytes(source) > 0;
+}
+
+/// The device copies into one block, stream by stream.
+class BlockCopies {
+  public:
+    explicit BlockCopies(CapturedExtent& captured)
+        : captured_(captured), page_locked_(captured.block.page_locked()) {}
+
+    void add(int device, cuda::StreamHandle stream, bool lazy, std::byte* to,
+             cuda::DevicePointer from, std::uint64_t nbytes) {
+        batch(device, stream, lazy).copies.to_host(to, from, nbytes, page_locked_);
+    }
+    /// From now on the block waits for the copies, and so does a gate unless they are `from_image`,
+    /// which is kept until they are through.
+    void enqueue(const std::shared_ptr<DeviceImage>& from_image) {
+        WriteState& job = *captured_.job;
+        for (Batch& batch : batches_) {
+            batch.copies.flush();
+            auto event = batch.copies.engine().record(batch.copies.stream(), from_image);
+            if (!from_image) job.add_capture_event(batch.device, event, batch.lazy);
+            captured_.events.push_back(std::move(event));
+        }
+    }
+    /// The block must not go back while a device writes into it.
+    void drain() const {
+        for (const Batch& batch : batches_) {
+            if (!batch.copies.engine().drain(batch.copies.stream())) captured_.block.lose();
+        }
+    }
+
+  private:
+    struct Batch {
+        int device;
+        bool lazy;
+        CopyBatch copies;
+    };
+    /// Pieces of one stream mostly follow one another.
+    Batch& batch(int device, cuda::StreamHandle stream, bool lazy) {
+        const auto fits = [&](const Batch& batch) {
+            return batch.device == device && batch.lazy == lazy && batch.copies.stream() == stream;
+        };
+        if (last_ < batches_.size() && fits(batches_[last_])) return batches_[last_];
+        const auto found = std::ranges::find_if(batches_, fits);
+        last_ = static_cast<std::size_t>(found - batches_.begin());
+        if (found == batches_.end()) {
+            batches_.push_back({.device = device,
+                                .lazy = lazy,
+                                .copies = {captured_.job->engine(device), stream}});
+        }
+        return batches_[last_];
+    }
+
+    CapturedExtent& captured_;
+    const bool page_locked_;
+    std::vector<Batch> batches_;
+    std::size_t last_ = 0;
+};
+
+}  // namespace
+
+Capturer::Capturer(HostCache& cache, CopyEngines& engines, Writer& writer, bool shallow)
+    : cache_(cache),
+      engines_(engines),
+      writer_(writer),
+      shallow_(shallow),
+      thread_(start_thread("ds-capturer", [this](const std::stop_token& stop) { run(stop); })) {}
+
+void Capturer::start(const std::shared_ptr<WriteState>& job) {
+    std::list<Pending> rest;
+    try {
+        prepare_devices(*job);
+        // Only now: where a device is in use, memory is page-locked before it is used.
+        cache_.reserve(job->plan().extents().size() * cache_.block_bytes());
+        take_fingerprints(*job);
+        if (auto pending = stage_eager(job)) rest.push_back(std::move(*pending));
+    } catch (...) {
+        job->fail(Error::current());
+        job->end_capture();
+        throw;
+    }
+    if (rest.empty()) {
+        job->end_capture();
+        return;
+    }
+    {
+        const std::scoped_lock lock(mutex_);
+        queue_.splice(queue_.end(), rest);
+    }
+    queued_.notify_one();
+    attend();
+}
+
+void Capturer::attend() {
+    attention_ = true;
+    cache_.poke();
+}
+
+void Capturer::prepare_devices(WriteState& job) {
+    std::optional<int> last;
+    for (std::size_t i = 0; i < job.plan().sources(); ++i) {
+        const int device = job.buffers().device[i];
+        if (device == last || !has_device_bytes(job, i)) continue;
+        job.add_engine(device, engines_.at(device));
+        last = device;
+    }
+}
+
+void Capturer::take_fingerprints(WriteState& job) {
+    struct Group {
+        int device;
+        std::uint64_t stream;
+        std::vector<fingerprint::DeviceRange> ranges{};
+        std::vector<std::size_t> sources{};
+        bool lazy = false;
+    };
+    const WritePlan& plan = job.plan();
+    const Buffers& buffers = job.buffers();
+    std::vector<Group> groups;
+    std::size_t last = 0;
+    const auto group_of = [&](std::size_t source) -> Group& {
+        const auto fits = [&](const Group& group) {
+            return group.device == buffers.device[source] && group.stream == buffers.stream[source];
+        };
+        if (last < groups.size() && fits(groups[last])) return groups[last];
+        const auto found = std::ranges::find_if(groups, fits);
+        last = static_cast<std::size_t>(found - groups.begin());
+        if (found == groups.end()) {
+            groups.push_back({.device = buffers.device[source], .stream = buffers.stream[source]});
+        }
+        return groups[last];
+    };
+    HostFingerprints host(job);
+    for (std::size_t i = 0; i < plan.sources(); ++i) {
+        const std::uint64_t nbytes = plan.source_nbytes(i);
+        if (nbytes == 0) continue;
+        const bool witness = buffers.witness[i] != 0;
+        if (job.on_host(i)) {
+            if (witness) host.add(i);
+            continue;
+        }
+        Group& group = group_of(i);
+        group.lazy = group.lazy || !plan.eager(i);
+        if (!witness) continue;
+        group.ranges.push_back({.address = buffers.address[i], .nbytes = nbytes});
+        group.sources.push_back(i);
+    }
+    host.finish();
+    for (Group& group : groups) {
+        CopyEngine& engine = job.engine(group.device);
+        auto* stream = reinterpret_cast<cuda::StreamHandle>(group.stream);
+        engine.require_not_capturing(stream);
+        if (!group.ranges.empty()) {
+            job.add_fingerprints_before(engine.fingerprint(group.ranges, stream),
+                                        std::move(group.sources));
+        }
+        if (group.lazy) job.add_producer(group.device, engine.record(stream));
+    }
+}
+
+/// What is left for the capture thread, if anything.
+std::optional<Capturer::Pending> Capturer::stage_eager(const std::shared_ptr<WriteState>& job) {
+    const WritePlan& plan = job->plan();
+    Pending pending{.job = job, .next_extent = 0, .half_filled = nullptr};
+    for (; pending.next_extent < plan.eager_extents(); ++pending.next_extent) {
+        const auto waiting = Clock::now();
+        std::optional<Block> block = cache_.acquire([&] { return job->stopped(); });
+        job->add_cache_wait(seconds_since(waiting));
+        // Stopped: the queue drops it in one place.
+        if (!block) return pending;
+        const bool mixed = plan.extents()[pending.next_extent].has_lazy;
+        auto captured =
+            std::make_unique<CapturedExtent>(job, pending.next_extent, std::move(*block));
+        const Pick pick = mixed ? Pick::eager : Pick::all;
+        copy_devices(*captured, pick, nullptr);
+        captured->copy_host(pick);
+        if (mixed) {
+            pending.half_filled = std::move(captured);
+        } else {
+            hand_over(std::move(captured), kCallerTrack);
+        }
+    }
+    if (!pending.half_filled && pending.next_extent == plan.extents().size()) return std::nullopt;
+    return pending;
+}
+
+void Capturer::run(const std::stop_token& stop) {
+    work_in_background();
+    while (Pending* pending = next(stop)) advance(*pending, stop);
+}
+
+/// The job to work on: stopped ones first (somebody waits for them to let go), then half-filled
+/// blocks (see above), then the oldest. Null when it is time to end.
+Capturer::Pending* Capturer::next(const std::stop_token& stop) {
+    std::unique_lock lock(mutex_);
+    if (!queued_.wait(lock, stop, [&] { return !queue_.empty(); })) return nullptr;
+    attention_ = false;
+    auto chosen = std::ranges::find_if(queue_, [](const Pending& p) { return p.job->stopped(); });
+    if (chosen == queue_.end()) {
+        chosen =
+            std::ranges::find_if(queue_, [](const Pending& p) { return p.half_filled != nullptr; });
+    }
+    if (chosen == queue_.end()) chosen = queue_.begin();
+    return &*chosen;
+}
+
+void Capturer::advance(Pending& pending, const std::stop_token& stop) {
+    const std::shared_ptr<WriteState> job = pending.job;
+    try {
+        if (job->stopped()) {
+            pending.half_filled.reset();
+            job->claims().close();
+        } else if (pending.half_filled) {
+            job->order_captures_after_producers();
+            pending.half_filled->begin = Clock::now();
+            copy_devices(*pending.half_filled, Pick::lazy, nullptr);
+            pending.half_filled->copy_host(Pick::lazy);
+            watch_bus(*pending.half_filled);
+            hand_over(std::move(pending.half_filled), kThreadTrack);
+        } else if (bus_is_full() || is_held_up()) {
+            std::this_thread::sleep_for(kPoll);
+            return;
+        } else {
+            const auto waiting = Clock::now();
+            std::optional<Block> block = cache_.acquire(
+                [&] { return attention_ || job->stopped() || stop.stop_requested(); });
+            job->add_cache_wait(seconds_since(waiting));
+            if (!block) return;
+            job->order_captures_after_producers();
+            auto captured =
+                std::make_unique<CapturedExtent>(job, pending.next_extent, std::move(*block));
+            copy_devices(*captured, Pick::all, job->claims().capture(pending.next_extent));
+            // Of the last one by itself: there is nothing else that it could begin.
+            const bool last = pending.next_extent + 1 == job->plan().extents().size();
+            captured->host_later = writer_.copies_host() && !last && captured->has_host_sources();
+            if (!captured->host_later) captured->copy_host(Pick::all);
+            ++pending.next_extent;
+            watch_bus(*captured);
+            hand_over(std::move(captured), kThreadTrack);
+        }
+    } catch (...) {
+        job->fail(Error::current());
+        return;  // comes again, as a stopped job
+    }
+    if (job->stopped() || pending.next_extent == job->plan().extents().size()) {
+        remove(pending);
+        job->end_capture();
+    }
+}
+
+void Capturer::remove(const Pending& pending) {
+    const std::scoped_lock lock(mutex_);
+    queue_.remove_if([&](const Pending& other) { return &other == &pending; });
+}
+
+/// Enqueues them: out of `image`, when there is one, instead of the sources.
+void Capturer::copy_devices(CapturedExtent& captured, Pick pick,
+                            const std::shared_ptr<DeviceImage>& image) {
+    WriteState& job = *captured.job;
+    const WritePlan& plan = job.plan();
+    std::byte* const memory = captured.block.memory().data();
+    BlockCopies copies(captured);
+    std::uint64_t known = cuda::kNowhere;
+    try {
+        if (image) {
+            CopyEngine& engine = job.engine(job.device_of(captured.index));
+            engine.wait(engine.capture_stream(), *image->ready());
+        }
+        for (const WritePlan::Piece& piece : plan.pieces(captured.extent())) {
+            if (!job.on_device(piece)) continue;
+            const auto source = static_cast<std::size_t>(piece.source);
+            const bool lazy = !plan.eager(source);
+            if ((pick == Pick::eager && lazy) || (pick == Pick::lazy && !lazy)) continue;
+            const int device = job.buffers().device[source];
+            auto* stream = lazy ? job.engine(device).capture_stream() : stream_of(job, source);
+            if (!image && !job.has_memory(piece, known)) {
+                job.lose(piece.source);
+                continue;
+            }
+            const cuda::DevicePointer from =
+                image ? image->pointer() + piece.extent_offset
+                      : job.buffers().address[source] + piece.source_offset;
+            copies.add(device, stream, lazy, memory + piece.extent_offset, from, piece.length);
+        }
+        copies.enqueue(image);
+    } catch (...) {
+        copies.drain();
+        throw;
+    }
+}
+
+/// Whether there are device copies enough under way.
+bool Capturer::bus_is_full() {
+    while (!on_bus_.empty()) {
+        const auto event = on_bus_.front().first.lock();
+        if (event && !event->passed()) break;
+        bytes_on_bus_ -= on_bus_.front().second;
+        on_bus_.pop_front();
+    }
+    return bytes_on_bus_ >= kShallow;
+}
+
+void Capturer::watch_bus(const CapturedExtent& captured) {
+    if (!shallow_ || captured.events.empty()) return;
+    const std::uint64_t bytes = captured.extent().length;
+    on_bus_.emplace_back(captured.events.back(), bytes);
+    bytes_on_bus_ += bytes;
+}
+
+void Capturer::hand_over(std::unique_ptr<CapturedExtent> captured, std::uint32_t track) {
+    const bool through = captured->events.empty() && !captured->host_later;
+    if (through && captured->extent().has_sources) captured->note_capture(track);
+    writer_.hand_over(std::move(captured));
+}
+
+}  // namespace datastates

@@ -1,0 +1,1 @@
+"""The state of sharded optimizers, as logical tensors."""

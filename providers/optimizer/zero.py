@@ -1,0 +1,387 @@
+"""A provider for optimizer states that data-parallel ranks share out, as ZeRO does, described by logical parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from datastates.container.pickle_writer import dumps
+from datastates.errors import ProviderError
+from datastates.providers.optimizer.flat_layout import Name
+from datastates.providers.optimizer.shares import Share, WholeParameter, key_of
+from datastates.providers.optimizer.spread import Knowledge, Spread
+from datastates.providers.optimizer.stored_states import StoredStates
+from datastates.state import arrays, memory
+from datastates.state.keys import component
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.repeated import Describer
+from datastates.state.shards import ArrayRef, Shard, Shards, object_shard
+
+_GROUPS = "param_groups"
+
+Groups = Sequence[MutableMapping[str, Any]]
+
+
+@dataclass
+class _Found:
+    """What :meth:`ShardedZeroProvider.destinations` makes of a checkpoint.
+
+    Attributes:
+        known: The stored arrays.
+        stored: For each parameter, as a key's component, the keys of its stored states.
+        parameters: Names in the stored parameter groups.
+        shards: What to restore into.
+        missing, unexpected: Keys.
+        mismatched: Keys, each with the difference.
+    """
+
+    known: Mapping[str, ArrayRef]
+    stored: Mapping[str, Mapping[str, str]]
+    parameters: set[Name] = field(default_factory=set)
+    shards: list[Shard] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+
+    def want(self, shards: Iterable[Shard]) -> None:
+        for shard in shards:
+            if shard.key in self.known:
+                self.shards.append(shard)
+            else:
+                self.missing.append(shard.key)
+
+
+class ShardedZeroProvider(StateProvider):
+    """Optimizer state of which each data-parallel rank holds a share: ZeRO-1, ZeRO-2, ZeRO-3.
+
+    Shares are described as ranges of the logical parameters, so that a checkpoint does not depend on how many ranks
+    made it, and padding is not saved. Keys are ``state/<parameter>/<state>``, as in a nested optimizer state dict: what
+    was saved by ``from_stateful(name, optimizer)``, or by ``from_state_dict(name, ...)`` with what
+    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives, restores into shares of the same names,
+    and the other way round.
+
+    The object ``param_groups`` holds the hyperparameters, and in each group the names of its parameters. Numbers of the
+    optimizer (``step``) are arrays of no dimension, one for each parameter, saved by the rank that has its first
+    element; a flat partition, which has one for all of its parameters, takes that of the first of them. Torch and CuPy
+    arrays are captured lazily: only an optimizer step changes them.
+
+    Restoring goes in place. An optimizer that has no state yet gets the states that the checkpoint has, and one that
+    has others than those loses them.
+    """
+
+    def __init__(
+        self, name: str, shares: Sequence[Share], *, optimizer: Any = None, param_groups: Groups | None = None
+    ) -> None:
+        """Describe flat partitions; for ``ZeroRedundancyOptimizer`` there is :meth:`from_zero_redundancy`.
+
+        Args:
+            name: Top-level key in the checkpoint.
+            shares: What this rank holds; no parameter is in two of them.
+            optimizer: The torch optimizer that knows the shares by their parameters.
+            param_groups: Without an optimizer: dicts of hyperparameters and other plain values, restored in place.
+
+        Raises:
+            ValueError: The arguments contradict each other; the message says how.
+        """
+        super().__init__(name)
+        self._shares = list(shares)
+        if optimizer is None and any(share.parameter is not None for share in shares):
+            raise ValueError(f"{name!r}: a share has a parameter, but there is no optimizer that knows it")
+        if optimizer is None:
+            last = max((share.group for share in shares), default=0)
+            optimizer = _Groups([{} for _ in range(last + 1)] if param_groups is None else param_groups)
+        elif param_groups is not None:
+            raise ValueError(f"{name!r}: an optimizer has its own param_groups")
+        self._optimizer = optimizer
+        self._group_names: list[list[Name]] = [[] for _ in optimizer.param_groups]
+        for share in shares:
+            if not 0 <= share.group < len(self._group_names):
+                raise ValueError(f"{name!r}: there is no parameter group {share.group}")
+            if not share.names:
+                raise ValueError(f"{name!r}: a share of group {share.group} is of no parameters")
+            self._group_names[share.group] += share.names
+        names = [n for group in self._group_names for n in group]
+        self._names = frozenset(names)
+        if len(self._names) < len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise ValueError(f"{name!r}: the parameter {twice!r} is in two shares")
+        self._describer = Describer()
+        self._forms = [share.form for share in shares]
+        self._spread: Spread | None = None
+        self._pending: list[tuple[Share, dict[str, Any]]] = []
+
+    @classmethod
+    def from_zero_redundancy(
+        cls, name: str, optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None = None
+    ) -> ShardedZeroProvider:
+        """The state of a ``torch.distributed.optim.ZeroRedundancyOptimizer``, which shares out whole parameters.
+
+        Nothing is sent between ranks: ``consolidate_state_dict`` is not needed.
+
+        Args:
+            name: Top-level key in the checkpoint.
+            optimizer: The optimizer. Parameter groups added later are not seen.
+            named_parameters: Of the model, to name the states. By default they are numbered over all groups, as
+                ``Optimizer.state_dict()`` does.
+
+        Raises:
+            ValueError: A parameter has no name, or the optimizer was made with ``overlap_with_ddp=True`` and has not
+                shared the parameters out yet.
+        """
+        if not hasattr(optimizer, "optim"):
+            raise ValueError(f"{name!r}: with overlap_with_ddp, parameters are shared out in the first training steps")
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        names: dict[int, Name] = {id(p): i for i, p in enumerate(every)}
+        if named_parameters is not None:
+            names = {id(p): n for n, p in named_parameters}
+            if any(id(p) not in names for p in every):
+                raise ValueError(f"{name!r}: named_parameters lacks a parameter of the optimizer")
+        own = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
+        shares = [
+            WholeParameter(names[id(p)], p if id(p) in own else None, number)
+            for number, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        ]
+        return cls(name, shares, optimizer=_ZeroRedundancy(optimizer))
+
+    def _own_states(self, share: Share) -> Mapping[str, Any]:
+        """What the optimizer holds for a share: nothing before its first step."""
+        return {} if share.parameter is None else self._optimizer.state.get(share.parameter, {})
+
+    # --- saving
+
+    def knowledge(self) -> object:
+        """Where the arrays lie, and what the shares make of them."""
+        known = self._describer.known
+        return None if known is None else Knowledge(self._forms, known, self._spread)
+
+    def learn(self, knowledge: object) -> None:
+        """Take it, if the shares are of the same forms."""
+        assert isinstance(knowledge, Knowledge)
+        if knowledge.forms == self._forms:
+            self._describer.known, self._spread = knowledge.arrays, knowledge.spread
+
+    def shards(self) -> Sequence[Shard]:
+        """The ranges that this rank holds, then the parameter groups.
+
+        Raises:
+            ProviderError: A state is neither an array nor a number, or an array does not fit its layout.
+        """
+        found = list(self._states())
+        tags = [f"{number}/{state}" for number, state, _ in found]
+        values = [value for _, _, value in found]
+        lazy = [not isinstance(value, np.ndarray) for value in values]
+        rest = object_shard(_GROUPS)
+        described: Sequence[Shard] | None = self._describer.again(tags, values, lazy)
+        if described is None:
+            for number, state, value in found:
+                if arrays.kind_of(value) is None:
+                    key = key_of(self._shares[number].scalar_source, state)
+                    raise ProviderError(f"{key!r} is a {type(value).__name__}, which cannot be shared out over ranks")
+            described = self._describer.describe(tags, values, lazy)
+        if not isinstance(described, Shards):
+            return [*Spread.of(self._shares, found, described).shards, rest]
+        if (spread := self._spread) is None or spread.whole is not described.layout:
+            spread = self._spread = Spread.of(self._shares, found, described.layout)
+        sources, versions = [values[i] for i in spread.index.tolist()], described.versions[spread.index]
+        return Shards(spread.shards, sources, [rest], versions=versions, memory=described.memory)
+
+    def _states(self) -> Iterator[tuple[int, str, Any]]:
+        """Number of the share, name of the state, and the array: an optimizer's Python numbers as NumPy's."""
+        for number, share in enumerate(self._shares):
+            for state, value in share.tensors.items():
+                yield number, state, value
+            for state, value in self._own_states(share).items():
+                yield number, state, np.asarray(value) if type(value) in (int, float, bool) else value
+
+    def serialize(self, shard: Shard) -> bytes:
+        """The hyperparameters and the names, as ``Optimizer.state_dict()`` has them; tensors of them as numbers."""
+        del shard
+        groups = zip(self._optimizer.param_groups, self._group_names, strict=True)
+        return dumps([{**_hyperparameters(group), "params": names} for group, names in groups])
+
+    # --- restoring
+
+    def destinations(self, saved: Saved) -> Sequence[Shard]:
+        """The ranges that this rank holds now, whoever held them when they were saved."""
+        states = StoredStates(saved)
+        states.find([name for share in self._shares if share.parameter is not None for name in share.held])
+        found = _Found(saved.arrays(), states.of)
+        self._pending = []
+        found.unexpected += [key for key in states.others if key.split("/")[0] != _GROUPS]
+        with_groups = self._match_groups(saved, found)
+        for share in self._shares:
+            for state, array in share.tensors.items():
+                found.want(share.destinations(state, array))
+            if share.parameter is not None and with_groups:
+                self._match_states(share, found)
+        saved.report(missing=found.missing, unexpected=sorted(found.unexpected), mismatched=found.mismatched)
+        return found.shards
+
+    def _match_groups(self, saved: Saved, found: _Found) -> bool:
+        """Find the stored hyperparameters; False when there are none that fit."""
+        objects = saved.objects()
+        # a nested state dict holds them in the value that stands for the whole provider
+        key = _GROUPS if _GROUPS in objects else ""
+        found.unexpected += [k for k in objects if k != key]
+        if key not in objects:
+            found.missing.append(_GROUPS)
+            return False
+        stored = _groups_in(key, saved.structure(key))
+        if stored is None or len(stored) != len(self._group_names):
+            count = "none" if stored is None else len(stored)
+            found.mismatched[_GROUPS] = f"{count} in the checkpoint, {len(self._group_names)} in the live state"
+            return False
+        group_of = {name: i for i, group in enumerate(stored) for name in group["params"]}
+        for i, names in enumerate(self._group_names):
+            if moved := [name for name in names if group_of.get(name, i) != i]:
+                found.mismatched[_GROUPS] = f"{moved[0]!r} is in group {group_of[moved[0]]}, in the live state in {i}"
+                return False
+        found.parameters = set(group_of)
+        found.unexpected += self._strange(found)
+        found.shards.append(object_shard(key))
+        # tensors among the hyperparameters of a nested state dict
+        inner = [k for k in found.known if k.split("/")[0] == _GROUPS]
+        found.shards += [arrays.destination(k, memory.empty(found.known[k])) for k in inner]
+        return True
+
+    def _match_states(self, share: Share, found: _Found) -> None:
+        """Decide by the checkpoint which states a share has: arrays go in place, numbers wait for :meth:`restore`."""
+        live = self._own_states(share)
+        stored: dict[str, dict[Name, ArrayRef]] = {}
+        for name in share.names:
+            for state, key in found.stored.get(component(name), {}).items():
+                if state not in share.tensors:
+                    stored.setdefault(state, {})[name] = found.known[key]
+        states: dict[str, Any] = {}
+        for state, refs in stored.items():
+            value = live.get(state)
+            if value is not None and arrays.kind_of(value) is not None and value.ndim:
+                found.want(share.destinations(state, value))
+            elif value is None and not share.is_scalar(state, refs):
+                value = share.fresh(next(iter(refs.values())))
+                found.want(share.destinations(state, value))
+            else:
+                name = share.scalar_source if share.scalar_source in refs else next(iter(refs))
+                value = memory.empty(refs[name])
+                if value.ndim:
+                    found.mismatched[key_of(name, state)] = f"an array of shape {tuple(value.shape)}, not a number"
+                    continue
+                found.want([arrays.destination(key_of(name, state), value)])
+                # the one stands for those of its other parameters, which are taken all the same: nobody misses them
+                others = [n for n in share.held if n in refs and n != name]
+                found.want(arrays.destination(key_of(n, state), memory.empty(refs[n])) for n in others)
+            states[state] = value
+        if not states and found.parameters.isdisjoint(share.names):
+            found.missing += [f"state/{component(name)}" for name in share.names]
+            return
+        self._pending.append((share, states))
+
+    def _strange(self, found: _Found) -> list[str]:
+        """What the checkpoint has of parameters that are not here, and of states that a share without optimizer lacks.
+
+        What is not of a parameter in the stored groups is another pipeline stage's.
+        """
+        keys: list[str] = []
+        for name in found.parameters - self._names:
+            keys += found.stored.get(component(name), {"": f"state/{component(name)}"}).values()
+        for share in self._shares:
+            if share.parameter is None and share.tensors:
+                stored = [found.stored.get(component(name), {}) for name in share.names]
+                keys += [key for states in stored for state, key in states.items() if state not in share.tensors]
+        return keys
+
+    def restore(self, shard: Shard, value: Any) -> None:
+        """Put the hyperparameters into the live groups, and the states where the optimizer looks for them."""
+        stored = value if shard.key == _GROUPS else value[_GROUPS]
+        for group, new in zip(self._optimizer.param_groups, stored, strict=True):
+            group.update({key: _settled(group.get(key), item) for key, item in new.items() if key != "params"})
+        for share, states in self._pending:
+            every = self._optimizer.state
+            live = every[share.parameter] if states else every.pop(share.parameter, {})
+            for gone in [state for state in live if state not in states]:
+                del live[gone]
+            group = self._optimizer.param_groups[share.group]
+            for state, new in states.items():
+                live[state] = new if new.ndim else _number(live.get(state), new, state, share.parameter, group)
+        self._pending = []
+
+
+@dataclass
+class _Groups:
+    """Parameter groups without an optimizer."""
+
+    param_groups: Groups
+
+
+@dataclass
+class _ZeroRedundancy:
+    """What a ``ZeroRedundancyOptimizer`` steps with: hyperparameters of its own, states of the optimizer inside."""
+
+    optimizer: Any
+
+    @property
+    def param_groups(self) -> Groups:
+        """The outer groups: each step begins with copying them to the inner ones."""
+        groups: Groups = self.optimizer.param_groups
+        return groups
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """Those of this rank's parameters."""
+        states: MutableMapping[Any, Any] = self.optimizer.optim.state
+        return states
+
+
+def _groups_in(key: str, value: Any) -> list[Any] | None:
+    """The parameter groups in a stored object, where it holds some."""
+    if not key:
+        value = value.get(_GROUPS) if isinstance(value, dict) else None
+    good = isinstance(value, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, (str, int)) for name in group["params"])
+        for group in value
+    )
+    return value if good else None
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(key, value) for key, value in group.items() if key != "params"}
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A hyperparameter without tensors: each rank writes its own, and none must be a shard that all of them claim."""
+    if type(value) in (tuple, list):
+        return type(value)([_plain(key, item) for item in value])
+    if arrays.kind_of(value) is None:
+        return value
+    if value.ndim:
+        raise ProviderError(f"{_GROUPS}: {key!r} is an array of shape {tuple(value.shape)}, not a number")
+    return value.item()
+
+
+def _settled(live: Any, stored: Any) -> Any:
+    """What belongs in the place of a live hyperparameter: a tensor stays the one that it is."""
+    if type(live) in (tuple, list) and type(stored) in (tuple, list) and len(live) == len(stored):
+        return type(live)([_settled(a, b) for a, b in zip(live, stored, strict=True)])
+    stored = stored.item() if arrays.kind_of(stored) is not None else stored
+    if arrays.kind_of(live) is None:
+        return stored
+    live.fill_(stored)
+    return live
+
+
+def _number(live: Any, stored: Any, state: str, parameter: Any, group: Mapping[str, Any]) -> Any:
+    """What belongs in the place of a number of the optimizer's: a tensor or one of Python's, as it has or had it."""
+    if arrays.kind_of(live) is not None:
+        live.fill_(stored.item())
+        return live
+    if live is not None or arrays.kind_of(stored) == "numpy":
+        return stored.item() if live is None else type(live)(stored.item())
+    # torch's own rule: steps stay on the host unless a kernel reads them
+    on_host = state == "step" and not (group.get("capturable") or group.get("fused"))
+    return stored if on_host else stored.to(parameter.device)

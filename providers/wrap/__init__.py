@@ -1,0 +1,1 @@
+"""Providers around others: several as one, and one whose state all ranks hold alike."""

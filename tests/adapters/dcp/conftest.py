@@ -1,0 +1,135 @@
+"""Saving and loading with torch.distributed.checkpoint: states, slow storage, and several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from datastates import _native
+from datastates._base import faults
+from datastates.adapters.dcp.save import async_save
+from datastates.ranks.board_world import BoardWorld
+from datastates.ranks.store_board import StoreBoard
+from datastates.ranks.store_calls import StoreCalls
+from datastates.saving import gate
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # what these tests share
+
+Run = Callable[..., "list[subprocess.CompletedProcess[str]]"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No test leaves a fault, a thread, or something that an optimizer would wait for."""
+    before = set(threading.enumerate())
+    yield
+    _native.clear_faults()
+    faults.clear()
+    gate.pass_all()
+    end = time.monotonic() + 10
+    while left := [t for t in threading.enumerate() if t not in before and t.name.startswith(("datastates-", "Async"))]:
+        assert time.monotonic() < end, f"still there: {left}"
+        gc.collect()  # a writer that an error's frames keep keeps its idle threads
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def slow() -> Callable[..., Any]:
+    """In a ``with``: every write, or another point of the native core, takes that many milliseconds longer."""
+
+    @contextlib.contextmanager
+    def slowed(milliseconds: int = 150, point: str = "write") -> Iterator[None]:
+        _native.arm_fault(point, "delay", milliseconds)
+        try:
+            yield
+        finally:
+            _native.clear_faults()
+
+    return slowed
+
+
+@pytest.fixture
+def train(ranks: Any) -> Run:
+    """Run a script that has all of training.py, as each of ``n`` ranks: ``train(n, script, *arguments, **options)``."""
+
+    def run(n: int, script: str, *arguments: object, **options: Any) -> list[subprocess.CompletedProcess[str]]:
+        begin = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nfrom training import *\nbegin()\n"
+        source = begin + textwrap.dedent(script) + "\nend()\n"
+        done: list[subprocess.CompletedProcess[str]] = ranks(n, source, *arguments, **{"timeout": 120, **options})
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
+    """What a rank has said, by word."""
+
+    def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"word"')]
+        return {line["word"]: line["value"] for line in lines}
+
+    return read
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """Run a function of the rank on each of ``n`` threads, which are ranks to ``async_save`` and meet in one store.
+
+    ``together(n, function)`` gives for each rank what it returned or raised. Ranks keep their worlds between calls.
+    """
+    worlds: dict[int, list[BoardWorld]] = {}
+    here = threading.local()
+    monkeypatch.setattr(async_save, "world_of", lambda *_: here.world)
+
+    def run(n: int, function: Callable[[int], Any]) -> list[Any]:
+        if n not in worlds:
+            store = dist.HashStore()
+            boards = [
+                StoreBoard(StoreCalls(dist.PrefixStore("job", store), rank, silence=30), "run/1") for rank in range(n)
+            ]
+            worlds[n] = [BoardWorld(rank, n, board, timeout=5) for rank, board in enumerate(boards)]
+
+        def one(rank: int) -> Any:
+            here.world = worlds[n][rank]
+            try:
+                return function(rank)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(n) as pool:
+            return list(pool.map(one, range(n)))
+
+    yield run
+    for made in worlds.values():
+        for world in reversed(made):
+            world.close()
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what is left to torch's own reader, as it is read."""
+    names: list[str] = []
+    original = FileSystemReader.read_data
+
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        names.extend(item.storage_index.fqn for item in plan.items)
+        return original(self, plan, planner)
+
+    monkeypatch.setattr(FileSystemReader, "read_data", read_data)
+    return names

@@ -1,0 +1,202 @@
+"""How the files of several ranks get their names: whoever fails, all hear of it, and nothing is lost silently."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from datastates import _native
+from datastates._base import faults, files
+from datastates.config import IoSettings
+from datastates.errors import CommitError, FormatError, StorageError
+from datastates.executor.make import make_executor
+from datastates.ranks.board_world import BoardWorld
+from datastates.ranks.store_board import StoreBoard
+from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.world import SoloWorld
+from datastates.saving import snapshot
+from datastates.saving.engine import Engine
+
+saves = pytest.importorskip("datastates.adapters.deepspeed.save")
+RANKS = 3
+Give = Callable[[Any, Path, float], None]
+
+
+@pytest.fixture
+def worlds() -> Iterator[list[BoardWorld]]:
+    store = dist.HashStore()
+    made = [
+        BoardWorld(r, RANKS, StoreBoard(StoreCalls(store, r, silence=5), "deepspeed/1"), timeout=5)
+        for r in range(RANKS)
+    ]
+    yield made
+    for world in reversed(made):
+        world.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine(make_executor(IoSettings(host_cache="8MiB", block="1MiB")), SoloWorld(), threads=8, auto_gate=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def give(engine: Engine, write_file: Any) -> Give:
+    """Add a file to a save, with a tensor of that value."""
+
+    def add(save: Any, final: Path, value: float) -> None:
+        final.parent.mkdir(exist_ok=True)
+        pending = saves.begin_file(final)
+        content = {"a": torch.full((5,), value)}
+        save.add(write_file(pending.files[0], content, engine=engine, attempt=save.attempt), pending, final)
+
+    return add
+
+
+def run(
+    worlds: list[BoardWorld], give: Give, folder: Path, name: str, tag: Callable[[int], str], value: float
+) -> list[BaseException | None]:
+    """Save a file on each rank; the failures."""
+
+    def one(world: BoardWorld) -> BaseException | None:
+        save = saves.Save(name, tag(world.rank), folder / "latest", world, 5.0)
+        give(save, folder / save.tag / f"rank-{world.rank}.pt", value)
+        save.finish()
+        failure: BaseException | None = save.undelivered()
+        return failure
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(one, worlds))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+ALL = ["latest", *(f"tag/rank-{rank}.pt" for rank in range(RANKS))]
+
+
+def test_all_get_their_names_together(worlds: list[BoardWorld], give: Give, tmp_path: Path) -> None:
+    for number in range(2):  # the second replaces the first
+        assert run(worlds, give, tmp_path, f"save/{number}", lambda _: "tag", number) == [None] * RANKS
+        assert names(tmp_path) == ALL
+        assert (tmp_path / "latest").read_text() == "tag"
+        for rank in range(RANKS):
+            assert torch.load(tmp_path / "tag" / f"rank-{rank}.pt")["a"].tolist() == [number] * 5
+
+
+def test_ranks_with_different_tags_make_no_checkpoint(worlds: list[BoardWorld], give: Give, tmp_path: Path) -> None:
+    failures = run(worlds, give, tmp_path, "save/0", lambda rank: f"tag-{rank // 2}", 1)
+    assert [type(f) for f in failures] == [CommitError] * RANKS
+    assert {str(f) for f in failures} == {"rank 0 saves the tag 'tag-0', rank 2 'tag-1'"}
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("operation", ["rename", "sync_directory"])
+def test_an_error_at_the_end_is_told_with_its_number(
+    worlds: list[BoardWorld], give: Give, tmp_path: Path, operation: str
+) -> None:
+    faults.arm(faults.parse(f"manifest.{operation}=fail:{errno.ENOSPC}")[0])
+    failures = run(worlds, give, tmp_path, "save/0", lambda _: "tag", 1)
+    own = [f for f in failures if isinstance(f, StorageError)]
+    assert [f.errno for f in own] == [errno.ENOSPC]
+    others = [f for f in failures if f is not own[0]]
+    assert all(type(f) is CommitError and "No space left on device" in str(f) for f in others)
+    assert not (tmp_path / "latest").exists()
+
+
+def test_what_replaces_is_kept_when_the_old_is_gone(worlds: list[BoardWorld], give: Give, tmp_path: Path) -> None:
+    run(worlds, give, tmp_path, "save/0", lambda _: "tag", 1)
+    faults.arm(faults.parse(f"manifest.rename=fail:{errno.EIO}")[0])
+    assert None not in run(worlds, give, tmp_path, "save/1", lambda _: "tag", 2)
+    found = [torch.load(path)["a"][0].item() for path in (tmp_path / "tag").rglob("*.pt")]
+    assert found == [2.0] * RANKS
+    assert any(".partial-" in name for name in names(tmp_path))
+
+
+def test_every_file_that_failed_is_told(give: Give, tmp_path: Path) -> None:
+    save = saves.Save("save/0", "tag", None, SoloWorld(), 5.0)
+    _native.arm_fault("write", "fail", errno.ENOSPC)
+    try:
+        give(save, tmp_path / "tag" / "a.pt", 1)
+        give(save, tmp_path / "tag" / "b.pt", 1)
+        save.finish()
+    finally:
+        _native.clear_faults()
+    assert isinstance(save.undelivered(), StorageError)
+    assert save.undelivered() is None
+    assert not snapshot._silent & set(save.snapshots.values())
+    assert names(tmp_path) == []
+
+
+def test_folders_that_cannot_be_listed_hold_no_debris(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = saves.begin_file(tmp_path / "tag" / "a.pt")
+    left.close()
+    listdir = os.listdir
+
+    def refuse(path: Path) -> list[str]:
+        if Path(path).name == "lost+found":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    (tmp_path / "lost+found").mkdir()
+    saves.sweep(tmp_path)
+    assert not left.directory.exists()
+    assert caplog.messages == [f"removing what an interrupted run left: {left.directory}"]
+
+
+def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> None:
+    """Of another process, too: its lock says so, and no list in this one."""
+    save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld(), 5.0)
+    give(save, tmp_path / "tag" / "a.pt", 1)
+    code = "import pathlib, sys; from datastates.adapters.deepspeed.save import sweep; sweep(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    save.finish()
+    assert save.undelivered() is None
+    assert names(tmp_path) == ["latest", "tag/a.pt"]
+
+
+def test_latest_is_no_debris_while_it_is_written(give: Give, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = files.write_file
+
+    def write_beside_another_run(path: Path, data: bytes) -> None:
+        write(path, data)
+        saves.sweep(tmp_path)
+
+    monkeypatch.setattr(files, "write_file", write_beside_another_run)
+    save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld(), 5.0)
+    give(save, tmp_path / "tag" / "a.pt", 1)
+    save.finish()
+    assert save.undelivered() is None
+    assert (tmp_path / "latest").read_text() == "tag"
+
+
+def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(give: Give, tmp_path: Path) -> None:
+    from datastates.adapters import torch_files
+
+    save = saves.Save("save/0", "tag", None, SoloWorld(), 5.0)
+    file = tmp_path / "tag" / "a.pt"
+    give(save, file, 1)
+    save.finish()
+    assert torch_files.is_ours(file)
+    good = file.read_bytes()
+    for at in (good.rindex(b"datastates/"), good.index(b"chunk_crc"), len(good) - 2):
+        file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(FormatError):
+            torch_files.is_ours(file)
+    torch.save({"a": torch.zeros(5)}, file)
+    assert not torch_files.is_ours(file)

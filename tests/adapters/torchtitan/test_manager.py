@@ -1,0 +1,217 @@
+"""The documentation's checkpoint manager, behind the interface that torchtitan's trainer calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+IMPORTED = ("torch.distributed.fsdp", "torchtitan.components.checkpointer")
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "torchtitan"
+
+TRAINING = f"""
+import os
+import sys
+sys.path.insert(0, {str(EXAMPLE)!r})
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from checkpointer import DataStatesCheckpointManager
+from torchtitan.components.checkpointer import CheckpointManager
+from datastates import _native
+
+dist.init_process_group("gloo")
+folder = sys.argv[1]
+
+class Optimizers:
+    # names parameters, as torchtitan's container of optimizers does
+    def __init__(self, model):
+        self.model, self.own = model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    def state_dict(self):
+        return get_optimizer_state_dict(self.model, self.own)
+    def load_state_dict(self, state):
+        set_optimizer_state_dict(self.model, self.own, state)
+
+class Trainer:
+    # the order of calls of torchtitan's trainer
+    def __init__(self, manager=DataStatesCheckpointManager, **config):
+        torch.manual_seed(1)
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.Linear(1024, 512))
+        fully_shard(self.model)
+        self.optimizers = Optimizers(self.model)
+        self.lr_schedulers = torch.optim.lr_scheduler.StepLR(self.optimizers.own, 2)
+        self.step, self.losses, self.captured = 0, [], []
+        made = {{"enable": True, "interval": 2, "keep_latest_k": 2, "last_save_model_only": False, **config}}
+        if manager is DataStatesCheckpointManager:
+            made["host_cache"] = "16MiB"
+        self.checkpointer = manager.Config(**made).build(
+            dataloader=None, model_parts=[self.model], optimizers=self.optimizers, lr_schedulers=self.lr_schedulers,
+            states={{"train_state": self}}, sd_adapter=None, base_folder=folder,
+        )
+    def state_dict(self):
+        return {{"step": self.step}}
+    def load_state_dict(self, state):
+        self.step = state["step"]
+    def train(self, steps, until=None):
+        self.checkpointer.load(step=-1)
+        while self.step < (until or steps):
+            self.step += 1
+            generator = torch.Generator().manual_seed(10 * self.step + dist.get_rank())
+            loss = self.model(torch.randn(4, 64, generator=generator)).square().mean()
+            loss.backward()
+            going = self.checkpointer.save_future
+            self.captured.append(going is not None and going.captured)
+            self.checkpointer.maybe_wait_for_staging()
+            assert going is None or going.captured
+            self.optimizers.own.step()
+            self.lr_schedulers.step()
+            self.optimizers.own.zero_grad()
+            self.losses.append(loss.item())
+            self.checkpointer.save(self.step, last_step=self.step == steps)
+
+def full(model):
+    return {{name: tensor.full_tensor() for name, tensor in model.state_dict().items()}}
+
+def same(first, second):
+    return all(torch.equal(first[name], tensor) for name, tensor in second.items())
+"""
+
+
+def test_it_goes_on_and_keeps_what_it_is_told_to(ranks: Any, tmp_path: Path) -> None:
+    ranks(
+        2,
+        TRAINING
+        + """
+whole = Trainer(folder="whole")
+whole.train(7)
+whole.checkpointer.close()
+dist.barrier()  # rank 0 deletes the old ones, and its close() waits for that
+names = sorted(path.name for path in Path(folder, "whole").iterdir())
+assert names == ["step-6", "step-7"], names
+
+first = Trainer()
+first.train(7, until=4)
+first.checkpointer.close()
+second = Trainer()
+second.train(7)
+second.checkpointer.close()
+assert first.losses + second.losses == whole.losses
+assert same(full(second.model), full(whole.model))
+assert second.lr_schedulers.state_dict() == whole.lr_schedulers.state_dict()
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # an interpreter with threads of gloo may abort at its end
+""",
+        tmp_path,
+        timeout=120,
+        imported=IMPORTED,
+    )
+
+
+def test_the_update_waits_for_capture_and_a_stock_reader_loads_it(ranks: Any, tmp_path: Path) -> None:
+    ranks(
+        2,
+        TRAINING
+        + """
+held = Trainer(interval=3)
+save = held.checkpointer.save
+def saved(step, last_step=False):
+    if step == 3:
+        global expected
+        expected = full(held.model)
+        _native.arm_fault("write", "delay", 300, 1, 1)
+    return save(step, last_step)
+held.checkpointer.save = saved
+held.train(6, until=4)
+held.checkpointer.close()
+found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+dcp.load(found, checkpoint_id=Path(folder, "checkpoint", "step-3"))
+assert same(found, expected)
+assert not same(full(held.model), expected)
+
+# the last one holds the model alone, of another type; nothing of it is taken for a checkpoint to go on from by others
+last = Trainer(folder="last", last_save_model_only=True, export_dtype="bfloat16", load_only=False)
+last.train(2)
+last.checkpointer.close()
+found = {name: torch.empty(tensor.shape, dtype=torch.bfloat16) for name, tensor in full(last.model).items()}
+dcp.load(found, checkpoint_id=Path(folder, "last", "step-2"))
+assert same(found, {name: tensor.bfloat16() for name, tensor in full(last.model).items()})
+
+from_that = Trainer(folder="fresh", initial_load_path=str(Path(folder, "checkpoint", "step-3")))
+assert from_that.checkpointer.load()
+assert same(full(from_that.model), expected)
+assert from_that.step == 0
+from_that.checkpointer.close()
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # an interpreter with threads of gloo may abort at its end
+""",
+        tmp_path,
+        timeout=120,
+        imported=IMPORTED,
+    )
+
+
+def test_torchtitans_own_manager_loads_its_checkpoints_and_it_those(ranks: Any, tmp_path: Path) -> None:
+    ranks(
+        2,
+        TRAINING
+        + """
+kinds = (DataStatesCheckpointManager, CheckpointManager)
+ends = []
+for saves, loads in (kinds, kinds[::-1]):
+    first = Trainer(saves, folder=saves.__name__)
+    first.train(5, until=4)
+    first.checkpointer.maybe_wait_for_saving()
+    second = Trainer(loads, folder=saves.__name__, load_only=True)
+    second.train(7)
+    assert second.step == 7 and len(second.losses) == 3
+    ends.append(full(second.model))
+    for trained in (first, second):
+        trained.checkpointer.close()
+assert same(*ends)
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # an interpreter with threads of gloo may abort at its end
+""",
+        tmp_path,
+        timeout=120,
+        imported=IMPORTED,
+    )
+
+
+def test_what_it_does_not_do_is_refused(ranks: Any, tmp_path: Path) -> None:
+    ranks(
+        1,
+        TRAINING
+        + """
+for bad in ({"initial_load_in_hf": True}, {"last_save_in_hf": True, "last_save_model_only": True}):
+    try:
+        Trainer(**bad)
+    except ValueError as error:
+        assert "Hugging Face" in str(error), error
+    else:
+        raise AssertionError(bad)
+off = Trainer(enable=False).checkpointer
+assert (off.load(), off.save(2), off.maybe_wait_for_staging(), off.close()) == (False, False, None, None)
+missing = Trainer(folder="nothing").checkpointer
+assert not missing.load()
+try:
+    missing.load(step=9)
+except FileNotFoundError as error:
+    assert "step 9" in str(error)
+else:
+    raise AssertionError
+missing.close()
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # an interpreter with threads of gloo may abort at its end
+""",
+        tmp_path,
+        timeout=120,
+        imported=IMPORTED,
+    )

@@ -1,0 +1,74 @@
+"""Settings: sizes, environment, and refusals that name the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import datastates as ds
+from datastates.config import Settings, parse_size
+from datastates.errors import SettingsError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [(5, 5), ("5", 5), ("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("2KB", 2000), ("1TiB", 1 << 40), (" 7 B ", 7)],
+)
+def test_sizes(text: object, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "8 GiBs", "-1", "1e9", None, 1.5, True, "8gib"])
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"host_cach": "1GiB"}, "host_cach"),
+        ({"host_cache": "lots"}, "host_cache"),
+        ({"host_cache": "1MiB"}, "host_cache"),
+        ({"block": 5000}, "block"),
+        ({"block": 4096}, "block"),
+        ({"queue_depth": 0}, "queue_depth"),
+        ({"io_backend": "aio"}, "io_backend"),
+        ({"keep_last": 0}, "keep_last"),
+        ({"keep_every": 5}, "keep_every"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"max_in_flight": -1}, "max_in_flight"),
+    ],
+)
+def test_refusals_name_the_field(options: dict[str, object], field: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=field):
+        ds.Checkpointer(tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_field_has_a_default_a_description_and_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, field in Settings.model_fields.items():
+        assert not field.is_required()
+        assert field.description
+        monkeypatch.setenv(f"DATASTATES_{name.upper()}", "nonsense")
+        with pytest.raises(SettingsError, match=f"{name} \\(from DATASTATES_{name.upper()}\\)"):
+            Settings.of({})
+        monkeypatch.delenv(f"DATASTATES_{name.upper()}")
+
+
+def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATASTATES_QUEUE_DEPTH", "5")
+    monkeypatch.setenv("DATASTATES_AUTO_GATE", "false")
+    assert Settings.of({}).queue_depth == 5
+    assert Settings.of({}).auto_gate is False
+    assert Settings.of({"queue_depth": 6}).queue_depth == 6
+
+
+def test_the_documented_table_is_the_model() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    assert set(rows) == set(Settings.model_fields)
+    for name, field in Settings.model_fields.items():
+        assert f"`DATASTATES_{name.upper()}`" in rows[name]
+        assert str(field.description) in rows[name]

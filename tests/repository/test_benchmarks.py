@@ -1,0 +1,360 @@
+"""The benchmarks run, every row and every system, with states of a few MB; how fast is not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from by_path import module_at
+
+from datastates.commit.claims import claims_of
+from datastates.commit.tiling import PRIME
+from datastates.ranks import polling
+
+ROOT = Path(__file__).parents[2]
+WRITERS = {"raw", "datastates", "torch.save/load", "safetensors", "DCP", "TorchSnapshot", "torch_checkpointing"}
+RANKS = ("raw", "plain", "datastates", "datastates through DCP", "DCP", "DCP async")
+RANK_LAYOUTS = ((2, 2), (2, 1), (1, 2), (4, 2))
+UNDRAWN = {
+    "throughput": {"plain", "datastates", "DCP async", "torch_checkpointing async"},
+    "ranks": {"plain", "DCP async"},
+}
+CPU_ROWS = {
+    "write": WRITERS | {"datastates with pwrite"},
+    "restore-cold": WRITERS | {"torch.save/load mmap", "datastates with pwrite"},
+    "restore-warm": WRITERS | {"torch.save/load mmap"},
+    "call": {"few", "many", "module and optimizer", "state_dict() alone"},
+    "throughput": {"plain", "datastates", "DCP async", "torch_checkpointing async"},
+    "memory": {"datastates", "DCP async"},
+    "index": {"plan", "encode", "open", "read one"},
+    "ranks": {f"{system}, {n} → {m}" for system in RANKS for n, m in RANK_LAYOUTS},
+}
+GPU_ROWS = {
+    "capture": {"pinned copy", "pinned copy, large", "one tensor", "one large tensor", "many small tensors"},
+    "training": {"plain", "datastates", "DCP async", "torch_checkpointing async", "torch.save/load"},
+    "durable": {"raw", "datastates", "torch.save/load", "DCP"},
+    "durable-tmpfs": {"raw", "datastates", "torch.save/load", "DCP"},
+}
+LAYOUTS = ("FSDP", "own keys", "ZeRO")
+SCALE_ROWS = {
+    "rank": set(LAYOUTS),
+    "agreement": {"2 ranks", "4 ranks"},
+    "store": {"votes", "looks of one client", "looks of 8 clients", "one question about many keys"},
+    "coordinator": {f"{layout}, {ranks} ranks" for layout in LAYOUTS for ranks in (4, 8, 16)},
+    "restore": {f"{layout}, as saved" for layout in LAYOUTS}
+    | {"FSDP, on 12 ranks", "ZeRO, on 12 ranks", "manifest.json"},
+    "commit": {f"{ranks} ranks, {latency} µs" for ranks in (4, 8, 16) for latency in ("50", "1,000")},
+}
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory on the sources' file system: that of temporary files may have no cache to be cold."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="tests-") as directory:
+        yield Path(directory)
+
+
+def run_script(name: str | Path, *arguments: str | Path, cores: set[int] | None = None) -> str:
+    """Run a script of benchmarks/, or another, as a user does; on some cores only, if these are given."""
+    # MAKE…: of the make that may have started the tests; with PYTHONSAFEPATH a script does not find its neighbours
+    unwanted = ("MAKE", "MFLAGS", "PYTHONSAFEPATH")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)} | {"OMP_NUM_THREADS": "1"}
+    if name == "run.py" and not (ROOT / ".whl" / "raw_io").exists():  # carried to a machine that cannot build it
+        subprocess.run(["make", "--no-print-directory", "build/raw_io"], cwd=ROOT, env=environment, check=True)
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *map(str, arguments)]
+    if cores:
+        command = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_suite(suite: str, scratch: Path, page: Path) -> dict[str, Any]:
+    page.mkdir()
+    path = page / f"{suite}.json"
+    run_script("run.py", suite, "--tiny", "--repeat", "1", "--directory", scratch, "--json", path)
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert not list(scratch.iterdir()), "files are left"
+    return report
+
+
+def check(report: dict[str, Any], rows: dict[str, set[str]]) -> None:
+    assert set(report["benchmarks"]) == set(rows)
+    for name, systems in rows.items():
+        benchmark = report["benchmarks"][name]
+        assert benchmark["errors"] == {}, name
+        assert systems <= set(benchmark["samples"]), name
+        for system, samples in benchmark["samples"].items():
+            assert len(samples) == 1, (name, system)
+            assert all(value > 0 for s in samples for k, value in s.items() if k != "cpu_seconds"), (name, system)
+
+
+@pytest.mark.long
+def test_the_cpu_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    report = run_suite("cpu", scratch, folder)
+    check(report, CPU_ROWS)
+
+    run_script("report.py", folder)
+    page = (tmp_path / "docs.md").read_text()
+    for name, systems in CPU_ROWS.items():
+        picture = folder / f"cpu-{name}.svg"
+        assert picture.name in page
+        drawn = picture.read_text()
+        assert all(row in drawn for row in systems if row.partition(", ")[0] not in UNDRAWN.get(name, {"plain"})), name
+        assert all(f"\n| {system} |" in page for system in systems), name
+    writes = report["benchmarks"]["write"]
+    rate = writes["parameters"]["bytes"] / writes["samples"]["DCP"][0]["seconds"] / 1e9
+    assert f"| DCP | {rate:.2f} ({rate:.2f}–{rate:.2f}) |" in page
+    assert "trial with tiny states" in page
+
+
+MACHINE = {
+    **dict.fromkeys(("cpu", "kernel", "storage", "python", "datastates"), "some"),
+    "cores": 2,
+    "memory": 2**30,
+    "packages": {},
+}
+
+
+def report_of(suite: str, name: str, samples: dict[str, list[dict[str, float]]], **benchmark: Any) -> dict[str, Any]:
+    """What a suite reports of one benchmark."""
+    made = {"parameters": {"bytes": 10**9, "period": 3}, "settings": {}, "samples": samples, "errors": {}} | benchmark
+    circumstances = {"suite": suite, "tiny": False, "repeat": 3, "date": "today", "machine": MACHINE}
+    return {**circumstances, "benchmarks": {name: made}}
+
+
+@pytest.mark.long
+def test_the_scale_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    report = run_suite("scale", scratch, folder)
+    check(report, SCALE_ROWS)
+    # a rank asks the Store as often however many there are
+    agreed = [samples[0] for samples in report["benchmarks"]["agreement"]["samples"].values()]
+    assert {sample["rank_calls"] for sample in agreed} == {sample["rank_calls_least"] for sample in agreed} == {5}
+
+    run_script("report.py", folder)
+    page = (tmp_path / "scale.md").read_text()
+    shown = set().union(*SCALE_ROWS.values()) - SCALE_ROWS["store"] - {"manifest.json"}
+    assert all(f"\n| {system} |" in page for system in shown)
+    nbytes = report["benchmarks"]["rank"]["samples"]["FSDP"][0]["vote_bytes"]
+    assert f"| {nbytes:,} |" in page
+    assert "A trial with few ranks" in page
+    assert not (tmp_path / "docs.md").exists()
+
+
+def test_verdicts_come_out_of_the_samples(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+
+    def page_of(ours: list[float], errors: dict[str, str]) -> str:
+        samples = {
+            "raw": [{"seconds": 1.0, "cpu_seconds": 0.1}] * 3,
+            "datastates": [{"seconds": s, "cpu_seconds": 0.1} for s in ours],
+        }
+        (folder / "cpu.json").write_text(json.dumps(report_of("cpu", "write", samples, errors=errors)))
+        run_script("report.py", folder)
+        return (tmp_path / "docs.md").read_text()
+
+    fast = page_of([1.0, 0.5, 4.0], {"DCP": "OSError: no\nroom"})
+    assert "| durable write, over raw (Durable write) | ≥ 0.95 × | 1 × | 0.25–2 | 3 | reached |" in fast
+    assert "| durable write, over DCP (Durable write) | ≥ 4 × | – | – | 0 | not measured |" in fast
+    assert "- DCP failed: `OSError: no room`" in fast
+    slow = page_of([1.1, 2.0, 1.0], {})
+    assert "| durable write, over raw (Durable write) | ≥ 0.95 × | 0.909 × | 0.5–1 | 3 | **missed** |" in slow
+
+
+def test_ranks_are_compared_with_those_of_the_same_layout(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    samples = {
+        "raw, 2 → 2": [{"write": 1.0, "read": 1.0}],
+        "datastates, 2 → 2": [{"write": 1.0, "read": 1.0, "needed": 100.0, "fetched": 104.0}],
+        "raw, 4 → 2": [{"write": 0.5, "read": 0.5}],
+        "plain, 4 → 2": [{"seconds": 7.0}],
+        "datastates, 4 → 2": [
+            {
+                "write": 1.0,
+                "read": 0.5,
+                "needed": 100.0,
+                "fetched": 106.0,
+                "call": 0.01,
+                "seconds": 7.25,
+                "durable": 2.0,
+            }
+        ],
+    }
+    several = report_of("gpu", "ranks", samples)
+    several["machine"] = MACHINE | {"gpu": "some", "gpus": 4, "driver": "1", "cuda": "2"}
+    (folder / "gpus-4.json").write_text(json.dumps(several))
+    skipped = report_of("gpu", "ranks", {}, settings={"4 → 2": "skipped: why not"})
+    (folder / "gpu.json").write_text(json.dumps(skipped))
+    run_script("report.py", folder)
+    one, _, page = (tmp_path / "docs.md").read_text().partition("## Machine with four GPUs")
+    assert "- 4 → 2: skipped: why not" in one
+    for measured in ("2 → 2", "4 → 2"):
+        assert f"{measured}, over raw (Several ranks)" not in one, "a target stands where it was measured"
+    assert "| durable write, 2 → 1, over raw (Several ranks) | ≥ 0.95 × | – | – | 0 | not measured |" in one
+    assert "4 × some (driver 1, CUDA 2)" in page
+    assert "| durable write, 2 → 2, over raw (Several ranks) | ≥ 0.95 × | 1 × | 1–1 | 1 | reached |" in page
+    assert "| durable write, 4 → 2, over raw (Several ranks) | ≥ 0.95 × | 0.5 × | 0.5–0.5 | 1 | **missed** |" in page
+    assert (
+        "| bytes read, 2 → 2, over those needed (Several ranks) | ≤ 1.05 × | 1.04 × | 1.04–1.04 | 1 | reached |" in page
+    )
+    assert (
+        "| bytes read, 4 → 2, over those needed (Several ranks) | ≤ 1.05 × | 1.06 × | 1.06–1.06 | 1 | **missed** |"
+        in page
+    )
+    row = next(line for line in page.splitlines() if line.startswith("| datastates, 4 → 2 |"))
+    medians = [cell.partition(" (")[0].strip() for cell in row.split("|")[2:-1]]
+    assert medians == ["1.00", "2.00", "0.50", "1.00", "1.060", "0.250", "0.0100", "0.50"]
+
+
+def test_ranks_without_a_core_each_are_skipped_and_that_is_said(scratch: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("here the ranks have GPUs")
+    path = tmp_path / "cpu.json"
+    core = {min(os.sched_getaffinity(0))}
+    run_script("run.py", "cpu", "--only", "ranks", "--directory", scratch, "--json", path, cores=core)
+    ranks = json.loads(path.read_text())["benchmarks"]["ranks"]
+    assert (ranks["samples"], ranks["errors"]) == ({}, {})
+    assert ranks["settings"] == {
+        f"{n} → {m}": f"skipped: {max(n, m)} ranks need a core each, here are 1" for n, m in RANK_LAYOUTS
+    }
+
+
+TEAM = f"""
+import multiprocessing, sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+from team import Team
+
+def fail(team, command, **arguments):
+    try:
+        team.call(command, **arguments)
+    except RuntimeError as error:
+        print(error)
+    assert not multiprocessing.active_children()
+
+if __name__ == "__main__":
+    with Team(2, tiny=True) as team:
+        size = team.call("nbytes")
+        assert size[0] == size[1] > 0, size
+        fail(team, "train", period="no number")
+        assert team.call("nbytes") == size
+        multiprocessing.active_children()[0].kill()
+        fail(team, "train", period=1)
+        assert team.call("nbytes") == size
+    assert not multiprocessing.active_children()
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_ends_its_team_and_the_next_command_has_a_new_one(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "script.py"
+    script.write_text(TEAM)
+    misused, killed = run_script(script).splitlines()
+    assert all(f"rank {rank}: TypeError" in misused for rank in (0, 1)), misused
+    assert "ended with exit code -9" in killed
+
+
+def load(name: str) -> ModuleType:
+    """A module of benchmarks/ that needs none of the others."""
+    return module_at(ROOT / "benchmarks" / f"{name}.py")
+
+
+def test_systems_take_turns_and_one_that_fails_is_left_out() -> None:
+    measure = load("measure")
+    calls: list[str] = []
+
+    def action(name: str, fails_at: int = 100) -> dict[str, float]:
+        calls.append(name)
+        if calls.count(name) > fails_at:
+            raise ValueError(f"{name} is full")
+        return {"seconds": float(len(calls))}
+
+    result = measure.Result()
+    actions = {"a": lambda: action("a"), "b": lambda: action("b", 2), "c": lambda: action("c")}
+    measure.interleave(result, actions, measure.Plan(repeat=3), rounds={"c": 1})
+    assert "".join(calls) == "abc" + "abc" + "ab" + "a"
+    assert {name: len(samples) for name, samples in result.samples.items()} == {"a": 3, "b": 1, "c": 1}
+    assert result.errors == {"b": "ValueError: b is full"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_claims_made_in_columns_are_those_of_the_tables(name: str) -> None:
+    layout = load("layouts").Layout(name, 5, 7)
+    total = 0
+    for rank in range(5):
+        made, right = layout.claims(rank), claims_of(layout.table(rank))
+        for column in ("form", "begin", "end") if name == "own keys" else ("key", "form", "begin", "end"):
+            np.testing.assert_array_equal(getattr(made, column), getattr(right, column))
+        total += right.cover - made.cover
+    assert total % PRIME == 0
+
+
+def test_simulated_ranks_pause_as_real_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load("commit_model")
+    slept: list[float] = []
+    monkeypatch.setattr(polling.time, "sleep", slept.append)
+    polling.until(lambda: True if len(slept) == 30 else None, float("inf"), polling.slowest(16_384))
+    assert slept == pytest.approx(list(islice(model.pauses(16_384), 30)))
+
+
+def test_a_simulated_commit_takes_what_its_parts_take() -> None:
+    model = load("commit_model")
+    # two ranks, a network that is slow, a server that is not
+    setting = model.Setting(2, 0.0, 10.0, 0.0, 0.0, 0.0, 100, 7.0)
+    o = model.simulate(setting, 1)
+    # a look in vain, whether one has failed, a look that finds the mark; all there, one multi_get, and the gate
+    assert o.heard == pytest.approx(6 * 20, abs=0.1)
+    assert o.committed - o.heard == pytest.approx(7)
+    # the answer on its way, a look that finds it and may just have been missed, and the answer fetched
+    assert 40 <= o.last - o.committed <= 60.1
+    # the server serves one at a time
+    slow = model.simulate(model.Setting(50, 0.0, 0.0, 1.0, 0.0, 0.0, 100, 0.0), 1)
+    assert slow.busy == pytest.approx(slow.requests)
+    assert slow.last >= 50 * 2 + 50
+
+
+def test_no_round_begins_too_late() -> None:
+    measure = load("measure")
+    result = measure.Result()
+    measure.interleave(result, {"a": lambda: {"seconds": 1.0}}, measure.Plan(repeat=5, until=0.0))
+    assert result.samples == {"a": [{"seconds": 1.0}]}
+
+
+def test_a_dropped_file_is_cold_and_a_filled_one_warm(scratch: Path) -> None:
+    page_cache = load("page_cache")
+    file = scratch / "file"
+    file.write_bytes(bytes(3 << 20))
+    assert page_cache.resident(file) == 3 << 20
+    page_cache.drop(scratch)
+    assert page_cache.resident(file) == 0
+    page_cache.fill(scratch)
+    assert page_cache.resident(file) == 3 << 20
+
+
+@pytest.mark.gpu
+def test_the_gpu_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine: the GPU benchmarks did NOT run")
+    folder = tmp_path / "docs"
+    layouts = [f"{n} → {m}" for n, m in RANK_LAYOUTS if max(n, m) <= torch.cuda.device_count()]
+    rows = GPU_ROWS | {"ranks": {f"{system}, {layout}" for system in RANKS for layout in layouts}}
+    check(run_suite("gpu", scratch, folder), rows)
+    run_script("report.py", folder)
+    assert all(f"gpu-{name}.svg" in (tmp_path / "docs.md").read_text() for name, systems in rows.items() if systems)

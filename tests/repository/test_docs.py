@@ -1,0 +1,50 @@
+"""Every Python block of the documentation runs, the blocks of one page one after the other in one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if "```python" in p.read_text())
+
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""What torchrun would say to a page that is about several ranks, and runs as one."""
+
+FRAMEWORKS = ("deepspeed", "lightning", "megatron", "transformers")
+"""What a page may need that is not always there."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, id=p.name, marks=[pytest.mark.long] if p.stem in FRAMEWORKS else []) for p in PAGES],
+)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    wanted = {name for name in FRAMEWORKS for block in blocks if re.search(rf"^(import|from) {name}\b", block, re.M)}
+    if missing := {name for name in wanted if find_spec(name) is None}:
+        pytest.skip(f"{', '.join(sorted(missing))} not installed: this page did NOT run")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks))
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **ONE_RANK},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if not re.match(r"[a-z]+:", link):
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"

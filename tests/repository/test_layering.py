@@ -1,0 +1,165 @@
+"""Imports between packages go down only, nobody reaches into another's private names, and files stay short."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
+# from the bottom to the top: each may import what stands before it, none its neighbours on one line
+ORDER = [
+    {"errors"},
+    {"_base"},  # what every stage stands on
+    {"config"},
+    {"state"},  # no I/O
+    {"planning"},  # pure
+    {"executor"},
+    {"container"},
+    {"ranks"},  # know no checkpoint
+    {"commit"},
+    {"saving", "restoring"},
+    {"_calls"},
+    {"api", "checkpointer"},
+    {"protocol", "cli"},
+    {"__init__", "__main__"},
+    {"adapters", "testing"},
+]
+PROVIDERS = {"errors", "_base", "state", "container", "protocol"}
+NATIVE = {"executor.executor", "container.checksums", "container.pickle_native", "state.tensor_scan"}
+FRAMEWORKS = {"torch", "cupy", "ml_dtypes", "deepspeed", "megatron", "lightning", "transformers"}
+LINES = 400
+LONG = {
+    "datastates/container/pickle_reader.py": "one table of opcodes and what they call",
+    "datastates/restoring/in_place.py": "one restore, step by step",
+    "native/bindings/module.cpp": "the module's definition, class by class",
+    "native/bindings/plain_pickle.cpp": "one table of opcodes",
+    "native/src/read/reader.cpp": "reading ahead and reading at once share their queue",
+    "native/src/write/write_state.cpp": "one state under one lock",
+    "providers/nested/tree.py": "taking nested values apart is the mirror of putting them together",
+}
+LEVEL = {name: level for level, line in enumerate(ORDER) for name in line}
+
+
+def _modules() -> dict[str, Path]:
+    """Every module below ``datastates`` by its dotted name; of a package its ``__init__``."""
+    found = {}
+    for folder, prefix in (("datastates", ()), ("providers", ("providers",)), ("adapters", ("adapters",))):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join([*prefix, *parts])
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _package(module: str) -> str:
+    return module.split(".")[0]
+
+
+def _imports(module: str) -> list[tuple[str, str, bool]]:
+    """Every (module, name) that is imported of what, and whether that runs when this module is imported."""
+    tree = ast.parse(MODULES[module].read_text())
+    inside = {
+        id(n) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in ast.walk(f)
+    }
+    found = []
+    for node in ast.walk(tree):
+        top = id(node) not in inside
+        if isinstance(node, ast.Import):
+            found += [(a.name, "", top) for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            found += [(node.module or "", a.name, top) for a in node.names]
+    return found
+
+
+def _ours(module: str) -> list[tuple[str, str]]:
+    """What it imports of this package: the module, and the name out of it or nothing where it is the module itself."""
+    found = []
+    for source, name, _ in _imports(module):
+        if source == "datastates" or source.startswith("datastates."):
+            inner = source.removeprefix("datastates").lstrip(".")
+            both = f"{inner}.{name}".lstrip(".")
+            if both in MODULES or both == "_native":
+                found.append((both, ""))
+            else:
+                found.append((inner or "__init__", name))
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down_only(module: str) -> None:
+    own = _package(module)
+    for target, _ in _ours(module):
+        package = _package(target)
+        if package in (own, "_native") or (own == "__init__" and package in ("providers", "adapters")):
+            continue
+        if own == "providers":
+            assert package in PROVIDERS, f"{module} imports {target}"
+            continue
+        if package == "providers":
+            assert own in ("adapters", "testing"), f"{module} imports {target}"
+            continue
+        assert package in LEVEL, f"{module} imports {target}, which has no place in ORDER"
+        assert LEVEL[package] < LEVEL[own], f"{module} imports {target}, which is not below it"
+
+
+def test_every_package_has_its_place_and_says_what_it_is() -> None:
+    assert {_package(m) for m in MODULES} - {"providers"} == set(LEVEL)
+    for package in {p.parent for p in MODULES.values()}:
+        doc = ast.get_docstring(ast.parse((package / "__init__.py").read_text()))
+        assert doc, f"{package.name}/__init__.py does not say what it is"
+
+
+def test_no_module_imports_what_imports_it() -> None:
+    graph = {m: {t for t, _ in _ours(m) if t in MODULES and t != m} for m in MODULES if m != "__init__"}
+    for m, targets in graph.items():
+        targets.discard("__init__")
+        assert m.endswith("__main__") or _package(m) not in targets or "." not in m, (
+            f"{m} imports its own package's face"
+        )
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_names_stay_in_their_package(module: str) -> None:
+    here, own = _ours(module), _package(module)
+    for target, name in here:
+        private = [part for part in [*target.split(".")[1:], name] if part.startswith("_") and part != "__version__"]
+        assert not private or _package(target) == own, f"{module} imports {name or target}"
+    foreign = {target.split(".")[-1] for target, name in here if not name and _package(target) != own}
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in foreign:
+            assert not node.attr.startswith("_"), f"{module} uses {node.value.id}.{node.attr}"
+
+
+def test_files_are_short() -> None:
+    files = [p for folder in ("datastates", "providers", "adapters") for p in (ROOT / folder).rglob("*.py")]
+    files += [p for p in (ROOT / "native").rglob("*.?pp") if "tests" not in p.parts]
+    long = {str(p.relative_to(ROOT)) for p in files if len(p.read_text().splitlines()) > LINES}
+    assert long == set(LONG)
+
+
+def test_the_doors_to_the_native_core() -> None:
+    # beside the executor: the container for checksums, and scans of many arrays or opcodes at once
+    assert {m for m in MODULES if any(target == "_native" for target, _ in _ours(m))} == NATIVE
+
+
+def test_frameworks_are_imported_inside_functions_only() -> None:
+    for module in MODULES:
+        if _package(module) != "adapters":
+            tops = {source.split(".")[0] for source, _, top in _imports(module) if top}
+            assert not tops & FRAMEWORKS, f"{module} imports {tops & FRAMEWORKS}"
+
+
+def test_the_command_line_loads_no_framework() -> None:
+    code = "import sys, datastates.cli, datastates.providers; print(sorted(set(sys.modules) & {'torch', 'cupy'}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
