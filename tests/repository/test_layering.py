@@ -38,7 +38,7 @@ LONG = {
     "datastates/restoring/in_place.py": "one restore, step by step",
     "native/bindings/module.cpp": "the module's definition, class by class",
     "native/bindings/plain_pickle.cpp": "one table of opcodes",
-    "native/src/read/reader.cpp": "reading ahead and reading at once share their queue",
+    "native/src/read/reader.cpp": "reads ahead and reads at once share their queue",
     "native/src/write/write_state.cpp": "one state under one lock",
     "providers/nested/tree.py": "taking nested values apart is the mirror of putting them together",
 }
@@ -122,9 +122,7 @@ def test_no_module_imports_what_imports_it() -> None:
     graph = {m: {t for t, _ in _ours(m) if t in MODULES and t != m} for m in MODULES if m != "__init__"}
     for m, targets in graph.items():
         targets.discard("__init__")
-        assert m.endswith("__main__") or _package(m) not in targets or "." not in m, (
-            f"{m} imports its own package's face"
-        )
+        assert m.endswith("__main__") or "." not in m or _package(m) not in targets, f"{m} imports its own face"
     graphlib.TopologicalSorter(graph).prepare()
 
 
