@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from typing import Any
 
 
-def loaded(module: str) -> ModuleType | None:
+def loaded(module: str) -> Any:
+    """A module that has been imported; None where it has not."""
     return sys.modules.get(module)
