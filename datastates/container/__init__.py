@@ -1,4 +1,4 @@
-"""One file: ZIP64 framing, index, ``data.pkl``, checksums, digests. Bytes in, bytes out."""
+"""One container file: ZIP64 framing, index, ``data.pkl``, checksums and digests."""
 
 from datastates.container.checksums import crc32
 from datastates.container.file import Container, open_container

@@ -1,8 +1,8 @@
 """The container file: a ZIP64 archive of stored records that ``torch.load`` opens, with an index at its tail.
 
-Pure: bytes in, bytes out; ``docs/format.md`` is the contract. The order in the file is: one record for each buffer of
-memory, laid out by the planner; ``data.pkl``; ``byteorder``; ``version``; the index; the central directory; the
-footer, which is the archive's comment and names the index's place, length and checksum.
+This module does no I/O of its own. ``docs/format.md`` specifies the bytes. A file holds, in this order: one record for
+each buffer of memory, placed by the planner; ``data.pkl``; ``byteorder``; ``version``; the index; the central directory
+and its end records; the footer. The footer is the archive's comment. It gives the index's offset, length and checksum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ ENDING_NBYTES = zip_frames.ENDING_NBYTES + FOOTER_NBYTES
 def encode_framing(
     header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None, nest: Nest | None = None
 ) -> memoryview:
-    """All bytes between the records' data, end to end; without ``crc`` the CRC fields are zero, to be filled in."""
+    """All bytes between the records' data, end to end.
+
+    ``header_offset`` and ``data_offset`` say where each record's local header and data begin in the file, ``nbytes``
+    how long the data is. Without ``crc`` the CRC-32 fields are zero and must be filled in later. With ``nest`` the
+    bytes include the nested archives, except the last one's ending.
+    """
     framing = zip_frames.encode_frames(header_offset, data_offset, nbytes, crc)
     if nest is not None:
         nest.put(framing, header_offset, data_offset, nbytes, crc)
@@ -42,7 +47,11 @@ def pickle_place(records_end: int, nest: Nest | None = None) -> int:
 
 
 def nest_of(index: Index) -> Nest | None:
-    """The archives that its records are; None where they are none. Raises FormatError where they cannot be."""
+    """The archives nested in a container's records; None where the container is not nested.
+
+    Raises:
+        FormatError: A record holds no array, so it cannot be an archive.
+    """
     if not index.nested:
         return None
     table = index.shards
@@ -53,7 +62,7 @@ def nest_of(index: Index) -> Nest | None:
 
 
 def stored_array(row: Row, record_nbytes: int) -> StoredArray:
-    """A row as ``data.pkl`` names it."""
+    """Where a row's elements are, as ``data.pkl`` says it."""
     itemsize = row.dtype.itemsize
     elements = record_nbytes // itemsize
     return StoredArray(str(row.record), row.dtype.name, row.offset // itemsize, row.shape, row.stride, elements)
@@ -62,7 +71,7 @@ def stored_array(row: Row, record_nbytes: int) -> StoredArray:
 def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[bytes, int]:
     """Everything from ``index.records_end`` to the end of the file, and the index's CRC-32.
 
-    ``nest``: what :func:`nest_of` gives of the index, where it is at hand.
+    ``nest`` is what :func:`nest_of` gives for the index. A caller that has it already passes it to save time.
     """
     begin = index.records_end
     nest = nest or nest_of(index)
@@ -95,22 +104,22 @@ def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[
 
 
 def is_ending(tail: bytes) -> bool:
-    """Whether the last bytes of a file, some hundreds of them, are a container's, though they may be damaged."""
+    """Whether a file's last bytes, some hundreds of them, are those of a container, perhaps of a damaged one."""
     return zip_frames.INDEX_NAME in tail or tail[-FOOTER_NBYTES:].startswith(b"datastates/")
 
 
 def is_beginning(head: bytes) -> bool:
-    """Whether the first bytes of a file, some tens of them, are those of a container with records."""
+    """Whether a file's first bytes, some tens of them, are those of a container that has records."""
     return head.startswith(b"PK\3\4") and head[30:].startswith(zip_frames.record_name(0))
 
 
 Read = Callable[[int, int], bytes]
-"""Reads (offset, length) of the file."""
+"""Called with an offset and a length in bytes; returns those bytes of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """The last bytes of a container: where its index is."""
+    """What a container's footer says of its index: offset in the file, length in bytes, and CRC-32."""
 
     offset: int
     nbytes: int
@@ -118,7 +127,11 @@ class Footer:
 
 
 def decode_footer(ending: bytes, file_nbytes: int) -> Footer:
-    """Find the index from a file's last :data:`FOOTER_NBYTES` bytes; raises FormatError when they are no footer."""
+    """Decode the footer, which is the last :data:`FOOTER_NBYTES` bytes of a file.
+
+    Raises:
+        FormatError: They are no footer, name an unknown format, or place the index beyond the end of the file.
+    """
     try:
         text = ending[-FOOTER_NBYTES:].decode("ascii")
         version, offset, nbytes, crc = (
@@ -139,10 +152,12 @@ def decode_footer(ending: bytes, file_nbytes: int) -> Footer:
 
 
 def open_index(read: Read, file_nbytes: int, *, guess: int = 1 << 16) -> tuple[Index, Footer]:
-    """Read and check the index of a container: one read of the file's end, a second only when the index is long.
+    """Read and check the index of a container.
+
+    It reads the last ``guess`` bytes of the file, and reads again only when the index begins before them.
 
     Raises:
-        FormatError: It is no container, or a damaged one.
+        FormatError: The file is no container, or a damaged one.
     """
     start = max(0, file_nbytes - guess)
     ending = read(start, file_nbytes - start)
@@ -157,7 +172,7 @@ def open_index(read: Read, file_nbytes: int, *, guess: int = 1 << 16) -> tuple[I
 
 
 def frame_ranges(index: Index) -> list[tuple[int, memoryview]]:
-    """Every stretch between the storage records' data as it must be: (offset in the file, bytes)."""
+    """The bytes that must lie between the storage records' data: for each stretch, its offset in the file and bytes."""
     encoded = encode_framing(
         index.header_offset, index.data_offset, index.record_nbytes, index.record_crc, nest_of(index)
     )

@@ -13,12 +13,12 @@ from datastates.state.shards import StoredArray
 
 @dataclass(frozen=True, slots=True)
 class ProviderState:
-    """What ``data.pkl`` says of one provider.
+    """What ``data.pkl`` holds of one provider.
 
     Attributes:
         name: The provider's name: a top-level key.
-        whole: The pickle of its whole value; None when the value is a mapping of the items.
-        items: By key, the pickle of an object, or where an array is stored.
+        whole: The pickle of its whole value; None when the value is a mapping made of ``items``.
+        items: Each key with the pickle of an object, or with the place where an array is stored.
     """
 
     name: str
@@ -29,9 +29,12 @@ class ProviderState:
 def encode_pickle(
     states: Sequence[ProviderState], offset: int, *, bare: bool = False
 ) -> tuple[bytes, tuple[StoredObject, ...]]:
-    """Splice the providers' pickles into one ``data.pkl`` that will lie at ``offset``, and say where each object is.
+    """Splice the providers' pickles into one ``data.pkl``, and say where each object lies in the file.
 
-    ``bare``: it is the value of the one provider, not a mapping of providers.
+    Args:
+        states: The providers, in the order of the index.
+        offset: Where the data of ``data.pkl`` will begin in the file.
+        bare: Whether ``data.pkl`` is the value of the only provider rather than a mapping of providers.
     """
     parts = [pickle_writer.stream(b"")[:-1]]
     position = offset + sum(map(len, parts))

@@ -1,4 +1,4 @@
-"""Where a table's rows lie in their logical tensors, and the stretches of bytes that a digest is folded from. Pure."""
+"""Where a table's rows lie in their logical tensors, and the stretches of bytes that their digests are folded from."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 class Places:
     """Where rows lie in their logical tensors, in bytes; one entry for each row.
 
-    A row's elements, in row-major order, are ``stretches`` of ``count`` runs of ``run`` bytes each. Runs are contiguous
-    in the flattened logical tensor, and as long as can be; those of one stretch are equally far apart.
+    A *run* is a longest part of a row that is contiguous in the flattened logical tensor. All runs of a row have the
+    same length. A *stretch* is ``count`` consecutive runs that are equally far apart in the logical tensor. A row's
+    elements, in row-major order, are one or more stretches.
 
     Attributes:
         table: The rows.
-        nbytes: Length of a row's elements.
+        nbytes: Length of the row's elements.
         total: Length of its logical tensor.
-        begin: Where in it the first run begins.
-        run: Length of a run.
-        count: Runs of a stretch.
-        step: From the begin of one run to that of the next of its stretch.
-        in_order: Whether the elements lie in their record in row-major order, without gaps.
+        begin: Where in the logical tensor its first run begins.
+        run: Length of each of its runs.
+        count: Number of runs in each of its stretches.
+        step: Distance in the logical tensor from the begin of one run to the begin of the next in the same stretch.
+        in_order: Whether its elements lie in their record in row-major order, without gaps.
     """
 
     table: ShardTable
@@ -45,17 +46,21 @@ class Places:
 
     @property
     def is_run(self) -> Bools:
-        """Whether a row is a single run."""
+        """Whether each row is a single run."""
         single: Bools = self.run == self.nbytes
         return single
 
     def runs(self, rows: I64, source: I64, offset: I64) -> DigestRuns:
-        """The stretches of some rows, none of them empty, each for a digest of its own, in the order of the rows.
+        """The stretches of some rows, for one digest a row.
 
         Args:
-            rows: Their numbers.
-            source: The source that each lies in.
-            offset: Where in it the elements begin; from there on they lie in row-major order.
+            rows: Numbers of the rows; each row must have elements.
+            source: For each of these rows, the source that its elements lie in.
+            offset: For each of these rows, where in the source its elements begin. They must lie there in row-major
+                order, without gaps.
+
+        Returns:
+            The stretches, by source, then by offset. Digest ``i`` is that of ``rows[i]``.
         """
         length = self.count[rows] * self.run[rows]
         stretches = self.nbytes[rows] // length
@@ -100,7 +105,8 @@ def places_of(table: ShardTable) -> Places:
         whole = table.global_dims[global_at[rows][:, None] + width].astype(np.int64)
         place = table.place[place_at[rows][:, None] + width].astype(np.int64)
         inner, partial = _inner(whole), shape != whole
-        # a run spans the last dimension that is not whole, and all behind it; a stretch those before, as far as whole
+        # A run spans the last partial dimension and all dimensions behind it. A stretch spans further: it begins with
+        # the partial dimension before that one.
         last = _last(partial)
         first = _last(partial & (width < last[:, None]))
         spans = np.append(np.cumprod(shape[:, ::-1], axis=1)[:, ::-1], np.ones((len(rows), 1), np.int64), axis=1)
@@ -117,7 +123,7 @@ def places_of(table: ShardTable) -> Places:
 
 
 def _by_ndim(rows: I64, ndim: np.ndarray[Any, Any], starts: I64) -> list[tuple[I64, I64]]:
-    """Rows of as many dimensions each, and where their numbers are in the column: a row of a matrix for each."""
+    """Rows grouped by number of dimensions: their numbers, and a matrix of where their entries are in the column."""
     groups = []
     for k in np.flatnonzero(np.bincount(ndim[rows])).tolist():
         chosen = rows[ndim[rows] == k]
@@ -126,20 +132,20 @@ def _by_ndim(rows: I64, ndim: np.ndarray[Any, Any], starts: I64) -> list[tuple[I
 
 
 def _inner(shape: I64) -> I64:
-    """Elements behind one step along each dimension: strides in row-major order."""
+    """Row-major strides of each shape, in elements."""
     ones = np.ones((len(shape), 1), np.int64)
     products = np.cumprod(np.append(ones, shape[:, :0:-1], axis=1), axis=1)
     return products[:, ::-1][:, : shape.shape[1]]
 
 
 def _last(marked: Bools) -> I64:
-    """The last marked column of each row; the first one where none is."""
+    """The last marked column of each row; 0 where no column is marked."""
     found: I64 = np.where(marked, np.arange(marked.shape[1]), 0).max(axis=1, initial=0)
     return found
 
 
 def _stretches(row: Row) -> I64:
-    """Where the stretches of a box begin in the logical tensor, behind the first one, in bytes."""
+    """Where each stretch of a box begins in the logical tensor, in bytes from the begin of the first stretch."""
     partial = [d for d, (a, b) in enumerate(zip(row.shape, row.global_shape, strict=True)) if a != b]
     begin = np.zeros(1, np.int64)
     for d in range(partial[-2]):

@@ -1,8 +1,9 @@
 """Digests of logical tensors: CRC-32s that do not depend on how a tensor was cut into parts, or on who held them.
 
-The CRC-32 of a tensor's bytes is linear but for its begin and end value. So each run of bytes *contributes* a number by
-itself: its raw CRC-32, shifted by the bytes that follow the run in the tensor. The exclusive or of the contributions of
-all parts, in any order, and of one constant that depends on the length alone is the CRC-32 of the whole.
+The digest of a tensor is the CRC-32 of all its bytes. CRC-32 is linear, apart from its begin and end value. So each run
+of bytes *contributes* a number of its own: its raw CRC-32, shifted by the number of bytes that follow the run in the
+tensor. The digest is the exclusive or of the contributions of all parts, in any order, and of a constant that depends
+only on the tensor's length.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from datastates.state.shards import HOST, ArrayRef, Shard
 from datastates.state.strides import span
 
 SHORTEST = 64
-"""Bytes below which the runs of a part are too many for what their digest is worth."""
+"""A part of several runs is digested only where its runs have at least so many bytes: shorter ones cost too much."""
 _PIECE = 16 << 20
-"""Bytes that are copied at a time where they do not lie in row-major order in host memory."""
+"""Bytes to copy at a time from arrays that do not lie in row-major order in host memory."""
 
 
 def shift(raw: U32, nbytes: U64) -> U32:
-    """Raw CRC-32s behind so many zero bytes more, each."""
+    """For each raw CRC-32, what it becomes after ``nbytes`` more zero bytes."""
     return np.frombuffer(checksums.crc32_shift(np.ascontiguousarray(raw), np.ascontiguousarray(nbytes)), "<u4")
 
 
 def constants(nbytes: U64) -> U32:
-    """What is left of the CRC-32 of so many bytes without their contributions: that of as many zeros."""
+    """For each length, the constant in the digest of a tensor of so many bytes: the CRC-32 of as many zero bytes."""
     return ~shift(np.full(len(nbytes), 0xFFFFFFFF, np.uint32), nbytes)
 
 
@@ -49,14 +50,15 @@ def constants(nbytes: U64) -> U32:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestPlan:
-    """How the contributions of a table's rows come about, settled before the data is seen.
+    """How to compute the contributions of a table's rows, planned before the data is known.
 
     Attributes:
         known: For each row, 1 where it has a contribution.
-        whole: Rows that are one run, and a whole record: their contribution comes from the record's CRC-32.
-        zeros, after: For each of those, the CRC-32 of as many zero bytes, and the bytes that follow in its tensor.
-        folded: Rows whose contribution is folded from ``runs``: that of ``folded[i]`` is digest ``i``.
-        runs: What to read for them, and where.
+        whole: Rows that are one run and a whole record: their contribution comes from the record's CRC-32.
+        zeros: For each row in ``whole``, the CRC-32 of as many zero bytes as the row has.
+        after: For each row in ``whole``, the number of bytes that follow it in its logical tensor.
+        folded: Rows whose contribution is folded from ``runs``: digest ``i`` is the contribution of row ``folded[i]``.
+        runs: The stretches of bytes to fold.
     """
 
     known: U8
@@ -67,11 +69,11 @@ class DigestPlan:
     runs: DigestRuns
 
     def contributions(self, record_crc: U32, digests: U32, table: ShardTable) -> U32:
-        """For each row its contribution, 0 where it has none.
+        """The contribution of each row, 0 where it has none.
 
         Args:
             record_crc: CRC-32 of each record.
-            digests: What the runs came to.
+            digests: The digests folded from ``runs``.
             table: The rows.
         """
         raw = record_crc[table.record[self.whole]] ^ self.zeros
@@ -82,20 +84,20 @@ class DigestPlan:
         return result
 
     def filled(self, record_crc: U32, digests: U32, table: ShardTable) -> ShardTable:
-        """The table with its digests."""
+        """The table with its digests filled in; the arguments are those of :meth:`contributions`."""
         digest = self.contributions(record_crc, digests, table)
         return replace(table, keys=table.packed_keys, digest=digest, digested=self.known)
 
 
 def plan_digests(table: ShardTable, record_nbytes: U64, source: I64, begin: I64) -> DigestPlan:
-    """Plan the digests of a table's rows: which have one, and how it comes about.
+    """Plan which of a table's rows have a digest, and how to compute it.
 
-    A row has one when its elements lie in row-major order and without gaps, in one run or in runs of :data:`SHORTEST`
-    bytes or more.
+    A row has one when its elements lie in the record in row-major order without gaps, and are one run or runs of
+    :data:`SHORTEST` bytes or more.
 
     Args:
         table: The rows, checked.
-        record_nbytes: Length of each record.
+        record_nbytes: Length of each record in bytes.
         source: For each record, the source that it lies in.
         begin: For each record, where in that source it begins, in bytes.
     """
@@ -118,7 +120,7 @@ def plan_digests(table: ShardTable, record_nbytes: U64, source: I64, begin: I64)
 
 
 class Contribution:
-    """What the elements of one part, given in row-major order, contribute to the digest of its logical tensor."""
+    """What one part contributes to the digest of its logical tensor, computed from its elements in row-major order."""
 
     def __init__(self, places: Places, row: int) -> None:
         """Expect the elements of one row."""
@@ -126,16 +128,16 @@ class Contribution:
         self._digester = digester(places.runs(rows, np.zeros_like(rows), np.zeros_like(rows)))
 
     def update(self, data: Any) -> None:
-        """Go on with the next bytes."""
+        """Take the next bytes of the elements."""
         self._digester.update(data)
 
     def value(self) -> int:
-        """The contribution, once all bytes have gone by."""
+        """The contribution, once all bytes have been given."""
         return int(np.bitwise_xor.reduce(np.frombuffer(self._digester.finish(), "<u4")))
 
 
 def digester(runs: DigestRuns) -> checksums.Digester:
-    """Fold the runs of one source."""
+    """Make a digester for runs that all lie in one source."""
     return checksums.Digester(
         digests=runs.digests,
         offset=runs.offset,
@@ -150,10 +152,10 @@ def digester(runs: DigestRuns) -> checksums.Digester:
 def contribution(shard: Shard) -> int:
     """What a live part contributes to the digest of its logical tensor, from its memory as it is now.
 
-    Parts on a device, or whose memory is not in row-major order, are copied in pieces of some megabytes.
+    It copies parts on a device, and parts whose memory is not in row-major order, in pieces of some megabytes.
 
     Raises:
-        DatastatesError: It is an object, or lies on a device where ``source`` is not the part itself.
+        DatastatesError: The shard is an object, or lies on a device and its ``source`` is not the part itself.
     """
     if shard.is_object:
         raise DatastatesError(f"{shard.key!r} is an object: it has no digest")
@@ -164,13 +166,13 @@ def contribution(shard: Shard) -> int:
 
 
 def strided(memory: Any, offset: int, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> Any:
-    """Elements in bytes of memory, of whatever type, as an array."""
+    """A read-only array over elements in memory; ``offset`` is in bytes, ``stride`` in elements, the type is opaque."""
     elements = np.frombuffer(memory, np.dtype((np.void, itemsize)), span(shape, stride), offset)
     return np.lib.stride_tricks.as_strided(elements, shape, [s * itemsize for s in stride], writeable=False)
 
 
 def row_major(elements: Any) -> Iterator[Any]:
-    """The bytes of a host array in row-major order, in pieces that need no copy or a small one."""
+    """The bytes of a host array in row-major order: in one piece where it is contiguous, else in small copies."""
     if not elements.flags.c_contiguous:
         for piece in _pieces(elements, elements.itemsize):
             yield np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
@@ -179,7 +181,7 @@ def row_major(elements: Any) -> Iterator[Any]:
 
 
 def _row_major(shard: Shard) -> Iterator[Any]:
-    if shard.buffer is None:  # memory that other things share, too
+    if shard.buffer is None:  # a restore destination that does not have its memory to itself
         shard = arrays.array_shard(shard.key, shard.source)
     assert shard.dtype is not None
     assert shard.buffer is not None
@@ -226,12 +228,12 @@ def _pieces(array: Any, itemsize: int) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logical:
-    """One logical tensor, out of the rows of all containers.
+    """One logical tensor, put together from the rows of all containers.
 
     Attributes:
         dtype: Its element type.
         shape: Its shape.
-        parts: For each part, the number of its table, that of its row, and the row.
+        parts: For each part, the number of its table, the number of its row, and the row.
     """
 
     dtype: str
@@ -244,7 +246,7 @@ class Logical:
         return sum(math.prod(row.shape) for _, _, row in self.parts) == math.prod(self.shape)
 
     def digest(self, contributions: Sequence[int | None]) -> int | None:
-        """CRC-32 of its bytes in row-major order, from what the parts contribute; None where something is missing."""
+        """Its digest, from the parts' contributions; None where a part or a contribution is missing."""
         known = [c for c in contributions if c is not None]
         if len(known) < len(self.parts) or not self.is_complete:
             return None
@@ -253,7 +255,7 @@ class Logical:
 
     @property
     def stored_digest(self) -> int | None:
-        """The digest, where all parts were digested when they were saved."""
+        """The digest; None unless all parts are stored and were digested at the save."""
         return self.digest([row.digest for _, _, row in self.parts])
 
 

@@ -1,4 +1,4 @@
-"""A container file, opened: found, and checked against itself; its data is not yet read."""
+"""Opens a container file: reads and checks its index, but not its data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Container:
         return self.index.data_offset
 
     def name_record(self, record: int) -> str:
-        """The keys that lie in a storage record, for an error about it."""
+        """Keys of at most three arrays that lie in a storage record, for an error message about the record."""
         table = self.index.shards
         keys = [table.row(i).key for i in np.flatnonzero(table.record == record)[:3].tolist()]
         return ", ".join(keys) or f"record {record}"
@@ -47,11 +47,11 @@ class Container:
         return replace(found, record=found.record + np.int32(first))
 
     def corrupt(self, key: str) -> CorruptError:
-        """The error that says that what is stored under a key, or a part of the file, is damaged."""
+        """The error for damaged data; ``key`` names a tensor, an object or a part of the file."""
         return CorruptError(f"{key!r} in {self.path} does not match its checksum", key=key, path=str(self.path))
 
     def read_object(self, stored: StoredObject) -> bytes:
-        """The opcodes of an object, verified; raises CorruptError."""
+        """Read the opcodes of an object; raises CorruptError where they do not match their checksum."""
         data = read_bytes(self.path)(stored.offset, stored.nbytes)
         if checksums.crc32(data) != stored.crc:
             raise self.corrupt(full_key(self.index.shards.providers[stored.provider], stored.key))
@@ -62,8 +62,8 @@ def open_container(path: Path) -> Container:
     """Open one container file.
 
     Raises:
-        FormatError: It is none, or damaged; the message names the path.
-        StorageError: It cannot be read.
+        FormatError: The file is no container, or a damaged one; the message names the path.
+        StorageError: The file cannot be read.
     """
     try:
         nbytes = path.stat().st_size
@@ -77,6 +77,6 @@ def open_container(path: Path) -> Container:
 
 
 def lost_container(path: Path, rank: int, ranks: int) -> StorageError:
-    """The error that says that a rank's container is missing."""
-    what = f"{path.name}, the container of rank {rank} of {ranks}, is missing, and what it held with it"
+    """The error for a rank's container that is missing."""
+    what = f"{path.name}, the container of rank {rank} of {ranks}, is missing, with all that it held"
     return StorageError(errno.ENOENT, "open", str(path), f"{path.parent} is damaged: {what}: {path}")

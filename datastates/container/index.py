@@ -1,4 +1,4 @@
-"""The index of a container: what it holds and where, encoded as columns, and checked number by number when decoded."""
+"""The index of a container: what it holds and where, stored as columns. Decoding it checks every number."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Index:
 
     Attributes:
         identity: What tells this container from every other: ``step``, ``rank``, ``world_size`` and ``attempt``, a
-        random
-            name shared by all containers of one snapshot.
-        header_offset, data_offset, record_nbytes, record_crc: The storage records, in file order.
+            random name that all containers of one snapshot share.
+        header_offset, data_offset, record_nbytes, record_crc: For each storage record, in file order: where its local
+            header and its data begin, the length of its data, and the data's CRC-32.
         chunk_crc: CRC-32 of each chunk of :data:`~datastates._base.sizes.CHUNK` bytes of each record, records end to
             end.
-        shards: The arrays that lie in them.
+        shards: The arrays that lie in the records.
         objects: The objects in ``data.pkl``.
         pickle_offset, pickle_nbytes, pickle_crc: Where the data of ``data.pkl`` is in the file, and its CRC-32.
         nested: Whether each record is an archive by itself: see :mod:`datastates.container.nested_archives`.
@@ -72,12 +72,12 @@ class Index:
 
     @property
     def records_end(self) -> int:
-        """One past the last record's descriptor."""
+        """One past the last record's descriptor; 0 without records."""
         return int(self.data_offset[-1] + self.record_nbytes[-1]) + DESCRIPTOR if len(self.data_offset) else 0
 
     @cached_property
     def first_chunk(self) -> I64:
-        """For each record, and for the end, how many chunks come before: where its checksums are in ``chunk_crc``."""
+        """Where each record's checksums begin in ``chunk_crc``; the last entry is the total number of chunks."""
         counts = -(-self.record_nbytes.astype(np.int64) // CHUNK)
         return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
 
@@ -146,12 +146,12 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
     """Decode an index and check every number in it against the others and the file's length.
 
     Raises:
-        FormatError: Something contradicts; the message says what.
+        FormatError: It cannot be decoded, or contradicts itself or the file's length; the message says how.
     """
     try:
         fields = msgpack.unpackb(data, max_str_len=_MAX_STRING)
         if any(type(fields[n]) is not t for n, t in _TYPES.items()) or len(fields["pickle"]) != 3:
-            raise FormatError("index: a field is of another type")
+            raise FormatError("index: a field has the wrong type or length")
         if fields["format"] != FORMAT_VERSION or fields["chunk"] != CHUNK:
             raise FormatError(f"index: written by format {fields['format']!r:.40}, this reads {FORMAT_VERSION}")
         index = Index(
@@ -212,7 +212,7 @@ def _check_records(index: Index, file_nbytes: int) -> None:
         raise FormatError("index: the records overlap, leave gaps, or lie beyond the end of the file")
     room = data - header
     if count and ((room < header_nbytes(count).astype(np.int64)) | (room > 0xFFFF)).any():
-        raise FormatError("index: a record's data lies where its header must be")
+        raise FormatError("index: a record's local header is too short or too long")
     chunks = int(index.first_chunk[-1])
     if len(index.chunk_crc) != chunks:
         raise FormatError(f"index: {len(index.chunk_crc)} checksums for {chunks} chunks")

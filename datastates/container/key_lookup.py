@@ -1,4 +1,4 @@
-"""Finding a row by its full key, and two rows of one key, without an object for each row."""
+"""Finds rows by their full keys, and rows that have the same key, without making an object for each row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class KeyLookup(Mapping[str, int]):
     """Row numbers by full key: a binary search among hashes, then a comparison of the key itself. Immutable."""
 
     def __init__(self, providers: Sequence[str], provider: U32, keys: PackedKeys) -> None:
-        """Index rows, given for each its provider's number and its key within the provider."""
+        """Index rows: ``provider`` holds each row's provider number, ``keys`` its key within the provider."""
         self._names = [full_key(name, "") for name in providers]
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._provider = provider
@@ -23,7 +23,7 @@ class KeyLookup(Mapping[str, int]):
         hashes = _hashes(provider, keys)
         self._order = np.argsort(hashes)
         self._hashes = hashes[self._order]
-        # other keys of one hash are next to never met by chance, but a file can be made of nothing else
+        # Different keys almost never share a hash by chance, but a hostile file can consist of such keys.
         alike = self._hashes[1:] == self._hashes[:-1]
         shared = np.zeros(len(hashes), bool)
         shared[1:] |= alike
@@ -31,7 +31,7 @@ class KeyLookup(Mapping[str, int]):
         same = self._order[shared]
         self._colliding: dict[tuple[int, bytes], int] = {(int(provider[i]), keys.encoded(i)): i for i in same.tolist()}
         self.repeats = len(same) - len(self._colliding)
-        """How many rows have the key of another."""
+        """How many rows repeat a key of another row."""
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -43,7 +43,7 @@ class KeyLookup(Mapping[str, int]):
             yield f"{self._names[number]}/{key}" if key else self._names[number]
 
     def __getitem__(self, full: str) -> int:
-        """The row of that key; KeyError when there is none."""
+        """The number of the row with that full key; raises KeyError when there is none."""
         name, slash, key = full.partition("/") if isinstance(full, str) else ("", "", "")
         number = self._numbers.get(name)
         if number is None or (slash and not key):

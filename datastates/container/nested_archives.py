@@ -1,9 +1,9 @@
-"""Archives within the archive: every record of a container opens by itself too, as ``torch.save`` of one tensor.
+"""Nested archives: each record of a nested container is also an archive of its own, as ``torch.save`` writes a tensor.
 
-That is what torch.distributed.checkpoint and Megatron-Core read: a stretch of a file that is such an archive. It shares
-the record's data and descriptor with the container; what it has besides lies in the padding of local headers: before
-the data, its other records and a local header of its own; after it, in the padding of the next header, its central
-directory. ``docs/format.md`` is the contract. Pure numbers and bytes.
+torch.distributed.checkpoint and Megatron-Core read a stretch of a file that is such an archive. The archive shares the
+record's data and descriptor with the container. Its other bytes lie in the padding of the container's local headers.
+The padding before the data holds the archive's other records and its own local header for the data. The padding of the
+next local header holds its central directory and end records. ``docs/format.md`` specifies the bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from datastates.errors import FormatError
 from datastates.state.shards import StoredArray
 
 ROOM = 80
-"""Bytes from a local header's begin to what is nested in its padding: no header's own fields are longer."""
+"""Where in a local header the nested bytes begin; the header's own fields are always shorter."""
 CRC_PLACES = (DESCRIPTOR_CRC, DESCRIPTOR + ROOM + zip_frames.CENTRAL_CRC)
-"""Where a record's CRC-32 stands, from its descriptor's begin: there, and in the central directory of its archive."""
+"""Where a record's CRC-32 stands, from its descriptor's begin: in the descriptor, and in its archive's directory."""
 
 
 _NAME = zip_frames.record_name(0)
@@ -31,15 +31,15 @@ _NAME = zip_frames.record_name(0)
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """What the archive of a tensor has besides the tensor: records, end to end, and what its directory says of them."""
+    """What a tensor's archive holds besides the tensor: records, end to end, and what its directory says of them."""
 
     leading: bytes
     entries: tuple[tuple[bytes, int, int, int], ...]
-    """Name, CRC-32, length, and where in ``leading`` the header is."""
+    """For each of these records: name, CRC-32 and length of its data, and where in ``leading`` its header is."""
 
     @classmethod
     def of(cls, array: StoredArray) -> _Archive:
-        """That of a tensor: the records that ``torch.save`` writes."""
+        """Make the archive of a tensor, with the records that ``torch.save`` writes."""
         leading, entries = b"", []
         alone = replace(array, record="0")
         for name, data in (
@@ -53,16 +53,16 @@ class _Archive:
 
     @property
     def nbytes(self) -> int:
-        """Bytes before the data, at least: the records, and the shortest local header of the data's."""
+        """Fewest bytes before the tensor's data: the records, and the shortest local header of the data."""
         return len(self.leading) + zip_frames.shortest_header(_NAME)
 
     def beginning(self, nbytes: int, length: int) -> bytes:
-        """All before the data, in that length."""
+        """All bytes before the data of ``nbytes`` bytes, padded to ``length``."""
         header = zip_frames.local_header(_NAME, nbytes, length - len(self.leading), crc=0, flags=zip_frames.STREAMED)
         return self.leading + header
 
     def ending(self, nbytes: int, crc: int, at: int) -> bytes:
-        """Its central directory and what follows it, given where that begins in the archive."""
+        """The central directory, which begins at ``at`` in the archive, and the end records behind it."""
         entries = [
             zip_frames.central_header(_NAME, zip_frames.STREAMED, crc, nbytes, len(self.leading)),
             *(zip_frames.central_header(name, 0, c, n, offset) for name, c, n, offset in self.entries),
@@ -75,22 +75,22 @@ class Nest:
     """The archives of a container's records.
 
     Attributes:
-        header_nbytes: Length of each record's shortest local header.
-        tail_nbytes: Bytes in the padding of the header behind the last record, from :data:`ROOM` on.
+        header_nbytes: Length of each record's shortest local header, nested bytes included.
+        tail_nbytes: Length of the last archive's ending, which begins at :data:`ROOM` in the header after the records.
     """
 
     def __init__(self, arrays: Sequence[StoredArray]) -> None:
-        """Plan them; the arrays are those of the records, in file order."""
+        """Plan the archives of these arrays, one for each record, in file order."""
         self._archives = [_Archive.of(array) for array in arrays]
         self._ending = np.array([len(archive.ending(0, 0, 0)) for archive in self._archives], np.int64)
-        # in a header's padding: the end of the archive before, then what leads this one
+        # a header's padding holds the ending of the previous record's archive, then the beginning of this record's
         self._leading_at = ROOM + np.concatenate((np.zeros(1, np.int64), self._ending))[: len(arrays)]
         leading = np.array([archive.nbytes for archive in self._archives], np.int64)
         self.header_nbytes: U64 = (self._leading_at + leading).astype(np.uint64)
         self.tail_nbytes = int(self._ending[-1]) if len(arrays) else 0
 
     def places(self, header_offset: U64, records_end: int) -> tuple[I64, I64]:
-        """Where in the file each archive begins, and its length in bytes."""
+        """Where each archive begins in the file, and its length in bytes."""
         header = header_offset.astype(np.int64)
         begin = header + self._leading_at
         return begin, np.append(header, records_end)[1:] + ROOM + self._ending - begin
@@ -98,10 +98,10 @@ class Nest:
     def put(
         self, framing: memoryview, header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None
     ) -> None:
-        """Write into :func:`frames.encode_frames` all that is nested but for the last archive's ending.
+        """Write all nested bytes, except the last archive's ending, into what :func:`zip_frames.encode_frames` made.
 
         Raises:
-            FormatError: A header is too short for that.
+            FormatError: A local header is too short for the nested bytes.
         """
         length = data_offset.astype(np.int64) - header_offset.astype(np.int64)
         if (length < self.header_nbytes.astype(np.int64)).any():
@@ -115,7 +115,7 @@ class Nest:
                 framing[at[i + 1] + ROOM : at[i + 1] + ROOM + len(ending)] = ending
 
     def tail(self, header_offset: U64, records_end: int, nbytes: U64, crc: U32) -> bytes:
-        """The last archive's ending; nothing where there is none."""
+        """The last archive's ending; empty without archives."""
         last = len(self._archives) - 1
         return self._ending_of(last, header_offset, records_end, nbytes, crc) if self._archives else b""
 

@@ -1,7 +1,7 @@
-"""Enumerations and dataclasses of the program that reads: an untrusted pickle may build them by value and by field.
+"""Enumerations and dataclasses of the reading program, which an untrusted pickle may build by value and by field.
 
-Only classes of modules that are imported already, and none of their code runs: a member is looked up, and a dataclass's
-``__init__``, ``__post_init__`` and ``__setattr__`` are not called.
+The classes must be in modules that are imported already. None of their code runs: an enumeration's member is looked up
+by its value, and a dataclass's ``__init__``, ``__post_init__`` and ``__setattr__`` are not called.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import sys
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
+from datastates._base.loaded import loaded
 from datastates.errors import FormatError
 
 
 def find(module: str, name: str) -> type | None:
-    """The class of that name, where it is such a one and its module is imported; nested classes are not found."""
-    held = sys.modules.get(module)
-    # not by getattr(): a module may import others when it is asked for a name
+    """The enumeration or plain dataclass of that name at the top level of an imported module, or None."""
+    held = loaded(module)
+    # vars(), not getattr(): a module's own __getattr__ may import other modules
     found = vars(held).get(name) if isinstance(held, ModuleType) else None
     if isinstance(found, type) and (found.__module__, found.__qualname__) == (module, name):
         return found if _is_enumeration(found) or is_by_field(found) else None
@@ -31,7 +31,7 @@ def _is_enumeration(kind: type) -> bool:
 
 
 def has_plain_values(kind: type) -> bool:
-    """Whether it is an enumeration whose members are found by values that no other class makes."""
+    """Whether a class is an enumeration whose values are all str, bytes, int, float or tuples of these."""
     return _is_enumeration(kind) and all(_is_plain(m._value_) for m in kind.__members__.values())  # type: ignore[attr-defined]
 
 
@@ -40,21 +40,25 @@ def _is_plain(value: object) -> bool:
 
 
 def is_by_field(kind: type) -> bool:
-    """Whether it is a dataclass whose objects are no more than their attributes."""
+    """Whether a class is a plain dataclass: attributes alone restore an object, without pickling methods of its own."""
     restore = getattr(kind, "__setstate__", None)
     return (
         dataclasses.is_dataclass(kind)
         and kind.__new__ is object.__new__
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__reduce__ is object.__reduce__
-        # dataclass(frozen=True, slots=True) adds one that sets the fields in their order
+        # dataclass(frozen=True, slots=True) adds a __setstate__ that sets the fields in their order
         and (restore is None or restore.__module__ == dataclasses.__name__)
         and not hasattr(kind, "__del__")
     )
 
 
 def may_call(kind: type, arguments: tuple[Any, ...]) -> bool:
-    """Whether a call only looks up a member of an enumeration, or combines flags."""
+    """Whether a call only looks up a member of an enumeration, or combines flags.
+
+    Raises:
+        FormatError: The enumeration has no such member.
+    """
     if not _is_enumeration(kind) or len(arguments) != 1:
         return False
     (value,) = arguments
@@ -66,7 +70,11 @@ def may_call(kind: type, arguments: tuple[Any, ...]) -> bool:
 
 
 def set_fields(target: Any, state: Any) -> None:
-    """Set the attributes of a new object of a dataclass as its pickle holds them."""
+    """Set the attributes of a new dataclass object to the state in its pickle.
+
+    Raises:
+        FormatError: A dataclass does not write such a state, or an attribute would hide one of the class.
+    """
     kind = type(target)
     names = [field.name for field in dataclasses.fields(kind)]
     match state:
@@ -93,6 +101,6 @@ def _of_class(kind: type, name: str) -> object:
 
 
 def _may_be_set(kind: type, name: str, fields: list[str]) -> bool:
-    """Whether it is a field, a cached property, or a name of which the class has nothing: no method is hidden."""
+    """Whether a name is a field, a cached property or unknown to the class, so that it hides no method."""
     held = _of_class(kind, name)
     return held is None or name in fields or isinstance(held, functools.cached_property)

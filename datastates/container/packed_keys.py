@@ -1,4 +1,4 @@
-"""Keys as an index stores them: laid end to end, each decoded when it is asked for."""
+"""Keys as an index stores them: laid end to end, each decoded on access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datastates._base.columns import I64, U32, U64
 from datastates.errors import FormatError
 
 _LONG = 256
-"""Bytes from which on a key is hashed by itself, so that one of megabytes costs no passes over all the others."""
+"""Keys of more bytes are hashed one by one, so that one huge key does not cost many passes over all the others."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -28,7 +28,7 @@ class PackedKeys(Sequence[str]):
     """
 
     def __init__(self, data: bytes, nbytes: U32) -> None:
-        """Keep both; raises FormatError when they contradict each other or one of the strings is not text."""
+        """Keep both; raises FormatError when the lengths do not add up or a string is not valid UTF-8."""
         self.data = data
         self.nbytes = nbytes
         self._end: I64 = np.cumsum(nbytes, dtype=np.int64)
@@ -38,7 +38,7 @@ class PackedKeys(Sequence[str]):
 
     @classmethod
     def of(cls, strings: Sequence[str]) -> PackedKeys:
-        """Pack strings; what is packed stays as it is."""
+        """Pack strings; returns packed ones as they are."""
         if isinstance(strings, PackedKeys):
             return strings
         text = "".join(strings)
@@ -54,13 +54,13 @@ class PackedKeys(Sequence[str]):
             self.data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise FormatError(f"index: the keys are not text ({error.reason})") from None
-        # all of it is text: so is each part, unless one begins within a character
+        # the whole is valid, and so is each string unless one begins within a character
         start = (self._end - self.nbytes)[self.nbytes > 0]
         if (np.frombuffer(self.data, np.uint8)[start] & 0xC0 == 0x80).any():
             raise FormatError("index: the keys are not text (one ends within a character)")
 
     def __len__(self) -> int:
-        """How many there are."""
+        """How many strings there are."""
         return len(self.nbytes)
 
     @overload
@@ -86,10 +86,10 @@ class PackedKeys(Sequence[str]):
         return self.data[end - int(self.nbytes[i]) : end]
 
     def hashes(self) -> U64:
-        """A number for each string, the same for equal ones within this process."""
+        """A hash of each string; equal strings have equal hashes within this process."""
         nbytes = self.nbytes.astype(np.int64)
         start = self._end - nbytes
-        # the eight bytes from any place on, as a number: the last strings' may reach beyond the end
+        # words[i] is the eight bytes from i on as a number; for the last ones the data is padded
         padded = self.data + bytes(8)
         words: U64 = np.ndarray(len(self.data) + 1, "<u8", padded, 0, (1,))
         result = nbytes.astype(np.uint64)
@@ -104,7 +104,7 @@ class PackedKeys(Sequence[str]):
 
 
 def _first_bytes(count: I64) -> U64:
-    """Masks of the first so many bytes of a little-endian number of eight; of all when there are more."""
+    """Masks that keep the first ``count`` bytes of a little-endian 64-bit number; a larger ``count`` keeps all."""
     masks: U64 = np.uint64(0xFFFFFFFFFFFFFFFF) >> (64 - 8 * np.minimum(count, 8)).astype(np.uint64)
     return masks
 

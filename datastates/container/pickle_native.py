@@ -1,7 +1,7 @@
-"""The structure of an object that is nothing but containers, plain values and arrays, read in one native pass.
+"""Reads an object that holds only containers, plain values and arrays in one native pass.
 
 It reads what this package writes for a ``state_dict``, some twenty times as fast as
-:mod:`datastates.container.pickle_reader`, and nothing else: whatever is different is left to that.
+:mod:`datastates.container.pickle_reader`. That module must read all other objects.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ _DTYPES = tuple(dtype.name for dtype in dtypes.ALL)
 
 
 def read_plain(opcodes: bytes, rows: StoredRows) -> tuple[object] | None:
-    """The value, in a tuple, with an ArrayRef for each array; None unless it is plain and has these arrays in order.
+    """Read a plain object, with an ArrayRef for each array.
 
     Args:
-        opcodes: What pushes the object, verified.
+        opcodes: The opcodes that push the object, verified.
         rows: The arrays of its provider.
+
+    Returns:
+        The object, in a tuple. None where it holds anything but dicts, lists, tuples, plain values and arrays, or where
+        its arrays are not these rows in their order.
     """
     columns = rows.columns(rows.keys_in_order)
     return _native.read_plain_pickle(

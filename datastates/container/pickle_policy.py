@@ -1,7 +1,7 @@
-"""What a pickle may call without being trusted, and with which arguments: those that the classes' own pickles hold.
+"""What an untrusted pickle may call, and with which arguments: only those that the classes' own pickles hold.
 
-A pickle names functions and gives them arguments; a few bytes can ask for terabytes, or make NumPy believe that memory
-holds objects. Everything here checks what it is given first, and raises FormatError.
+A pickle names functions and gives them arguments. A few bytes can ask for terabytes, or make NumPy believe that memory
+holds objects. So the functions here check their arguments first, and raise FormatError.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import fractions
 import math
 import pathlib
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from datastates._base.loaded import loaded
 from datastates.errors import FormatError
 
 
@@ -31,7 +31,7 @@ class TorchName:
 
 
 def torch_global(name: str) -> Any:
-    """That attribute of torch, or its name where torch is not installed."""
+    """The attribute of torch with that name, or a :class:`TorchName` where torch is not installed."""
     try:
         import torch
     except ImportError:
@@ -40,20 +40,20 @@ def torch_global(name: str) -> Any:
 
 
 def _rebuild_numpy(subtype: object, shape: object, kind: object) -> Any:
-    # NumPy itself only ever writes an empty array here and fills it by __setstate__; a file that says more wants memory
+    # NumPy always writes an empty array here, which __setstate__ fills; a larger shape would only allocate memory
     import numpy as np
 
-    # a subclass has come through trust
+    # a subclass gets here only if the caller trusts it
     if not (isinstance(subtype, type) and issubclass(subtype, np.ndarray)) or shape != (0,) or kind not in (b"b", "b"):
         raise FormatError("a NumPy array is rebuilt with arguments that NumPy does not write")
     return np.ndarray.__new__(subtype, (0,), "b")
 
 
 def numpy_dtype(*args: Any) -> Any:
-    """A NumPy type, which set_numpy_dtype completes."""
+    """Make a NumPy dtype, which :func:`set_numpy_dtype` completes."""
     import numpy as np
 
-    # as NumPy writes it: a name, no alignment, and a copy, so that BUILD changes no dtype of the process
+    # NumPy writes a name, align=False and copy=True; because of the copy, BUILD changes no dtype of this process
     match args:
         case (str(), False, True):
             return np.dtype(*args)
@@ -61,7 +61,7 @@ def numpy_dtype(*args: Any) -> Any:
 
 
 def set_numpy_dtype(dtype: Any, state: Any) -> None:
-    """Set a dtype's state; NumPy itself believes what it is told, also that a type has no objects in it."""
+    """Check and set a dtype's state: NumPy would believe any state, even that a type with objects has none."""
     import numpy as np
 
     expected: Any = None
@@ -78,7 +78,7 @@ def set_numpy_dtype(dtype: Any, state: Any) -> None:
         raise FormatError("a NumPy type has a state that NumPy does not write")
     size, flags = state[5], state[7]
     if size not in (-1, expected.itemsize) or (flags ^ expected.flags) & 0xFF:
-        raise FormatError("a NumPy type says of itself what is not so")
+        raise FormatError("a NumPy type states a size or flags that it does not have")
     dtype.__setstate__(state)
 
 
@@ -93,7 +93,7 @@ def _structured(names: tuple[Any, ...], fields: dict[Any, Any], size: int, *, al
 
 
 def set_numpy_array(array: Any, state: Any) -> None:
-    """Set an array's state; NumPy itself allocates what it is told, and counts no objects."""
+    """Check and set an array's state: NumPy would allocate any shape, and would not count the objects."""
     import numpy as np
 
     match state:
@@ -131,11 +131,11 @@ def _bytearray(*args: Any) -> bytearray:
 
 
 _MAX_KEY = 10_000
-"""Parts of one key of a mapping, nested tuples counted: a tuple that repeats itself takes for ever to hash."""
+"""Most parts of one mapping key, those of nested tuples included: a tuple repeated many levels deep hashes for ever."""
 
 
 def check_key(key: object) -> None:
-    """Refuse a key that would take for ever to hash."""
+    """Raise FormatError for a key that would take for ever to hash."""
     left, parts = _MAX_KEY, [key]
     while parts:
         part = parts.pop()
@@ -159,7 +159,7 @@ def _are_keys(args: Any) -> bool:
 
 
 def are_sizes(value: Any) -> bool:
-    """Whether it is a tuple of integers, as torch writes shapes and strides."""
+    """Whether a value is a tuple of sizes, as torch writes shapes and strides: at most 64 of them, below 2**62."""
     return isinstance(value, tuple) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**62 for n in value)
 
 
@@ -168,7 +168,7 @@ _FACTORIES = (
     *(frozenset, complex, collections.deque, collections.defaultdict, decimal.Decimal, fractions.Fraction),
 )
 _LARGE = 1 << 16
-"""Bits of a fraction's integers, at most: it takes long to reduce what is larger."""
+"""Most bits of a fraction's integers: reducing larger ones takes long."""
 
 
 def _are_of_fraction(args: Any) -> bool:
@@ -178,7 +178,7 @@ def _are_of_fraction(args: Any) -> bool:
 
 
 def _are_of_time(size: int) -> Callable[[Any], bool]:
-    """Bytes of that length, as the standard library packs them, and perhaps a time zone."""
+    """A check for ``size`` bytes, as ``datetime`` packs them, and perhaps a time zone."""
     return lambda args: (
         0 < len(args) < 3
         and (type(args[0]) is bytes and len(args[0]) == size)
@@ -211,7 +211,7 @@ _CALLS: dict[Any, Callable[[Any], bool]] = {
     range: lambda args: all(type(a) is int for a in args),
     slice: lambda args: True,
 }
-"""What the classes may be called with."""
+"""For each class, a check of the arguments it may be called with."""
 
 
 _LAYOUTS = [f"torch.{n}" for n in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")]
@@ -228,7 +228,7 @@ def _are_tensors(values: Any) -> bool:
 
 
 def _sparse(layout: Any, parts: Any) -> Any:
-    # torch rebuilds without looking at the indices; from a file they must be looked at
+    # torch's own rebuild function does not check the indices, but those of a file must be checked
     import torch
 
     if not isinstance(parts, tuple) or len(parts) != 4:
@@ -265,13 +265,13 @@ def _generator(device: Any) -> Any:
 
 
 def is_generator(value: object) -> bool:
-    """Whether it is a random number generator of torch."""
-    torch: Any = sys.modules.get("torch")
+    """Whether a value is a random number generator of torch."""
+    torch = loaded("torch")
     return torch is not None and isinstance(value, torch.Generator)
 
 
 def set_generator(generator: Any, state: Any) -> None:
-    """Set a generator's state, which torch checks."""
+    """Set a generator's state; torch checks the state's contents."""
     match state:
         case (int(), None | int(), tensor) if _are_tensors((tensor,)):
             generator.__setstate__(state)
@@ -310,7 +310,7 @@ BUILT_LATE = {
     "torch.serialization._get_layout": _layout,
     "torch._C.Generator": _generator,
 }
-"""Needs its arrays' elements, or torch: only built when these have been read."""
+"""Functions that need torch or their arrays' elements: they are called only once the arrays have been read."""
 _FUNCTIONS = (_encode, _bytearray, numpy_dtype, _rebuild_numpy, _numpy_scalar, _layout, _sparse, _meta, _generator)
 
 

@@ -1,6 +1,6 @@
-"""Reading ``data.pkl`` without running code from it: protocol 2 only, and nothing called that is not vetted.
+"""Reads ``data.pkl`` without running code from it: protocol 2 only, and only vetted calls.
 
-Needs no torch. The mirror of :mod:`datastates.container.pickle_writer`.
+Needs no torch. :mod:`datastates.container.pickle_writer` writes what it reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Storage:
     numel: int
 
 
-# an array as this package writes it, behind the opcode of its first global; anything else is read opcode by opcode
+# an array as this package writes it, after the opcode of its first global; other forms are read opcode by opcode
 _INTEGER = rb"(?:K.|J.{4})"
 _ARRAY = re.compile(
     rb"torch\._utils\n_rebuild_tensor_v2\n\(\(X\x07\0\0\0storagectorch\n(\w+)\nX(.)\0\0\0([0-9]{1,20})X\x03\0\0\0cpu"
@@ -60,7 +60,7 @@ _REBUILDS = {
     "torch._tensor._rebuild_from_type_v2": "_rebuild_from_type",
 }
 _TIMES: tuple[Any, ...] = (datetime.datetime, datetime.time)
-"""Made with a time zone."""
+"""Classes that take a time zone as their last argument."""
 _OF_TORCH = ("torch.storage.UntypedStorage", "torch.Tensor", "torch.Size", "torch.device")
 # fmt: off
 _OPCODES = (
@@ -73,7 +73,7 @@ _OPCODES = (
 
 
 _BYTES_EACH = 3
-"""Of a stream that a pickler writes there are at least so many for each container, its place in the memo among them."""
+"""A pickler writes at least so many bytes for each container, those that put it into the memo included."""
 _SLACK = 4096
 
 
@@ -83,7 +83,7 @@ _PurePython: Any = (
 
 
 class _Reader(_PurePython):  # type: ignore[misc]
-    # The C unpickler allocates by numbers that the file gives (memo indexes, lengths); this one only as it reads.
+    # The C unpickler allocates by numbers from the file (memo indexes, lengths); this one allocates only as it reads.
     dispatch = {  # noqa: RUF012 - the base class's own table, narrowed
         getattr(pickle, name)[0]: _PurePython.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
     }
@@ -96,14 +96,14 @@ class _Reader(_PurePython):  # type: ignore[misc]
         self.trust = trust
         self._rebuilds = [getattr(self, name) for name in _REBUILDS.values()]
         self._foreign: dict[int, Any] = {}
-        """By id: what a trusted name stands for, and what calls of those have made. Only these may do as they like."""
+        """By id: what trusted names stand for, and what calls of these have made. Only these are unrestricted."""
         self._made = 0
 
     def _charge(self, containers: int) -> None:
-        """Refuse a stream that makes more than a pickler writes: a byte would cost a hundred in memory."""
+        """Refuse a stream of more containers than a pickler writes: one byte would cost a hundred bytes of memory."""
         self._made += containers
         if self._made > _SLACK and self._made * _BYTES_EACH > self._file.tell() + _SLACK * _BYTES_EACH:
-            raise FormatError("more containers than its bytes can mean")
+            raise FormatError("more containers than a pickle of this length can hold")
 
     def _own(self, value: Any) -> Any:
         self._foreign[id(value)] = value
@@ -139,7 +139,7 @@ class _Reader(_PurePython):  # type: ignore[misc]
             super().load_global()
 
     def _load_array(self, match: re.Match[bytes]) -> bool:
-        """Read a whole array at once; False when that is no array that torch has a storage class for."""
+        """Read a whole array at once; False when it has to be read opcode by opcode."""
         storage, length, record, numel, offset, shape, stride, grad = match.groups()
         dtype = dtypes.BY_STORAGE.get(storage.decode())
         (elements,) = _integers(numel)
@@ -157,12 +157,12 @@ class _Reader(_PurePython):  # type: ignore[misc]
         if type(args) is not tuple:
             raise FormatError("a call without a tuple of arguments")
         if args and isinstance(args[0], type) and issubclass(args[0], Unbuilt):
-            function = self.stack[-2] = args[0]  # a subclass of arrays, say, that is to stay unbuilt
+            function = self.stack[-2] = args[0]  # for example an array subclass, which stays unbuilt
         elif function in _TIMES and isinstance(args[-1], Unbuilt):
             function = self.stack[-2] = type(args[-1])
         foreign = id(function) in self._foreign
         if not self._may_call(function, args):
-            raise FormatError("a call of what may not be called, or with arguments that its own pickles do not hold")
+            raise FormatError("a call of a function that may not be called, or not with these arguments")
         super().load_reduce()
         if foreign:
             self._own(self.stack[-1])
@@ -171,7 +171,7 @@ class _Reader(_PurePython):  # type: ignore[misc]
         kind, arguments = self.stack[-2:]
         foreign = id(kind) in self._foreign
         if not foreign and not (isinstance(kind, type) and own_classes.is_by_field(kind) and arguments == ()):
-            raise FormatError("an object of a class that makes its objects otherwise")
+            raise FormatError("an object of an untrusted class that is not a plain dataclass made without arguments")
         super().load_newobj()
         if foreign:
             self._own(self.stack[-1])
@@ -288,7 +288,7 @@ class _Reader(_PurePython):  # type: ignore[misc]
         return self._array(storage.record, storage.dtype, storage.numel, offset, shape, stride, grad)
 
     def _tensor_over_trusted(self, storage: Any, *arguments: Any) -> object:
-        # a tensor that was pickled whole, inside an object of another class: its storage came through trust
+        # a tensor that was pickled whole inside an object of another class: its storage came through trust
         if isinstance(storage, Unbuilt):
             return self._own(Unbuilt(storage, *arguments))
         import torch
@@ -316,7 +316,7 @@ class _Reader(_PurePython):  # type: ignore[misc]
     def _rebuild_parameter(self, data: Any, requires_grad: Any, hooks: Any, attributes: Any = None) -> object:
         del hooks
         if dressed.is_tensor(data):
-            # with attributes it is another object than what else there is of this memory
+            # with attributes it is an object of its own, apart from others over the same memory
             data = dressed.as_parameter(data.detach() if attributes else data, requires_grad is True)
         elif (refer := getattr(data, "as_parameter", None)) is not None:  # an array that has not been read
             data = refer(requires_grad is True)
@@ -324,14 +324,14 @@ class _Reader(_PurePython):  # type: ignore[misc]
 
     def _rebuild_from_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> object:
         if type(arguments) is not tuple or not self._may_call(function, arguments):
-            raise FormatError("a tensor is made by what may not be called")
+            raise FormatError("a tensor is made by a function that may not be called")
         made = function(*arguments)
         if isinstance(kind, pickle_policy.TorchName) and kind.name == "Tensor":
             if state and dressed.is_tensor(made):
                 made = made.detach().requires_grad_(made.requires_grad)
             return self._with_attributes(made, state)
         if id(kind) not in self._foreign:
-            raise FormatError("a tensor of what is no class of tensors")
+            raise FormatError("a tensor of a class that is not a trusted tensor class")
         return self._own(self._of_class(kind, made, state))
 
     def _of_class(self, kind: Any, made: Any, state: Any) -> object:
@@ -341,7 +341,7 @@ class _Reader(_PurePython):  # type: ignore[misc]
 
     def _rebuild_wrapper_subclass(self, kind: Any, *arguments: Any) -> object:
         if id(kind) not in self._foreign:
-            raise FormatError("a tensor of what is no class of tensors")
+            raise FormatError("a tensor of a class that is not a trusted tensor class")
         return self._own(self._wrapper(kind, arguments))
 
     def _wrapper(self, kind: Any, arguments: tuple[Any, ...]) -> object:
@@ -366,30 +366,30 @@ class _Reader(_PurePython):  # type: ignore[misc]
             return True
         if not arguments or id(arguments[-1]) not in self._foreign:
             return False
-        # over what has come through trust
+        # the last argument came through trust
         if function in _TIMES:
             return len(arguments) == 2 and pickle_policy.may_call(function, arguments[:1])
         return function is collections.defaultdict and len(arguments) == 1
 
 
 def needs_trust(names: Collection[str]) -> list[str]:
-    """Those of the names, as ``module.qualname``, that a reader like this process refuses without ``trust``."""
+    """The names, given as ``module.qualname``, that a reader in a process like this one refuses without ``trust``."""
     known = {*pickle_policy.SAFE, *pickle_policy.BUILT_LATE, *_REBUILDS, *_OF_TORCH}
     others = (n for n in names if n not in known and n.removeprefix("torch.") not in dtypes.BY_NAME)
     return sorted(name for name in others if own_classes.find(*name.rpartition(".")[::2]) is None)
 
 
 class Unbuilt:
-    """Stands in a structure for an object of another class: what it would be built from, and none of its code run.
+    """Stands in a structure for an object of another class, whose code is not run.
 
     Attributes:
-        arguments: What its class would be called with; the items of a named tuple.
+        arguments: What the class would be called with; for a named tuple, its items.
     """
 
     arguments: tuple[Any, ...]
 
     def __new__(cls, *arguments: Any) -> Unbuilt:
-        """Keep the arguments, for a class that is called and for one that is only made."""
+        """Keep the arguments, whether the pickle calls the class or makes an object by ``__new__`` alone."""
         made = super().__new__(cls)
         made.arguments = arguments
         return made
@@ -398,7 +398,7 @@ class Unbuilt:
         del arguments
 
     def __call__(self, *arguments: Any) -> Unbuilt:
-        """What a call would make: it may stand for a class inside another, which a function has found."""
+        """Stand for the result of a call: this may itself stand for a nested class, which a function has looked up."""
         return type(self)(*arguments)
 
     def _ignore(self, *state: Any) -> None:
@@ -408,7 +408,7 @@ class Unbuilt:
 
 
 class _Surveyor(_Reader):
-    """Reads containers and plain values, and leaves everything else unbuilt."""
+    """Reads containers and plain values, and leaves objects of other classes unbuilt."""
 
     complete = True
 
@@ -419,11 +419,11 @@ class _Surveyor(_Reader):
     def _own_class(self, kind: type) -> Any:
         if own_classes.has_plain_values(kind):
             return kind
-        self.complete = False  # a dataclass may hold what is still to be built
+        self.complete = False  # a dataclass may hold something that is still to be built
         return kind if own_classes.is_by_field(kind) else self._other_class(kind.__module__, kind.__qualname__)
 
     def load_newobj(self) -> None:
-        if isinstance(self.stack[-2], Unbuilt):  # a class inside another, which a function has found
+        if isinstance(self.stack[-2], Unbuilt):  # it stands for a nested class, which a function has looked up
             self.load_reduce()
         else:
             super().load_newobj()
@@ -437,7 +437,7 @@ class _Surveyor(_Reader):
         return kind(*arguments)
 
     def _with_attributes(self, made: Any, attributes: Any) -> Any:
-        self.complete = self.complete and not attributes  # they may hold what is still to be built
+        self.complete = self.complete and not attributes  # they may hold something to be built
         return super()._with_attributes(made, None)
 
 
@@ -462,7 +462,7 @@ def loads(
         TrustError: It needs a class that is not trusted.
         FormatError: It is not a pickle of this dialect.
         ImportError: ``resolve`` raised it.
-        TypeError: ``trust`` is neither.
+        TypeError: ``trust`` is neither ``"all"`` nor a list of names.
     """
     return _read(_Reader(data, resolve, trust))
 
@@ -470,7 +470,7 @@ def loads(
 def structure(data: bytes, resolve: Callable[[StoredArray], object], *, trust: Collection[str] | str = ()) -> Any:
     """Read a pickle as :func:`loads` does, but build no object of another class: :class:`Unbuilt` stands for each.
 
-    Nothing in it depends on the arrays' elements, so that it can be read before them. Raises as :func:`loads` does.
+    Nothing in it depends on the arrays' elements, so it can be read before them. Raises as :func:`loads` does.
     """
     return survey(data, resolve, trust=trust)[0]
 
@@ -478,7 +478,7 @@ def structure(data: bytes, resolve: Callable[[StoredArray], object], *, trust: C
 def survey(
     data: bytes, resolve: Callable[[StoredArray], object], *, trust: Collection[str] | str = ()
 ) -> tuple[Any, bool]:
-    """What :func:`structure` gives, and whether it is complete: nothing had to be left unbuilt."""
+    """What :func:`structure` gives, and whether it is complete, so that nothing is left to be built."""
     reader = _Surveyor(data, resolve, trust)
     return _read(reader), reader.complete
 

@@ -1,10 +1,9 @@
-"""Writing the dialect of ``data.pkl``, pickle protocol 2, without torch.
+"""Writes the dialect of ``data.pkl``, pickle protocol 2, without torch.
 
 :mod:`datastates.container.pickle_reader` reads it.
 
-Arrays inside an object are written the way ``torch.save`` writes them, as a call of
-``torch._utils._rebuild_tensor_v2`` over a persistent storage id, so that ``torch.load`` finds tensors there (layout
-read off torch 2.13's own files).
+Arrays are written the way ``torch.save`` of torch 2.13 writes them, so that ``torch.load`` finds tensors there. Each is
+a call of ``torch._utils._rebuild_tensor_v2`` over a persistent storage id; types without a storage class use v3.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _NO_HOOKS = b"ccollections\nOrderedDict\n)R"
 
 @functools.cache
 def array_frame(dtype: dtypes.DType) -> tuple[bytes, bytes]:
-    """What stands before the storage record's name in an array of that type, and behind its ``requires_grad``."""
+    """The opcodes before the storage record's name in an array of that type, and those after its ``requires_grad``."""
     typed = dtype.storage is not None
     storage = f"ctorch\n{dtype.storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
     head = (
@@ -70,7 +69,7 @@ def array_frame(dtype: dtypes.DType) -> tuple[bytes, bytes]:
 
 
 def encode_array(stored: StoredArray, *, parameter: bool = False) -> bytes:
-    """The opcodes that ``torch.save`` would write for a tensor; they touch no memo, so they can stand anywhere."""
+    """The opcodes that ``torch.save`` would write for a tensor; they use no memo, so they can stand anywhere."""
     dtype = dtypes.BY_NAME[stored.dtype]
     head, tail = array_frame(dtype)
     body = (
@@ -93,7 +92,7 @@ def encode_array(stored: StoredArray, *, parameter: bool = False) -> bytes:
 
 
 def _rebuild(stored: StoredArray) -> tuple[bytes, bytes]:
-    """What pushes the function that makes the array, and its arguments, as :func:`encode_array` writes them."""
+    """The opcodes of :func:`encode_array` that push the function that makes the array, and those of its arguments."""
     opcodes = encode_array(stored)
     begin = opcodes.index(pickle.MARK)
     return opcodes[:begin], opcodes[begin : -len(pickle.REDUCE)]
@@ -106,9 +105,9 @@ _whichmodule: Any = pickle.whichmodule  # type: ignore[attr-defined]
 
 
 class _Writer(_PurePython):  # type: ignore[misc]
-    """The pure Python pickler, with :class:`ArrayLeaf` written as what ``locate`` says of it.
+    """The pure Python pickler; it writes each :class:`ArrayLeaf` as the stored array that ``locate`` gives for it.
 
-    The C pickler cannot write a reference to a global of a module that is not installed; this one is told the bytes.
+    The C pickler cannot write a reference to a global of a module that is not installed. This one writes its opcodes.
     """
 
     def __init__(
@@ -122,8 +121,10 @@ class _Writer(_PurePython):  # type: ignore[misc]
         name = name or getattr(obj, "__qualname__", None) or obj.__name__
         module = _whichmodule(obj, name)
         if (module, name) in copyreg._extension_registry:  # type: ignore[attr-defined]
-            raise pickle.PicklingError(f"{module}.{name} has a number of this process instead of its name (copyreg)")
-        if self._names is not None and "." not in name:  # what is inside another is found by way of that
+            raise pickle.PicklingError(
+                f"{module}.{name} has a copyreg extension code, which other processes do not know"
+            )
+        if self._names is not None and "." not in name:  # a nested name is reached through its outer class
             self._names.add(f"{module}.{name}")
         super().save_global(obj, name)
 
@@ -131,7 +132,7 @@ class _Writer(_PurePython):  # type: ignore[misc]
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if type(obj) is bytes and not obj:
-            # torch's weights_only reader knows this form, not the one that Python prefers for no bytes at all
+            # torch's weights_only reader knows this form of empty bytes, not the one that Python prefers
             self.save_reduce(codecs.encode, ("", "latin1"), obj=obj)
             return
         if type(obj) is not ArrayLeaf:
@@ -174,7 +175,7 @@ def dumps(
     Args:
         value: Anything that pickles; :class:`ArrayLeaf` objects in it stand for arrays.
         locate: Says where an array leaf's elements are stored.
-        names: Is given the classes and functions that the pickle names, as ``module.qualname``.
+        names: A set to which the classes and functions that the pickle names are added, as ``module.qualname``.
 
     Raises:
         pickle.PicklingError, TypeError, AttributeError: The value does not pickle.
@@ -197,20 +198,20 @@ def is_dialect(data: bytes) -> bool:
 
 
 def body(stream: bytes) -> bytes:
-    """A pickle without its first and last opcode: what pushes one object, to be spliced into a larger pickle.
+    """A pickle without its first and last opcode: it pushes one object and can be spliced into a larger pickle.
 
-    A spliced body may reuse memo numbers of its neighbours: it reads only what it has put there itself.
+    Spliced bodies may use the same memo numbers, because each reads only those that it has written itself.
     """
     return stream[len(_HEADER) : -1]
 
 
 def stream(spliced: bytes) -> bytes:
-    """The mirror of :func:`body`."""
+    """Make a whole pickle of a body; the inverse of :func:`body`."""
     return _HEADER + spliced + END
 
 
 def mapping_frame(key: str) -> bytes:
-    """The opcodes that stand before a value in a spliced mapping: its key."""
+    """The opcodes of a key, which stand before its value in a spliced mapping."""
     return _text(key)
 
 

@@ -1,4 +1,4 @@
-"""One provider's rows of an index: by key, and as columns to be compared and read without an object for each."""
+"""One provider's rows of an index: by key, and as columns, which need no object for each row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datastates.container.table import WHOLE, Row
 from datastates.state.shards import ArrayRef
 
 DataPlace = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
-"""Where the elements of an array are, as ``data.pkl`` says it: rows of one place are the same memory."""
+"""Record, offset, type, shape and strides of an array, as in ``data.pkl``: rows of one place are the same memory."""
 
 
 def place_of(row: Row) -> DataPlace:
@@ -25,7 +25,7 @@ def place_of(row: Row) -> DataPlace:
 
 
 def reference(row: Row, *, key: str | None = None, requires_grad: bool = False) -> ArrayRef:
-    """A row as an array by itself: of a part, the part."""
+    """A row as an array of its own; for a part of a logical tensor, this part."""
     return ArrayRef(row.key if key is None else key, row.kind, row.dtype.name, row.shape, row.stride, requires_grad)
 
 
@@ -40,14 +40,14 @@ def logical(row: Row, *, key: str | None = None, requires_grad: bool = False) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Some rows of an index; for each what :class:`~datastates.container.table.ShardTable` says of it.
+    """Some rows of an index, in columns as in :class:`~datastates.container.table.ShardTable`.
 
     Attributes:
-        kind, dtype, record, offset, ndim: One entry a row; offsets are bytes within the record.
+        kind, dtype, record, offset, ndim: One entry for each row; offsets are bytes within the record.
         dims, strides: Shapes and strides in elements, rows end to end.
-        whole: Whether the row is the whole of its logical tensor.
-        record_nbytes: Bytes of the whole record.
-        file_offset: Where in the file the first element is.
+        whole: Whether each row is the whole of its logical tensor.
+        record_nbytes: For each row, the length in bytes of its whole record.
+        file_offset: For each row, where in the file its first element is.
     """
 
     kind: U8
@@ -63,7 +63,7 @@ class Columns:
 
 
 class StoredRows(Mapping[str, Row]):
-    """The rows of one provider by their keys; a row is made when it is asked for.
+    """The rows of one provider by their keys; a row object is made on first access.
 
     Attributes:
         keys_in_order: The keys, in the order of the index.
@@ -97,12 +97,12 @@ class StoredRows(Mapping[str, Row]):
         return all(map(self._number.__contains__, keys))
 
     def make(self, keys: Sequence[str]) -> None:
-        """Make those rows at once, which is cheaper than one by one."""
+        """Make the row objects of those keys at once, which is cheaper than one by one; skips keys without a row."""
         new = [key for key in keys if key in self._number and key not in self._made]
         self._made.update(zip(new, self._index.shards.rows([self._number[key] for key in new]), strict=True))
 
     def columns(self, keys: Sequence[str]) -> Columns:
-        """The rows of those keys; raises KeyError for one that there is not."""
+        """The rows of those keys as columns; raises KeyError for a key without a row."""
         table, rows = self._index.shards, self._numbers
         if keys != self.keys_in_order:
             rows = np.array([self._number[key] for key in keys], np.int64)
@@ -125,7 +125,7 @@ class StoredRows(Mapping[str, Row]):
 
     @cached_property
     def names(self) -> list[str]:
-        """For each row, in the order of the index, the key that stands for its place: the last of that place."""
+        """For each row, in the order of the index, the key that stands for its place: the last key of that place."""
         columns = self.columns(self.keys_in_order)
         order = np.lexsort((columns.offset, columns.record))
         record, offset = columns.record[order], columns.offset[order]
@@ -154,7 +154,7 @@ class StoredRows(Mapping[str, Row]):
         return dict(zip(self.keys_in_order, self.names, strict=True))
 
     def names_of(self, keys: Sequence[str]) -> Sequence[str]:
-        """For each of some keys, the one that stands for its place."""
+        """For each of these keys, the key that stands for its place."""
         return keys if self.names is self.keys_in_order else [self._name[key] for key in keys]
 
 

@@ -21,10 +21,10 @@ KINDS = ("torch", "numpy", "cupy")
 """Array libraries by their number in the index: append, never renumber."""
 
 MAX_NDIM = 64
-"""Dimensions that NumPy and torch can hold."""
+"""Most dimensions that NumPy and torch can hold."""
 
 WHOLE, BOX, FLAT = 0, 1, 2
-"""What part of its logical tensor a row is."""
+"""Which part of its logical tensor a row is: all of it, a box, or a range of its flattened elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Row:
         shape: Elements along each dimension, of this part.
         stride: Elements to step along each dimension.
         global_shape: Shape of the logical tensor.
-        box: Where this part begins in it, None when it is a flat range.
-        flat: First and one past the last element of the flattened logical tensor, None when it is a box.
+        box: Where this part begins in the logical tensor along each dimension; None for a flat range.
+        flat: First and one past the last element in the flattened logical tensor; None unless it is a flat range.
         digest: What it contributes to the digest of the logical tensor; None when that was not computed.
     """
 
@@ -59,26 +59,28 @@ class Row:
 
     @property
     def part(self) -> Part:
-        """Which part of its logical tensor it is."""
+        """Which part of its logical tensor the row is."""
         return Part(self.global_shape, self.shape, self.box, self.flat)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """All array shards of a container, by columns; ``dims`` and its kin are the rows' tuples laid end to end.
+    """All array shards of a container, as columns.
+
+    ``dims``, ``strides``, ``global_dims`` and ``place`` hold the rows' tuples laid end to end.
 
     Attributes:
         providers: Names of the providers.
         provider: For each row, its provider's number.
         keys: For each row, its key within the provider.
-        kind, dtype: For each row, numbers out of :data:`KINDS` and :data:`datastates.state.dtypes.ALL`.
+        kind, dtype: For each row, its numbers in :data:`KINDS` and :data:`datastates.state.dtypes.ALL`.
         record: For each row, the number of its storage record.
         offset: For each row, bytes from the record's begin.
         part: For each row, :data:`WHOLE`, :data:`BOX` or :data:`FLAT`.
         ndim: For each row, how many entries it has in ``dims`` and ``strides``.
         dims, strides: Shapes and strides in elements.
         global_ndim: For each row, how many entries it has in ``global_dims``; 0 for a whole.
-        global_dims: Shapes of the logical tensors of the parts.
+        global_dims: Shapes of the logical tensors of boxes and flat ranges.
         place: For each box its offsets, for each flat range its first element and one past its last.
         digest: For each row, what it contributes to the digest of its logical tensor; 0 where that is not known.
         digested: For each row, 1 where it is known.
@@ -119,7 +121,7 @@ class ShardTable:
 
     @cached_property
     def by_key(self) -> KeyLookup:
-        """Row number by full key."""
+        """Row numbers by full key."""
         return KeyLookup(self.providers, self.provider, self.packed_keys)
 
     def of_provider(self, name: str) -> list[int]:
@@ -133,7 +135,7 @@ class ShardTable:
         return next(self.rows([i]))
 
     def rows(self, numbers: Sequence[int]) -> Iterator[Row]:
-        """Rows as objects; for many of them, a few microseconds each."""
+        """Rows as objects; many rows at once cost a few microseconds each."""
         chosen = np.asarray(numbers, np.int64)
         at, global_at, place_at = (starts[chosen].tolist() for starts in self.starts)
         columns = (
@@ -189,7 +191,12 @@ class ShardTable:
             )
 
     def check(self, record_nbytes: U64) -> None:
-        """Refuse rows that do not lie within their records; raises FormatError naming the first bad row's key."""
+        """Check all rows against each other and the records' lengths.
+
+        Raises:
+            FormatError: The columns contradict each other, or a row is impossible; the message names the first such
+                row's key.
+        """
         n = len(self.keys)
         numbers = (self.provider, self.kind, self.dtype, self.record, self.offset, self.part, self.ndim)
         for column in (*numbers, self.digest, self.digested):
@@ -212,10 +219,10 @@ class ShardTable:
         self._refuse((self.kind != KINDS.index("torch")) & only_torch, "is of an element type that only torch has")
         self._refuse(self.record >= len(record_nbytes), "names no record")
         self._refuse(self.part > FLAT, "is an unknown kind of part")
-        self._refuse(self.digested > 1, "has a digest that is neither known nor unknown")
-        self._refuse((self.digested == 0) & (self.digest != 0), "has a digest that is not known")
+        self._refuse(self.digested > 1, "has a digest flag that is neither 0 nor 1")
+        self._refuse((self.digested == 0) & (self.digest != 0), "has a digest, but its digest flag is 0")
         row = np.repeat(np.arange(n), self.ndim)
-        # in floating point: exact below 2**53, and what overflows an integer is merely large
+        # floating point is exact below 2**53, and a number that would overflow an integer is merely large
         dims, strides = self.dims.astype(np.float64), self.strides.astype(np.float64)
         spans = 1 + np.bincount(row, weights=np.maximum(dims - 1, 0) * strides, minlength=n)
         spans[np.bincount(row, weights=dims == 0, minlength=n) > 0] = 0
@@ -262,16 +269,19 @@ class ShardTable:
 
 
 def _products(numbers: np.ndarray[Any, Any], counts: U8) -> np.ndarray[Any, Any]:
-    """The product of each row's numbers, which lie end to end."""
+    """The product of each row's ``counts`` numbers; the rows' numbers lie end to end."""
     result = np.ones(len(counts))
     np.multiply.at(result, np.repeat(np.arange(len(counts)), counts), numbers)
     return result
 
 
 def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], record: Sequence[int]) -> ShardTable:
-    """Make the table of array shards, each given with its provider's number and the number of the record it lies in.
+    """Make the table of array shards; its digests are unknown, because they need the data.
 
-    No digest is known yet: that takes the data.
+    Args:
+        providers: Names of the providers.
+        shards: The array shards, each with its provider's number.
+        record: For each shard, the number of the storage record it lies in.
     """
     rows = [s for _, s in shards]
     part = [FLAT if s.flat is not None else WHOLE if s.shape == s.global_shape else BOX for s in rows]

@@ -1,6 +1,6 @@
-"""The ZIP64 framing of a container: headers, descriptors, padding, and where they put the data. Pure numbers and bytes.
+"""The ZIP64 framing of a container: headers, descriptors, padding, and where they put the data.
 
-Read off APPNOTE 6.3.10 and off what torch 2.13 writes and accepts; ``docs/format.md`` is the contract.
+It follows APPNOTE 6.3.10 and what torch 2.13 writes and accepts. ``docs/format.md`` specifies the bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = b"archive/"
 PICKLE_NAME = ROOT + b"data.pkl"
 INDEX_NAME = ROOT + b".datastates/index"
 CONSTANTS = ((ROOT + b"byteorder", b"little"), (ROOT + b"version", b"3\n"))
-"""Names and data of the records that all archives of torch have alike."""
+"""Names and data of the records that are the same in all containers."""
 STREAMED = 0x0008
 """The flag of a record whose CRC-32 follows its data, in a descriptor."""
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -57,7 +57,7 @@ def local_header(
 ) -> bytes:
     """A local header padded to ``length``, so that the data behind it is aligned.
 
-    ``nested`` are bytes that lie in the padding, after where in the header they begin.
+    ``nested`` is an offset within the header, and bytes to put there, in the padding.
     """
     extra = length - _LOCAL.size - len(name)
     head = _LOCAL.pack(b"PK\3\4", _NEEDS, flags, 0, 0, _EPOCH, crc, _UNKNOWN, _UNKNOWN, len(name), extra)
@@ -94,12 +94,12 @@ def encode_frames(header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | 
 
 
 def pickle_place(records_end: int, header_nbytes: int = 0) -> int:
-    """Where the data of ``data.pkl`` begins, given where the records end and how long its header is at least."""
+    """Where the data of ``data.pkl`` begins, given where the records end and the least length of its local header."""
     return aligned(records_end + max(header_nbytes, shortest_header(PICKLE_NAME)))
 
 
 def aligned(offset: int) -> int:
-    """The next multiple of :data:`~datastates._base.sizes.SMALL`."""
+    """``offset``, rounded up to a multiple of :data:`~datastates._base.sizes.SMALL`."""
     return -(-offset // SMALL) * SMALL
 
 
@@ -128,7 +128,10 @@ def encode_directory(header_offset: U64, nbytes: U64, crc: U32) -> bytes:
 
 
 def encode_ending(entries: int, offset: int, nbytes: int, comment: bytes) -> bytes:
-    """What follows a central directory of so many entries, of so many bytes, at that offset; the comment comes last."""
+    """The end records and the comment that follow a central directory.
+
+    The directory has ``entries`` entries and ``nbytes`` bytes, and begins at ``offset``.
+    """
     end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _MADE_BY, _NEEDS, 0, 0, entries, entries, nbytes, offset)
     locator = _LOCATOR.pack(b"PK\6\7", 0, offset + nbytes, 1)
     end = _END.pack(b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, _UNKNOWN, _UNKNOWN, len(comment))
@@ -139,16 +142,16 @@ ENDING_NBYTES = _END64.size + _LOCATOR.size + _END.size
 """Bytes between the central directory and the comment."""
 
 
-# --- many frames at once: rows of bytes, made as copies of one and then told their own numbers
+# --- many frames at once: rows of bytes, made as copies of one frame and then given their own numbers
 
 _RUN = 16384
-"""Records whose frames are made at once."""
+"""Most records whose frames are made at once."""
 
 
 def _alike(count: int) -> Iterator[tuple[int, int]]:
-    """The record numbers below ``count`` in runs of as many digits, whose frames are laid out alike.
+    """Cut the record numbers below ``count`` into runs with equally many digits, whose frames have the same layout.
 
-    A run is no longer than what stays in a core's cache while its rows are filled in.
+    A run is short enough that its frames stay in a core's cache while they are filled in.
     """
     first = 0
     while first < count:
@@ -175,6 +178,6 @@ def _put_digits(rows: U8, end: int, first: int) -> None:
 
 
 def _scatter(target: U8, at: I64, rows: U8) -> None:
-    """Write each row to its place; ``target`` is seen as all the overlapping stretches of a row's length."""
+    """Write each row into ``target`` at its offset, through a view of all overlapping stretches of a row's length."""
     row = np.dtype((np.void, rows.shape[1]))
     np.ndarray(len(target) - row.itemsize + 1, row, target, 0, (1,))[at] = rows.view(row)[:, 0]
