@@ -1,4 +1,4 @@
-"""One checkpoint's commit: every rank votes, the coordinator makes the manifest, and all get the same answer."""
+"""The commit of one checkpoint: every rank votes, the coordinator (rank 0) commits, all get the same answer."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from datastates.ranks.world import World
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vote:
-    """What a rank says when its container is on stable storage, or when it has failed.
+    """A rank's message once its container is on stable storage, or once it has failed.
 
     Attributes:
-        step: The step of its snapshot.
-        error: Why it has failed; empty when it has not.
-        skipped: Whether that is no failure of this snapshot's: see :class:`~datastates.errors.SnapshotSkippedError`.
-        file: Its container's name.
-        nbytes: Its container's length.
-        index_crc32: CRC-32 of its container's index.
-        claims: What the container holds; None where there is one rank only.
+        step: The step of the snapshot.
+        error: Why the rank has failed; empty if it has not.
+        skipped: Whether the rank took no part because of an earlier failure: see
+            :class:`~datastates.errors.SnapshotSkippedError`.
+        file: File name of the container.
+        nbytes: Length of the container, in bytes.
+        index_crc32: CRC-32 of the container's index.
+        claims: What the container holds; None in a world of one rank.
     """
 
     step: int
@@ -51,33 +52,33 @@ class Vote:
     claims: Claims | None = None
 
     def encode(self) -> bytes:
-        """The vote as bytes; the first of them tells a failure."""
+        """The vote as bytes. The first byte says whether the rank has failed."""
         claims = None if self.claims is None else encode_claims(self.claims)
         fields = [self.step, self.error, self.skipped, self.file, self.nbytes, self.index_crc32, claims]
         return (FAILED if self.error else DONE) + msgpack.packb(fields)
 
     @classmethod
     def decode(cls, data: bytes) -> Vote:
-        """The mirror of :meth:`encode`."""
+        """The inverse of :meth:`encode`."""
         step, error, skipped, file, nbytes, crc, claims = msgpack.unpackb(data[1:])
         return cls(step, error, skipped, file, nbytes, crc, None if claims is None else decode_claims(claims))
 
 
-_COMMITTED, _SKIPPED = b"c", b"s"  # what an answer begins with
+_COMMITTED, _SKIPPED = b"c", b"s"  # the first byte of an answer
 
 
 class Ballot:
-    """The agreement of all ranks about one checkpoint. Used by one thread at a time."""
+    """The agreement of all ranks on one checkpoint. Use it from one thread at a time."""
 
     def __init__(self, world: World, name: str, sequence: Callable[[], int], *, step: int = -1, timeout: float) -> None:
-        """Name it as all ranks name it, and no other ballot of this run.
+        """Prepare a ballot; nobody is told yet.
 
         Args:
             world: The ranks.
-            name: Its name.
-            sequence: Gives the checkpoint's; called on the coordinator when it is committed.
-            step: The checkpoint's.
-            timeout: Seconds to wait for the others.
+            name: The name of the ballot: the same on all ranks, and used once in a run.
+            sequence: Returns the checkpoint's sequence number. Called on the coordinator at the commit.
+            step: The step of the checkpoint.
+            timeout: Seconds to wait for the other ranks.
         """
         self._world = world
         self._name = name
@@ -85,44 +86,44 @@ class Ballot:
         self._sequence = sequence
         self.step = step
         self.attempt = world.token(name) if world.size > 1 else None
-        """What all ranks call the directory that they write into; None where there is one only."""
+        """The name of the attempt, which is part of the partial directory's name; None in a world of one rank."""
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """The number of this rank."""
         return self._world.rank
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self._world.size
 
     def cast(
         self, vote: Vote, pending: manifest.Pending, target: Callable[[], Path], retain: Callable[[], None]
     ) -> Path:
-        """Vote, and wait for the outcome; returns where the checkpoint stands.
+        """Vote and wait for the outcome; returns the path of the committed checkpoint.
 
         Args:
-            vote: This rank's.
-            pending: The directory that all wrote into.
-            target: Says where the checkpoint is to stand.
-            retain: Called there once it is committed, before anybody is told.
+            vote: The vote of this rank.
+            pending: The partial directory that all ranks wrote into.
+            target: Returns the path that the checkpoint is to have. Called on the coordinator at the commit.
+            retain: Called on the coordinator after the commit, before the other ranks are told.
 
         Raises:
-            CommitError: A rank has failed, or the ranks do not hold one state; the same on all of them.
-            SnapshotSkippedError: A rank took no part; likewise.
-            RanksMissingError: Some did not vote in time.
-            StorageError: There is one rank only, and it could not commit.
+            CommitError: A rank has failed, or the ranks' parts do not make one state. Same text on all ranks.
+            SnapshotSkippedError: A rank took no part, and none has failed. Same text on all ranks.
+            RanksMissingError: Some ranks did not vote in time.
+            StorageError: The only rank could not commit, or the directory where the ranks meet failed.
         """
         committed: list[Path] = []
-        """On the coordinator, where the checkpoint stands: whatever fails after that does not take it back."""
+        """On the coordinator, the path of the committed checkpoint. No later failure undoes the commit."""
 
         def decide(data: dict[int, bytes]) -> bytes:
             begin = time.monotonic()
 
             def target_in_time() -> Path:
                 path = target()
-                # the others wait for so long from where rank 0 began, and then believe that it has failed
+                # once rank 0 has begun to decide, the others wait at least `timeout` for its answer, then give up
                 if self.ranks > 1 and (seconds := time.monotonic() - begin) > 0.8 * self._timeout:
                     raise CommitError(f"rank 0 needed {seconds:.3g} s to commit, and is given {self._timeout:.3g} s")
                 return path
@@ -144,8 +145,8 @@ class Ballot:
                     return committed[0]
                 raise
             if not is_told(error):
-                pending.files.clear()  # not this rank's to remove: the coordinator may yet commit them
-            # it may also have gone, or its answer been lost, after it had committed
+                pending.files.clear()  # keep them: the coordinator may still commit them
+            # the coordinator may have committed, and then ended, or its answer was lost
             if (path := directories.of_attempt(pending.target, pending.attempt)) is not None:
                 return path
             raise
@@ -154,16 +155,16 @@ class Ballot:
         return Path(done[1:].decode("utf-8", "surrogateescape"))
 
     def decline(self, error: BaseException) -> None:
-        """Tell the others that this rank has failed; waits until they know. Never raises."""
+        """Tell the other ranks that this one has failed, and wait until they were told. Never raises."""
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        text = text.encode(errors="replace").decode()  # a path in it need not be text
+        text = text.encode(errors="replace").decode()  # a path in it may have bytes that are no text
         vote = Vote(self.step, error=text, skipped=isinstance(error, SnapshotSkippedError))
         if self.ranks > 1:
             try:
                 self._world.agree(
                     self._name, vote.encode(), _refuse, timeout=self._timeout, enough=lambda data: data[:1] == FAILED
                 )
-            except Exception:  # this rank's own error is what is told here
+            except Exception:  # the caller reports this rank's own error
                 return
 
     def _commit(self, votes: dict[int, Vote], pending: manifest.Pending, target: Callable[[], Path]) -> Path:
@@ -194,7 +195,7 @@ def _refuse(data: dict[int, bytes]) -> bytes:
 
 
 def _skipped(votes: dict[int, Vote]) -> str:
-    """Why ranks took no part, where none has failed; otherwise nothing."""
+    """Why ranks took no part; empty if a rank has failed, or all took part."""
     failed = {rank: vote for rank, vote in votes.items() if vote.error}
     return _reasons(failed) if all(vote.skipped for vote in failed.values()) else ""
 
@@ -215,7 +216,7 @@ def _refuse_failed(votes: dict[int, Vote]) -> None:
 
 
 def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifest.CatalogEntry:
-    """Check that the ranks' containers are there and make one state, and write down which of them holds what."""
+    """Check that all containers exist and together make one state; then write the catalog."""
     paths = [pending.directory / vote.file for _, vote in sorted(votes.items())]
     for (rank, vote), path, found in zip(sorted(votes.items()), paths, directories.lengths(paths), strict=True):
         if found != vote.nbytes:
@@ -236,7 +237,7 @@ def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifes
 
 
 def _refuse_conflict(votes: dict[int, Vote], pending: manifest.Pending) -> None:
-    """Name what is held twice or not at all; only then are all containers opened."""
+    """Raise CommitError that names what is held twice or not at all. Slow: opens all containers."""
     tables = {rank: open_container(pending.directory / v.file).index.shards for rank, v in votes.items()}
     if (text := describe_conflicts(tables)) is not None:
         raise CommitError(text)

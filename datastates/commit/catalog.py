@@ -1,7 +1,7 @@
-"""The catalog of a checkpoint of several ranks: which of them hold which stretch of each logical tensor. Pure.
+"""The catalog of a checkpoint of several ranks: which ranks hold which stretch of each logical tensor. No I/O.
 
-It is sorted by a hash of the keys and checksummed by blocks, so that a rank that restores touches a few blocks for each
-tensor that it wants, however many ranks there are. ``docs/format.md`` is the contract.
+The catalog is sorted by a hash of the keys, and has a checksum for each block. A restoring rank reads only a few blocks
+for each tensor that it wants, however many ranks wrote the checkpoint. ``docs/format.md`` specifies the format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILE = "catalog.bin"
 _MAGIC = b"datastates/catalog 01\n\0\0"
 _HEADER = struct.Struct("<24sQQQQ")
 BLOCK = 1 << 12
-"""Bytes under one checksum: what one look-up reads at least, while the head, which all read, has 4 for each block."""
+"""Bytes under one checksum. A look-up reads at least one block. All ranks read the head: 4 bytes per block."""
 _CACHED_BLOCKS = 1 << 14
 _MAX_HEAD = 1 << 26
 _GUESSES = 8
@@ -33,10 +33,10 @@ Read = Callable[[int, int], bytes]
 
 
 class ConflictError(ValueError):
-    """Ranks describe a tensor of one key in different ways, or none of them holds anything of it."""
+    """Two ranks contradict each other about the tensor of one key, or no rank holds any of its elements."""
 
     def __init__(self, key: int, ranks: tuple[int, int], what: str = "differ") -> None:
-        """Say between whom; ``key`` is the hash."""
+        """Keep the ``key`` (a hash) and the two ``ranks``, the lower first. ``what`` ends the message."""
         self.key, self.ranks = key, (min(ranks), max(ranks))
         super().__init__(f"ranks {self.ranks[0]} and {self.ranks[1]} {what}")
 
@@ -44,14 +44,14 @@ class ConflictError(ValueError):
 _CONTAINER = np.dtype([("nbytes", "<u8"), ("index_crc", "<u4")])
 _TENSOR = np.dtype([("key", "<u8"), ("first", "<u8"), ("digest", "<u4"), ("digested", "|u1")])
 _ROW = np.dtype([("begin", "<u8"), ("reach", "<u8"), ("rank", "<u4")])
-# records, not columns: what is asked of one entry lies in one block
+# records, not columns: so all fields of an entry are together, mostly in one block
 
 Table = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the tables are in the body, for so many ranks, tensors and rows."""
+    """Where the tables are in the body, from the numbers of ranks, tensors and rows."""
 
     ranks: int
     tensors: int
@@ -59,7 +59,7 @@ class _Layout:
 
     @property
     def places(self) -> dict[np.dtype[Any], tuple[int, int]]:
-        """For each kind of record where its table begins in the body, and how many it has."""
+        """For each kind of record, the offset of its table in the body and the number of its records."""
         tensors = self.ranks * _CONTAINER.itemsize
         rows = tensors + self.tensors * _TENSOR.itemsize
         return {_CONTAINER: (0, self.ranks), _TENSOR: (tensors, self.tensors), _ROW: (rows, self.rows)}
@@ -72,20 +72,21 @@ class _Layout:
 
     @property
     def blocks(self) -> int:
-        """How many blocks the body has, the last one perhaps shorter."""
+        """The number of blocks of the body. The last one may be shorter."""
         return -(-self.nbytes // BLOCK)
 
 
 def encode_catalog(claims: Sequence[Claims], nbytes: U64, index_crc: U32) -> tuple[bytes, int]:
-    """The catalog of what all ranks hold, in the ranks' order, and the CRC-32 of its head, which covers all the rest.
+    """Encode the catalog; returns it and the CRC-32 of its head, which holds the checksums of all the rest.
 
     Args:
-        claims: What each rank holds.
+        claims: What each rank holds, in the ranks' order. The other arguments have the same order.
         nbytes: Length of each rank's container.
-        index_crc: CRC-32 of each container's index.
+        index_crc: CRC-32 of the index of each rank's container.
 
     Raises:
-        ConflictError: Two ranks describe tensors of one key in different ways, or hold the same, or nobody holds it.
+        ConflictError: Two ranks give different types or shapes for one key, or both hold a tensor's first element, or
+            no rank holds any element of a tensor.
     """
     order, key, starts = _by_key(claims)
     group = np.repeat(np.arange(len(starts), dtype=np.uint32), np.diff(starts, append=len(key)))
@@ -95,15 +96,15 @@ def encode_catalog(claims: Sequence[Claims], nbytes: U64, index_crc: U32) -> tup
     form = _column(claims, "form", order)
     _refuse_conflicts(form, key, begin, end, rank, starts[group])
     tensors = key[starts]
-    del key, group  # tens of millions of each
-    held = end > begin  # an empty part only says that the rank knows the tensor
+    del key, group  # they may have tens of millions of entries
+    held = end > begin  # a rank with an empty part knows the tensor, but holds nothing of it
     if len(starts):
         empty = ~np.logical_or.reduceat(held, starts)
-        # covers do not see either what each replica leaves to another
+        # the sum of covers is 0 here: each replica left the tensor to another
         if len(lost := np.flatnonzero(empty & (form[starts] & 1 == 1))):
             rows = rank[starts[lost[0]] : np.append(starts, len(rank))[lost[0] + 1]]
             raise ConflictError(int(tensors[lost[0]]), (int(rows[0]), int(rows[-1])), "leave it to others")
-        held[starts[empty]] = True  # a tensor without elements is to be found, too
+        held[starts[empty]] = True  # a tensor without elements must be found, too
         counts = np.add.reduceat(held, starts, dtype=np.int64)
         digest = np.bitwise_xor.reduceat(np.where(held, _column(claims, "digest", order), np.uint32(0)), starts)
         digested = np.minimum.reduceat(np.where(held, _column(claims, "digested", order), np.uint8(1)), starts)
@@ -123,12 +124,12 @@ def encode_catalog(claims: Sequence[Claims], nbytes: U64, index_crc: U32) -> tup
 
 
 def _column(claims: Sequence[Claims], name: str, order: I64) -> Table:
-    """One column of all claims, in that order."""
+    """One column of all claims, in the given order."""
     return np.concatenate([getattr(c, name) for c in claims])[order]
 
 
 def _by_key(claims: Sequence[Claims]) -> tuple[I64, U64, I64]:
-    """The order by key, of one key in the ranks' order; the keys in it; and where each tensor begins."""
+    """The order by key, then by rank; the keys in that order; the position where each tensor begins."""
     key = np.concatenate([c.key for c in claims])
     order = np.argsort(key, kind="stable")
     key = key[order]
@@ -136,10 +137,10 @@ def _by_key(claims: Sequence[Claims]) -> tuple[I64, U64, I64]:
 
 
 def _sort_within(group: U32, order: I64, begin: U64, end: U64) -> None:
-    """Put each tensor's rows in the order of begin, end and rank, in place; of one tensor empty parts come first."""
+    """Sort each tensor's rows by begin, then end, in place. Ties stay in the order of the ranks."""
     behind = (begin[1:] < begin[:-1]) | ((begin[1:] == begin[:-1]) & (end[1:] < end[:-1]))
     wrong = np.unique(group[1:][behind & (group[1:] == group[:-1])])
-    if len(wrong):  # in most tensors parts follow each other as ranks do
+    if len(wrong):  # in most tensors the order of the ranks is already the order of their parts
         affected = np.zeros(int(group[-1]) + 1, bool)
         affected[wrong] = True
         rows = np.flatnonzero(affected[group])
@@ -149,11 +150,11 @@ def _sort_within(group: U32, order: I64, begin: U64, end: U64) -> None:
 
 
 def _refuse_conflicts(form: U32, key: U64, begin: U64, end: U64, rank: U32, start: I64) -> None:
-    """Raise ConflictError for the first of the sorted rows that cannot be; ``start`` is their tensors' first rows."""
+    """Raise ConflictError if sorted rows contradict each other. ``start``: for each row, its tensor's first row."""
     if len(differing := np.flatnonzero(form != form[start])):
         at = int(differing[0])
         raise ConflictError(int(key[at]), (int(rank[start[at]]), int(rank[at])))
-    # covers cannot tell a tensor from the same tensor twice: only one part has the first element
+    # covers do not show a tensor that is held twice as a whole; two rows with its first element do
     again = np.flatnonzero((begin[1:] == 0) & (end[1:] > 0) & (key[1:] == key[:-1]) & (end[:-1] > 0) & (form[1:] != 0))
     if len(again):
         at = int(again[0])
@@ -176,10 +177,10 @@ def _assemble(tables: dict[np.dtype[Any], dict[str, Table]]) -> tuple[bytes, int
 
 
 def _running_maximum(end: U64, first: I64) -> U64:
-    """For each row the furthest end of its tensor's rows up to it."""
+    """For each row, the highest end among its tensor's rows up to and including it."""
     result = end.copy()
     falls = np.flatnonzero(end[1:] < end[:-1]) + 1
-    inner = falls[~np.isin(falls, first)]  # most tensors' parts follow each other
+    inner = falls[~np.isin(falls, first)]  # only these: in most tensors the ends ascend
     for tensor in np.unique(np.searchsorted(first, inner, side="right") - 1).tolist():
         rows = slice(int(first[tensor]), int(first[tensor + 1]))
         result[rows] = np.maximum.accumulate(end[rows])
@@ -187,13 +188,19 @@ def _running_maximum(end: U64, first: I64) -> U64:
 
 
 class Catalog:
-    """An opened catalog; each block is read, verified, when it is first needed. Not thread-safe."""
+    """An opened catalog. Reads and verifies each block when it is needed, and caches it. Not thread-safe."""
 
     def __init__(self, read: Read, file_nbytes: int, head_crc: int, name: str = FILE) -> None:
-        """Read and check the head; ``name`` is what errors call the file.
+        """Read and check the head.
+
+        Args:
+            read: Reads the file.
+            file_nbytes: Length of the file.
+            head_crc: The CRC-32 that the head must have.
+            name: How error messages name the file.
 
         Raises:
-            FormatError: It is no catalog, or not the one whose head has that checksum.
+            FormatError: The file is no catalog, or its head has another checksum.
         """
         self._read, self._name = read, name
         head = read(0, _HEADER.size) if file_nbytes >= _HEADER.size else b""
@@ -203,9 +210,11 @@ class Catalog:
         self._layout = _Layout(ranks, tensors, rows)
         self._body = _HEADER.size + 4 * self._layout.blocks
         if self._body > _MAX_HEAD:
-            raise FormatError(f"{name}: a catalog with a head of {self._body} bytes, which are too many to read")
+            raise FormatError(f"{name}: the head of the catalog is too long: {self._body} bytes")
         if file_nbytes != self._body + self._layout.nbytes:
-            raise FormatError(f"{name}: a catalog of {self._body + self._layout.nbytes} bytes, not of {file_nbytes}")
+            raise FormatError(
+                f"{name}: the catalog should have {self._body + self._layout.nbytes} bytes, and has {file_nbytes}"
+            )
         head = read(0, self._body)
         if crc32(head) != head_crc:
             raise FormatError(f"{name}: the catalog's head does not match its checksum")
@@ -215,7 +224,7 @@ class Catalog:
 
     @property
     def ranks(self) -> int:
-        """How many ranks wrote the checkpoint."""
+        """The number of ranks that wrote the checkpoint."""
         return self._layout.ranks
 
     def _block(self, number: int) -> bytes:
@@ -244,10 +253,10 @@ class Catalog:
         return int(self._table(kind, i, i + 1)[name][0])
 
     def _search(self, kind: np.dtype[Any], name: str, low: int, high: int, wanted: int, around: tuple[int, int]) -> int:
-        """The first record from ``low`` to before ``high`` whose entry, ascending, is ``wanted`` or more; or ``high``.
+        """The first record from ``low`` to before ``high`` whose field ``name`` is at least ``wanted``; or ``high``.
 
-        ``around`` is what the entries lie between: they are looked for where they would be if they ascended evenly, as
-        hashes and equal parts do, so that there are few blocks to read.
+        The field ascends, and its values lie in ``around``. The first guesses interpolate, because hashes and the
+        bounds of equal parts ascend evenly: that reads fewer blocks than halving does. Later guesses halve.
         """
         below, above = around
         guesses = _GUESSES
@@ -270,13 +279,13 @@ class Catalog:
         return first, self._layout.rows if is_last else self._entry(_TENSOR, "first", tensor + 1)
 
     def find(self, key: int) -> int | None:
-        """The number of the tensor or object whose key has that hash; None when there is none."""
+        """The number of the tensor or object whose key has this hash; None if there is none."""
         count = self._layout.tensors
         at = self._search(_TENSOR, "key", 0, count, key, (0, 1 << 64))
         return at if at < count and self._entry(_TENSOR, "key", at) == key else None
 
     def holders(self, tensor: int, begin: int, end: int) -> list[int]:
-        """Ranks whose parts may reach into the elements from ``begin`` to ``end``, ascending; none is left out."""
+        """All ranks, ascending, whose parts may have elements from ``begin`` to before ``end``. Some may have none."""
         first, last = self._rows(tensor)
         numel = self._entry(_ROW, "reach", last - 1) if last > first else 0
         low = self._search(_ROW, "reach", first, last, begin + 1, (0, numel))
@@ -284,17 +293,17 @@ class Catalog:
         return sorted(set(self._table(_ROW, low, high)["rank"].tolist()))
 
     def any_holder(self, tensor: int) -> int | None:
-        """The rank that holds the first stretch of it; None when nobody holds anything."""
+        """The rank whose part of a tensor or object begins first; None if it has no row."""
         first, last = self._rows(tensor)
         return self._entry(_ROW, "rank", first) if last > first else None
 
     def digest(self, tensor: int) -> int | None:
-        """What all parts contribute to its digest; None where a part's contribution is unknown."""
+        """The digest of a tensor, from the contributions of all parts; None if one of these is unknown."""
         known = self._entry(_TENSOR, "digested", tensor)
         return self._entry(_TENSOR, "digest", tensor) if known else None
 
     def container(self, rank: int) -> tuple[int, int]:
-        """Length of a rank's container, and the CRC-32 of its index."""
+        """Length of a rank's container in bytes, and the CRC-32 of its index."""
         return self._entry(_CONTAINER, "nbytes", rank), self._entry(_CONTAINER, "index_crc", rank)
 
     def keys(self) -> U64:

@@ -1,4 +1,4 @@
-"""What one rank's container holds of every logical tensor, as columns: what ranks tell each other to commit. Pure."""
+"""Claims: columns that say what one rank's container holds of each logical tensor. Ranks vote with them. No I/O."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from datastates.state.shards import full_key
 
 
 def key_hash(full: str) -> int:
-    """64 bits of an array's full key: what a catalog is sorted by."""
+    """A 64-bit hash of an array's full key. A catalog is sorted by it."""
     return _hash64(b"a" + full.encode("utf-8", "surrogatepass"))
 
 
 def object_hash(full: str) -> int:
-    """64 bits of an object's full key; an array of the same key has others."""
+    """A 64-bit hash of an object's full key. It differs from :func:`key_hash` of the same key."""
     return _hash64(b"o" + full.encode("utf-8", "surrogatepass"))
 
 
@@ -31,9 +31,9 @@ def _hash64(data: bytes) -> int:
 
 
 def form_hash(row: Row) -> int:
-    """32 bits, never 0, of what all parts of a logical tensor have in common: its element type and its shape.
+    """A 32-bit hash, never 0, of a logical tensor's element type and shape, which all its parts share.
 
-    The lowest bit says whether it has elements.
+    The lowest bit is 1 if the tensor has elements.
     """
     text = f"{row.dtype.name} {row.global_shape}".encode()
     found = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
@@ -41,7 +41,7 @@ def form_hash(row: Row) -> int:
 
 
 def span_of(part: Part) -> tuple[int, int]:
-    """The first element of a part, and one past its last, in the flattened logical tensor."""
+    """The position of a part's first element in the flattened logical tensor, and one past that of its last."""
     if part.flat is not None:
         return part.flat
     if part.numel == 0:
@@ -55,14 +55,14 @@ def span_of(part: Part) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claims:
-    """One rank's arrays and objects. An empty part says that the tensor is known here, and holds nothing.
+    """One rank's arrays and objects. With an empty part, the rank knows the tensor but holds none of its elements.
 
     Attributes:
-        key: For each array, then for each object, :func:`key_hash` or :func:`object_hash`.
-        form: For each, :func:`form_hash`; 0 for an object.
-        begin, end: For each, the :func:`span_of` its part; 0 and 1 for an object.
-        digest: For each, what its bytes contribute to the logical tensor's digest.
-        digested: For each, 1 where that is known.
+        key: :func:`key_hash` of each array, then :func:`object_hash` of each object. The other columns have this order.
+        form: :func:`form_hash` of each array; 0 for an object.
+        begin, end: :func:`span_of` each array's part; 0 and 1 for an object.
+        digest: What each array's bytes contribute to its logical tensor's digest; 0 for an object.
+        digested: 1 where ``digest`` is known, else 0; 0 for an object.
         cover: The sum of :func:`~datastates.commit.tiling.cover` over all arrays.
     """
 
@@ -75,12 +75,12 @@ class Claims:
     cover: int
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of arrays and objects."""
         return len(self.key)
 
 
 def claims_of(table: ShardTable) -> Claims:
-    """The claims of a container's arrays, digests left out: all that depends on the structure alone."""
+    """The claims of a container's arrays without digests: the part that depends on the structure only."""
     rows = list(table.rows(range(len(table))))
     parts = [row.part for row in rows]
     spans = [span_of(part) for part in parts]
@@ -100,7 +100,7 @@ def claims_of(table: ShardTable) -> Claims:
 
 
 def whole_claims(arrays: Claims, index: Index) -> Claims:
-    """The claims of a container: its arrays with their digests, and its objects."""
+    """The claims of a whole container: ``arrays`` with their digests, and the objects of its index."""
     table, rest = index.shards, len(index.objects)
     hashes = [object_hash(full_key(table.providers[o.provider], o.key)) for o in index.objects]
     return replace(
@@ -118,12 +118,12 @@ _COLUMNS = {"key": "<u8", "form": "<u4", "begin": "<u8", "end": "<u8", "digest":
 
 
 def encode_claims(claims: Claims) -> dict[str, bytes]:
-    """The claims for msgpack."""
+    """The claims as fields for msgpack."""
     columns = {c: getattr(claims, c).astype(width).tobytes() for c, width in _COLUMNS.items()}
     return {**columns, "cover": claims.cover.to_bytes(16, "little")}
 
 
 def decode_claims(fields: dict[str, bytes]) -> Claims:
-    """The mirror of :func:`encode_claims`."""
+    """The inverse of :func:`encode_claims`."""
     columns: dict[str, Any] = {c: np.frombuffer(fields[c], width) for c, width in _COLUMNS.items()}
     return Claims(**columns, cover=int.from_bytes(fields["cover"], "little"))

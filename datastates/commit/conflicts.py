@@ -1,4 +1,4 @@
-"""Why the parts that ranks hold do not make whole tensors, in words. Pure; asked only when they do not."""
+"""Descriptions, for error messages, of why the ranks' parts do not make whole tensors. No I/O."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _HINT = "; state that ranks hold alike belongs into a ReplicatedProvider, what d
 
 
 def describe_conflicts(tables: Mapping[int, ShardTable]) -> str | None:
-    """Say which tensors are held twice, or not wholly, or described differently; None when all is well.
+    """Describe the tensors that are held twice or only partly, or whose types or shapes differ; None if all is well.
 
     Args:
-        tables: By rank, what its container holds.
+        tables: The shard table of each rank's container, by rank.
     """
     held: dict[str, list[tuple[int, Row]]] = {}
     for rank, table in sorted(tables.items()):
@@ -40,7 +40,8 @@ def _of_tensor(key: str, rows: list[tuple[int, Row]]) -> Iterator[str]:
             return
     parts = [(r, row.part) for r, row in rows if row.part.numel]
     tiled = sum(cover(key, first.dtype.name, part) for _, part in parts) % PRIME == 0
-    if tiled and sum(part.has_first for _, part in parts) == 1:  # twice the whole tiles, too
+    # the covers of a tensor that is held twice add up to 0, too: so count its first element
+    if tiled and sum(part.has_first for _, part in parts) == 1:
         return
     numel = int(np.prod(first.global_shape, dtype=np.int64))
     runs = sorted(

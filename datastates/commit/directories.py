@@ -1,4 +1,4 @@
-"""A directory of checkpoints: what is committed in it, what interrupted runs left, and what is deleted."""
+"""A directory of checkpoints: find and order what is committed, find and remove debris, delete checkpoints."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
 
 
 def candidates(path: Path, step: int | None = None) -> list[Path]:
-    """The checkpoints that ``path`` may mean, the newest at the end: itself, or all in it, or that of a step.
+    """The checkpoints that ``path`` may mean, the newest last: itself, or all in it, or the newest of ``step``.
 
     Raises:
-        CheckpointNotFoundError: It is the checkpoint of another step.
+        CheckpointNotFoundError: ``path`` is itself a checkpoint, but of another step.
     """
     if _manifest_stat(path) is not None:
         if step is not None and (found := manifest.open(path).step) != step:
@@ -42,7 +42,7 @@ def candidates(path: Path, step: int | None = None) -> list[Path]:
 
 
 def find(path: Path, step: int | None = None) -> Path:
-    """The checkpoint directory that ``path`` means: itself, or the newest one in it, or that of a step.
+    """The checkpoint directory that ``path`` means: itself, or the newest in it, or the newest of ``step``.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -53,7 +53,7 @@ def find(path: Path, step: int | None = None) -> Path:
 
 
 def refuse_absence(path: Path, step: int | None) -> NoReturn:
-    """Raise CheckpointNotFoundError."""
+    """Raise CheckpointNotFoundError for ``path``, or for a step in it."""
     if (other := kind_of_other(path)) is not None:
         raise CheckpointNotFoundError(other)
     where = f" at {path}" if step is None else f" of step {step} in {path}"
@@ -61,22 +61,22 @@ def refuse_absence(path: Path, step: int | None) -> NoReturn:
 
 
 def kind_of_other(path: Path) -> str | None:
-    """What a directory is that holds a checkpoint of torch.distributed.checkpoint, in words; None where it is none."""
+    """A message if ``path`` is a checkpoint of torch.distributed.checkpoint, with what can read it; else None."""
     if not (path / ".metadata").is_file():
         return None
     return (
-        f"{path} is a checkpoint of torch.distributed.checkpoint: dcp.load reads it; of what datastates wrote, inspect "
-        "and verify take each .distcp file by itself"
+        f"{path} is a checkpoint of torch.distributed.checkpoint: dcp.load reads it; if datastates wrote it, inspect "
+        "and verify read one .distcp file at a time"
     )
 
 
 def committed(root: Path) -> dict[int, Path]:
-    """The committed checkpoints below ``root`` by step, ascending; of several of one step the one saved last."""
+    """The committed checkpoints below ``root`` by step, ascending. For a step saved again, the newest one."""
     return dict(sorted(by_age(root).items()))
 
 
 def by_age(root: Path) -> dict[int, Path]:
-    """The same, the one saved first at the beginning, which after a roll-back need not be that of the lowest step."""
+    """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
     found: dict[int, Path] = {}
     for step, path in _in_order(root):
         found.pop(step, None)
@@ -85,25 +85,25 @@ def by_age(root: Path) -> dict[int, Path]:
 
 
 def superseded(root: Path) -> list[Path]:
-    """Committed checkpoints of a step that was saved again later."""
+    """The committed checkpoints whose step was saved again later."""
     every = _in_order(root)
     last = dict(every)
     return [path for step, path in every if path != last[step]]
 
 
 def next_sequence(root: Path) -> int:
-    """The number behind those of all committed checkpoints below ``root``."""
+    """One more than the highest sequence number of the committed checkpoints below ``root``."""
     return 1 + max((sequence for sequence, *_ in _numbered(root) if sequence is not None), default=0)
 
 
 class Order:
-    """Numbers the checkpoints of a directory as they were taken, in whichever order they are committed.
+    """Gives the checkpoints of a directory sequence numbers in the order of their snapshots, not of their commits.
 
-    Used by any thread.
+    Thread-safe.
     """
 
     def __init__(self, root: Path) -> None:
-        """Look at nothing yet."""
+        """Remember ``root``; nothing is read yet."""
         self._root = root
         self._lock = threading.Lock()
         self._given = 0
@@ -111,21 +111,21 @@ class Order:
         self._reserved: dict[int, int] = {}
 
     def sequence(self, number: int) -> int:
-        """The sequence of the one that was taken as ``number``, counted from 0; asked for when it is committed."""
+        """The sequence number of the snapshot with this ``number``, from 0. Ask once for each, when it is committed."""
         with self._lock:
             if number >= self._begun:
                 first = max(self._given + 1, next_sequence(self._root))
-                # those taken before it may still come
+                # snapshots taken before this one may be committed later
                 self._reserved.update({n: first + n - self._begun for n in range(self._begun, number + 1)})
                 self._begun, self._given = number + 1, self._reserved[number]
             return self._reserved.pop(number)
 
 
 def _in_order(root: Path) -> list[tuple[int, Path]]:
-    """Step and path of every committed checkpoint, the one saved first at the beginning.
+    """Step and path of every committed checkpoint, the oldest first.
 
-    Those without a number, of format 1, are older than those with one, and in the order of their steps. One whose
-    manifest cannot be read stands behind those whose directories were last changed before its own.
+    Checkpoints of format 1 have no sequence number. They come first, in the order of their steps. A checkpoint whose
+    manifest cannot be read comes after those whose directories were not changed later than its own.
     """
     numbered = _numbered(root)
     known = [(changed, sequence) for sequence, _, _, _, changed in numbered if sequence is not None]
@@ -141,19 +141,19 @@ def _in_order(root: Path) -> list[tuple[int, Path]]:
 
 
 def _numbered(root: Path) -> list[tuple[int | None, int, int, Path, int]]:
-    """Of every committed checkpoint: sequence, step, revision, path, and when names in it were last changed.
+    """Sequence, step, revision, path and directory mtime (ns) of every committed checkpoint.
 
-    The sequence is 0 where the manifest is of format 1, and None where it cannot be read.
+    The sequence is 0 if the manifest is of format 1, and None if it cannot be read.
     """
     found: list[tuple[int | None, int, int, Path, int]] = []
     for entry in _entries(root):
         if (match := _STEP.match(entry.name)) and (stat := _manifest_stat(entry)) is not None:
             identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-            with contextlib.suppress(CheckpointNotFoundError, FileNotFoundError):  # it has just been deleted
-                changed = entry.stat().st_mtime_ns  # its last change was to unlink the lock, at the commit
+            with contextlib.suppress(CheckpointNotFoundError, FileNotFoundError):  # another process has just deleted it
+                changed = entry.stat().st_mtime_ns  # the commit made the last change: it unlinked the lock
                 try:
                     sequence = _sequence(entry, identity)
-                except StorageError:  # whoever opens it is told
+                except StorageError:  # reported to whoever opens it
                     sequence = None
                 found.append((sequence, int(match[1]), int(match[2] or 0), entry, changed))
     return found
@@ -161,7 +161,7 @@ def _numbered(root: Path) -> list[tuple[int | None, int, int, Path, int]]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _sequence(path: Path, identity: tuple[int, ...]) -> int | None:
-    """What a manifest says, read once as long as the file stays the same."""
+    """The sequence number in a manifest. Cached while ``identity``, the file's stat, stays the same."""
     del identity
     try:
         return manifest.open(path).sequence or 0
@@ -170,9 +170,9 @@ def _sequence(path: Path, identity: tuple[int, ...]) -> int | None:
 
 
 def target(root: Path, step: int, *, in_flight: bool = True) -> Path:
-    """Where the next checkpoint of a step will stand: a step saved again gets a revision, nothing is overwritten.
+    """The path for the next checkpoint of a step. A step saved again gets a new revision: nothing is overwritten.
 
-    ``in_flight``: behind those that are still being written, too.
+    ``in_flight``: count revisions that are still being written, too.
     """
     name = step_name(step)
     with files.syscall("list", root):
@@ -183,62 +183,62 @@ def target(root: Path, step: int, *, in_flight: bool = True) -> Path:
 
 
 def step_name(step: int) -> str:
-    """What the directory of a step is called, revisions apart."""
+    """The name of a step's directory, without a revision."""
     return f"step-{step:08d}"
 
 
 def debris(root: Path, targets: re.Pattern[str] = _STEP) -> list[Path]:
-    """What interrupted snapshots and deletions left; never a committed checkpoint, nor one being written.
+    """What interrupted snapshots and deletions left: partial directories that no process is writing.
 
-    ``targets``: of what, by name; of steps unless it is said.
+    ``targets`` matches the part of the name before ``.partial-``; the default matches the names of all steps.
     """
     left = (e for e in _entries(root) if (m := _PARTIAL.match(e.name)) and targets.match(m[1]))
     return [e for e in left if not is_live(e)]
 
 
 def without_manifest(root: Path) -> list[Path]:
-    """Directories that are named as checkpoints are, and are none."""
+    """Directories with the name of a checkpoint, but without a manifest."""
     return [e for e in _entries(root) if _STEP.match(e.name) and _manifest_stat(e) is None]
 
 
 def debris_of(target: Path) -> list[Path]:
-    """What interrupted snapshots to one path left beside it."""
+    """The debris of snapshots to the path ``target``, beside it."""
     return debris(target.parent, re.compile(re.escape(target.name) + r"\Z"))
 
 
 def sweep(root: Path, targets: re.Pattern[str] = _STEP) -> None:
-    """Delete what :func:`debris` finds, and say so; raises StorageError."""
+    """Delete what :func:`debris` finds, and log each; raises StorageError."""
     for path in debris(root, targets):
         _log.warning("removing what an interrupted run left: %s", path)
         clear(path)
 
 
 def _manifest_stat(path: Path) -> os.stat_result | None:
-    """What the system says of a checkpoint's manifest; None where there is none, and so no checkpoint."""
+    """The stat of a checkpoint's manifest; None if it has none, and so is no checkpoint."""
     try:
         return os.stat(path / manifest.FILE)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:  # not knowing must not pass for absence
+    except OSError as error:  # an unreadable manifest must not count as an absent one
         raise StorageError(error.errno or 0, "stat", str(path / manifest.FILE)) from error
 
 
 def is_live(entry: Path) -> bool:
-    """Whether somebody is writing into a partial directory, as far as that can be told."""
+    """Whether a process is writing into a partial directory. True if its lock cannot be tried."""
     with _unlocked(entry) as unlocked:
         return not unlocked
 
 
 @contextlib.contextmanager
 def _unlocked(entry: Path) -> Iterator[bool]:
-    """Hold a partial directory's lock if nobody else does; what cannot be locked counts as held."""
+    """Try to hold a partial directory's lock; yields whether nobody else holds it, False if that is unknown."""
     try:
         fd = os.open(entry / manifest.LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        yield True  # its writer has died before it locked it, or while committing or deleting it
+        yield True  # its process died before locking it, or during a commit or a deletion
         return
     except OSError:
-        yield False  # not ours to judge
+        yield False  # it may be held
         return
     try:
         yield locks.try_lock(fd) is True
@@ -266,18 +266,18 @@ def _length(path: Path) -> int | None:
 
 
 def lengths(paths: Sequence[Path]) -> list[int | None]:
-    """The lengths of files, None where there is none."""
+    """The lengths of files in bytes, None for an absent one."""
     if len(paths) == 1:
         return [_length(paths[0])]
     try:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:  # a shared file system takes long for each
+        with ThreadPoolExecutor(_AT_ONCE) as pool:  # on a shared file system each call takes long
             return list(pool.map(_length, paths))
-    except RuntimeError:  # the interpreter is ending, and starts no more threads
+    except RuntimeError:  # the interpreter is ending and starts no more threads
         return list(map(_length, paths))
 
 
 def of_attempt(target: Path, attempt: str) -> Path | None:
-    """Where the checkpoint of an attempt stands, if it has been committed at ``target`` or as a revision beside it."""
+    """The path of an attempt's checkpoint, if it was committed at ``target`` or as a revision of it; else None."""
     for entry in _entries(target.parent):
         if entry.name == target.name or re.fullmatch(re.escape(target.name) + r"\.r[0-9]{1,9}", entry.name):
             with contextlib.suppress(CheckpointNotFoundError, FormatError):
@@ -288,10 +288,10 @@ def of_attempt(target: Path, attempt: str) -> Path | None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Keep other processes from deleting a checkpoint while it is read, where the file system has locks.
+    """Keep other processes from deleting a checkpoint while it is read, if the file system has locks.
 
     Raises:
-        CheckpointNotFoundError: There is none, or it is being deleted.
+        CheckpointNotFoundError: ``path`` is no checkpoint, or is being deleted.
     """
     try:
         with files.syscall("open", path / manifest.FILE):
@@ -309,9 +309,9 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def keep(find: Callable[[], Path | None], reader: contextlib.ExitStack) -> Path | None:
-    """Keep the checkpoint that ``find`` gives from deletion until ``reader`` ends, as :func:`reading` does.
+    """Keep the checkpoint that ``find`` returns from deletion until ``reader`` closes, as :func:`reading` does.
 
-    Where it is deleted before that, ``find`` is asked again. None when it gives none.
+    If it is deleted before it can be kept, ``find`` is called again. Returns None if ``find`` does.
     """
     while (path := find()) is not None:
         try:
@@ -325,7 +325,7 @@ def keep(find: Callable[[], Path | None], reader: contextlib.ExitStack) -> Path 
 
 @contextlib.contextmanager
 def kept(path: Path, step: int | None = None) -> Iterator[Path]:
-    """A container file itself, or what :func:`find` finds, kept from deletion as in :func:`reading`."""
+    """``path`` if it is a file, else what :func:`find` returns, kept from deletion as by :func:`reading`."""
     if path.is_file():
         yield path
         return
@@ -336,9 +336,9 @@ def kept(path: Path, step: int | None = None) -> Iterator[Path]:
 
 
 def remove(path: Path) -> bool:
-    """Delete a checkpoint: a rename takes the commit back at once, so that no half checkpoint is ever seen.
+    """Delete a checkpoint. A rename first undoes the commit at once, so that nobody sees half a checkpoint.
 
-    False when it stays, because somebody reads it. Raises StorageError, but not where it is gone already.
+    Returns False, and deletes nothing, if a process reads it. Raises StorageError, but not if it is already gone.
     """
     left = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
@@ -361,10 +361,10 @@ def remove(path: Path) -> bool:
 
 
 def clear(left: Path) -> None:
-    """Delete debris, unless a writer holds it by now."""
+    """Delete debris, unless a process holds its lock by now."""
 
     def tolerate(_: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
-        # another process clears it away, too, or has just taken it for its own
+        # another process is deleting it, too, or has just begun to write there
         if not isinstance(error[1], OSError) or error[1].errno not in (errno.ENOENT, errno.ENOTEMPTY):
             raise error[1]
 

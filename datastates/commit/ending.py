@@ -1,4 +1,4 @@
-"""How a snapshot ends: where its container is written, and what becomes of it once that is on stable storage."""
+"""How a snapshot ends: where its container is written, and how it is committed or abandoned."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Identity = dict[str, int | str]
 
 
 def identity_alone(attempt: str) -> Identity:
-    """What the index of a file says that is part of no checkpoint of this package's own kind."""
+    """The identity, in its index, of a container file that is in no checkpoint directory of this package."""
     return {"step": 0, "rank": 0, "world_size": 1, "attempt": attempt}
 
 
 class Ending(Protocol):
-    """What a snapshot needs to know of its end. Used by one thread at a time.
+    """How one snapshot is committed or abandoned. Used by one thread at a time.
 
     Attributes:
-        path: Where its container is to be written.
-        identity: What the container's index says of it.
-        committed: When it was committed, on the monotonic clock; None before that.
+        path: The path to write the container to.
+        identity: The identity to store in the container's index.
+        committed: When this process committed it, on the monotonic clock; None if it has not.
     """
 
     path: Path
@@ -34,17 +34,17 @@ class Ending(Protocol):
     committed: float | None
 
     def commit(self, vote: Vote) -> Path:
-        """Make it what a restore finds; returns where that stands."""
+        """Commit the container once it is on stable storage; returns the path of the result."""
 
     def abandon(self, *, made: bool) -> None:
-        """Leave nothing behind; ``made``: the container's file was made for it. Never raises."""
+        """Remove what was written. ``made``: this snapshot created the container's file. Never raises."""
 
     def decline(self, error: BaseException) -> None:
-        """Tell whoever waits for this process that it has failed. Never raises."""
+        """Tell the ranks that wait for this one that it has failed. Never raises."""
 
 
 class CheckpointEnding:
-    """A container of a checkpoint directory, which its ranks commit together."""
+    """The end of one rank's snapshot in a checkpoint directory, which all ranks commit together."""
 
     def __init__(
         self,
@@ -55,8 +55,11 @@ class CheckpointEnding:
     ) -> None:
         """Write into a pending directory.
 
-        ``target`` says, at the commit, where the checkpoint is to stand. ``retain`` is called once it is committed,
-        before anybody is told: what it deletes is then gone.
+        Args:
+            pending: The partial directory.
+            ballot: The agreement that commits it.
+            target: Returns the path that the checkpoint is to have; called at the commit.
+            retain: Called after the commit, before the other ranks are told: to delete old checkpoints.
         """
         self.path = pending.file(manifest.container_name(ballot.rank))
         self.identity: Identity = {
@@ -73,7 +76,7 @@ class CheckpointEnding:
         self._voted = False
 
     def commit(self, vote: Vote) -> Path:
-        """Vote, and wait for the other ranks; raises as :meth:`~datastates.commit.ballot.Ballot.cast` does."""
+        """Vote and wait for the other ranks; raises what :meth:`~datastates.commit.ballot.Ballot.cast` does."""
 
         def retain() -> None:
             self.committed = time.monotonic()
@@ -87,34 +90,34 @@ class CheckpointEnding:
         return path
 
     def abandon(self, *, made: bool) -> None:
-        """Remove the directory, as far as it is this process's."""
+        """Remove the files of this process, and the directory if no other rank still uses it."""
         del made
         manifest.abandon(self._pending)
 
     def decline(self, error: BaseException) -> None:
-        """Tell the other ranks, unless they know."""
+        """Tell the other ranks, unless this one has voted."""
         if not self._voted:
             self._ballot.decline(error)
 
 
 @dataclass(slots=True)
 class FileEnding:
-    """One container file by itself, for whoever began it to put in its place. See :class:`Ending`."""
+    """The end of a single container file, which the caller publishes itself. See :class:`Ending`."""
 
     path: Path
     identity: Identity
     committed: float | None = None
 
     def commit(self, vote: Vote) -> Path:
-        """Nothing is left to be done."""
+        """Return the path of the file; the caller does the rest."""
         del vote
         return self.path
 
     def abandon(self, *, made: bool) -> None:
-        """Remove the file, unless it is another's."""
+        """Remove the file if this snapshot created it."""
         if made:
-            with contextlib.suppress(OSError):  # its writer's error is what is told
+            with contextlib.suppress(OSError):  # the writer's error is reported instead
                 self.path.unlink()
 
     def decline(self, error: BaseException) -> None:
-        """Nobody waits but for the snapshot."""
+        """Do nothing: no other rank waits for this file."""

@@ -1,4 +1,4 @@
-"""Which checkpoints are damaged, as far as their manifests and the lengths of their files tell."""
+"""Which checkpoints are damaged, judged by their manifests and the lengths of their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datastates.errors import DatastatesError, FormatError, RestoreError, Storag
 
 
 def problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory, without reading its data; None when it looks whole."""
+    """What is wrong with a checkpoint directory; None if it looks whole. Does not read its data."""
     try:
         opened = manifest.open(path)
         entries = [(one.file, one.nbytes) for one in opened.containers]
@@ -30,7 +30,7 @@ def problem(path: Path) -> str | None:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error says that a checkpoint is damaged, not that it is unfit for what is wanted of it."""
+    """Whether an error means that a checkpoint is damaged, not that it does not fit the caller's request."""
     if isinstance(error, StorageError):
         return error.errno in (0, errno.ENOENT, errno.EIO)
     if isinstance(error, RestoreError):
@@ -40,15 +40,15 @@ def is_damage(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def advice(path: Path, how: str) -> Iterator[None]:
-    """Let an error that says that ``path`` is damaged name the newest checkpoint before it that looks whole.
+    """If the block fails because ``path`` is damaged, name the newest older checkpoint that looks whole in the error.
 
-    ``how``: how to take that one; ``{step}`` stands for its step.
+    ``how`` tells the user how to restore that one; ``{step}`` stands for its step.
     """
     try:
         yield
     except DatastatesError as error:
         if is_damage(error):
-            with contextlib.suppress(DatastatesError):  # the damage is what is told, with advice or without
+            with contextlib.suppress(DatastatesError):  # report the damage even if no advice can be found
                 _add(error, _advice(path, how))
         raise
 

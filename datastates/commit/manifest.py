@@ -1,8 +1,8 @@
-"""The manifest is the commit: which files make a checkpoint, and how they become one.
+"""The manifest, which names the files of a checkpoint, and the commit, which makes a directory a checkpoint.
 
-A snapshot is written into ``NAME.partial-XXXXXXXX``, a directory that no reader looks at, and in which its writer
-holds a file locked. To commit, ``manifest.json`` is written there and synced, the directory is synced, renamed to
-``NAME``, and its parent synced. A directory without a manifest is no checkpoint. ``docs/format.md`` is the contract.
+A snapshot is written into a directory ``NAME.partial-XXXXXXXX``. Readers ignore it, and its writers hold a lock on a
+file in it. The commit writes and syncs ``manifest.json`` there, syncs the directory, renames it to ``NAME``, and syncs
+its parent. A directory without a manifest is no checkpoint. ``docs/format.md`` specifies the format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 FILE = "manifest.json"
 LOCK = ".lock"
 FORMAT_VERSION = 2
-"""Of the manifests that are written. Format 1, which has no ``sequence``, is read, too."""
+"""The format of new manifests. Format 1, which has no ``sequence``, can be read, too."""
 _MAX_NBYTES = 1 << 28
 
 
@@ -44,7 +44,7 @@ class ContainerEntry(BaseModel):
     rank: Annotated[int, Field(ge=0)]
     nbytes: Annotated[int, Field(ge=0, lt=1 << 63)]
     index_crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
-    """CRC-32 of its index, which identifies the snapshot and covers the checksums of all the rest."""
+    """CRC-32 of its index. The index identifies the snapshot and holds the checksums of all the rest."""
 
 
 class CatalogEntry(BaseModel):
@@ -56,7 +56,7 @@ class CatalogEntry(BaseModel):
     """Its name within the checkpoint's directory: never a path."""
     nbytes: Annotated[int, Field(ge=0, lt=1 << 63)]
     head_crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
-    """CRC-32 of its head, which covers the checksums of all the rest."""
+    """CRC-32 of its head, which holds the checksums of all the rest."""
 
 
 class Manifest(BaseModel):
@@ -67,7 +67,7 @@ class Manifest(BaseModel):
     format: int
     step: Annotated[int, Field(ge=0, lt=1 << 63)]
     sequence: Annotated[int, Field(ge=1, lt=1 << 63)] | None = None
-    """Its number among the checkpoints of its directory, as they were taken: the highest is the newest. Format 2."""
+    """Its number in the order of its directory's snapshots: the highest is the newest. Only in format 2."""
     attempt: Annotated[str, Field(max_length=64)]
     """A random name shared by all containers of one snapshot."""
     created: Annotated[str, Field(max_length=64)]
@@ -75,7 +75,7 @@ class Manifest(BaseModel):
     world_size: Annotated[int, Field(ge=1)]
     containers: tuple[ContainerEntry, ...]
     catalog: CatalogEntry | None = None
-    """Where to find which tensor; of several ranks only."""
+    """Which rank holds which part of each tensor; only for several ranks."""
 
     @model_validator(mode="after")
     def _numbered(self) -> Manifest:
@@ -91,7 +91,8 @@ class Manifest(BaseModel):
         if len(ranks) != self.world_size or ranks != list(range(len(ranks))) or len(files) != len(ranks):
             raise ValueError("not one container for each rank, each in a file of its own")
         if self.catalog is not None and any(c.file != container_name(c.rank) for c in self.containers):
-            raise ValueError("of several ranks each container is named by its rank")  # the catalog does not name it
+            # the catalog holds no names
+            raise ValueError("in a checkpoint of several ranks, each container must be named by its rank")
         return self
 
     @property
@@ -106,12 +107,12 @@ def container_name(rank: int) -> str:
 
 
 def now() -> str:
-    """The present as a manifest's ``created``."""
+    """The present time in the form of :attr:`Manifest.created`."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with a ``crc32`` over the rest in its canonical form."""
+    """The manifest as JSON. Its ``crc32`` covers all other fields in their canonical form."""
     fields = manifest.model_dump(mode="json", exclude_none=True)
     return (json.dumps({**fields, "crc32": _checksum(fields)}, indent=2) + "\n").encode()
 
@@ -121,7 +122,7 @@ def _checksum(fields: dict[str, Any]) -> int:
 
 
 def decode(data: bytes, path: str) -> Manifest:
-    """The mirror of :func:`encode`; raises FormatError that names ``path`` and what is wrong."""
+    """The inverse of :func:`encode`. Raises FormatError, which names ``path`` and the defect."""
     try:
         fields = json.loads(data)
         if type(fields) is not dict or type(fields.get("format")) is not int:
@@ -143,10 +144,15 @@ def decode(data: bytes, path: str) -> Manifest:
 
 @dataclass(slots=True)
 class Pending:
-    """A checkpoint being written: the directory for its files, and the lock that says that its writer lives.
+    """A checkpoint that is being written.
 
-    ``target`` is where it was expected to stand; ``attempt`` names it; ``shared`` is set where other ranks write into
-    the directory, too.
+    Attributes:
+        directory: The partial directory for its files.
+        target: The path that the checkpoint was expected to have when it was begun.
+        attempt: The name of the attempt, as in the partial directory's name.
+        lock: Descriptor of the lock file. The lock shows other processes that the writer lives.
+        shared: Whether other ranks write into the directory, too.
+        files: The files of this process.
     """
 
     directory: Path
@@ -157,20 +163,21 @@ class Pending:
     files: list[Path] = field(default_factory=list)
 
     def file(self, name: str) -> Path:
-        """Where to write a file of this process's."""
+        """The path for a new file of this process."""
         self.files.append(self.directory / name)
         return self.files[-1]
 
     def close(self) -> None:
-        """Let the lock go. Idempotent."""
-        lock, self.lock = self.lock, -1  # by the second time the number may be another file's
+        """Release the lock. Idempotent."""
+        lock, self.lock = self.lock, -1  # a second call must not close another file of this number
         locks.release(lock)
 
 
 def begin(target: Path, attempt: str | None = None) -> Pending:
-    """Make a partial directory beside ``target``, and lock it; raises StorageError.
+    """Make a partial directory beside ``target`` and lock it; raises StorageError.
 
-    ``attempt``, 8 hexadecimal digits, names one that other ranks make and lock, too; None: a new one.
+    ``attempt`` (8 hexadecimal digits) names a directory that the other ranks make and lock, too. If None, the directory
+    is this process's alone and gets a random name.
     """
     files.make_directory(target.parent)
     while True:
@@ -183,7 +190,7 @@ def begin(target: Path, attempt: str | None = None) -> Pending:
                 lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except StorageError as error:
             if error.errno == errno.ENOENT and target.parent.is_dir():
-                continue  # a clean-up in another process took the new directory for debris before it was locked
+                continue  # another process took the directory for debris before it was locked
             if attempt is None:
                 shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -191,27 +198,28 @@ def begin(target: Path, attempt: str | None = None) -> Pending:
             locks.hold(lock)
             return Pending(directory, target, name, lock, shared=attempt is not None)
         os.close(lock)
-        time.sleep(0.001)  # until the clean-up is through with it
+        time.sleep(0.001)  # until the other process has deleted it
 
 
 def commit(pending: Pending, manifest: Manifest, target: Callable[[], Path]) -> Path:
-    """Make the pending directory the checkpoint, and say where it stands; all its other files must be synced.
+    """Make the pending directory a checkpoint; returns its path. All its other files must be synced.
 
-    ``target`` says where it is to stand; it is asked again where another checkpoint came to stand there meanwhile.
+    ``target`` returns the path that the checkpoint is to have. It is called again if another checkpoint has taken that
+    path meanwhile.
 
     Raises:
-        StorageError: The checkpoint is not committed.
+        StorageError: The commit failed; the checkpoint is not committed.
     """
     files.write_file(pending.file(FILE), encode(manifest))
     files.sync_directory(pending.directory)
     path = _rename(pending.directory, target)
     try:
-        # not before: a partial directory without it passes for abandoned
+        # not earlier: a partial directory without the lock file counts as abandoned
         with files.syscall("unlock", path):
             (path / LOCK).unlink()
         files.sync_directory(path.parent)
     except StorageError:
-        with contextlib.suppress(OSError):  # who is told that it failed must not find it
+        with contextlib.suppress(OSError):  # a failed commit must leave no checkpoint
             os.rename(path, pending.directory)
         raise
     pending.close()
@@ -232,12 +240,12 @@ def _rename(directory: Path, target: Callable[[], Path]) -> Path:
 
 
 def leave(pending: Pending) -> None:
-    """Make the names of this process's files durable, for another rank to commit; raises StorageError."""
+    """Make the names of this process's files durable, so that rank 0 can commit them; raises StorageError."""
     files.sync_directory(pending.directory)
 
 
 def abandon(pending: Pending) -> None:
-    """Remove what a failed snapshot left, as far as possible: the rest is debris for the next run to remove."""
+    """Remove what a failed snapshot left, as far as possible. The next run removes the rest as debris."""
     if not pending.shared:
         shutil.rmtree(pending.directory, ignore_errors=True)
         pending.close()
@@ -246,7 +254,7 @@ def abandon(pending: Pending) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
     pending.close()
-    # other ranks may still be writing, or about to begin: the last one to give up takes the directory away
+    # other ranks may still be writing, or about to begin: the last one to give up removes the directory
     with contextlib.suppress(OSError):
         lock = os.open(pending.directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -260,8 +268,9 @@ def open(path: Path) -> Manifest:
     """Read the manifest of the checkpoint directory ``path``.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        FormatError: It is damaged.
+        CheckpointNotFoundError: ``path`` has no manifest.
+        FormatError: The manifest is damaged.
+        StorageError: The manifest cannot be read.
     """
     file = path / FILE
     try:
@@ -276,6 +285,6 @@ def open(path: Path) -> Manifest:
 
 
 def refuse_missing(path: Path, error: StorageError) -> None:
-    """Raise CheckpointNotFoundError where an error means that ``path`` has no manifest."""
+    """Raise CheckpointNotFoundError if ``error`` means that ``path`` has no manifest."""
     if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
         raise CheckpointNotFoundError(f"{path} is not a committed checkpoint: it has no {FILE}") from None

@@ -1,4 +1,4 @@
-"""Whether the parts that ranks hold tile their logical tensors, by a sum that each rank makes alone. Pure."""
+"""A check that the ranks' parts tile their logical tensors, by a sum that each rank computes alone. No I/O."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import math
 from datastates.state.parts import Part
 
 PRIME = 2**127 - 1
-"""Covers are added modulo this."""
+"""The modulus of sums of covers."""
 
 
 def _random(*what: object) -> int:
-    """A number that looks random and is the same in every process."""
+    """A number below 2**128 that looks random, and is the same in every process."""
     return int.from_bytes(hashlib.blake2b(ascii(what).encode(), digest_size=16).digest(), "little")
 
 
 def cover(key: str, dtype: str, part: Part) -> int:
-    """A number modulo :data:`PRIME` by which parts prove that they tile their tensors.
+    """A number modulo :data:`PRIME`. The covers of parts that tile their tensors add up to 0.
 
-    Let the :func:`claim` of every part of every rank differ. Then the covers of all parts add up to 0 modulo
-    :data:`PRIME` if, and but for a chance below 2**-100 only if, every logical tensor is tiled exactly once by boxes or
-    exactly once by flat ranges. The claims cannot be spared: twice a sum of 0 is 0 again.
+    Suppose that the :func:`claim` values of all parts of all ranks are distinct. If every logical tensor is tiled
+    exactly once, by boxes only or by flat ranges only, the covers of all parts add up to 0 modulo :data:`PRIME`.
+    Otherwise they add up to 0 with a probability below 2**-100. Without distinct claims this does not hold: a tensor
+    that is tiled twice adds up to 0, too. So does a tensor of which no part has any element.
 
     Args:
         key: The logical tensor's key.
-        dtype: Its element type; parts of another type are parts of another tensor.
-        part: What is held of it.
+        dtype: Its element type. Parts of another type are parts of another tensor.
+        part: The part that is held.
     """
     if part.is_whole:
         return 0
@@ -34,7 +35,7 @@ def cover(key: str, dtype: str, part: Part) -> int:
 
 
 def _measure(key: str, dtype: str, part: Part) -> int:
-    """Additive: disjoint parts of one kind have together the sum of theirs."""
+    """An additive measure: the union of disjoint parts of one kind has the sum of their measures."""
     tensor = (key, dtype, part.global_shape)
     if part.flat is not None:
         return _random(*tensor, "flat", part.flat[1]) - _random(*tensor, "flat", part.flat[0])
@@ -55,5 +56,5 @@ def _whole(key: str, dtype: str, part: Part) -> int:
 
 
 def claim(key: str, part: Part) -> int | None:
-    """A number below 2**128 that stands for the key, from the part that has the tensor's first element; else None."""
+    """A number below 2**128 for the key, if the part has the tensor's first element; else None."""
     return _random(key) if part.has_first else None

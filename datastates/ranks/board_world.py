@@ -1,6 +1,6 @@
-"""How ranks agree, without collectives: each posts a message, the coordinator decides, all read what it decided.
+"""Agreement between ranks without collectives: each rank posts a message, rank 0 decides, all ranks read its answer.
 
-Messages lie on a :class:`Board`: torch's Store or a shared directory. Nothing here knows what they mean.
+Messages are exchanged over a :class:`Board`: torch's Store or a shared directory. This module does not interpret them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Decide = Callable[[dict[int, bytes]], bytes]
 
 
 def never(payload: bytes) -> bool:
-    """No payload makes the others needless."""
+    """Return False: rank 0 always waits for every rank's payload."""
     return False
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says, to be told to other ranks."""
+    """The text that other ranks receive about an error."""
     kind, text = type(error).__name__, str(error)
     return text if isinstance(error, DatastatesError) else f"{kind}: {text}" if text else kind
 
@@ -47,41 +47,42 @@ def token_of(run: str, name: str) -> str:
 
 
 class Board(Protocol):
-    """Where one rank leaves messages for others: in boxes, one message of each rank.
+    """Named boxes through which ranks exchange messages. Each rank may leave one message in a box.
 
-    All methods return at once, are thread-safe, and raise CommitError or StorageError when the board fails.
+    A rank can also leave a mark in a box. Marks are counted; :meth:`put` leaves one, too. No method waits for another
+    rank. All are thread-safe, and raise CommitError or StorageError when the board fails.
     """
 
     @property
     def run(self) -> str:
-        """A random name of this run, the same on all ranks."""
+        """The random name of this run, the same on all ranks."""
 
     def put(self, box: str, data: bytes) -> None:
-        """Leave this rank's message, and its mark."""
+        """Leave this rank's message and its mark."""
 
     def mark(self, box: str) -> None:
-        """Leave this rank's mark only."""
+        """Leave this rank's mark without a message."""
 
     def marks(self, box: str) -> int:
-        """How many ranks have left a mark; each that is counted has left its message before."""
+        """How many ranks have left a mark. A rank that called :meth:`put` left its message before its mark."""
 
     def read(self, box: str, ranks: Iterable[int]) -> dict[int, bytes]:
-        """The messages of these ranks that are there. Nobody may delete them meanwhile."""
+        """The messages of those ``ranks`` that have left one, by rank. No rank may delete them during the call."""
 
     def claim(self, box: str) -> int:
-        """The rank whose call for this box was the first of all: perhaps this one."""
+        """Claim a box; returns the rank that claimed it first, which may be this one."""
 
     def take_back(self, box: str) -> None:
         """Delete this rank's message."""
 
     def drop(self, box: str, ranks: Iterable[int]) -> None:
-        """Delete the box with its marks, its claim, and the messages of these ranks."""
+        """Delete the box: its marks, its claim, and the messages of these ranks."""
 
     def close(self, *, given_up: bool) -> None:
-        """Let go; on rank 0, delete what is left of the run. It is ``given_up`` where a rank has not come."""
+        """Close the board; on rank 0, delete what is left of the run. ``given_up``: an agreement lacked a rank."""
 
 
-# what an answer begins with
+# the first byte of an answer
 _DECIDED, _REFUSED, _MISSING = b"d", b"r", b"m"
 
 
@@ -111,13 +112,18 @@ def _pass(point: str, name: str) -> None:
 class BoardWorld:
     """Several ranks over a board.
 
-    For each name there are five boxes: the ranks' votes; enough, marked by who makes the others' votes needless; gate,
-    claimed by rank 0 when it decides, or before that by a rank that takes its vote back; the answer; read, marked by
-    who needs the board no more. Once all have, rank 0 deletes them.
+    Each agreement uses five boxes, named after it:
+
+    - ``votes``: every rank's payload.
+    - ``enough``: marked by a rank whose payload lets rank 0 decide without waiting for the others.
+    - ``gate``: claimed by rank 0 when it decides, or by a rank that stops waiting. If that rank claims it first,
+      nothing is decided.
+    - ``answer``: what rank 0 decided.
+    - ``read``: marked by each rank that is done with this agreement. When all are, rank 0 deletes the boxes.
     """
 
     def __init__(self, rank: int, size: int, board: Board, *, timeout: float) -> None:
-        """Be one of ``size`` ranks; ``timeout`` bounds the wait of :meth:`close`, in seconds."""
+        """Take part as ``rank``, one of ``size`` ranks. ``timeout`` bounds the wait of :meth:`close`, in seconds."""
         self.rank, self.size = rank, size
         self._board = board
         self._timeout = timeout
@@ -126,10 +132,10 @@ class BoardWorld:
         self._process = os.getpid()
         self._closed = False
         self._missed = False
-        """Whether a rank has not come to an agreement."""
+        """Whether an agreement of this world lacked a rank."""
         self._lock = threading.Lock()
         self._told: dict[str, bool] = {}
-        """On rank 0, what not all have read by now, and whether it was decided on."""
+        """On rank 0: each answer that some rank may not have read yet, by name, and whether ``decide`` succeeded."""
 
     def token(self, name: str) -> str:
         """See :meth:`datastates.ranks.world.World.token`."""
@@ -172,7 +178,7 @@ class BoardWorld:
             votes = self._gather(name, payload, timeout, enough)
             _pass("decide", name)
             answer = _DECIDED + decide(votes)
-        except BaseException as error:  # an interrupt, too, must not leave the others waiting
+        except BaseException as error:  # even an interrupt: the other ranks must get an answer
             failure, answer = error, _sealed(error)
         _pass("publish", name)
         try:
@@ -190,7 +196,7 @@ class BoardWorld:
         raise CommitError(text_of(failure)) from failure
 
     def _gather(self, name: str, payload: bytes, timeout: float, enough: Callable[[bytes], bool]) -> dict[int, bytes]:
-        # who waits for us must hear in time who is missing
+        # rank 0 stops waiting early, so that the others still hear in time which ranks are missing
         patience = timeout - min(timeout / 5, 30.0)
         votes = f"{name}.votes"
 
@@ -212,7 +218,7 @@ class BoardWorld:
         return found
 
     def _delete_what_all_have_read(self) -> bool:
-        """Whether all have read everything."""
+        """Delete the boxes that all ranks are done with; returns whether none are left."""
         with self._lock:
             told = dict(self._told)
         for name, decided in told.items():
@@ -224,7 +230,7 @@ class BoardWorld:
         return not self._told
 
     def _drop(self, name: str, decided: bool) -> None:
-        # of what was decided on, the ranks have taken back their votes themselves
+        # after a decision, the ranks have deleted their votes themselves
         left = () if decided else self._others
         for box, ranks in (("votes", left), ("answer", (COORDINATOR,)), ("enough", ()), ("gate", ()), ("read", ())):
             self._board.drop(f"{name}.{box}", ranks)
@@ -242,7 +248,7 @@ class BoardWorld:
             _pass("wait", name)
             answer = self._await_answer(name, end, timeout)
         finally:
-            # what fails from here on changes nothing: with the answer read, rank 0 may even be gone
+            # failures from here on do not matter: rank 0 may have ended already, once the answer was read
             with contextlib.suppress(CommitError, StorageError):
                 if answer is not None:
                     self._board.take_back(f"{name}.votes")
@@ -259,7 +265,7 @@ class BoardWorld:
                 raise RanksMissingError(
                     f"{name}: no answer from rank {COORDINATOR}, which the others report to, within {timeout:.3g} s",
                     ranks=(COORDINATOR,),
-                    undecided=True,  # it finds the gate closed when it comes to it
+                    undecided=True,  # rank 0 will find the gate claimed, and cannot decide
                 )
             answer = until(look, time.monotonic() + timeout, self._interval)
         if answer is None:
@@ -270,11 +276,11 @@ class BoardWorld:
         return answer
 
     def close(self) -> None:
-        """See :meth:`datastates.ranks.world.World.close`; in a forked child, nothing."""
+        """See :meth:`datastates.ranks.world.World.close`. Does nothing in a forked child."""
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        # without its server there is nothing left to delete or to wait for
+        # if the server of the board is gone, nothing is left to delete or to wait for
         with contextlib.suppress(CommitError):
             try:
                 if self.rank == COORDINATOR:

@@ -1,7 +1,8 @@
 """A board in a shared directory.
 
-Nothing is asked of the file system but what NFS gives: a rename is atomic, and whoever lists a directory sees what was
-renamed into it before. Everything is found by listing: a name that was looked up in vain may be remembered as absent.
+The board relies only on what NFS guarantees: a rename is atomic, and a listing of a directory shows every entry that
+was renamed into it before. It looks for entries by listing the directory, never by opening a path on the chance that
+it exists: a client may remember that a name was absent.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ABSENT = (errno.ENOENT, errno.ESTALE)
 
 @contextlib.contextmanager
 def step(operation: str, path: Path) -> Iterator[None]:
-    """One or more system calls in the shared directory: their error with operation and path."""
+    """Turn an OSError of system calls in the shared directory into a StorageError with operation and path."""
     try:
         yield
     except OSError as error:
@@ -33,7 +34,7 @@ def step(operation: str, path: Path) -> Iterator[None]:
 
 
 def names(folder: Path) -> list[str]:
-    """What is in a folder; nothing when it is not there. Files being written begin with a dot."""
+    """The names in a folder; none if the folder is absent. Skips dot files: they are still being written."""
     try:
         with step("list", folder):
             return [name for name in os.listdir(folder) if not name.startswith(".")]
@@ -44,7 +45,7 @@ def names(folder: Path) -> list[str]:
 
 
 def read(path: Path) -> bytes | None:
-    """What is in a file; None when it is not there."""
+    """The contents of a file; None if it is absent."""
     try:
         with step("read", path):
             return path.read_bytes()
@@ -55,7 +56,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file that appears with all its content, in place of an older one."""
+    """Write a file that appears at once with all its content, and replaces an older one."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with step("write", new):
         new.write_bytes(data)
@@ -64,7 +65,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, as far as nobody else does or writes there."""
+    """Delete a file or a folder. Other processes may delete or add entries meanwhile: that is no error."""
 
     def tolerate(_: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
         if not isinstance(error[1], OSError) or error[1].errno not in (*_ABSENT, errno.ENOTEMPTY):
@@ -78,24 +79,24 @@ def remove(path: Path) -> None:
 
 
 class FileBoard:
-    """What one rank leaves below the folder of a run for the others, and finds there. A box is a folder.
+    """A :class:`~datastates.ranks.board_world.Board` below the folder of a run. A box is a folder.
 
-    A message is a file named after the rank, and is a mark as well.
+    A message is a file in it, named after the rank. The file is the rank's mark, too.
     """
 
     def __init__(self, folder: Path, rank: int, leave: Callable[[], None]) -> None:
-        """Use the folder of a run, which rank 0 has made and named after it; ``leave`` deletes it."""
+        """Use ``folder``, which rank 0 has made and named after the run. Rank 0 calls ``leave`` to delete it."""
         self._folder = folder
         self._rank = rank
         self._leave = leave
 
     @property
     def run(self) -> str:
-        """Random, from rank 0."""
+        """The random name that rank 0 gave the run."""
         return self._folder.name
 
     def _box(self, box: str) -> Path:
-        # readable, and a name of its own whatever characters the box has
+        # readable; the hash keeps names of different boxes apart
         readable = re.sub("[^A-Za-z0-9_.-]", "_", box)[-100:].lstrip(".")
         return self._folder / f"{readable}-{hashlib.blake2b(box.encode(), digest_size=8).hexdigest()}"
 
@@ -111,7 +112,7 @@ class FileBoard:
             ) from error
 
     def put(self, box: str, data: bytes) -> None:
-        """Leave this rank's message, and its mark."""
+        """Leave this rank's message and its mark."""
         folder = self._box(box)
         with self._writing():
             with step("mkdir", folder):
@@ -119,7 +120,7 @@ class FileBoard:
             write(folder / str(self._rank), data)
 
     def mark(self, box: str) -> None:
-        """Leave this rank's mark only."""
+        """Leave this rank's mark: an empty message."""
         self.put(box, b"")
 
     def _marked(self, box: str) -> list[int]:
@@ -131,13 +132,13 @@ class FileBoard:
         return len(self._marked(box))
 
     def read(self, box: str, ranks: Iterable[int]) -> dict[int, bytes]:
-        """The messages of these ranks that are there."""
+        """The messages of those ``ranks`` that have left one, by rank."""
         there = set(self._marked(box))
         found = {rank: read(self._box(box) / str(rank)) for rank in ranks if rank in there}
         return {rank: data for rank, data in found.items() if data is not None}
 
     def claim(self, box: str) -> int:
-        """The rank whose call for this box was the first of all."""
+        """Claim a box; returns the rank that claimed it first."""
         folder = self._box(box)
         mine = self._folder / f".claim-{secrets.token_hex(4)}"
         with self._writing():
@@ -146,7 +147,7 @@ class FileBoard:
                 (mine / str(self._rank)).touch()
             try:
                 with step("rename", folder):
-                    os.rename(mine, folder)  # a folder replaces none that is not empty
+                    os.rename(mine, folder)  # fails if another rank's claim is there: it is not empty
             except StorageError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -158,7 +159,7 @@ class FileBoard:
         remove(self._box(box) / str(self._rank))
 
     def drop(self, box: str, ranks: Iterable[int]) -> None:
-        """Delete the box with all that is in it."""
+        """Delete the box with everything in it."""
         remove(self._box(box))
 
     def close(self, *, given_up: bool) -> None:

@@ -1,10 +1,17 @@
 """How the processes of one run find each other through a shared directory, whatever killed runs have left there.
 
-Below ``.ranks`` every process leaves ``hello-RANK-SIZE-NONCE``. Rank 0 makes a folder with a random name for the run,
-and tells in ``session-RUN`` whom it has seen. Files of dead processes look like those of the living: so whoever finds
-its own nonce there answers, by a file in the run's folder; rank 0 tells again when others have come, and once a process
-of each rank has answered, it tells who they are. Only then are they a run. Nobody writes or deletes the session of a
-living run but its rank 0: one run may end while the next one begins.
+All files are below ``.ranks``. The steps:
+
+1. Every process leaves a file ``hello-RANK-SIZE-NONCE``. Rank 0 makes a folder with a random name for the run.
+2. Once every rank has said hello, rank 0 writes into ``session-RUN`` which processes it has seen. Some may be dead:
+   their files look like those of living processes.
+3. A process that finds its own nonce there answers with a file in the run's folder. When more processes come, rank 0
+   writes the session again.
+4. Once a process of each rank has answered, rank 0 writes who the members are. Only then do they form a run. If the
+   time is up before that, it writes which ranks are missing.
+
+Where the file system has locks, only its own rank 0 writes or deletes the session of a living run. So one run may end
+while the next one begins.
 """
 
 from __future__ import annotations
@@ -30,23 +37,23 @@ from datastates.ranks.polling import slowest, until
 
 FOLDER = ".ranks"
 _ANSWERS = "joined"
-_ALIVE = ".alive"  # rank 0 holds it locked as long as the run lasts
+_ALIVE = ".alive"  # rank 0 keeps it locked while the run lasts
 _HELLO = re.compile(r"hello-([0-9]+)-([0-9]+)-([0-9a-f]{16})\Z")
 _RUN = "[0-9a-f]{16}"
-_SESSION = re.compile(rf"\.?session-({_RUN})(\.[0-9a-f]+)?\Z")  # with a dot, one that is being written
+_SESSION = re.compile(rf"\.?session-({_RUN})(\.[0-9a-f]+)?\Z")  # with a leading dot: still being written
 
 
 class _Session(BaseModel):
-    """What rank 0 tells. A process is written as its rank, ``-`` and its nonce."""
+    """What rank 0 writes into a session. A process is written as ``RANK-NONCE``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     run: Annotated[str, Field(pattern=f"^{_RUN}$")]
     seen: list[str]
     members: list[str] | None = None
-    """Who they are, once all have answered."""
+    """The processes of the run, once one of each rank has answered."""
     missing: list[int] | None = None
-    """Who has not, when the time is up."""
+    """The ranks that have not answered when the time is up."""
     failure: str = ""
 
 
@@ -55,11 +62,11 @@ def _rank_of(process: str) -> int:
 
 
 def join(directory: Path, rank: int, size: int, timeout: float) -> FileBoard:
-    """Meet the other processes of this run below a directory, which is made.
+    """Meet the other processes of this run below a directory, which is created if needed.
 
     Raises:
-        RanksMissingError: Some did not come within ``timeout`` seconds.
-        SettingsError: Another process has this rank, too.
+        RanksMissingError: Some ranks did not come within ``timeout`` seconds.
+        SettingsError: Another process has the same rank.
         StorageError: The directory cannot be written.
     """
     root = directory / FOLDER
@@ -83,7 +90,7 @@ def _say_hello(hello: Path) -> None:
             return
         except StorageError as error:
             if error.errno != errno.ENOENT or not hello.parent.parent.is_dir():
-                raise  # otherwise a run that has just ended took the folder along
+                raise  # otherwise, a run that has just ended deleted the folder: try again
 
 
 def _leave(root: Path, run: str, lock: int | None) -> None:
@@ -91,7 +98,7 @@ def _leave(root: Path, run: str, lock: int | None) -> None:
     remove(root / run)
     if lock is not None:
         locks.release(lock)
-    with contextlib.suppress(OSError):  # the next run is about to begin there
+    with contextlib.suppress(OSError):  # not empty: the next run is about to begin there
         root.rmdir()
 
 
@@ -100,11 +107,11 @@ def _session(root: Path, run: str) -> Path:
 
 
 def _told(root: Path, process: str) -> Iterator[_Session]:
-    """What every rank 0 that has seen a process tells it."""
+    """The session of every rank 0 that has seen a process."""
     for name in filter(_SESSION.match, names(root)):
         try:
             session = _Session.model_validate_json(read(root / name) or b"")
-        except ValidationError:  # cut short, when its machine went down
+        except ValidationError:  # cut short when its machine went down
             continue
         if process in session.seen:
             yield session
@@ -115,7 +122,7 @@ def _tell(root: Path, session: _Session) -> None:
 
 
 def _gather(root: Path, size: int, timeout: float) -> tuple[str, int]:
-    """As rank 0: begin a run and meet the others; gives the run's name and the lock that is held."""
+    """As rank 0, begin a run and meet the others; returns the run's name and the descriptor of its held lock."""
     run = secrets.token_hex(8)
     answers = root / run / _ANSWERS
     with step("mkdir", answers):
@@ -134,7 +141,7 @@ def _gather(root: Path, size: int, timeout: float) -> tuple[str, int]:
 
 
 def _meet(root: Path, run: str, size: int, timeout: float) -> None:
-    """As rank 0 of a run: tell, until a process of each rank has answered."""
+    """As rank 0, write the session until a process of each rank has answered, then name the members."""
     answers = root / run / _ANSWERS
     others = set(range(1, size))
     told = _Session(run=run, seen=[])
@@ -148,10 +155,10 @@ def _meet(root: Path, run: str, size: int, timeout: float) -> None:
         if seen != told.seen:
             told = _Session(run=run, seen=seen)
             _tell(root, told)
-        # of two of one rank the older one is dead, though it may have answered before
+        # of two processes with one rank, the older one counts as dead, even if it has answered
         return list(newest.values()) if set(newest.values()) <= set(names(answers)) else None
 
-    # who waits for us must hear in time who is missing
+    # rank 0 stops waiting early, so that the others still hear in time which ranks are missing
     patience = timeout - min(timeout / 5, 30.0)
     found = until(members, time.monotonic() + patience, slowest(size))
     if found is None:
@@ -171,13 +178,13 @@ def _seen(root: Path, size: int) -> list[str]:
     ages = {}
     for hello in filter(None, map(_HELLO.match, names(root))):
         if int(hello[2]) == size and 0 < int(hello[1]) < size:
-            with step("stat", root / hello[0]), contextlib.suppress(FileNotFoundError):  # it has just given up
+            with step("stat", root / hello[0]), contextlib.suppress(FileNotFoundError):  # the process has just given up
                 ages[f"{hello[1]}-{hello[3]}"] = (root / hello[0]).stat().st_mtime_ns
     return sorted(ages, key=lambda process: (ages[process], process))
 
 
 def _clear(root: Path, run: str) -> None:
-    """Delete what killed runs left; others, of this process too, may be under way beside this one."""
+    """Delete what killed runs left. Spares other living runs in the directory; this process may be part of them."""
     with step("list", root):
         entries = os.listdir(root)
     for name in entries:
@@ -189,7 +196,7 @@ def _clear(root: Path, run: str) -> None:
 
 
 def _is_alive(folder: Path) -> bool:
-    """Whether the rank 0 of a run still lives; False where the file system has no locks."""
+    """Whether rank 0 of a run still lives. Always False where the file system has no locks."""
     try:
         lock = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -206,11 +213,11 @@ def _answer(file: Path) -> None:
             file.touch()
     except StorageError as error:
         if error.errno != errno.ENOENT:
-            raise  # otherwise that rank 0 has given up, and another one will tell
+            raise  # otherwise, the rank 0 of that run has given up, and another one will write a session
 
 
 def _follow(root: Path, process: str, size: int, timeout: float) -> str:
-    """As another rank: answer whatever rank 0 tells this process, until it tells who they are."""
+    """As another rank, answer every session that names this process, until one names the members; returns its run."""
     answered = set()
 
     def settled() -> _Session | None:

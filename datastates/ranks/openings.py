@@ -1,8 +1,13 @@
-"""Which opening of a directory the ranks are at, where they meet in torch's Store.
+"""How ranks that meet in torch's Store agree which opening of a directory's world they are at.
 
-Rank 0 numbers its openings, and keeps the numbers of those that may be entered in one key of the Store. One that it has
-closed may be entered until it begins the next, as another rank may come late; one that it has given up may not. Each
-other rank takes the lowest number above the last one that it took. So ranks agree, whatever has failed before on some.
+Rank 0 numbers its openings. One key of the Store lists the numbers that other ranks may enter:
+
+- Rank 0 adds a number when it begins an opening.
+- A closed opening stays in the list until rank 0 begins the next one, because another rank may come late.
+- An opening that rank 0 has given up leaves the list at once.
+
+Each other rank enters the lowest listed number above the last one that it entered. So the ranks stay in step, even if
+an earlier opening failed on some of them only.
 """
 
 from __future__ import annotations
@@ -17,39 +22,45 @@ from datastates.ranks.store_calls import StoreCalls
 
 
 class Openings:
-    """Those of one name in one Store, as one rank counts them. Thread-safe."""
+    """One rank's count of the openings of one name in one Store. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """None has been yet."""
+        """Start with no openings."""
         self._name = name
         self._key = f"datastates/{name}/openings"
         self._last = 0
         self._standing: list[int] = []
-        """On rank 0: those that others may enter."""
+        """On rank 0: the openings that other ranks may enter."""
         self._closed: set[int] = set()
-        """On rank 0: those of them that end when the next begins."""
+        """On rank 0: those of ``_standing`` that leave the list when the next opening begins."""
         self._line: list[object] = []
-        """Who wants a number, in the order of their calls."""
+        """The calls of this process that wait for a number, in their order."""
         self._changed = threading.Condition()
 
     def queue(self) -> object:
-        """Stand in line; what is returned is to be given to :meth:`enter` or :meth:`leave`."""
+        """Join the line; returns a place to pass to :meth:`enter` or :meth:`leave`."""
         place = object()
         with self._changed:
             self._line.append(place)
         return place
 
     def leave(self, place: object) -> None:
-        """Stand in line no more."""
+        """Leave the line."""
         with self._changed:
             self._line.remove(place)
             self._changed.notify_all()
 
     def enter(self, place: object, call: StoreCalls, timeout: float, interval: float) -> int:
-        """Begin one as rank 0, or wait for rank 0, with a look every ``interval`` seconds; returns its number.
+        """Begin an opening as rank 0, or wait until rank 0 has begun one; returns its number.
+
+        Args:
+            place: From :meth:`queue`. The call waits until it is the first in line, and leaves the line when it ends.
+            call: This rank's calls of the Store.
+            timeout: Seconds to wait, in the line and for rank 0 together.
+            interval: The longest pause between two looks into the Store, in seconds.
 
         Raises:
-            RanksMissingError: Rank 0 did not open it within ``timeout`` seconds.
+            RanksMissingError: Rank 0 did not begin an opening within ``timeout`` seconds.
             CommitError: The Store cannot be reached.
         """
         end = time.monotonic() + timeout
@@ -68,7 +79,7 @@ class Openings:
             self.leave(place)
 
     def end(self, call: StoreCalls, number: int, given_up: bool) -> None:
-        """As rank 0, let nobody enter that one: once the next has begun, or at once if it was given up.
+        """As rank 0, let no rank enter an opening any more: at once if ``given_up``, else when the next one begins.
 
         Raises:
             CommitError: The Store cannot be reached.
@@ -92,7 +103,7 @@ class Openings:
         self._standing = standing
 
     def _look(self, call: StoreCalls) -> int | None:
-        # one question, whether the key is there or not: it sets nothing, and a key that is not there gives what it said
+        # `compare_set` changes nothing here, does not wait for the key, and returns `_NONE` if the key is absent
         standing = call("compare_set", self._key, _NONE, _NONE).decode()
         return next((n for n in map(int, standing.split(",")) if n > self._last), None) if standing != _NONE else None
 

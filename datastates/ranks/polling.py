@@ -1,4 +1,4 @@
-"""Waiting by looking again and again: where nobody can wake the waiter."""
+"""Polling, for waits that nothing can wake."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from typing import TypeVar
 
 _FIRST = 0.001
 _SLOWEST = 0.05
-# however many ranks look, together no more often than this in a second: they all ask one server
+# all ranks together look at most this often per second, because they all ask one server
 _LOOKS = 20_000
 
 _T = TypeVar("_T")
 
 
 def slowest(ranks: int) -> float:
-    """Seconds between two looks once the wait has become long, for each of so many ranks."""
+    """The longest pause between two looks of one rank, in seconds, where so many ranks poll."""
     return max(_SLOWEST, ranks / _LOOKS)
 
 
 def first(interval: float) -> float:
-    """Seconds between the first two looks, where those may come ``interval`` apart in the end.
+    """The pause between the first two looks, in seconds. ``interval`` is the longest pause.
 
-    Many ranks begin to wait at about one time: together they look eight times as often then as later, and no more.
+    Many ranks begin to poll at about the same time. Their first pause is an eighth of ``interval``, so that they do not
+    flood the server.
     """
     return max(_FIRST, interval / 8) if interval > _SLOWEST else _FIRST
 
 
 def until(look: Callable[[], _T | None], end: float, interval: float) -> _T | None:
-    """Look until something is there, at first after :func:`first`, then ever more seldom down to every ``interval``.
+    """Call ``look`` until it returns something. The pauses grow from :func:`first` to ``interval``.
 
-    Looks at least once, and once more when the time is up: what came in the last sleep counts.
+    ``look`` is called at least once, and once more when the time is up.
 
     Args:
-        look: Gives what is there, or None.
+        look: Returns what it finds, or None.
         end: When to give up, on the monotonic clock.
         interval: The longest pause, in seconds.
 
     Returns:
-        What it found, or None when the time was up.
+        What ``look`` returned, or None if the time was up.
     """
     pause = first(interval)
     while (found := look()) is None:

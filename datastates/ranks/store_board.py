@@ -1,4 +1,4 @@
-"""A board in torch's Store: the server that the ranks of torch.distributed met at. Never blocks in it."""
+"""A board in torch's Store, where the ranks of torch.distributed met. It never waits for a key of the Store."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _KEYS_AT_ONCE = 64
 
 
 class StoreBoard:
-    """What one rank leaves in a Store for the others, and finds there.
+    """A :class:`~datastates.ranks.board_world.Board` in a Store.
 
-    A message is the number of its further pieces (4 bytes) and its first piece; further pieces have keys of their own.
-    A mark is one more in a counter.
+    A message's key holds the number of its further pieces (4 bytes), then its first piece. Each further piece has a key
+    of its own. The marks of a box are a counter.
     """
 
     def __init__(self, calls: StoreCalls, space: str, *, leave: Callable[[bool], None] = lambda given_up: None) -> None:
         """Use a Store.
 
         Args:
-            calls: This rank's, which are closed with the board.
-            space: Sets this board apart from others in the same Store; the same on all ranks.
-            leave: Called when it is closed, before the calls are, with whether it is given up.
+            calls: This rank's calls of the Store. :meth:`close` closes them.
+            space: A name that sets this board apart from others in the same Store; the same on all ranks.
+            leave: :meth:`close` calls it with its ``given_up``, before it closes ``calls``.
         """
         self._call = calls
         self._rank = calls.rank
@@ -35,11 +35,11 @@ class StoreBoard:
         self._lock = threading.Lock()
         self._run: str | None = None
         self._pieces: dict[str, int] = {}
-        """Further pieces of the messages that this rank has left."""
+        """The number of further pieces of each message that this rank has left, by its key."""
 
     @property
     def run(self) -> str:
-        """Random; who asks first makes it for all."""
+        """The random name of this run, made by the rank that asks for it first."""
         with self._lock:
             if self._run is None:
                 self._run = self._call("compare_set", f"{self._space}/run", "", secrets.token_hex(8)).decode()
@@ -49,19 +49,19 @@ class StoreBoard:
         return f"{self._space}/{self.run}/{box}/{what}"
 
     def put(self, box: str, data: bytes) -> None:
-        """Leave this rank's message, and its mark."""
+        """Leave this rank's message and its mark."""
         key = self._key(box, self._rank)
         pieces = range(PIECE, len(data), PIECE)
         with self._lock:
             self._pieces[key] = len(pieces)
-        # the first piece last: who finds it finds all
+        # the first piece last: a rank that finds it finds all the others
         for number, begin in enumerate(pieces, 1):
             self._call("set", f"{key}/{number}", data[begin : begin + PIECE])
         self._call("set", key, len(pieces).to_bytes(4, "little") + data[:PIECE])
         self.mark(box)
 
     def mark(self, box: str) -> None:
-        """Leave this rank's mark only."""
+        """Leave this rank's mark without a message."""
         self._call("add", self._key(box, "marks"), 1)
 
     def marks(self, box: str) -> int:
@@ -69,7 +69,7 @@ class StoreBoard:
         return int(self._call("add", self._key(box, "marks"), 0))
 
     def read(self, box: str, ranks: Iterable[int]) -> dict[int, bytes]:
-        """The messages of these ranks that are there."""
+        """The messages of those ``ranks`` that have left one, by rank."""
         by_key = {self._key(box, rank): rank for rank in ranks}
         found = {}
         for key, head in self._get(self._present(list(by_key))).items():
@@ -78,7 +78,7 @@ class StoreBoard:
         return found
 
     def _present(self, keys: list[str]) -> list[str]:
-        """Those of some keys that are there; few questions when nearly all are."""
+        """Those keys that exist. Takes few calls if nearly all do."""
         if not keys or self._call("check", keys):
             return keys
         if len(keys) == 1:
@@ -87,14 +87,14 @@ class StoreBoard:
         return self._present(keys[:half]) + self._present(keys[half:])
 
     def _get(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """The values of keys, all of which are there."""
+        """The values of keys, all of which must exist."""
         values: list[bytes] = []
         for begin in range(0, len(keys), _KEYS_AT_ONCE):
             values += self._call("multi_get", keys[begin : begin + _KEYS_AT_ONCE])
         return dict(zip(keys, values, strict=True))
 
     def claim(self, box: str) -> int:
-        """The rank whose call for this box was the first of all."""
+        """Claim a box; returns the rank that claimed it first."""
         return int(self._call("compare_set", self._key(box, "claim"), "", str(self._rank)))
 
     def take_back(self, box: str) -> None:
@@ -102,7 +102,7 @@ class StoreBoard:
         self._delete(self._key(box, self._rank))
 
     def drop(self, box: str, ranks: Iterable[int]) -> None:
-        """Delete the box with its marks, its claim, and the messages of these ranks."""
+        """Delete the box: its marks, its claim, and the messages of these ranks."""
         with self._lock:
             mine = set(self._pieces)
         keys = [self._key(box, rank) for rank in ranks]
@@ -120,7 +120,7 @@ class StoreBoard:
             self._call("delete_key", name)
 
     def close(self, *, given_up: bool) -> None:
-        """Let go of the Store; on rank 0, delete the name of the run."""
+        """Close the calls of the Store; on rank 0, delete the run's name first."""
         try:
             if self._rank == 0 and self._run is not None:
                 self._call("delete_key", f"{self._space}/run")

@@ -1,4 +1,4 @@
-"""One rank's calls of torch's Store, none of which holds it up for longer than it was told to wait."""
+"""One rank's calls of torch's Store. The wait for each is bounded, even if the server no longer answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class StoreCalls:
-    """A connection to the Store, and the thread that calls it: a call cannot be interrupted, but waited for no longer.
+    """A connection to the Store and a thread that makes the calls. Thread-safe.
+
+    Nothing can interrupt a call, but the caller can stop waiting for it.
 
     Attributes:
         rank: This rank.
@@ -28,12 +30,12 @@ class StoreCalls:
         Args:
             store: A ``torch.distributed.Store``.
             rank: This rank.
-            silence: Seconds after which a server that has not answered a call is taken for gone.
+            silence: Seconds to wait for an answer before the server counts as gone.
         """
         self.rank = rank
-        # kept: the process that made it may host the server, which ends with it
+        # keep this reference: the object may host the server, which ends with it
         self._given = store
-        # a connection of its own: training may block in the Store for long, and that locks the connection
+        # use an own connection: a call by the training code may block for long, and locks its connection
         self._store = store.clone() if hasattr(store, "clone") else store
         self._silence = silence
         self._stuck: Future[Any] | None = None
@@ -48,13 +50,13 @@ class StoreCalls:
         """Call a method of the Store.
 
         Raises:
-            UnreachableError: It has not answered in time, or fails.
+            UnreachableError: The Store did not answer in time, or failed, or these calls are closed.
         """
         answer: Future[Any] = Future()
         try:
-            if self._stuck is None or self._stuck.done():  # behind it, every wait would be in vain
+            if self._stuck is None or self._stuck.done():  # a call queued behind a stuck one would get no answer
                 with self._lock:
-                    if not self._stop.alive:  # nobody would answer
+                    if not self._stop.alive:  # the thread has ended
                         raise UnreachableError(f"rank {self.rank} has left the Store of torch.distributed")
                     self._calls.put((answer, getattr(self._store, method), arguments))
                 return answer.result(self._silence)
@@ -71,7 +73,7 @@ class StoreCalls:
         )
 
     def close(self) -> None:
-        """Let go of the Store."""
+        """End the thread once the calls before this have returned. Later calls raise UnreachableError."""
         with self._lock:
             self._stop()
 

@@ -1,4 +1,4 @@
-"""Going on together or not at all, by what the coordinator decides."""
+"""Agreements in which all ranks go on together, or none does. The coordinator (rank 0) decides."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def settle(
     *,
     timeout: float,
 ) -> bytes:
-    """Go on together or not at all: returns, on all ranks, what the coordinator makes of every rank's data.
+    """Go on together or not at all; returns on all ranks what the coordinator makes of every rank's data.
 
     Args:
         world: The ranks.
-        name: What all of them call this.
-        error: What keeps this rank from going on.
-        data: What it has to say otherwise.
-        decide: Called on the coordinator where no rank has failed.
+        name: The name of this agreement, the same on all ranks.
+        error: The error that keeps this rank from going on, or None.
+        data: What this rank tells the coordinator if it has no error.
+        decide: Called on the coordinator with all ranks' data, by rank, if no rank has failed. Returns the result.
         timeout: Seconds to wait for the others.
 
     Raises:
-        BaseException: ``error``, once the others know of it.
-        CommitError: Another rank has failed, or ``decide`` has; the same on all ranks.
-        RanksMissingError: Some did not come in time.
+        BaseException: ``error``, after the other ranks were told.
+        CommitError: Another rank has failed, or ``decide`` has. All ranks raise it with the same text.
+        RanksMissingError: Some ranks did not come in time.
     """
     text = b"" if error is None else (text_of(error) or type(error).__name__).encode(errors="replace")
 
@@ -62,8 +62,8 @@ def meet(world: World, name: str, path: Path, prepare: Callable[[], None], *, ti
     """Let the coordinator prepare a path before any rank writes there.
 
     Raises:
-        CommitError: The ranks mean different paths, or preparing failed, or a rank has not come as far as this.
-        RanksMissingError: Some did not come in time.
+        CommitError: The ranks gave different paths, or ``prepare`` failed, or a rank failed before this call.
+        RanksMissingError: Some ranks did not come in time.
     """
 
     def decide(paths: dict[int, bytes]) -> bytes:
@@ -77,7 +77,7 @@ def meet(world: World, name: str, path: Path, prepare: Callable[[], None], *, ti
 
 
 def is_told(error: DatastatesError) -> bool:
-    """Whether it is an answer of the coordinator's, or it can no longer decide: then it has not committed."""
+    """Whether the coordinator answered with this error, or can no longer decide. If False, it may still commit."""
     if isinstance(error, RanksMissingError):
         return error.undecided or 0 not in error.ranks
     return not isinstance(error, (UnreachableError, StorageError))

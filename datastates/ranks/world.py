@@ -1,10 +1,9 @@
-"""Where ranks agree: the world that this process finds itself in."""
+"""The world of ranks that this process belongs to, and how it is opened."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from datastates._base.loaded import loaded
 from datastates.errors import SettingsError
 from datastates.ranks.board_world import BoardWorld, Decide, never, token_of
 from datastates.ranks.join import join
@@ -24,11 +24,11 @@ from datastates.ranks.store_calls import StoreCalls
 class World(Protocol):
     """The ranks that make a checkpoint together, as one of them sees it.
 
-    Thread-safe: different names may be agreed on at once, on any threads and in any order.
+    Thread-safe: agreements of different names may run at once, on any threads and in any order.
 
     Attributes:
-        rank: Which one this is, from 0.
-        size: How many there are.
+        rank: The number of this rank, from 0.
+        size: The number of ranks.
     """
 
     rank: int
@@ -43,36 +43,37 @@ class World(Protocol):
         timeout: float,
         enough: Callable[[bytes], bool] = never,
     ) -> bytes:
-        """Bring one message of each rank together on rank 0, and what it makes of them back to all.
+        """Collect one payload of each rank on rank 0; returns on every rank what rank 0 decides.
 
-        A rank that runs out of time takes its payload back, so that nothing is decided without its knowledge. If rank 0
-        has begun to decide by then, the rank waits for the answer, ``timeout`` seconds more at most.
+        A rank that runs out of time withdraws its payload, so that rank 0 cannot decide without it. If rank 0 has begun
+        to decide by then, the rank waits for the answer, at most ``timeout`` seconds more.
 
         Args:
-            name: What is agreed on; all ranks give the same, once in a run.
+            name: The name of the agreement: the same on all ranks, and used once in a run.
             payload: This rank's message.
-            decide: Called on rank 0 alone, with the payloads by rank: of all ranks, or of those that were there when
-                one of them was enough. What it returns is returned on every rank.
-            timeout: Seconds that a wait may take. The last part of them is rank 0's to tell who is missing.
-            enough: Says of a payload that the others need not be awaited: a failed vote.
+            decide: Called on rank 0 only, with the payloads by rank. A rank may be absent only if ``enough`` accepts
+                one of the payloads. Its result is returned on every rank.
+            timeout: Seconds that one wait may take. Rank 0 waits a fifth less, but at most 30 s less: it needs the rest
+                to tell the others who is missing.
+            enough: Whether rank 0 can decide on this payload without waiting for the others, as on a failed vote.
 
         Raises:
-            RanksMissingError: Some have not answered in time; the same on all ranks that rank 0 could tell. One that
-                rank 0 did not tell names rank 0.
-            CommitError: ``decide`` raised, with the text of that on all ranks; or the ranks cannot reach each other.
+            RanksMissingError: Some ranks did not answer in time. Rank 0 tells the others which. A rank that rank 0 did
+                not reach names rank 0.
+            CommitError: ``decide`` raised; every rank gets the text. Or this rank cannot reach the others.
             StorageError: The shared directory failed.
             ClosedError: This world is closed.
         """
 
     def token(self, name: str) -> str:
-        """8 hexadecimal digits that all ranks derive alike from a name, without waiting; other ones in another run."""
+        """8 hexadecimal digits for a name: the same on all ranks, others in another run. Waits for no rank."""
 
     def close(self) -> None:
-        """Leave nothing behind. Rank 0 waits until all have read what it told them, as long as a wait may take."""
+        """Delete what this world left. Rank 0 first waits, up to its timeout, until all ranks have read its answers."""
 
 
 class SoloWorld:
-    """One rank by itself: nobody to wait for."""
+    """A world of one rank, which waits for nobody."""
 
     rank = 0
     size = 1
@@ -89,39 +90,42 @@ class SoloWorld:
         timeout: float,
         enough: Callable[[bytes], bool] = never,
     ) -> bytes:
-        """Decide at once; what ``decide`` raises is raised as it is."""
+        """Call ``decide`` at once. What it raises passes through unchanged."""
         return decide({0: payload})
 
     def token(self, name: str) -> str:
-        """As of every world."""
+        """See :meth:`World.token`."""
         return token_of(self._run, name)
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 _openings: WeakKeyDictionary[Any, dict[str, Openings]] = WeakKeyDictionary()
-"""By Store and by name: of another Store the ranks count anew."""
+"""By Store, then by name. In a new Store the ranks count from the beginning."""
 _openings_lock = threading.Lock()
 
 
 def world_of(rank: int | None, world_size: int | None, directory: Path, timeout: float) -> World:
-    """The world this process is in.
+    """Open the world of ranks that this process belongs to.
 
-    With ``rank`` and ``world_size`` given, the ranks meet below ``directory``, which is created; that is waited for.
-    Otherwise, if torch.distributed is initialized with more than one rank, they meet in its default Store; the others
-    wait for rank 0 then, and all must open worlds for directories of one name in the same order. An opening that fails
-    on some ranks only does not change that. Otherwise this rank is alone.
+    - With ``rank`` and ``world_size`` given, the ranks meet below ``directory``, which is created. The call waits until
+      all ranks have come.
+    - Otherwise, if torch.distributed is initialized with more than one rank, the ranks meet in its default Store. The
+      others wait for rank 0 only. All ranks must open worlds for directories of one name in the same order. An opening
+      that fails on only some ranks does not put them out of step.
+    - Otherwise this rank is alone.
 
     Args:
-        rank: Which rank this is, or None.
-        world_size: How many ranks there are, or None.
-        directory: Where the checkpoints are.
+        rank: The number of this rank, or None.
+        world_size: The number of ranks, or None.
+        directory: The directory of the checkpoints.
         timeout: Seconds to wait for the others, here and in :meth:`World.close`.
 
     Raises:
-        SettingsError: ``rank`` and ``world_size`` are impossible; the message names the field.
-        RanksMissingError: The others did not come to ``directory`` in time, or rank 0 did not open its world.
+        SettingsError: ``rank`` and ``world_size`` are impossible; the message names the field. Or another process has
+            this rank, or torch.distributed has no Store.
+        RanksMissingError: Some ranks did not come to ``directory`` in time, or rank 0 did not open its world.
         CommitError: The Store of torch.distributed cannot be reached.
         StorageError: ``directory`` cannot be written.
     """
@@ -130,33 +134,33 @@ def world_of(rank: int | None, world_size: int | None, directory: Path, timeout:
         if world_size == 1:
             return SoloWorld()
         world = BoardWorld(rank, world_size, join(directory, rank, world_size, timeout), timeout=timeout)
-        # once all have answered, all know who belongs to this run
+        # once all have answered, every rank knows who belongs to this run
         world.agree("join", b"", lambda _: b"", timeout=timeout)
         return world
-    # the name alone: hosts may see the directory in different places
+    # by name, not by path: hosts may mount the directory in different places
     opening = _Opening.of(directory.name, timeout)
     return SoloWorld() if opening is None else opening.world()
 
 
 def refuse(directory: Path, timeout: float, tell: Callable[[World], object]) -> None:
-    """Let ranks that meet in torch's Store know, in the background, why this one does not open its world.
+    """Tell the ranks that meet in torch's Store, in the background, why this rank does not open its world.
 
-    It takes the place of this rank's opening, so that the others need not wait for it. Those that meet in a directory
-    are not told: nobody is missed there before all have come.
+    The call takes the place of this rank's opening, so that the others need not wait for it. Ranks that meet in a
+    directory are not told.
 
     Args:
         directory: As for :func:`world_of`.
         timeout: As for :func:`world_of`.
-        tell: Takes part in the first agreement, with what this rank has to say; what it raises is ignored.
+        tell: Takes part in the first agreement on behalf of this rank. Its exceptions are ignored.
     """
     with contextlib.suppress(SettingsError):
         if (opening := _Opening.of(directory.name, timeout)) is not None:
-            # a daemon: a rank that ends with its error is not kept by others that never come
+            # a daemon: ranks that never come must not keep this process from ending
             threading.Thread(target=opening.refuse, args=(tell,), name="datastates-refuse", daemon=True).start()
 
 
 class _Opening:
-    """A call for a world in torch's Store: it has its place among those of this process when it is made."""
+    """The opening of one world in torch's Store. Its place among those of this process is set when it is made."""
 
     def __init__(self, store: Any, rank: int, size: int, name: str, timeout: float) -> None:
         self._store, self._rank, self._size, self._name, self._timeout = store, rank, size, name, timeout
@@ -166,8 +170,8 @@ class _Opening:
 
     @classmethod
     def of(cls, name: str, timeout: float) -> _Opening | None:
-        """The next one; None where this rank is alone."""
-        distributed: Any = sys.modules.get("torch.distributed")
+        """The next opening; None where this rank is alone."""
+        distributed = loaded("torch.distributed")
         if distributed is None or not distributed.is_available() or not distributed.is_initialized():
             return None
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
@@ -179,7 +183,7 @@ class _Opening:
         return cls(store, rank, world_size, name, timeout)
 
     def world(self) -> World:
-        """Open it."""
+        """Open the world."""
         try:
             calls = StoreCalls(self._store, self._rank, silence=min(self._timeout, 60.0))
         except BaseException:
@@ -194,7 +198,7 @@ class _Opening:
         return BoardWorld(self._rank, self._size, board, timeout=self._timeout)
 
     def refuse(self, tell: Callable[[World], object]) -> None:
-        with contextlib.suppress(Exception):  # this rank's own error is raised where it happened
+        with contextlib.suppress(Exception):  # the caller raises this rank's own error
             world = self.world()
             try:
                 tell(world)
