@@ -13,8 +13,9 @@
 
 namespace datastates::python {
 
-/// The elements of a one-dimensional, C-contiguous, native-endian array of exactly T (bool also
-/// passes for u8); anything else is Error "invalid": a plan is never converted silently.
+/// The elements of a one-dimensional, C-contiguous array of exactly T in native byte order (bool
+/// also passes for u8). Throws Error "invalid" for any other array, so that nothing is converted
+/// silently. The span is valid as long as the array. Needs the GIL.
 template <typename T>
 std::span<const T> elements(const pybind11::array& array, const char* name) {
     const bool same = pybind11::isinstance<pybind11::array_t<T>>(array) ||
@@ -33,7 +34,8 @@ std::vector<T> copy_elements(const pybind11::array& array, const char* name) {
     return {view.begin(), view.end()};
 }
 
-/// A contiguous view of a Python buffer's bytes, held while this lives.
+/// A contiguous view of a Python buffer's bytes. It holds the buffer until it is destroyed. The
+/// constructor and the destructor need the GIL.
 class BytesView {
   public:
     explicit BytesView(const pybind11::buffer& buffer);

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-/// DLPack 1.3's structures for looking into another library's arrays from C, by our own prototypes
-/// of its stable ABI: https://dmlc.github.io/dlpack/latest/c_api.html
+/// The structures of DLPack 1.3's C exchange API, which reads another library's arrays from C. They
+/// are declared here after its stable ABI: https://dmlc.github.io/dlpack/latest/c_api.html
 namespace datastates::python::dlpack {
 
 struct Version {
@@ -38,13 +38,13 @@ struct ExchangeApi {
     const void* managed_tensor_allocator;
     const void* managed_tensor_from_py_object_no_sync;
     const void* managed_tensor_to_py_object_no_sync;
-    /// Fills a Tensor that lives as long as the object; may be null. 0 for success, else a Python
-    /// error is set. Needs the GIL.
+    /// Fills a Tensor that is valid as long as the object. Returns 0, or sets a Python error. Needs
+    /// the GIL. May be null.
     int (*tensor_from_py_object_no_sync)(void* object, Tensor* tensor);
     const void* current_work_stream;
 };
 
-/// The attribute of an array's type that holds the API in a capsule, and the capsule's name.
+/// The attribute of an array's type that holds the API's capsule, and the name of the capsule.
 constexpr const char* kAttribute = "__dlpack_c_exchange_api__";
 constexpr const char* kCapsule = "dlpack_exchange_api";
 constexpr std::uint32_t kMajor = 1;

@@ -34,11 +34,11 @@ using Timeout = std::optional<double>;
 using Streams = std::vector<std::pair<int, std::uint64_t>>;
 using Frame = std::tuple<py::bytes, py::bytes, std::uint64_t, bool>;
 
-/// Waits without the GIL, in slices between which Python may handle signals.
+/// Waits without the GIL, in slices. Between slices Python handles signals.
 template <typename Wait>
 bool wait_interruptibly(const Timeout& timeout, Wait&& wait) {
     constexpr auto kSlice = std::chrono::milliseconds(100);
-    // Far enough for anybody, near enough for the clock's range.
+    // Longer than anybody waits, and within the clock's range.
     constexpr double kForever = 1e9;
     std::optional<Clock::time_point> end;
     if (timeout && !std::isnan(*timeout) && *timeout < kForever) {
@@ -116,7 +116,7 @@ DigestRunsArrays runs_arrays(std::uint64_t digests, const py::array& offset,
             .digest = elements<std::uint32_t>(digest, "runs_digest")};
 }
 
-/// A sweep that owns its runs and digests.
+/// A sweep that owns its runs and digests. Thread-safe, by a mutex.
 class Digester {
   public:
     explicit Digester(const DigestRunsArrays& arrays)
@@ -311,8 +311,8 @@ py::dict read_stats(const ReadJob& job) {
                     "dropped_spans"_a = job.timeline().dropped());
 }
 
-/// Spans as Python has them: (stage, track, begin, end, bytes), by time.monotonic(), which is
-/// CLOCK_MONOTONIC as our clock is.
+/// Spans for Python: (stage, track, begin, end, bytes). Times are as of time.monotonic(), which is
+/// CLOCK_MONOTONIC like our clock.
 py::list spans(const Timeline& timeline) {
     const auto seconds = [](Clock::time_point time) {
         return std::chrono::duration<double>(time.time_since_epoch()).count();

@@ -62,8 +62,8 @@ py::object tuple_of(std::span<const std::uint64_t> values) {
     return made;
 }
 
-/// The pickle machine, of the opcodes that plain values need. What returns false leaves the stream
-/// to another reader.
+/// A pickle machine with only the opcodes that plain values need. A method that returns false
+/// leaves the stream to another reader.
 class PlainReader {
   public:
     PlainReader(std::string_view data, const ArrayRows& rows, const py::object& reference,
@@ -148,10 +148,10 @@ class PlainReader {
         return true;
     }
 
-    /// Values above the last mark: opcodes reach no further down.
+    /// The number of values above the last mark. Opcodes use no values below it.
     std::size_t available() const { return stack_.size() - (marks_.empty() ? 0 : marks_.back()); }
 
-    /// Whether there is a mark, and below it, in a frame of its own, what the items go to.
+    /// Whether there is a mark and, below it in the same frame, a container for the items.
     bool closes_frame() const {
         if (marks_.empty()) return false;
         const std::size_t below = marks_.size() > 1 ? marks_[marks_.size() - 2] : 0;
@@ -232,7 +232,7 @@ class PlainReader {
         return push(std::move(made));
     }
 
-    /// Appends the topmost values to the list below them.
+    /// Appends the topmost `count` values to the list below them.
     bool append(std::size_t count) {
         const std::size_t first = stack_.size() - count;
         PyObject* const list = stack_[first - 1].ptr();
@@ -244,7 +244,7 @@ class PlainReader {
         return true;
     }
 
-    /// Puts the topmost keys and values into the mapping below them.
+    /// Puts the topmost `count` keys and values into the mapping below them.
     bool set_items(std::size_t count) {
         const std::size_t first = stack_.size() - count;
         PyObject* const mapping = stack_[first - 1].ptr();
@@ -254,7 +254,7 @@ class PlainReader {
         if (!is_mapping || count % 2 != 0) return false;
         for (std::size_t i = first; i < stack_.size(); i += 2) {
             PyObject* const key = stack_[i].ptr();
-            // whether others may be keys, and what it costs to hash them, is not for here to say
+            // The other reader decides about keys of other types and the cost of hashing them.
             if (PyUnicode_CheckExact(key) == 0 && PyLong_CheckExact(key) == 0) return false;
             if (PyObject_SetItem(mapping, key, stack_[i + 1].ptr()) != 0) {
                 throw py::error_already_set();
@@ -264,7 +264,7 @@ class PlainReader {
         return true;
     }
 
-    /// A writer numbers the memo upwards; anything else is left alone.
+    /// Stores the top in the memo. Our writer numbers the slots upwards; other streams are refused.
     bool put(unsigned bytes) {
         const auto slot = number(bytes);
         if (!slot || available() == 0 || *slot != memo_.size()) return false;
@@ -293,8 +293,8 @@ class PlainReader {
         return true;
     }
 
-    /// Gives an ordered mapping the attributes in the dict above it: a module's state_dict() has
-    /// some.
+    /// Sets attributes of an ordered mapping from the dict above it. A module's state_dict() has
+    /// such attributes.
     bool build() {
         if (available() < 2) return false;
         const py::object attributes = std::move(stack_.back());
@@ -315,7 +315,7 @@ class PlainReader {
         return flag == kTrue;
     }
 
-    /// The next row's array, if it stands here exactly as it is to be written.
+    /// Reads the next row's array, if its opcodes are exactly those of our writer.
     bool read_array(bool parameter) {
         if (row_ == rows_.dtype.size()) return false;
         const std::size_t i = row_++;

@@ -10,15 +10,15 @@
 
 namespace datastates::python {
 
-/// How a tensor of one element type stands in `data.pkl`: all but its numbers.
+/// The constant opcodes of a tensor of one element type in `data.pkl`.
 struct ArrayFrame {
     std::string head;  // up to the storage record's name
-    std::string tail;  // from behind requires_grad on
+    std::string tail;  // what follows requires_grad
     std::uint64_t itemsize = 1;
-    bool typed = true;  // the storage's length counts elements, else bytes
+    bool typed = true;  // the storage's length is in elements, else in bytes
 };
 
-/// Rows of an index, one after the other, in columns.
+/// The arrays of an index in order, as columns.
 struct ArrayRows {
     pybind11::list keys;
     pybind11::tuple kinds;   // names, by number
@@ -34,12 +34,15 @@ struct ArrayRows {
     std::span<const std::uint64_t> strides;
 };
 
-/// Reads the opcodes of an object that holds dicts, lists, tuples, plain values and arrays only,
-/// and whose arrays are those of the rows, in their order and written exactly as they are to be.
-/// Each is `reference(key, kind, dtype, shape, stride, requires_grad, parameter)`. Nothing that the
-/// opcodes name is imported or called, and no number in them decides how much memory is asked for.
+/// Reads the pickle opcodes of an object that holds only dicts, lists, tuples, plain values and
+/// arrays. The arrays must be those of the rows, in their order, and pickled exactly as our writer
+/// does. Each array becomes `reference(key, kind, dtype, shape, stride, requires_grad, parameter)`.
+/// The opcodes cannot import or call anything, and no number in them decides how much memory is
+/// allocated.
 ///
-/// A tuple of the value; None when there is anything else in it, which another reader has to judge.
+/// Returns a tuple of the value, or None when the opcodes hold anything else; another reader then
+/// has to read them. Throws Error "invalid" for rows whose columns contradict each other. Needs the
+/// GIL.
 pybind11::object read_plain_pickle(const pybind11::bytes& opcodes, const ArrayRows& rows,
                                    const pybind11::object& reference,
                                    const pybind11::object& ordered_dict);

@@ -12,7 +12,7 @@ namespace py = pybind11;
 namespace datastates::python {
 namespace {
 
-/// The API of an array's type; null where it has none that we know.
+/// The exchange API of an array's type; null without one of a known version.
 const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
     const auto capsule = py::reinterpret_steal<py::object>(
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), dlpack::kAttribute));
@@ -27,11 +27,11 @@ const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
     return known ? api : nullptr;
 }
 
-/// Torch's count of changes in place, of arrays of one type after the other.
+/// Reads torch's count of changes in place. be_of() sets the type of the arrays that follow.
 class Versions {
   public:
     void be_of(PyTypeObject* type) {
-        // What a descriptor of C's gives is asked of it at once: looking it up takes as long again.
+        // Call a C getter directly: an attribute lookup each time would take twice as long.
         const bool plain = type->tp_getattro == PyObject_GenericGetAttr;
         descriptor_ = py::reinterpret_steal<py::object>(
             PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name_.ptr()));
@@ -41,7 +41,7 @@ class Versions {
         getter_ =
             known ? reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset : nullptr;
     }
-    /// -1 without one: other arrays, and tensors of torch's inference mode.
+    /// -1 for arrays without a count: those of other libraries, and torch's inference tensors.
     std::int64_t of(const py::handle& array) const {
         const auto version = py::reinterpret_steal<py::object>(
             getter_ != nullptr ? getter_->get(array.ptr(), getter_->closure)
@@ -57,8 +57,8 @@ class Versions {
     const PyGetSetDef* getter_ = nullptr;
 };
 
-/// Looks into arrays one after the other; false for one that cannot be looked into, or is of none
-/// of some types.
+/// Looks at arrays one after the other, and caches what depends on their type only. An array of a
+/// type that is not in `types` is refused, unless `types` is empty.
 class Looker {
   public:
     explicit Looker(py::tuple types = py::tuple()) : types_(std::move(types)) {}
@@ -76,11 +76,11 @@ class Looker {
         }
         if (api_ == nullptr) return false;
         if (api_->tensor_from_py_object_no_sync(array.ptr(), &tensor) == 0) return true;
-        PyErr_Clear();  // of a kind that cannot be exchanged: no error of the caller's
+        PyErr_Clear();  // the array cannot be exchanged: no error for the caller
         return false;
     }
 
-    /// Of one that has just been looked into.
+    /// The version of the array that look() had last.
     std::int64_t version_of(const py::handle& array) const { return versions_.of(array); }
 
   private:
@@ -124,7 +124,8 @@ py::object look(const py::list& arrays, const py::object& memory_of, const py::t
         const py::object array = arrays[i];
         dlpack::Tensor tensor{};
         if (!looker.look(array, tensor)) return py::none();
-        // Now, while the array is in the processor's cache: half of it all is waiting for memory.
+        // Called here, while the array is in the processor's cache: half of the time is cache
+        // misses.
         if (!memory_of.is_none()) memory[i] = memory_of(array);
         addresses.push_back(address_of(tensor));
         versions.push_back(looker.version_of(array));

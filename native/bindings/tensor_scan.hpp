@@ -4,28 +4,29 @@
 
 namespace datastates::python {
 
-/// What a snapshot wants to know of each array of a list, in one pass over them, as bytes:
+/// Looks at each array of a list in one pass. Returns a tuple of three bytes objects of 64-bit
+/// words and a list:
 ///
-/// - places: where each lies and how it is laid out, as words end to end: equal for two lists
-///   exactly when their arrays have, in order, the same types, addresses, devices, element types,
-///   shapes and strides;
-/// - addresses: of the first elements;
-/// - versions: torch's count of changes in place, -1 for an array without;
+/// - places: the arrays' types, addresses, devices, element types, shapes and strides. Two lists
+///   have equal places exactly when these are equal, in order;
+/// - addresses: the address of each array's first element;
+/// - versions: torch's count of changes in place of each array, -1 for an array without one;
+/// - the results of `memory_of` for each array; empty if `memory_of` is None.
 ///
-/// the last two of which are 64-bit words, one an array; and a list of what `memory_of` gives for
-/// each array, empty where that is None. None when one of them does not offer DLPack's C exchange
-/// API, or not for what it holds, or is of none of the types in `plain`, if that has any.
+/// Returns None when an array cannot be looked at by DLPack's C exchange API, or when `plain` is
+/// not empty and does not hold the array's type. Needs the GIL.
 pybind11::object look(const pybind11::list& arrays, const pybind11::object& memory_of,
                       const pybind11::tuple& plain);
 
-/// How each array of a list is laid out, as columns of bytes:
+/// The layout of each array of a list, as a tuple of six bytes objects. All are 64-bit words but
+/// ndim, which has a byte for each array:
 ///
-/// - addresses: of the first elements;
-/// - devices, elements: device and element type, as words that are equal for equal ones: DLPack's
-///   numbers for the kind and the number of the device, and for code, lanes and bits of the type;
-/// - ndim: a byte each; dims, strides: shapes and strides in elements, arrays end to end.
+/// - addresses: the address of each array's first element;
+/// - devices: DLPack's type and number of each device, in one word;
+/// - elements: DLPack's code, lanes and bits of each element type, in one word;
+/// - ndim, dims, strides: shapes and strides in elements, array after array.
 ///
-/// All but ndim are 64-bit words. None as for look().
+/// Returns None when an array cannot be looked at, or has more than 255 dimensions. Needs the GIL.
 pybind11::object layout(const pybind11::list& arrays);
 
 }  // namespace datastates::python

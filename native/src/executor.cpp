@@ -13,15 +13,15 @@
 namespace datastates {
 namespace {
 
-// Room in a block for a read that is widened to whole pages on both sides.
+// Room in a block to widen a read to whole pages on both sides.
 constexpr std::uint64_t kReadMargin = 8192;
 constexpr const char* kMemory = "memory";
-// The storage may be through with all that is in flight at once: then as much again is there.
+// The storage may complete all its writes at once; then as many are queued already.
 constexpr unsigned kWritesPerRead = 2;
-// Of a restore, for each read in flight: being read, being verified, on its way to a device.
+// Blocks of a restore for each read in flight: some are being read, verified or copied to a device.
 constexpr std::size_t kBlocksPerRead = 4;
-// `pwrite` into one file of tmpfs reaches 3.2 GB/s with any number of threads; allocating, mapping
-// and filling pages costs more than it, and overtakes it from about this many threads on.
+// `pwrite` into one tmpfs file reaches 3.2 GB/s with any number of threads. Allocating, mapping and
+// filling pages costs more, but is faster from about this many threads on.
 constexpr unsigned kStoringWorkers = 4;
 
 template <typename Plan>
@@ -38,8 +38,8 @@ void require_fits(std::uint64_t extent, std::uint64_t room) {
                          " bytes, more than the " + std::to_string(room) + " that a block holds");
 }
 
-/// In a forked child, on purpose: what would end it would join threads that the fork left behind,
-/// take locks that they held, or unmap what the child has not.
+/// Leaks an object on purpose, in a forked child. Its destructor would join threads that the child
+/// does not have, take locks that they held, or unmap memory that the child has not.
 template <typename T>
 void keep_for_ever(std::shared_ptr<T> object) {
     static auto* const kept = new std::vector<std::shared_ptr<T>>;
@@ -82,7 +82,7 @@ bool WriteJob::pinned() const { return executor_->pinned(); }
 bool WriteJob::gate(std::span<const std::pair<int, std::uint64_t>> streams,
                     Deadline deadline) const {
     executor_->evacuator_.evacuate(*state_);
-    if (state_->stopped()) executor_->capturer_.attend();  // evacuating may have failed it
+    if (state_->stopped()) executor_->capturer_.attend();  // evacuation may have failed the job
     return state_->gate(streams, deadline);
 }
 
@@ -120,7 +120,7 @@ void ReadAhead::close() {
 }
 
 std::shared_ptr<Executor> Executor::make(const Options& options) {
-    // Not make_shared: the constructor is private, so that every executor is shared.
+    // make_shared cannot call the constructor, which is private so that every executor is shared.
     return std::shared_ptr<Executor>(new Executor(options));
 }
 
@@ -142,9 +142,9 @@ Executor::Executor(const Options& options)
 }
 
 Executor::~Executor() {
-    // Jobs keep us alive, so none is left but failed ones that were never given to a caller.
+    // Jobs keep the executor alive, so only failed ones are left that no caller got.
     wait_for_jobs();
-    // A worker's last act is to wake one of the threads that go next.
+    // Workers end first, as a finishing task still wakes the writer or the reader.
     workers_.close();
 }
 
@@ -169,7 +169,7 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
     const auto state =
         std::make_shared<WriteState>(std::move(plan), std::move(sources), evacuator_.enabled());
     auto job = std::make_unique<WriteJob>(shared_from_this(), state);
-    // We outlive our workers' tasks.
+    // The executor outlives its workers' tasks.
     const auto create = [this, state, path](unsigned worker) {
         state->create(path, direct_, workers_.size() >= kStoringWorkers, worker);
         look_again(*state);
@@ -202,7 +202,7 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
     dests.validate(sizes(*plan, plan->dests(), &ReadPlan::dest_nbytes), false);
     require_blocks(*plan);
     if (ahead != nullptr && (ahead->executor_.get() != this || ahead->state_->path() != path)) {
-        throw Error::invalid("what was read ahead is not of " + path + " and of this executor");
+        throw Error::invalid("the read-ahead is not of " + path + " or is of another executor");
     }
     admit();
     auto state =
@@ -223,7 +223,7 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
     auto job = std::make_unique<ReadJob>(shared_from_this(), state);
     reader_.enqueue(state);
     if (ahead != nullptr) {
-        // Not before: what is being read then is taken over by a job that is there.
+        // Closed only now: the job must be queued to take over the reads in flight.
         ahead->shelf_->close();
         reader_.look_again();
     }
@@ -232,9 +232,9 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
 
 std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,
                                                 std::shared_ptr<const ReadPlan> plan) {
-    if (plan->dests() != 0) throw Error::invalid("what is read ahead has no destinations yet");
+    if (plan->dests() != 0) throw Error::invalid("a read-ahead plan must have no destinations");
     if (plan->extents().size() > cache_.bytes() / cache_.block_bytes() / 2) {
-        throw Error::invalid("half of the cache has no block for each of " +
+        throw Error::invalid("a read-ahead may use half of the cache's blocks, fewer than its " +
                              std::to_string(plan->extents().size()) + " extents");
     }
     require_blocks(*plan);
@@ -261,7 +261,7 @@ void Executor::admit(const std::shared_ptr<ReadState>& state) {
         if (closed_) throw Error::closed("the executor is closed");
         remember(reads_, state);
     }
-    // After the engines: where a device is in use, memory is page-locked before it is used.
+    // After the engines exist, so that memory for a device is page-locked before its first use.
     cache_.reserve(std::min(state->plan().extents().size(), read_blocks_) * cache_.block_bytes());
 }
 

@@ -25,7 +25,7 @@ void require_size(std::size_t actual, std::size_t expected, const char* name) {
                          " entries, expected " + std::to_string(expected));
 }
 
-/// A CSR index: begins at 0, never falls, ends at `total`.
+/// Checks a CSR index: it begins at 0, never falls, and ends at `total`.
 void require_index(std::span<const std::uint64_t> index, std::size_t rows, std::size_t total,
                    const char* name) {
     require_size(index.size(), rows + 1, name);
@@ -90,7 +90,7 @@ WritePlan::Piece WritePlan::checked_piece(const WritePlanArrays& arrays, std::si
             index);
     require(piece.source_offset % kWord == 0 &&
                 (piece.length % kWord == 0 || piece.source_offset + piece.length == nbytes),
-            "a source is cut at no multiple of 8", index);
+            "a source is cut at an offset that is not a multiple of 8", index);
     return piece;
 }
 
@@ -119,7 +119,7 @@ void WritePlan::take_extents(const WritePlanArrays& arrays) {
         require(extent.offset == file_length_, "extents are not contiguous from 0", i);
         require(extent.length > 0 && extent.length < kLimit - file_length_,
                 "extent_length is out of range", i);
-        require(i + 1 == m || extent.length % kPage == 0, "extent_length is no multiple of 4096",
+        require(i + 1 == m || extent.length % kPage == 0, "extent_length is not a multiple of 4096",
                 i);
         std::uint64_t filled = 0;
         for (std::size_t k = extent.first_piece; k < extent.end_piece; ++k) {
@@ -293,13 +293,14 @@ ReadPlan::ReadPlan(const ReadPlanArrays& arrays)
     }
 }
 
-/// Spans begin and end where their extent does, and leave something out between each two.
+/// The first span begins with the extent, the last one ends with it, and spans have gaps between.
 void ReadPlan::take_spans(const ReadPlanArrays& arrays, Extent& extent) {
     std::uint64_t end = 0;
     for (std::size_t k = extent.first_span; k < extent.end_span; ++k) {
         const Stretch span{.offset = arrays.span_offset[k], .length = arrays.span_length[k]};
         const bool first = k == extent.first_span;
-        require(first ? span.offset == 0 : span.offset > end, "a span is not where one can be", k);
+        require(first ? span.offset == 0 : span.offset > end,
+                "a span does not begin with its extent, or leaves no gap before it", k);
         require(span.length > 0 && within(span.offset, span.length, extent.length),
                 "a span is outside its extent", k);
         end = span.offset + span.length;

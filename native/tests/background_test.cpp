@@ -25,8 +25,8 @@ namespace {
 
 constexpr std::size_t kBlock = 256 * 1024;
 
-/// How many of our threads are of the scheduler's usual class, beside those of the kernel's that
-/// io_uring works with.
+/// How many threads of this process have the scheduler's usual class, without io_uring's kernel
+/// threads.
 int usual_threads() {
     int count = 0;
     for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -81,7 +81,7 @@ TEST(only_the_reader_and_the_writer_are_not_in_the_background) {
     ReadCase read = ReadCase::make(written, 100000, 3);
     executor->submit_write(dir / "f", written.plan, written.buffers())->finish({});
     CHECK(executor->submit_read(dir / "f", read.plan, read.buffers())->wait());
-    // All threads have begun, or do in a moment.
+    // Wait until all threads have begun.
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     CHECK_EQ(usual_threads(), before + 2);
 }
@@ -100,7 +100,7 @@ TEST(all_threads_are_named_and_leave_signals_to_others) {
     for (const std::string& task : tasks()) {
         if (before.contains(task)) continue;
         std::string name;
-        // A thread has its name when it begins.
+        // A thread sets its name when it begins.
         while (!name.starts_with("ds-"))
             std::getline(std::ifstream(task + "/comm") >> std::ws, name);
         names.insert(name);

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-/// A test framework of one page: TEST(name) { ... CHECK(x); CHECK_EQ(a, b); CHECK_THROWS(code, x);
-/// } and CHECK_MAIN() once in a file. An argument runs only the tests whose name contains it.
+/// A small test framework: TEST(name) { ... CHECK(x); CHECK_EQ(a, b); CHECK_THROWS(code, x); } and
+/// CHECK_MAIN() once in a file. With an argument it runs only the tests whose name contains it.
 namespace check {
 
 using Case = std::pair<std::string, std::function<void()>>;

@@ -34,7 +34,7 @@ TEST(combine_equals_direct) {
 }
 
 TEST(combine_takes_huge_lengths) {
-    // A run of 2^40 zeros appended in one step or in two.
+    // Append 2^40 zeros in one step and in two.
     const auto zeros = [](std::uint64_t length) { return crc32_combine(0x12345678, 0, length); };
     CHECK_EQ(crc32_combine(zeros(std::uint64_t{1} << 39), 0, std::uint64_t{1} << 39),
              zeros(std::uint64_t{1} << 40));
@@ -83,7 +83,7 @@ TEST(shift_takes_huge_lengths) {
         const std::uint64_t first = random() % (length + 1);
         CHECK_EQ(Crc32Shift(length - first).shift(Crc32Shift(first).shift(raw)),
                  Crc32Shift(length).shift(raw));
-        // By squaring: 2^k bytes are twice 2^(k-1).
+        // For each bit k, shift twice by 2^(k-1) bytes.
         std::uint32_t expected = raw;
         for (unsigned k = 0; k < 63; ++k) {
             if (((length >> k) & 1U) == 0) continue;

@@ -141,7 +141,7 @@ TEST(gathers_large_pieces_on_the_device) {
         std::vector<gather::Range> ranges;
         std::size_t at = random() % 16;
         for (const std::size_t shift : {0, 16, 8, 4, 2, 1, 24, 20}) {
-            // Its place is off its source's by `shift` from 16 bytes, its length odd.
+            // Source and destination differ by `shift` modulo 16 bytes. The length is odd.
             const std::size_t length = (random() % (5 << 20)) | 1;
             const std::size_t source = (at % 16) + shift + (random() % 1000 * 16);
             gather::add(ranges, to.pointer() + at, from.pointer() + source, length);

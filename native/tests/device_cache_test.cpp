@@ -114,7 +114,7 @@ TEST(device_cache_without_memory) {
 TEST(device_cache_asks_for_less_where_it_must) {
     std::mt19937_64 random(16);
     const support::TempDir dir;
-    // Of how many blocks; how often the driver has no memory; how many blocks are taken.
+    // Blocks of the device cache; how often the driver refuses memory; bounds of the blocks taken.
     struct Case {
         std::uint64_t limit, refused, least, most;
     };
@@ -149,7 +149,7 @@ TEST(device_cache_takes_sources_of_every_size_and_alignment) {
         for (int i = 0; i < 2000; ++i) {
             sources.push_back(support::random_bytes(random, random() % 300));
         }
-        for (int i = 0; i < 30; ++i) {  // 75 MB on the average
+        for (int i = 0; i < 30; ++i) {  // 75 MB on average
             sources.push_back(support::random_bytes(random, random() % (5 << 20)));
         }
         std::ranges::shuffle(sources, random);
@@ -181,7 +181,7 @@ TEST(device_cache_whose_kernel_cannot_be_told_fails_the_job) {
     const DeviceCase state(
         WriteCase::make(std::move(sources), std::vector<std::uint8_t>(8), kBlock, 262144, random),
         false);
-    // The capture thread has one block, and at first only pieces that need no kernel.
+    // The capture thread gets one block, and its first pieces need no kernel.
     fault::arm("write", "delay", 200, 1, 0);
     const auto job = executor->submit_write(dir / "f", state.written.plan, state.buffers);
     fault::arm("cuda_alloc", "fail", ENOMEM, 1, 0);
@@ -234,7 +234,7 @@ TEST(device_cache_is_given_back) {
     const auto executor = support::make_executor({"pwrite", false}, 2, kBlock, 1000 * kBlock);
     DeviceCase state(large_case(random, {0, 0, 0, 0, 0, 0, 0, 0}), false);
     std::size_t before = 0;
-    for (int round = 0; round < 3; ++round) {  // the first one sets up what stays: no gate
+    for (int round = 0; round < 3; ++round) {  // the first one, without a gate, makes what stays
         fault::arm("write", "delay", 5, 1, 0);
         const auto job =
             executor->submit_write(dir / std::to_string(round), state.written.plan, state.buffers);

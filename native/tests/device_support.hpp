@@ -14,12 +14,12 @@
 #include "datastates/plan.hpp"
 #include "support.hpp"
 
-/// What tests that need a GPU share.
+/// Shared code of the tests that need a GPU.
 namespace support {
 
 constexpr std::size_t kBlock = std::size_t{1} << 20;
 
-/// Device memory with a stream of its own, as a training framework has them.
+/// Device memory with a stream of its own, as in a training framework.
 class DeviceMemory {
   public:
     explicit DeviceMemory(std::size_t bytes) {
@@ -42,7 +42,7 @@ class DeviceMemory {
     datastates::cuda::DevicePointer pointer() const { return pointer_; }
     datastates::cuda::StreamHandle stream() const { return stream_; }
     std::uint64_t stream_number() const { return reinterpret_cast<std::uint64_t>(stream_); }
-    /// In stream order; `bytes` must live until `synchronize`.
+    /// Copies in stream order. `bytes` must live until `synchronize`.
     void put(std::uint64_t offset, const Bytes& bytes) const {
         const datastates::cuda::CurrentContext current(context_.handle());
         datastates::cuda::check(datastates::cuda::driver().memcpy_to_device(
@@ -70,7 +70,7 @@ class DeviceMemory {
     datastates::cuda::StreamHandle stream_ = nullptr;
 };
 
-/// A write case whose sources live on the device, or every second one there.
+/// A write case whose sources are on the device; with `mixed`, every second one.
 struct DeviceCase {
     WriteCase written;
     std::vector<std::unique_ptr<DeviceMemory>> memory;
@@ -110,7 +110,7 @@ struct PackedCase {
         memory.put(0, image);
         memory.synchronize();
     }
-    /// From the first source's place on.
+    /// The bytes of device memory in use.
     std::size_t bytes() const { return room(written); }
 
   private:
@@ -137,7 +137,7 @@ inline std::vector<std::pair<int, std::uint64_t>> streams_of(const DeviceCase& s
     return streams;
 }
 
-/// Without a GPU it says so and exits with 77, which ctest shows as skipped.
+/// Runs the tests. Without a GPU it says so and returns 77, which ctest shows as skipped.
 inline int run_on_device(int argc, char** argv) {
     if (datastates::cuda::device_count() == 0) {
         std::cout << "SKIPPED: no CUDA device; NOTHING of the device path was tested" << "\n"

@@ -16,7 +16,7 @@ namespace {
 
 using Digests = std::vector<std::atomic<std::uint32_t>>;
 
-/// Sweeps `data` in steps of random length, from a random place to a random place at a time.
+/// Folds `data` by one sweep after the other, of random length, each in updates of random length.
 void sweep(std::mt19937_64& random, std::span<const DigestRuns> runs, const Bytes& data,
            Digests& digests) {
     for (std::size_t begin = 0; begin < data.size();) {
@@ -31,7 +31,7 @@ void sweep(std::mt19937_64& random, std::span<const DigestRuns> runs, const Byte
     }
 }
 
-/// The CRC-32 of zeros, which makes a CRC-32 out of contributions.
+/// The CRC-32 of `nbytes` zeros. Contributions xor this constant are a CRC-32.
 std::uint32_t constant(std::uint64_t nbytes) { return ~Crc32Shift(nbytes).shift(0xFFFFFFFFU); }
 
 constexpr DigestRuns kGood{
@@ -62,7 +62,7 @@ TEST(columns_of_a_matrix) {
         const std::size_t width = 1 + (random() % 300);
         const Bytes matrix = support::random_bytes(random, rows * width);
         Digests digests(1);
-        // Each part of some columns lies by itself, and contributes to the one digest.
+        // Each part has some columns in a source of its own. All contribute to one digest.
         for (std::size_t first = 0; first < width;) {
             const std::size_t columns = 1 + (random() % (width - first));
             Bytes part;

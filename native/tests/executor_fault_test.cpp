@@ -18,7 +18,7 @@ WriteCase make_case(std::mt19937_64& random) {
         kBlock, 4096, random);
 }
 
-/// After a failure, the executor must go on as if nothing had been.
+/// After a failure, the executor must go on as if nothing had happened.
 void check_serves(Executor& executor, const std::string& path, std::mt19937_64& random) {
     fault::clear();
     const WriteCase written = make_case(random);
@@ -117,7 +117,7 @@ TEST(finish_fails_at_each_point) {
             job->wait_written();
             fault::arm(point, "fail", EIO, 1, 1);
             CHECK_THROWS(ErrorCode::io, job->finish(support::Bytes(10)));
-            // A file whose sync failed must not be taken for good by a second try.
+            // A second try must not accept a file whose first sync failed.
             CHECK_THROWS(ErrorCode::io, job->finish(support::Bytes(10)));
             check_serves(*executor, dir / (std::string(point) + "b"), random);
         }

@@ -31,7 +31,7 @@ void check_read(ReadCase& read, const WriteCase& written) {
     }
 }
 
-/// One extent without gaps, of which two destinations want a part each.
+/// One extent without gaps. Each destination gets a part of it.
 std::shared_ptr<ReadPlan> one_extent(std::uint64_t offset, std::uint64_t length,
                                      const std::vector<std::uint64_t>& at,
                                      const std::vector<std::uint64_t>& nbytes,
@@ -89,7 +89,7 @@ TEST(reads_back_in_place_and_through_blocks) {
                 CHECK_EQ(stats.direct, setup.direct && !setup.memory);
                 CHECK_EQ(job->backend_name(), setup.memory ? "memory" : setup.backend);
                 if (!stats.direct) CHECK_EQ(stats.in_place_bytes, stats.bytes_needed);
-                // Small extents come through the page cache: what shares a page with one is there.
+                // Small extents are read into the page cache, so others on their pages are cached.
                 if (stats.direct) CHECK(stats.cached_bytes < 4096);
                 if (setup.memory) CHECK_EQ(stats.cached_bytes, stats.bytes_needed);
             }
@@ -110,7 +110,7 @@ TEST(reads_what_is_cached_without_the_device) {
         }
         for (const std::size_t shift : {0, 3}) {
             ReadStats stats;
-            // While the kernel moves pages about, it may fail to count one.
+            // The kernel may miss a page that it is moving, so try several times.
             for (int i = 0; i == 0 || (i < 5 && stats.cached_bytes < stats.bytes_needed); ++i) {
                 ReadCase read = ReadCase::make(written, 100000, shift);
                 const auto job = executor->submit_read(dir / "f", read.plan, read.buffers());
@@ -125,7 +125,7 @@ TEST(reads_what_is_cached_without_the_device) {
     }
 }
 
-/// All of a file as one extent into two destinations, with a check over each and a gap between.
+/// Reads one extent into two destinations with a gap between them, and a check over each.
 TEST(one_extent_for_many_destinations) {
     std::mt19937_64 random(8);
     for (const support::Setup& setup : support::setups()) {
@@ -164,8 +164,7 @@ TEST(one_extent_for_many_destinations) {
     }
 }
 
-/// Spans of one extent with gaps between them: nothing but the spans is read, with a check over
-/// one.
+/// An extent of spans with gaps between them. Only the spans are read. One of them has a check.
 TEST(reads_the_spans_of_a_sparse_extent_only) {
     std::mt19937_64 random(10);
     for (const support::Setup& setup : support::setups()) {
@@ -226,7 +225,7 @@ TEST(reads_the_spans_of_a_sparse_extent_only) {
     }
 }
 
-/// Checks that overlap, and destinations that do: what one check of several refuses is put nowhere.
+/// Checks overlap, and so do destinations. Bytes that any of their checks refuses are not copied.
 TEST(nothing_is_put_in_place_unverified) {
     std::mt19937_64 random(12);
     for (const support::Setup& setup : support::setups()) {
@@ -266,7 +265,7 @@ TEST(nothing_is_put_in_place_unverified) {
     }
 }
 
-/// A small read that does not begin and end on pages would be more than it asks for.
+/// Widening small reads to whole pages would read much more than they need.
 TEST(small_reads_are_not_widened) {
     std::mt19937_64 random(11);
     for (const support::Setup& setup : support::setups()) {
@@ -395,7 +394,7 @@ TEST(faults) {
         const WriteCase written = make_case(random);
         support::write_file(dir / "f", written.expected);
         for (std::uint64_t nth = 1; nth <= 10; ++nth) {
-            if (nth == 6) support::drop_cache(dir / "f");  // from here on from the device
+            if (nth == 6) support::drop_cache(dir / "f");  // from here on read from the storage
             ReadCase read = ReadCase::make(written, 100000, 0);
             fault::arm("read", "fail", EIO, nth, 1);
             CHECK_THROWS(ErrorCode::io,

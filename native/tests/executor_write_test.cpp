@@ -150,7 +150,7 @@ TEST(torn_sources_are_named) {
         auto buffers = written.buffers();
         buffers.witness = {1, 1, 0};
         const auto job = executor->submit_write(dir / "f", written.plan, buffers);
-        // The first write holds the only block: what comes later is not captured yet.
+        // The first write holds the only block, so later extents are not captured yet.
         for (const std::size_t i : {1, 2}) {
             for (std::byte& byte : written.sources[i]) {
                 std::atomic_ref(byte).store(std::byte{0}, std::memory_order_relaxed);
@@ -187,7 +187,7 @@ TEST(aborts_at_any_time) {
         const support::TempDir dir(setup);
         const auto executor = support::make_executor(setup, 2, kBlock);
         for (int round = 0; round < 40; ++round) {
-            // Freed right after: a sanitizer sees whoever still reads.
+            // Freed right after abort, so that a sanitizer reports a late read.
             auto written = std::make_unique<WriteCase>(WriteCase::make(
                 {support::random_bytes(random, 3000), support::random_bytes(random, 500000)},
                 {1, 0}, kBlock, 4096, random));
@@ -252,7 +252,7 @@ TEST(timelines_show_writes_from_when_they_begin) {
                                                   kBlock, 262144, random);
         const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
         check_written(*job, written, dir / "f", {});
-        // Twice the queue depth, the workers, or the I/O threads.
+        // At most twice the queue depth, the number of workers, or of I/O threads.
         const std::map<std::string, std::size_t> at_a_time = {
             {"io_uring", 8}, {"memory", 4}, {"pwrite", 3}};
         std::set<std::uint32_t> tracks;
@@ -271,7 +271,7 @@ TEST(checksums_are_known_before_all_is_written) {
     const auto executor = support::make_executor({"pwrite", false}, 3, kBlock);
     const WriteCase written =
         WriteCase::make({support::random_bytes(random, 500000)}, {0}, kBlock, 4096, random);
-    // Longer than a machine that does other things, too, keeps this thread from looking.
+    // Long enough that this thread gets to look meanwhile, even on a busy machine.
     fault::arm("write", "delay", 2000, 1, 1);
     const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
     CHECK(job->wait_checksummed());

@@ -12,7 +12,7 @@ using namespace datastates;
 
 namespace {
 
-/// Stands for an image; never looked into.
+/// A stand-in for an image. Nobody dereferences it.
 std::shared_ptr<DeviceImage> token(const std::shared_ptr<int>& value) {
     return {value, reinterpret_cast<DeviceImage*>(value.get())};
 }

@@ -13,7 +13,7 @@ using namespace datastates;
 
 namespace {
 
-/// As it is defined, word by word; of at most 32 words.
+/// The fingerprint of at most 32 words, by its definition.
 std::uint64_t defined(const support::Bytes& data) {
     std::uint64_t sum = 0;
     for (std::size_t at = 0; at < data.size(); at += 8) {

@@ -1,4 +1,4 @@
-/// What a forked child keeps of what its parent has open: nothing.
+/// A forked child must keep none of the parent's open files and rings.
 #include <linux/sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -39,7 +39,7 @@ int held_by_a_child(const std::string& part) {
     return WEXITSTATUS(status);
 }
 
-/// Kilobytes that drivers and rings have pinned of this process.
+/// The memory of this process that drivers and rings have pinned, in kilobytes.
 long pinned() {
     std::ifstream status("/proc/self/status");
     for (std::string word; status >> word;) {
@@ -75,7 +75,7 @@ TEST(files_and_their_mappings) {
         CHECK_EQ(held_by_a_child("kept-by-nobody"), 0);
         again.close();
         CHECK_EQ(held_by_a_child("kept-by-nobody"), 0);
-        file.sync();  // the parent goes on
+        file.sync();  // the parent's file still works
         CHECK_EQ(support::read_file(path).size(), 100000U);
     }
 }
@@ -99,7 +99,7 @@ TEST(memory_of_a_ring_that_is_gone_though_a_child_has_it) {
         std::cout << "SKIPPED: the kernel registers no memory\n" << std::flush;
         return;
     }
-    // As a fork of which no handler knows: vfork before its exec, for one.
+    // A fork that runs no handlers, like vfork before its exec.
     const auto child = static_cast<pid_t>(::syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0));
     if (child == 0) {
         for (;;) ::pause();

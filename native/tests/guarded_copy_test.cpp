@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
-/// Pages of which every second one cannot be read.
+/// Memory of which every second page is not readable.
 class HalfThere {
   public:
     explicit HalfThere(std::size_t pages) : size_(pages * kPage) {
@@ -48,7 +48,7 @@ class HalfThere {
     std::byte* memory_;
 };
 
-/// The kernel's copies, and those by way of a file.
+/// Runs a test with copies by process_vm_readv, and with copies through the file.
 void with_each_way(void (*test)()) {
     test();
     for (const int error : {ENOSYS, EPERM, EFAULT}) {

@@ -75,7 +75,7 @@ TEST(many_requests_at_offsets) {
         const Bytes data = support::random_bytes(random, kSize);
         Aligned from = filled(data);
         File file = File::create(bench.dir / "f", bench.setup.direct);
-        // In pieces, the second one later.
+        // Register in pieces, the second one later.
         bench.backend->register_memory({from.data(), kSize / 2}, kSize / 2);
         bench.backend->register_memory({from.data(), kSize}, kSize / 2);
         std::vector<std::size_t> pages(64);
@@ -284,7 +284,7 @@ TEST(stores_at_offsets_of_files_in_memory) {
             CHECK(completion.ok());
             CHECK_EQ(completion.token, 3U);
             CHECK_EQ(completion.transferred, data.size());
-            // More may have been allocated.
+            // The file may be longer, as more was allocated.
             Bytes content = support::read_file(dir / "f");
             CHECK(content.size() >= end);
             content.resize(end);
@@ -302,7 +302,7 @@ TEST(stores_at_offsets_of_files_in_memory) {
         }
         fault::arm("write", "fail", EIO, 1, 1);
         CHECK_EQ(transfer(request).error_number, EIO);
-        // What is mapped is too short, or nothing.
+        // The mapping is too short, or missing.
         file.truncate(0);
         CHECK(file.allocate(0, end - 1));
         file.map(end - 1);
@@ -343,9 +343,9 @@ TEST(loads_from_files_in_memory) {
             CHECK(completion.ok());
             CHECK_EQ(completion.transferred, to.size());
             CHECK(std::ranges::equal(to, std::span(content).subspan(kOffset)));
-            file.let_go(kOffset, to.size());  // not for good
+            file.let_go(kOffset, to.size());  // later loads still work
         }
-        // A hole stays one.
+        // A file with a hole is not mapped, and reading fills no hole.
         support::write_file(dir / "sparse", content);
         std::filesystem::resize_file(dir / "sparse", 2 * content.size());
         File sparse = File::open(dir / "sparse", true);

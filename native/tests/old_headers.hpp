@@ -1,6 +1,6 @@
 #pragma once
 
-// What headers of Linux 4.18, as an old distribution has them, do not know.
+// Undefines what the headers of an old distribution (Linux 4.18) do not have.
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>

@@ -1,5 +1,5 @@
-/// What is built with old headers uses what the kernel has all the same. The sources of this
-/// program that have to do with it are compiled as if these were old; this one is not.
+/// A build with old kernel headers must still use what the running kernel has. This program
+/// compiles the sources under test as if the headers were old (old_headers.hpp), but not this file.
 #include <fcntl.h>
 #include <linux/stat.h>
 #include <sys/mman.h>

@@ -19,7 +19,7 @@ using support::WriteCase;
 
 namespace {
 
-/// Allocations that our threads may still make before one that fails; negative: none does.
+/// How many allocations of our threads succeed before one fails; negative: none fails.
 std::atomic<long> left = -1;
 std::atomic<bool> failed = false;
 
@@ -44,7 +44,7 @@ void* allocate(std::size_t bytes) {
 
 }  // namespace
 
-// Not inlined: GCC would see free() where it expects the operator delete of what operator new gave.
+// Not inlined: otherwise GCC warns that free() releases memory of operator new.
 [[gnu::noinline]] void* operator new(std::size_t bytes) { return allocate(bytes); }
 [[gnu::noinline]] void* operator new[](std::size_t bytes) { return allocate(bytes); }
 [[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
@@ -60,8 +60,8 @@ namespace {
 
 constexpr std::size_t kBlock = 65536;
 
-/// One allocation of our threads fails, any of them in turn: what is under way fails, or not, and
-/// nothing else happens.
+/// Runs an attempt again and again; each time the next allocation of our threads fails. The attempt
+/// may then fail or not, but nothing else may happen.
 template <typename Attempt>
 void fail_each_in_turn(Attempt&& attempt) {
     for (long allowed = 0;; ++allowed) {

@@ -13,7 +13,7 @@ namespace {
 using U64 = std::vector<std::uint64_t>;
 using I32 = std::vector<std::int32_t>;
 
-/// Two sources over two extents, with a literal between; every field can be spoilt.
+/// Two sources in two extents, with literal bytes between. Tests spoil one field each.
 struct WriteArrays {
     U64 source_nbytes{4096, 8};
     std::uint64_t chunk_bytes = 1000;

@@ -24,7 +24,7 @@ WriteCase make_case(std::mt19937_64& random) {
         kBlock, 4096, random);
 }
 
-/// The first extents, without saying where they go; `shifted` by some bytes.
+/// A plan of the first extents without destinations. Each begins `shifted` bytes later.
 std::shared_ptr<ReadPlan> first_of(const ReadPlan& plan, std::size_t count = kExtents,
                                    std::uint64_t shifted = 0) {
     std::vector<std::uint64_t> offset, length, index{0};
@@ -51,7 +51,7 @@ bool matches(ReadCase& read, const WriteCase& written) {
     return true;
 }
 
-/// A file of which nothing is cached; false where the file system keeps it in memory all the same.
+/// Writes a file that is not cached; false where the file system keeps it in memory.
 bool write_cold(const std::string& path, const Bytes& bytes) {
     support::write_file(path, bytes);
     support::drop_cache(path);
@@ -61,7 +61,7 @@ bool write_cold(const std::string& path, const Bytes& bytes) {
     return false;
 }
 
-/// With O_DIRECT only: what a test reads is else in the page cache, and then not read ahead.
+/// Setups with O_DIRECT. Other reads fill the page cache, and cached extents are not read ahead.
 std::vector<support::Setup> direct_setups() {
     std::vector<support::Setup> setups = support::setups();
     std::erase_if(setups, [](const support::Setup& s) { return !s.direct || s.memory; });
@@ -87,7 +87,7 @@ TEST(what_is_read_ahead_is_not_read_again) {
         CHECK(job->wait());
         CHECK(matches(read, written));
         CHECK_EQ(job->stats().bytes_read, bytes_read);
-        // Once.
+        // The bytes are used and counted only once.
         CHECK_EQ(ahead->bytes_read(), 0U);
         const auto again = executor->submit_read(dir / "f", read.plan, read.buffers(), ahead.get());
         CHECK_THROWS(ErrorCode::corrupt, again->wait());
@@ -174,7 +174,7 @@ TEST(blocks_are_given_back) {
             const auto ahead = executor->read_ahead(dir / "f", first_of(*read.plan, 1));
             ahead->wait();
             CHECK(ahead->bytes_read() >= kExtent);
-            // Beside it there is the other half of the cache.
+            // A write uses the other half of the cache meanwhile.
             const std::string path = dir / ("g" + std::to_string(i));
             executor->submit_write(path, written.plan, written.buffers())->finish({});
             CHECK(support::read_file(path) == written.expected);

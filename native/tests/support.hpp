@@ -75,7 +75,7 @@ inline Bytes random_bytes(std::mt19937_64& random, std::size_t size) {
     return bytes;
 }
 
-// At once: byte by byte, the sanitizers take half of their time for this.
+// Reads all at once: byte by byte, this takes half of the time under sanitizers.
 inline Bytes read_file(const std::string& path) {
     Bytes bytes(std::filesystem::file_size(path));
     std::ifstream stream(path, std::ios::binary);
@@ -90,7 +90,7 @@ inline void write_file(const std::string& path, const Bytes& bytes) {
                  static_cast<std::streamsize>(bytes.size()));
 }
 
-/// Of all spans of a stage.
+/// The bytes of all spans of a stage.
 inline std::uint64_t bytes_of(const datastates::Timeline& timeline, datastates::Stage stage) {
     std::uint64_t bytes = 0;
     for (const datastates::Span& span : timeline.spans()) {
@@ -99,7 +99,7 @@ inline std::uint64_t bytes_of(const datastates::Timeline& timeline, datastates::
     return bytes;
 }
 
-/// Throws a file out of the page cache, where it is in one.
+/// Drops a file from the page cache.
 inline void drop_cache(const std::string& path) {
     const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
     if (fd < 0 || ::fsync(fd) != 0 || ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) != 0) {
@@ -123,14 +123,14 @@ class Aligned {
     std::size_t shift_;
 };
 
-/// Stretches of runs anywhere in sources, each of a digest of its own, and their columns.
+/// Stretches of runs at random places in sources, each with its own digest, and their columns.
 struct RandomRuns {
     std::vector<datastates::DigestRuns> runs;
     std::vector<std::int32_t> source;
     std::vector<std::uint64_t> offset, length, run_length, after, step;
     std::vector<std::uint32_t> digest;
 
-    /// `count` of them in a source that is not empty; digests are numbered from `first` on.
+    /// Makes `count` stretches in a source that is not empty, with digests from `first` on.
     static RandomRuns make(std::mt19937_64& random, std::uint64_t nbytes, std::size_t count,
                            std::size_t first);
     void add(std::int32_t to, const RandomRuns& other);
@@ -177,7 +177,7 @@ inline void RandomRuns::add(std::int32_t to, const RandomRuns& other) {
     }
 }
 
-/// What the runs of one digest contribute, by definition.
+/// The digest that the runs contribute to, computed by its definition.
 inline std::uint32_t digest_of(std::span<const datastates::DigestRuns> runs, std::size_t digest,
                                std::span<const std::byte> data) {
     std::uint32_t value = 0;
@@ -192,15 +192,15 @@ inline std::uint32_t digest_of(std::span<const datastates::DigestRuns> runs, std
     return value;
 }
 
-/// Sources laid out one after the other with literal bytes between, eager ones first, each followed
-/// by a literal place for its CRC.
+/// Sources one after the other in a file, eager ones first. Literal bytes lie between them, with a
+/// place for the CRC behind each source.
 struct WriteCase {
     std::vector<Bytes> sources;
     std::vector<std::uint8_t> eager;
     Bytes literal;
     std::vector<std::size_t> order;
     std::vector<std::uint64_t> source_at;  // file offset of each source
-    std::vector<std::uint32_t> digests;    // what the plan's runs must come to
+    std::vector<std::uint32_t> digests;    // the expected digests
     Bytes expected;
     std::shared_ptr<datastates::WritePlan> plan;
 
@@ -320,7 +320,7 @@ inline WriteCase WriteCase::random(std::mt19937_64& random, std::uint64_t block_
     return make(std::move(sources), std::move(eager), block_bytes, 1 + (random() % 100000), random);
 }
 
-/// Reads sources of a written case back, each cut into extents of at most `extent_bytes`.
+/// Reads back the sources of a written case, each in extents of at most `extent_bytes`.
 struct ReadCase {
     std::vector<Aligned> dests;
     std::vector<std::uint64_t> nbytes;
@@ -381,8 +381,8 @@ inline ReadCase ReadCase::make(const WriteCase& written, std::uint64_t extent_by
     return made;
 }
 
-/// Both backends, direct and buffered, and files in memory; without io_uring or tmpfs, loudly,
-/// where the machine has none.
+/// Both backends, direct and buffered, and files in memory. Where the machine has no io_uring or no
+/// tmpfs, it leaves them out and says so.
 inline std::vector<Setup> setups() {
     static const bool uring = [] {
         try {
@@ -399,7 +399,7 @@ inline std::vector<Setup> setups() {
             const TempDir dir({.backend = "", .direct = false, .memory = true});
             if (datastates::File::create(dir / "f", true).memory_backed()) return true;
         } catch (const std::runtime_error&) {
-            // Said below.
+            // Reported below.
         }
         std::cout << "SKIPPED: everything with files in memory\n" << std::flush;
         return false;

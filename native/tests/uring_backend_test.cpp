@@ -5,7 +5,7 @@
 #include "check.hpp"
 #include "support.hpp"
 
-/// What the kernel's refusals to take or to wait do to a ring. A hang here is the test's timeout.
+/// The kernel refuses to take entries or to wait for completions. A hang shows as a timeout.
 using namespace datastates;
 using support::Bytes;
 
@@ -25,7 +25,7 @@ bool no_ring() {
     }
 }
 
-/// Writes more than the ring takes at a time while it is refused as `arm` says, then reads it.
+/// Writes and then reads more than the ring takes at a time, with the refusals that `arm` sets.
 template <typename Arm>
 void check_moves_all(Arm&& arm) {
     for (const bool direct : {true, false}) {

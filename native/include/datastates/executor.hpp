@@ -27,7 +27,10 @@ namespace datastates {
 
 class Executor;
 
-/// One snapshot under way. Destroying it aborts it, unless it is finished. Thread-safe.
+/// One snapshot under way; the caller of submit_write owns it. It keeps the executor alive. The
+/// destructor aborts a snapshot that is not finished. Thread-safe.
+///
+/// Waits return false when their deadline passes first; without a deadline they wait for ever.
 class WriteJob {
   public:
     WriteJob(std::shared_ptr<Executor> executor, std::shared_ptr<WriteState> state);
@@ -37,46 +40,49 @@ class WriteJob {
     WriteJob(WriteJob&&) = delete;
     WriteJob& operator=(WriteJob&&) = delete;
 
-    /// Whether its file was made for it: not one that was there before.
+    /// Whether this job has created its file.
     bool made() const { return state_->made(); }
 
     using Deadline = WriteState::Deadline;
-    /// The file exists. Throws what the job failed with before that, as all waits do.
+    /// Waits until the file exists. Throws the job's error if the job fails before that, as every
+    /// wait_* does.
     bool wait_made(Deadline deadline = {}) const { return state_->wait_made(deadline); }
-    /// All sources are copied off their memory. Throws what the job failed with before that.
+    /// Waits until all sources are copied: their memory is no longer read.
     bool wait_captured(Deadline deadline = {}) const { return state_->wait_captured(deadline); }
-    /// All checksums and digests are known, before all is written.
+    /// Waits until all checksums and digests are known. That is before the last extent is written.
     bool wait_checksummed(Deadline deadline = {}) const {
         return state_->wait_checksummed(deadline);
     }
-    /// All extents are written (not synced).
+    /// Waits until all extents are written (not synced).
     bool wait_written(Deadline deadline = {}) const { return state_->wait_written(deadline); }
-    /// Waits until every host source is copied and every device copy is enqueued, and makes each
-    /// (device, stream) wait for that device's copies. With a device cache, what is not on its way
-    /// to the host yet is copied there first. True also for a failed job, without throwing: nothing
-    /// more will be read.
+    /// Lets the caller change its sources. Waits until every host source is copied and every device
+    /// copy is enqueued. Then makes each (device, stream) wait for that device's copies. With a
+    /// device cache, extents that the capture thread has not begun are first copied to spare device
+    /// memory, as far as there is room. Returns true for a failed job too: nothing reads its
+    /// sources any more. Throws Error "cuda" if a stream cannot be made to wait.
     bool gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline = {}) const;
     bool captured() const { return state_->captured(); }
     bool checksummed() const { return state_->checksummed(); }
     bool written() const { return state_->written(); }
-    /// Sources whose fingerprint changed between submit and capture. Valid once captured.
+    /// Sources whose fingerprint changed between submit and capture, or whose memory could not be
+    /// read. Valid once captured.
     std::vector<int> torn() const { return state_->torn(); }
-    /// Per source, and per chunk of all sources in order. Valid once checksummed.
+    /// CRC-32 of each source, and of each chunk of all sources in order. Valid once checksummed.
     std::vector<std::uint32_t> source_crcs() const;
     std::span<const std::uint32_t> chunk_crcs() const { return state_->chunk_crcs(); }
-    /// Of the plan's runs. Valid once checksummed.
+    /// The digests of the plan's runs. Valid once checksummed.
     std::vector<std::uint32_t> digests() const { return state_->digests(); }
-    /// Waits until written; appends `tail` to the last extent's bytes, cuts the file to its exact
-    /// length, syncs and closes it.
+    /// Waits until written. Then writes `tail` behind the last extent, cuts the file to its exact
+    /// length, syncs and closes it. Throws the job's error, and Error "closed" if already finished.
     void finish(std::span<const std::byte> tail) { state_->finish(tail); }
-    /// Stops, and returns when none of the caller's memory is touched any more and the file is
+    /// Stops the job. Returns when no thread or device touches the caller's memory and the file is
     /// closed. Idempotent.
     void abort();
     WriteStats stats() const { return state_->stats(); }
     const Timeline& timeline() const { return state_->timeline(); }
-    /// What moved the bytes: the executor's backend, or "memory" for a file that lives in memory.
+    /// The executor's backend, or "memory" for a file that lives in memory.
     std::string backend_name() const;
-    /// Whether the host cache, as far as it is in use, is page-locked.
+    /// Whether all reserved memory of the host cache is page-locked.
     bool pinned() const;
 
   private:
@@ -84,7 +90,8 @@ class WriteJob {
     std::shared_ptr<WriteState> state_;
 };
 
-/// One restore under way. Destroying it stops it and waits. Thread-safe.
+/// One restore under way; the caller of submit_read owns it. It keeps the executor alive. The
+/// destructor stops the restore and waits for it. Thread-safe.
 class ReadJob {
   public:
     ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state);
@@ -94,6 +101,7 @@ class ReadJob {
     ReadJob(ReadJob&&) = delete;
     ReadJob& operator=(ReadJob&&) = delete;
 
+    /// Waits for the end. Throws the restore's error; false when the deadline passes first.
     bool wait(std::optional<Clock::time_point> deadline = {}) const {
         return state_->wait(deadline);
     }
@@ -106,8 +114,8 @@ class ReadJob {
     std::shared_ptr<ReadState> state_;
 };
 
-/// A part of a file being read before it is known where it goes. Destroying it drops what nobody
-/// has taken. Thread-safe.
+/// A read that begins before its destinations are known. Its extents wait in cache blocks until a
+/// ReadJob takes them. The destructor drops the extents that no job took. Thread-safe.
 class ReadAhead {
   public:
     ReadAhead(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state,
@@ -118,12 +126,13 @@ class ReadAhead {
     ReadAhead(ReadAhead&&) = delete;
     ReadAhead& operator=(ReadAhead&&) = delete;
 
-    /// Returns when nothing is read any more, and no block is held but by a job that took it.
+    /// Stops reading and gives back all blocks that no job took. Returns when that is done.
     /// Idempotent.
     void close();
-    /// Returns when nothing is read any more.
+    /// Returns when the read has ended.
     void wait() const { state_->wait_done(); }
-    /// So far, with alignment; 0 once a job has taken over, which counts them.
+    /// Bytes read so far, alignment included. 0 once a job has taken over: it counts them in its
+    /// own stats.
     std::uint64_t bytes_read() const { return shelf_->bytes_read(); }
 
   private:
@@ -135,21 +144,26 @@ class ReadAhead {
     std::atomic<bool> open_ = true;
 };
 
-/// Owns the host cache, the threads and the rings, and runs jobs over them. Jobs keep it alive.
-/// Thread-safe.
+/// Runs write and read jobs. It owns the host cache, all threads and both I/O backends. Jobs share
+/// ownership of it. Thread-safe.
+///
+/// submit_write, submit_read and read_ahead throw Error "invalid" for a plan or buffers that do not
+/// fit, and Error "closed" after close().
 class Executor : public std::enable_shared_from_this<Executor> {
   public:
     struct Options {
         std::size_t cache_bytes;           // at most
         std::size_t block_bytes;           // a multiple of 4096
-        std::uint64_t device_cache_bytes;  // of each device, at most; 0: none
-        unsigned queue_depth;              // reads at a time; of writes twice as many
+        std::uint64_t device_cache_bytes;  // at most, of each device; 0: none
+        unsigned queue_depth;              // reads at a time; twice as many writes
         std::string backend;               // "auto", "io_uring" or "pwrite"
         bool direct;                       // O_DIRECT where the file system allows it
-        unsigned io_threads;               // of the pwrite backend
+        unsigned io_threads;               // of a pwrite backend
         unsigned workers = WorkerPool::default_size();
     };
 
+    /// Throws Error "invalid" for unusable options, and Error "io" where an explicitly chosen
+    /// io_uring is missing.
     static std::shared_ptr<Executor> make(const Options& options);
     ~Executor();
     Executor(const Executor&) = delete;
@@ -157,35 +171,38 @@ class Executor : public std::enable_shared_from_this<Executor> {
     Executor(Executor&&) = delete;
     Executor& operator=(Executor&&) = delete;
 
-    /// Captures the plan's eager sources and returns; waits for cache blocks while doing so. The
-    /// sources' memory must stay alive until captured or aborted, and lazy sources unchanged. The
-    /// file, which must not exist, is made meanwhile: where it cannot be, the job fails. Where this
-    /// throws, it leaves no file.
+    /// Captures the plan's eager sources and returns. It may wait for cache blocks. The sources'
+    /// memory must stay alive until captured or aborted, and lazy sources must stay unchanged as
+    /// long. A worker creates the file meanwhile, which must not exist; if that fails, the job
+    /// fails. If this throws, it leaves no file.
     std::unique_ptr<WriteJob> submit_write(const std::string& path,
                                            std::shared_ptr<const WritePlan> plan, Buffers sources);
-    /// `ahead`, of the same file: extents that are the same in it are not read again, all others
-    /// are dropped.
+    /// Begins a restore. The destinations' memory must stay alive until the job is done or
+    /// destroyed. `ahead` must be of the same file and executor. The job takes over its extents of
+    /// equal offset and length instead of reading them again, and drops the others.
     std::unique_ptr<ReadJob> submit_read(const std::string& path,
                                          std::shared_ptr<const ReadPlan> plan, Buffers dests,
                                          ReadAhead* ahead = nullptr);
-    /// Begins to read a plan's extents in order, as far as there are blocks at once, until a job
-    /// takes them; nothing where another such read is open. What is in memory already is left out:
-    /// it is read as quickly when it is known where it goes, as are sparse extents. What fails is
-    /// found when it is read again. REQUIRES: no destinations, and extents for at most half of the
-    /// cache's blocks, as others wait for those.
+    /// Begins to read a plan's extents in order, until a job takes them. It stops at the first
+    /// extent that finds no free block, and reads nothing while another read-ahead is open. It
+    /// leaves out sparse extents and extents that are in memory already: reading these later takes
+    /// no longer. It drops extents that fail; the job reads them again and reports the error.
+    /// Throws Error "invalid" for a plan with destinations, or with more extents than half of the
+    /// cache's blocks: other jobs need the rest.
     std::unique_ptr<ReadAhead> read_ahead(const std::string& path,
                                           std::shared_ptr<const ReadPlan> plan);
-    /// Refuses new jobs and waits until the running ones are written or failed. Idempotent.
+    /// Refuses new jobs. Waits until the running ones are written or have failed. Idempotent.
     void close();
-    /// In a forked child: the threads are the parent's, so neither the executor nor its jobs wait
-    /// for them again, and the executor is never destroyed.
+    /// For a forked child, which does not have the threads. Afterwards the executor and its jobs
+    /// wait for no thread, and the executor is never destroyed.
     void abandon();
     bool abandoned() const { return abandoned_; }
 
-    /// Backs so much of the host cache with memory beforehand, beside the caller; page-locked once
-    /// a device is known. Whatever a job needs is added when it comes.
+    /// Backs `bytes` of the host cache with memory, in the background; also page-locks it once a
+    /// device is known. Jobs reserve more when they need it.
     void reserve(std::uint64_t bytes) { cache_.reserve(bytes); }
-    /// Makes a device known before its first job. Throws Error "cuda" when there is no such device.
+    /// Creates the device's copy engine and compiles its kernels before the first job. Throws Error
+    /// "cuda" when there is no such device.
     void prepare_device(int device) { engines_.at(device)->prepare(); }
 
     const std::string& backend_name() const { return backend_name_; }
@@ -205,12 +222,13 @@ class Executor : public std::enable_shared_from_this<Executor> {
     void require_blocks(const ReadPlan& plan) const;
     void admit();
     void admit(const std::shared_ptr<ReadState>& state);
-    /// Those who wait for the job's file, or work for it though it has failed, are to do.
+    /// Wakes the writer, which may wait for the job's file, and the capturer if the job has
+    /// stopped.
     void look_again(const WriteState& job);
     void wait_for_jobs();
 
     const bool direct_;
-    const std::size_t read_blocks_;  // that a restore can make use of
+    const std::size_t read_blocks_;  // the most that one restore uses
     HostCache cache_;
     CopyEngines engines_;
     WorkerPool workers_;
@@ -222,7 +240,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
     std::vector<std::weak_ptr<WriteState>> writes_;
     std::vector<std::weak_ptr<ReadState>> reads_;
     std::string backend_name_;
-    // Threads last, in the order that they hand work on: the capturer stops before the writer.
+    // Threads last: members are destroyed in reverse order, so the capturer stops before the
+    // writer.
     Writer writer_;
     Capturer capturer_;
     Reader reader_;

@@ -10,7 +10,10 @@
 
 namespace datastates {
 
-/// The arrays of a write plan as they come from the planner; see docs of each.
+/// The columns of a write plan, as the planner makes them. `source_*`, `extent_*`, `piece_*`,
+/// `patch_*` and `runs*` have one entry per source, extent, piece, patch and stretch of runs;
+/// `eager` has one per source. `extent_piece` is a CSR index: extent i has the pieces
+/// extent_piece[i] to extent_piece[i + 1] - 1.
 struct WritePlanArrays {
     std::span<const std::uint64_t> source_nbytes{};
     std::uint64_t chunk_bytes = 0;
@@ -30,19 +33,20 @@ struct WritePlanArrays {
     DigestRunsArrays runs{};
 };
 
-/// What goes where in a container file: sources, cut into pieces, tiled into extents that go
-/// through one cache block each. Checked once, immutable, shared by many snapshots.
+/// What goes where in a container file. Sources are cut into pieces, and pieces tile extents. Each
+/// extent passes through one cache block. The constructor checks the plan and copies its arrays.
+/// Immutable afterwards, so many snapshots share one plan.
 class WritePlan {
   public:
     struct Piece {
-        std::int32_t source;  // -1: the literal bytes
+        std::int32_t source;  // -1: bytes of `literal`, at `source_offset`
         std::uint64_t source_offset;
         std::uint64_t extent_offset;
         std::uint64_t length;
     };
     struct Patch {
         std::uint64_t offset;  // in its extent
-        std::int32_t source;   // whose CRC-32 goes there, little-endian
+        std::int32_t source;   // its CRC-32 goes there, little-endian
     };
     struct Extent {
         std::uint64_t offset;  // in the file
@@ -62,7 +66,8 @@ class WritePlan {
     bool eager(std::size_t source) const { return eager_[source] != 0; }
     std::uint64_t chunk_bytes() const { return chunk_bytes_; }
     const Crc32Shift& full_chunk() const { return full_chunk_; }
-    /// Where a source's chunk checksums begin among all sources'; [sources()] is their number.
+    /// Index of the source's first chunk checksum in the list over all sources;
+    /// first_chunk(sources()) is the length of that list.
     std::size_t first_chunk(std::size_t source) const { return first_chunk_[source]; }
 
     std::span<const Extent> extents() const { return extents_; }
@@ -70,17 +75,18 @@ class WritePlan {
     std::span<const Patch> patches(const Extent& extent) const;
     std::span<const std::byte> literal(const Piece& piece) const;
 
-    /// How many digests of logical tensors' parts are folded out of runs.
+    /// How many digests the plan's runs contribute to. Each is over parts of one logical tensor.
     std::size_t digests() const { return digests_; }
-    /// A source's, by offset.
+    /// The source's runs, sorted by offset.
     std::span<const DigestRuns> digest_runs(std::size_t source) const;
 
-    /// Extents, from the first, that hold all eager sources; the last of them may hold lazy ones
-    /// too.
+    /// How many of the first extents hold the eager sources. The last of these may hold lazy
+    /// sources too.
     std::size_t eager_extents() const { return eager_extents_; }
+    /// How many extents hold bytes of sources, not only literal bytes.
     std::size_t source_extents() const { return source_extents_; }
     std::uint64_t max_extent_length() const { return max_extent_length_; }
-    /// Where the last extent ends.
+    /// The end of the last extent.
     std::uint64_t file_length() const { return file_length_; }
 
   private:
@@ -101,14 +107,15 @@ class WritePlan {
     std::vector<Patch> patches_;
     std::size_t digests_ = 0;
     std::vector<DigestRuns> runs_;
-    std::vector<std::size_t> first_runs_;  // of each source, and [sources()] their number
+    std::vector<std::size_t> first_runs_;  // by source; [sources()] is the number of all runs
     std::size_t eager_extents_ = 0;
     std::size_t source_extents_ = 0;
     std::uint64_t max_extent_length_ = 0;
     std::uint64_t file_length_ = 0;
 };
 
-/// The arrays of a read plan as they come from the planner.
+/// The columns of a read plan, as the planner makes them. `extent_span`, `extent_piece` and
+/// `extent_check` are CSR indexes, as in WritePlanArrays.
 struct ReadPlanArrays {
     std::span<const std::uint64_t> dest_nbytes{};
     std::span<const std::uint64_t> extent_offset{};
@@ -128,7 +135,9 @@ struct ReadPlanArrays {
     std::span<const std::int32_t> check_record{};
 };
 
-/// What to read from a container file, where to put it, and what its checksums must be.
+/// What to read from a container file, where to put it, and which checksums to expect. An extent is
+/// read as its spans; the gaps between spans are not read. The constructor checks the plan and
+/// copies its arrays. Immutable afterwards.
 class ReadPlan {
   public:
     struct Piece {
@@ -153,7 +162,7 @@ class ReadPlan {
         std::size_t first_span, end_span;
         std::size_t first_piece, end_piece;
         std::size_t first_check, end_check;
-        std::uint64_t bytes;  // of its spans
+        std::uint64_t bytes;  // sum of its spans' lengths
         bool sparse() const { return bytes < length; }
     };
 
@@ -187,10 +196,12 @@ class ReadPlan {
 struct Buffers {
     std::vector<std::uint64_t> address;
     std::vector<std::int32_t> device;   // CUDA ordinal, -1: host
-    std::vector<std::uint64_t> stream;  // CUstream that produced it, 0: the legacy default stream
-    std::vector<std::uint8_t> witness;  // take fingerprints (writes only)
+    std::vector<std::uint64_t> stream;  // CUstream that produced it; 0: the legacy default stream
+    std::vector<std::uint8_t> witness;  // 1: take fingerprints (writes only)
 
-    /// Throws Error "invalid" unless there is one entry for each of `nbytes`, all addresses usable.
+    /// Throws Error "invalid" unless each column has one entry for each of `nbytes`, and each
+    /// buffer that is not empty has a usable address. `witness` counts only where `with_witness` is
+    /// set.
     void validate(std::span<const std::uint64_t> nbytes, bool with_witness) const;
 };
 

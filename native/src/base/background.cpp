@@ -11,10 +11,10 @@ void work_in_background() {
     if (std::thread::hardware_concurrency() > kFewCores) return;
     sched_param parameters{};
     int policy = 0;
-    // Another policy is the user's choice for all threads of the process.
+    // Any other policy is the user's choice and stays.
     if (::pthread_getschedparam(::pthread_self(), &policy, &parameters) != 0) return;
     if (policy != SCHED_OTHER) return;
-    // Where it is forbidden all works, only that thread waits longer.
+    // If this is forbidden, everything works, but the training thread may wait longer.
     static_cast<void>(::pthread_setschedparam(::pthread_self(), SCHED_BATCH, &parameters));
 }
 

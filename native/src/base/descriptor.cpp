@@ -8,15 +8,15 @@
 
 namespace datastates {
 
-/// Those that are open in this process.
+/// The list of all open descriptors of this process. A mutex guards it.
 struct FileDescriptor::Open {
-    // Never destroyed: descriptors may be closed after static objects are.
+    // Never destroyed, because descriptors may be closed after static objects are destroyed.
     static Open& all() {
         static auto* const open = new Open;
         return *open;
     }
     Open() {
-        // Locked over the fork: the child finds the list whole.
+        // Locked during the fork, so that the child finds a consistent list.
         ::pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); },
                          [] {
                              all().close();
@@ -66,8 +66,8 @@ FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
 }
 
 void FileDescriptor::reset() {
-    // close() frees the descriptor even when it reports an error, and what was written is made sure
-    // by File::sync, so there is nothing to learn from its result.
+    // close() frees the descriptor even when it reports an error, and File::sync has reported
+    // errors of writes. So its result is ignored.
     if (const int fd = release(); fd >= 0) ::close(fd);
 }
 

@@ -8,7 +8,7 @@
 namespace datastates {
 namespace {
 
-// Made before there is none left to make it of. Where there is none at the start, nothing runs.
+// Made at the start, while there is memory for it. Without memory at the start nothing runs.
 // NOLINTNEXTLINE(bugprone-throwing-static-initialization)
 const Error kOutOfMemory = []() noexcept { return Error::io(ENOMEM, "allocate memory", ""); }();
 
@@ -22,7 +22,7 @@ Error described() {
     } catch (const std::exception& error) {
         return {ErrorCode::io, 0, "run", "", error.what()};
     } catch (...) {
-        return {ErrorCode::io, 0, "run", "", "an exception of no known type"};
+        return {ErrorCode::io, 0, "run", "", "unknown exception type"};
     }
 }
 

@@ -19,8 +19,8 @@ enum class Action : std::uint8_t { fail, shorten, eintr, kill, delay };
 struct Rule {
     Action action;
     long value;
-    std::uint64_t first;      // the hit (1-based) that triggers first
-    std::uint64_t remaining;  // triggers left; 0 = without end
+    std::uint64_t first;      // the first hit that triggers (1-based)
+    std::uint64_t remaining;  // triggers left, unless endless
     bool endless;
     std::uint64_t hits = 0;
 };
@@ -88,7 +88,7 @@ void arm(std::string_view point, std::string_view action, long value, std::uint6
     const auto kind = static_cast<Action>(index_of(kActions, action, "action"));
     if (nth == 0) throw Error::invalid("a fault's nth hit counts from 1");
     if (kind == Action::fail && value <= 0) throw Error::invalid("a failing fault needs an errno");
-    // A call that is interrupted for ever would never end: EINTR comes once unless told otherwise.
+    // Callers retry after EINTR, so endless EINTR would never end. The default is one.
     if (kind == Action::eintr && count == 0) count = 1;
     const std::scoped_lock lock(mutex);
     rules.at(slot) = Rule{

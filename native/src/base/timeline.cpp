@@ -25,7 +25,7 @@ void Timeline::add(const Span& span) noexcept {
             ++dropped_;
         }
     } catch (const std::bad_alloc&) {
-        ++dropped_;  // no job is to fail for that
+        ++dropped_;  // no job fails for that
     }
 }
 

@@ -32,14 +32,14 @@ void WorkerPool::submit(Task task) {
     task(0);
 }
 
-/// One worker more; false when the system refuses.
+/// Starts one more worker; false when the system refuses it.
 bool WorkerPool::grow() {
     const auto worker = static_cast<unsigned>(threads_.size());
     try {
         threads_.push_back(
             start_thread("ds-worker-" + std::to_string(worker), [this, worker] { work(worker); }));
     } catch (const std::system_error&) {
-        return false;  // the workers that there are do the same work
+        return false;  // the existing workers do the work
     } catch (const std::bad_alloc&) {
         return false;
     }
@@ -58,7 +58,7 @@ void WorkerPool::work(unsigned worker) {
         tasks_.pop_front();
         lock.unlock();
         (*task)(worker);
-        task.reset();  // what it holds goes before the next wait
+        task.reset();  // release what it holds before the next wait
         lock.lock();
     }
 }

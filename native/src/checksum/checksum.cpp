@@ -20,10 +20,10 @@ constexpr std::uint32_t multiply(std::uint32_t a, std::uint32_t b) {
     return product;
 }
 
-// The polynomial is primitive: x^n depends on n modulo this alone.
+// The polynomial is primitive, so x^n depends only on n modulo this.
 constexpr std::uint64_t kOrder = 0xFFFFFFFFU;
 
-// kPowers[k][d] = x^(d * 256^k): x^n is the product of four of them, one for each digit of n.
+// kPowers[k][d] = x^(d * 256^k). x^n is the product of four entries, one for each byte of n.
 constexpr std::array<std::array<std::uint32_t, 256>, 4> make_powers() {
     std::array<std::array<std::uint32_t, 256>, 4> powers{};
     std::uint32_t unit = kOne >> 1;
@@ -42,13 +42,13 @@ constexpr auto kPowers = make_powers();
 }  // namespace
 
 std::uint32_t crc32(std::uint32_t value, std::span<const std::byte> data) {
-    // libdeflate answers a null buffer with the initial value, whatever the seed.
+    // For a null buffer, libdeflate returns the initial value instead of `value`.
     if (data.empty()) return value;
     return libdeflate_crc32(value, data.data(), data.size());
 }
 
 std::uint32_t crc32_raw(std::span<const std::byte> data) {
-    // What it takes and gives is inverted.
+    // crc32 inverts its argument and its result.
     return ~crc32(0xFFFFFFFFU, data);
 }
 

@@ -22,7 +22,7 @@ std::vector<DigestRuns> make_runs(const DigestRunsArrays& arrays) {
     require(arrays.length.size() == n && arrays.run_length.size() == n &&
                 arrays.after.size() == n && arrays.step.size() == n && arrays.digest.size() == n,
             "the runs' columns differ in length", n);
-    // Each has runs: that bounds what is allocated.
+    // Every digest has runs. This bounds the memory for the digests.
     require(arrays.digests <= n, "there are more digests than runs", n);
     std::vector<DigestRuns> runs(n);
     for (std::size_t i = 0; i < n; ++i) {
@@ -103,7 +103,7 @@ void DigestSweep::fold(Open& open, std::span<const std::byte> data, std::uint64_
 }
 
 void DigestSweep::tell(const Open& open) {
-    // Whoever reads the digests has waited for this thread's work by other means.
+    // Relaxed, because readers of the digests synchronize with this thread by other means.
     digests_[open.runs->digest].fetch_xor(Crc32Shift(open.after).shift(open.value),
                                           std::memory_order_relaxed);
 }

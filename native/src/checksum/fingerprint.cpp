@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::uint64_t kLine = 64;  // of the processor's cache
 
-// splitmix64's finalizer over the word, offset by its position.
+// splitmix64's finalizer over the word plus a multiple of its position.
 [[gnu::always_inline]] inline std::uint64_t mix(std::uint64_t position, std::uint64_t word) {
     std::uint64_t x = word + ((position + 1) * 0x9E3779B97F4A7C15U);
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
@@ -29,7 +29,7 @@ std::uint64_t load(const std::byte* data, std::uint64_t left) {
     return word;
 }
 
-/// Of `count` whole words that lie one after the other, the first of them at `position`.
+/// The sum over `count` whole words that lie end to end, the first of them at `position`.
 [[gnu::always_inline]] inline std::uint64_t sum_words(std::uint64_t position, const std::byte* data,
                                                       std::uint64_t count) {
     std::uint64_t sum = 0;
@@ -42,7 +42,8 @@ std::uint64_t load(const std::byte* data, std::uint64_t left) {
 }
 
 #if defined(__x86_64__)
-// Eight words at a time, which multiplications of 64 bits side by side take: a quarter of the time.
+// Compiled for AVX-512, with eight 64-bit multiplications at a time: it takes a quarter of the
+// time.
 [[gnu::target("avx512dq")]] std::uint64_t sum_words_wide(std::uint64_t position,
                                                          const std::byte* data,
                                                          std::uint64_t count) {
@@ -62,7 +63,7 @@ std::uint64_t sum_run(std::uint64_t position, const std::byte* data, std::uint64
     return sum_words(position, data, count);
 }
 
-/// Which word sample i is, of `last + 1` words that are more than there are samples.
+/// The index of sample i among `last + 1` words, which are more than kSamples.
 std::uint64_t position_of(std::uint64_t i, std::uint64_t last) { return i * last / (kSamples - 1); }
 
 }  // namespace

@@ -23,11 +23,11 @@ namespace {
 
 constexpr mode_t kMode = 0644;
 
-// What runs is not to depend on the headers of the system that it was built on.
-// cachestat(2), of Linux 6.5: one number on all architectures but one.
+// The following are defined here, so that the build does not depend on the system's headers.
+// The number of cachestat(2), since Linux 6.5, on all architectures but one.
 constexpr long kCachestat = 451;
-// STATX_DIOALIGN, of Linux 6.1, and where struct statx has stx_dio_mem_align, which
-// stx_dio_offset_align follows.
+// STATX_DIOALIGN, since Linux 6.1, and the offset of stx_dio_mem_align in struct statx.
+// stx_dio_offset_align follows it.
 constexpr unsigned kDirectAlignment = 0x2000;
 constexpr std::size_t kAlignmentAt = 0x98;
 static_assert(sizeof(struct statx) == 256);
@@ -68,14 +68,14 @@ File::File(std::string path, int flags, bool want_direct) : path_(std::move(path
     struct statfs status{};
     if (::fstatfs(fd, &status) != 0) {
         const int failure = errno;
-        // Nobody else knows that it was made here.
+        // Remove the file that was just created: nobody else knows of it.
         if ((flags & O_CREAT) != 0) static_cast<void>(::unlink(path_.c_str()));
         throw Error::io(failure, "fstatfs", path_);
     }
     memory_backed_ = is_memory(status);
     if (!want_direct || memory_backed_) return;
 
-    // A file system without direct I/O refuses here (EINVAL), or later at the first transfer.
+    // A file system without direct I/O refuses this open (EINVAL), or later the first transfer.
     const int direct = ::open(path_.c_str(), (flags & O_ACCMODE) | O_DIRECT | O_CLOEXEC);
     if (direct < 0) return;
     direct_fd_ = FileDescriptor(direct);
@@ -94,14 +94,14 @@ File::File(File&& other) noexcept
       memory_(std::move(other.memory_)) {}
 
 File File::create(const std::string& path, bool want_direct) {
-    // Read, too: a mapping asks for it.
+    // A shared mapping needs read access too.
     return {path, O_CREAT | O_EXCL | O_RDWR, want_direct};
 }
 
 File File::open(const std::string& path, bool want_direct) {
     File file(path, O_RDONLY, want_direct);
-    // What is read through the page cache beside direct I/O is small and scattered: the kernel
-    // should not read ahead of it. It may do otherwise, which changes nothing but the time.
+    // Besides direct I/O, only small scattered reads go through the page cache, so the kernel
+    // should not read ahead. This is only advice.
     if (file.direct()) ::posix_fadvise(file.buffered_fd(), 0, 0, POSIX_FADV_RANDOM);
     if (file.memory_backed()) file.map_for_loading();
     return file;
@@ -115,7 +115,7 @@ bool File::in_memory(const std::string& path) {
 }
 
 void File::probe_alignment() {
-    // Linux before 6.1 does not tell.
+    // Linux before 6.1 does not report it.
     struct statx status{};
     if (::statx(direct_fd_.get(), "", AT_EMPTY_PATH, kDirectAlignment, &status) != 0) return;
     if ((status.stx_mask & kDirectAlignment) == 0) return;
@@ -147,14 +147,14 @@ bool File::cached(std::uint64_t offset, std::uint64_t length) const {
     if (memory_backed_ || length == 0) return true;
     CacheRange range{.offset = offset, .length = length};
     CacheStatus status{};
-    // Refused by old kernels, by seccomp, or for somebody else's file: then it is read as if it was
-    // not there.
+    // Old kernels refuse the call, as do seccomp and files of other users. Then count the range as
+    // not cached.
     if (::syscall(kCachestat, buffered_.get(), &range, &status, 0) != 0) return false;
     return status.cached >= pages_touched(offset, length, page_size());
 }
 
 void File::will_need(std::uint64_t offset, std::uint64_t length) const {
-    // Advice: where it is not taken, the reads that follow take longer, and nothing else changes.
+    // Advice: if it is ignored, the reads only take longer.
     ::posix_fadvise(buffered_.get(), static_cast<off_t>(offset), static_cast<off_t>(length),
                     POSIX_FADV_WILLNEED);
 }
@@ -170,10 +170,10 @@ bool File::allocate(std::uint64_t offset, std::uint64_t length) const {
     throw Error::io(error, "allocate", path_);
 }
 
-/// Not a file with holes, as a copy may have: to load from one of a mapping would fill it, and be a
-/// signal where memory is short.
+/// Maps the file, unless it has holes, as a copied file may. Loading from a hole of a mapping would
+/// allocate memory, and raise SIGBUS where there is none.
 void File::map_for_loading() {
-    constexpr std::uint64_t kBlock = 512;  // of stat(2), whatever the file system
+    constexpr std::uint64_t kBlock = 512;  // the unit of st_blocks on every file system
     const struct stat status = this->status();
     const auto length = static_cast<std::uint64_t>(status.st_size);
     if (static_cast<std::uint64_t>(status.st_blocks) * kBlock < length) return;
@@ -190,7 +190,7 @@ void File::let_go(std::uint64_t offset, std::uint64_t length) const {
 }
 
 void File::truncate(std::uint64_t length) {
-    // What was allocated may be no longer.
+    // Mapped bytes may no longer be allocated.
     memory_.reset();
     const int error = retry(fault::Point::truncate, [&] {
         return ::ftruncate(buffered_.get(), static_cast<off_t>(length));
@@ -205,7 +205,7 @@ void File::sync() const {
 
 void File::write_all(std::span<const std::byte> data, std::uint64_t offset) {
     if (data.empty()) return;
-    // The interface is shared with reads; a write does not touch the buffer.
+    // IoRequest also serves reads; a write does not change the buffer.
     auto* buffer = const_cast<std::byte*>(data.data());  // NOLINT(*-const-cast)
     const IoRequest request{.kind = IoKind::write,
                             .file = this,

@@ -13,9 +13,9 @@ FileMemory::FileMemory(const File& file, std::size_t length, Access access) {
     void* const memory = ::mmap(nullptr, length, protection, MAP_SHARED, file.buffered_fd(), 0);
     if (memory == MAP_FAILED) return;
     bytes_ = {static_cast<std::byte*>(memory), length};
-    // Of such mappings the kernel does not ask which pages were used. Advice: without it all works.
+    // For such mappings the kernel does not mark pages as used. This is only advice.
     static_cast<void>(::madvise(memory, length, MADV_SEQUENTIAL));
-    // A forked child would keep a deleted file's pages.
+    // Otherwise a forked child would keep a deleted file's pages.
     static_cast<void>(::madvise(memory, length, MADV_DONTFORK));
 }
 
@@ -26,7 +26,7 @@ FileMemory::~FileMemory() {
 void FileMemory::let_go(std::span<std::byte> part) {
     const auto begin = reinterpret_cast<std::uintptr_t>(part.data());
     const std::uintptr_t before = begin % page_size();
-    // Advice: whatever is left of it is unmapped with the rest.
+    // Advice: if it is ignored, the destructor unmaps the pages.
     static_cast<void>(
         ::madvise(reinterpret_cast<void*>(begin - before), part.size() + before, MADV_DONTNEED));
 }

@@ -28,8 +28,8 @@ class AlignedBuffer {
 
 }  // namespace
 
-// All of it is small: staged through one aligned buffer, zero-padded for direct I/O, and cut to its
-// exact length at the end.
+// The bytes pass through one aligned buffer. For direct I/O they are padded with zeros; truncate
+// cuts the file to its exact length at the end.
 void write_tail(File& file, std::uint64_t at, std::span<const std::byte> head,
                 std::span<const std::byte> tail) {
     const std::uint64_t length = at + head.size() + tail.size();

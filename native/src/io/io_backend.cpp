@@ -15,10 +15,10 @@
 namespace datastates {
 namespace {
 
-// The kernel moves at most 2 GiB - 4 KiB at a time; half of it keeps the remainder aligned.
+// The kernel moves at most 2 GiB - 4 KiB at a time. Steps of 1 GiB keep the next offset aligned.
 constexpr std::size_t kMaxStep = std::size_t{1} << 30;
 
-/// Runs a request's steps, each through `syscall`, which answers like pread and pwrite.
+/// Runs a request's steps. `syscall` makes one and returns as pread and pwrite do.
 template <typename Syscall>
 IoCompletion carry_out(const IoRequest& request, Syscall&& syscall) {
     Transfer state(request);
@@ -75,7 +75,7 @@ Transfer::Next Transfer::advance(ssize_t result, const Step& step) {
         return completion_.transferred < request_.length ? Next::again : Next::finished;
     }
     if (result == 0) {
-        // A write of nothing is a device that takes nothing.
+        // A write that writes nothing would repeat for ever.
         if (request_.kind == IoKind::write) completion_.error_number = EIO;
         completion_.end_of_file =
             request_.kind == IoKind::read && completion_.transferred < request_.required;
@@ -127,8 +127,8 @@ std::unique_ptr<IoBackend> make_backend(std::string_view which, unsigned queue_d
         try {
             return std::make_unique<UringBackend>(queue_depth);
         } catch (const Error&) {
-            // Missing, forbidden by seccomp or out of locked memory: the other backend does the
-            // same work.
+            // io_uring is missing, forbidden by seccomp or out of locked memory. pwrite always
+            // works.
             if (which == "io_uring") throw;
         }
     }

@@ -17,7 +17,7 @@ PwriteBackend::PwriteBackend(unsigned threads) {
 }
 
 PwriteBackend::~PwriteBackend() {
-    // A thread finishes the request it is at, and then sees the stop.
+    // Each thread finishes its current request and then sees the stop.
     for (auto& thread : threads_) thread.request_stop();
     threads_.clear();
 }
@@ -25,7 +25,7 @@ PwriteBackend::~PwriteBackend() {
 void PwriteBackend::submit(const IoRequest& request) {
     {
         const std::scoped_lock lock(mutex_);
-        completions_.reserve(in_flight_ + 1);  // the threads need no memory then
+        completions_.reserve(in_flight_ + 1);  // so that the threads allocate no memory
         requests_.push_back(request);
     }
     ++in_flight_;
@@ -39,7 +39,7 @@ std::vector<IoCompletion> PwriteBackend::reap(bool wait) {
     }
     woken_ = false;
     std::vector<IoCompletion> reaped = completions_;
-    completions_.clear();  // and keep their room
+    completions_.clear();  // keeps the reserved room
     in_flight_ -= reaped.size();
     return reaped;
 }

@@ -18,18 +18,18 @@
 namespace datastates {
 namespace {
 
-// user_data of the poll that listens for wake(); slots count from 0.
+// user_data of the poll that waits for wake(). A transfer's user_data is its slot.
 constexpr std::uint64_t kWake = ~std::uint64_t{0};
-// The kernel registers at most this much as one buffer, and so many buffers.
+// The kernel's limits: bytes of a registered buffer, and number of registered buffers.
 constexpr std::size_t kMaxRegisteredPiece = std::size_t{1} << 30;
 constexpr unsigned kMaxRegistered = 1U << 14;
 constexpr std::array<int, 5> kOpcodes = {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READ_FIXED,
                                          IORING_OP_WRITE_FIXED, IORING_OP_POLL_ADD};
-// How often the completions are looked at where the kernel lets nobody wait for them.
+// How often to poll for completions where the kernel refuses to wait for them.
 constexpr std::chrono::milliseconds kPoll{1};
 
-/// 0, or why the kernel has not all that is asked of it: Linux 5.1 to 5.5 read and write registered
-/// memory only, and do not even tell.
+/// 0 if the kernel supports all opcodes, else an errno. Linux 5.1 to 5.5 read and write registered
+/// memory only, and do not support the probe.
 int probe(io_uring& ring) {
     if (const int error = fault::hit_error(fault::Point::uring_probe); error != 0) return error;
     const std::unique_ptr<io_uring_probe, decltype(&io_uring_free_probe)> known(
@@ -53,12 +53,12 @@ UringBackend::Ring::Ring(unsigned entries) {
         throw Error::io(error, "io_uring_probe", "");
     }
     descriptor = FileDescriptor(ring.ring_fd);
-    // A mapping would keep the ring in a forked child as its descriptor does. Advice.
+    // The ring's mapping, like its descriptor, would keep the ring in a forked child. Best effort.
     static_cast<void>(io_uring_ring_dontfork(&ring));
 }
 
 UringBackend::Ring::~Ring() {
-    // First, as another process may hold the ring for a moment, between its fork and its exec.
+    // Unregister first: another process may hold the ring for a moment, between its fork and exec.
     static_cast<void>(io_uring_unregister_buffers(&ring));
     static_cast<void>(descriptor.release());
     io_uring_queue_exit(&ring);
@@ -77,13 +77,12 @@ UringBackend::UringBackend(unsigned queue_depth)
 
 UringBackend::~UringBackend() {
     waiting_.clear();
-    // The kernel may still write into callers' memory: wait until it does not.
+    // The kernel may still use callers' memory: wait for all transfers.
     while (free_slots_.size() < slots_.size()) static_cast<void>(reap(true));
 }
 
 void UringBackend::register_memory(std::span<std::byte> memory, std::size_t piece_bytes) {
-    // Refused by kernels before 5.19, and for RLIMIT_MEMLOCK: transfers work without, a little
-    // slower.
+    // Kernels before 5.19 refuse this, as does RLIMIT_MEMLOCK. Transfers then work a little slower.
     if (refused_) return;
     if (piece_bytes_ == 0) {
         piece_bytes_ = piece_bytes;
@@ -149,7 +148,8 @@ void UringBackend::start(std::size_t index) {
     io_uring_sqe_set_data64(sqe, index);
 }
 
-/// An entry to prepare. There is one for each slot and one for the poll, so never none.
+/// Returns an entry to prepare. The ring has one for each slot and one for the poll, so one is
+/// free.
 io_uring_sqe* UringBackend::queue(std::uint64_t user_data) {
     queued_.push_back(user_data);
     return io_uring_get_sqe(&ring_.ring);
@@ -170,8 +170,8 @@ void UringBackend::prepare(const Slot& slot, io_uring_sqe* sqe) const {
     } else {
         io_uring_prep_read(sqe, step.fd, step.buffer, length, step.offset);
     }
-    // A buffered transfer would be copied inside this thread's submit call; the kernel's workers
-    // do it beside us.
+    // Otherwise this thread's submit call would copy the bytes of a buffered transfer. Let the
+    // kernel's workers do it.
     if (!step.direct) io_uring_sqe_set_flags(sqe, IOSQE_ASYNC);
 }
 
@@ -181,9 +181,9 @@ void UringBackend::finish(std::size_t index, const IoCompletion& completion) {
     free_slots_.push_back(index);
 }
 
-/// Hands the kernel what is queued. What it refuses for now waits for a later push, as long as the
-/// kernel has something of ours to complete before; everything else is done here. Returns the
-/// refusal's errno in this case, else 0.
+/// Gives the queued entries to the kernel. Entries that it refuses for the moment wait for a later
+/// push, if it has other transfers of this ring to complete before. Otherwise this thread does them
+/// itself, and push returns the errno of the refusal; else 0.
 int UringBackend::push() {
     if (!listening_) {
         io_uring_sqe* const sqe = queue(kWake);
@@ -201,7 +201,7 @@ int UringBackend::push() {
             queued_.erase(queued_.begin(), end);
             continue;
         }
-        // Out of memory for requests, or completions to be taken first.
+        // The kernel is out of memory for requests, or completions must be reaped first.
         const bool for_now = result == 0 || result == -EAGAIN || result == -EBUSY;
         if (for_now && taken_ > 0) return 0;
         do_queued();
@@ -210,9 +210,9 @@ int UringBackend::push() {
     return 0;
 }
 
-/// Takes back what the kernel has not taken, and does it in this thread.
+/// Takes back the entries that the kernel has not taken, and does their transfers in this thread.
 void UringBackend::do_queued() {
-    // The kernel looks at entries in io_uring_enter only, and that is called by this thread only.
+    // The kernel reads entries only in io_uring_enter, which only this thread calls.
     io_uring_sq& sq = ring_.ring.sq;
     sq.sqe_head = sq.sqe_tail = *sq.ktail = *sq.khead;
     for (const std::uint64_t user_data : queued_) {
@@ -228,7 +228,7 @@ void UringBackend::do_queued() {
 void UringBackend::handle(const io_uring_cqe& cqe) {
     if (cqe.user_data == kWake) {
         std::uint64_t value = 0;
-        // Empty (EAGAIN) only if an earlier poll already drained it.
+        // Fails with EAGAIN only if an earlier poll has drained it.
         static_cast<void>(::read(wake_event_.get(), &value, sizeof value));
         woken_ = true;
         listening_ = false;
@@ -256,20 +256,20 @@ std::vector<IoCompletion> UringBackend::reap(bool wait) {
         push();
         const bool woken = std::exchange(woken_, false);
         if (!completions_.empty() || !wait || woken || in_flight_ == 0) break;
-        // The kernel has the rest.
+        // The kernel has the remaining requests.
         int result = -fault::hit_error(fault::Point::uring_enter);
         if (result == 0) result = io_uring_wait_cqe(&ring_.ring, &cqe);
         if (result != 0 && result != -EINTR) std::this_thread::sleep_for(kPoll);
     }
     std::vector<IoCompletion> reaped = completions_;
-    completions_.clear();  // and keep their room
+    completions_.clear();  // keeps the reserved room
     in_flight_ -= reaped.size();
     return reaped;
 }
 
 void UringBackend::wake() {
     const std::uint64_t one = 1;
-    // Fails only when the counter is full, and then the reader is woken already.
+    // Fails only when the counter is full, and then a wake is pending already.
     static_cast<void>(::write(wake_event_.get(), &one, sizeof one));
 }
 

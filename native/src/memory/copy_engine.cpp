@@ -18,7 +18,7 @@ using cuda::CurrentContext;
 using cuda::driver;
 using cuda::quietly;
 
-// What is lent is rounded up to a power of two from here on, so that it can be lent again.
+// The smallest kernel memory. Sizes are rounded up to powers of two, so that they can be reused.
 constexpr std::size_t kLeastSpare = std::size_t{16} << 10;
 
 }  // namespace
@@ -27,7 +27,7 @@ Event::Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle s
              std::shared_ptr<const void> keep)
     : context_(std::move(context)), keep_(std::move(keep)) {
     const CurrentContext current(context_->handle());
-    cuda::require_not_capturing(stream);  // it would be a part of the graph, and never pass
+    cuda::require_not_capturing(stream);  // the event would become part of the graph
     check(driver().event_create(&event_, cuda::kEventDisableTiming), "cuEventCreate");
     const cuda::Result result = driver().event_record(event_, stream);
     if (result != cuda::kSuccess) static_cast<void>(driver().event_destroy(event_));
@@ -90,7 +90,7 @@ CopyEngine::CopyEngine(int ordinal)
 }
 
 CopyEngine::~CopyEngine() {
-    // What kernels are told by, and their code, stay until they are through.
+    // The kernels' memory and code must stay until the kernels have finished.
     for (const auto& spare : spares_) {
         if (spare.used && !spare.used->synchronize()) continue;
         quietly(context(), [&] { return driver().host_free(spare.memory); });
@@ -177,13 +177,13 @@ const CopyEngine::Kernels& CopyEngine::kernels() {
 
 KernelMemory CopyEngine::borrow(std::size_t bytes) {
     const std::scoped_lock lock(mutex_);
-    // The smallest that suffices: a gate, which needs large ones, shall not have to make them.
+    // Take the smallest that fits, so that large ones are left for a gate and it allocates none.
     auto found = spares_.end();
     for (auto spare = spares_.begin(); spare != spares_.end(); ++spare) {
         if (spare->bytes < bytes || (found != spares_.end() && found->bytes <= spare->bytes)) {
             continue;
         }
-        // A kernel may still be about to read it.
+        // A kernel may still use it.
         if (!spare->used || spare->used->passed()) found = spare;
     }
     if (found != spares_.end()) {
@@ -202,7 +202,7 @@ KernelMemory CopyEngine::borrow(std::size_t bytes) {
     return {shared_from_this(), static_cast<std::byte*>(memory), rounded};
 }
 
-/// Returns the event behind the kernel. REQUIRES: the context is current.
+/// Launches a kernel and returns the event behind it. REQUIRES: the context is current.
 std::shared_ptr<Event> CopyEngine::launch(const cuda::Kernel& kernel, unsigned blocks,
                                           unsigned threads, std::span<void*> parameters,
                                           KernelMemory& memory, cuda::StreamHandle stream) {
@@ -213,7 +213,7 @@ std::shared_ptr<Event> CopyEngine::launch(const cuda::Kernel& kernel, unsigned b
         memory.used_ = record(stream);
         return memory.used_;
     } catch (...) {
-        drain(stream);  // nothing else tells when the memory may be lent again
+        drain(stream);  // without an event, wait before the memory is lent again
         throw;
     }
 }

@@ -14,12 +14,13 @@
 namespace datastates::cuda {
 namespace {
 
-// Device memory is mapped in no smaller pieces.
+// The smallest unit in which device memory is mapped.
 constexpr std::uint64_t kGranule = std::uint64_t{2} << 20;
-// Until a graph is captured, which takes a moment.
+// How long to sleep between tries while a graph is being captured.
 constexpr std::chrono::milliseconds kPoll{1};
 
-/// The library stays loaded until the process ends: the driver's own exit handlers run in it.
+/// Loads libcuda. It stays loaded until the process ends, because the driver's exit handlers run in
+/// it.
 class Library {
   public:
     Library() {
@@ -31,7 +32,7 @@ class Library {
             function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
             complete = complete && address != nullptr;
         };
-        // The versioned names are what cuda.h's macros stand for.
+        // cuda.h's macros map the plain names to these versioned ones.
         load(driver_.init, "cuInit");
         load(driver_.device_get_count, "cuDeviceGetCount");
         load(driver_.device_get, "cuDeviceGet");
@@ -113,8 +114,8 @@ PrimaryContext::PrimaryContext(int ordinal) {
     check(driver().primary_context_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
 }
 
-// In destructors a call fails only when the process is ending and the driver has gone, or after the
-// device itself has failed, which its user has been told by then.
+// In destructors a call fails only when the process is ending and the driver is gone, or after the
+// device has failed, which its user has been told by then.
 
 PrimaryContext::~PrimaryContext() { static_cast<void>(driver().primary_context_release(device_)); }
 
@@ -133,7 +134,7 @@ bool is_capturing(StreamHandle stream) {
     if (driver().stream_is_capturing == nullptr) return false;
     int status = kCapturingNothing;
     const Result result = driver().stream_is_capturing(stream, &status);
-    // The legacy stream, for which a stream that waits for it is being captured.
+    // This is the legacy stream, and a stream that synchronizes with it is being captured.
     if (result == kCaptureImplicit) return true;
     check(result, "cuStreamIsCapturing");
     return status != kCapturingNothing;
@@ -153,7 +154,7 @@ bool is_mapped(DevicePointer pointer, std::uint64_t bytes, std::uint64_t& known)
         unsigned type = 0;
         if (driver().pointer_get_attribute(&type, kMemoryType, at) != kSuccess) return false;
         int mapped = 1;
-        // Of drivers that do not know this, memory is mapped for as long as it is allocated.
+        // Drivers that do not know this attribute map memory as long as it is allocated.
         const Result result = driver().pointer_get_attribute(&mapped, kMapped, at);
         if (result == kSuccess && mapped == 0) return false;
         known = at / kGranule;
@@ -180,8 +181,8 @@ bool Patience::again(Result result) const {
 
 Error capture_lasts() {
     return {ErrorCode::cuda, kCaptureUnsupported, "cuStreamBeginCapture", "",
-            "a CUDA graph has been captured for minutes, and the driver lets nobody wait for a "
-            "device meanwhile: was its capture ended?"};
+            "a CUDA graph capture has not ended for minutes, and the driver refuses to wait for a "
+            "device until it ends: end the capture"};
 }
 
 Kernel::Kernel(std::shared_ptr<PrimaryContext> context, const char* ptx, const char* name)
@@ -211,7 +212,7 @@ PageLock::PageLock(std::shared_ptr<PrimaryContext> context, std::span<std::byte>
 }
 
 PageLock::~PageLock() {
-    // Unlocking fails without a current context, and then the pages would stay for ever.
+    // Needs a current context: without one it would fail, and the pages would stay locked.
     quietly(context_->handle(), [&] { return driver().host_unregister(memory_.data()); });
 }
 

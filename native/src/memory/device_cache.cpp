@@ -41,7 +41,8 @@ std::optional<cuda::DevicePointer> DeviceSlab::take(std::uint64_t bytes) {
 }
 
 DeviceImage::~DeviceImage() {
-    // Only a job that was stopped comes here before: its sources must not be read any more.
+    // Only a stopped job gets here before the copy has finished; its sources must not be read
+    // later.
     if (ready_) ready_->synchronize();
 }
 
@@ -56,7 +57,7 @@ std::uint64_t DeviceShare::room() const {
 
 std::shared_ptr<DeviceSlab> DeviceShare::allocate(std::uint64_t bytes) {
     if (fault::hit_error(fault::Point::cuda_slab) != 0) return nullptr;
-    // Before the memory, so that nothing can throw between it and its owner.
+    // Made before the memory, so that nothing can throw while the memory has no owner.
     auto slab = std::make_shared<DeviceSlab>(shared_from_this());
     const CurrentContext current(engine_->context());
     cuda::DevicePointer pointer = 0;
@@ -68,12 +69,12 @@ std::shared_ptr<DeviceSlab> DeviceShare::allocate(std::uint64_t bytes) {
 }
 
 void DeviceShare::release(cuda::DevicePointer pointer, std::uint64_t bytes) {
-    // Behind all that copies out of it. cuMemFree would wait for what the training has enqueued,
-    // and let nobody enqueue more meanwhile. That the other frees what cuMemAlloc has given, too,
-    // is in the CUDA C++ Programming Guide, "Stream Ordered Memory Allocator".
+    // Freed behind all copies out of it. cuMemFree would wait for the training's enqueued work and
+    // block further enqueueing meanwhile. cuMemFreeAsync may free memory of cuMemAlloc: see the
+    // CUDA C++ Programming Guide, "Stream Ordered Memory Allocator".
     auto* const stream = engine_->capture_stream();
     quietly(engine_->context(), [&] { return driver().memory_free_async(pointer, stream); });
-    if (!engine_->drain(stream)) return;  // else the device has it again
+    if (!engine_->drain(stream)) return;  // not freed for certain: still counts as used
     const std::scoped_lock lock(mutex_);
     used_ -= bytes;
 }

@@ -9,10 +9,10 @@ namespace datastates::gather {
 namespace {
 
 constexpr unsigned kLanes = 32;
-// Words that a lane loads before it stores the first of them.
+// The number of words that a lane loads before it stores them.
 constexpr unsigned kUnrolled = 4;
 
-/// What a lane loads and stores at once.
+/// The unit that a lane loads and stores at once.
 struct Word {
     unsigned bytes;
     const char* type;
@@ -54,7 +54,7 @@ std::string filled(std::string text, Blanks blanks) {
     return text;
 }
 
-/// `words` words a lane, as long as all of them lie before %limit; then goes to `otherwise`.
+/// Copies `words` words per lane while all of these lie before %limit; then jumps to `otherwise`.
 std::string copy_step(const char* label, unsigned words, const Word& word, const char* otherwise) {
     const unsigned row = kLanes * word.bytes;
     std::string loads;
@@ -79,14 +79,14 @@ std::string copy_step(const char* label, unsigned words, const Word& word, const
                           {"$stores", stores}});
 }
 
-/// Copies from %at, where each lane has its place, to %limit in words; then goes to `next`.
+/// Copies words from %at, which is each lane's own, up to %limit; then jumps to `next`.
 std::string copy_loop(const Word& word, const char* next) {
     return filled(copy_step("MANY$bytes", kUnrolled, word, "ONE$bytes") +
                       copy_step("ONE$bytes", 1, word, next),
                   {{"$bytes", std::to_string(word.bytes)}});
 }
 
-/// Copies all whole words where both addresses are aligned to them; else goes to `otherwise`.
+/// Copies all whole words if both addresses are aligned to them; else jumps to `otherwise`.
 std::string aligned_copy(const Word& word, const char* otherwise) {
     return filled(kAligned, {{"$bytes", std::to_string(word.bytes)}, {"$otherwise", otherwise}}) +
            copy_loop(word, "REST");
@@ -132,7 +132,7 @@ RANGE:
     or.b64 %bits, %from, %to;
 )ptx";
 
-// What is left of a range when its whole words are copied, up to %limit: all of it without any.
+// Copies the rest of a range, behind %limit, byte by byte: all of it if no word size fits.
 constexpr const char* kRest = R"ptx(
 BY1:
     mov.u64 %limit, 0;

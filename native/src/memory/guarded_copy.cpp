@@ -15,14 +15,14 @@
 namespace datastates {
 namespace {
 
-// So many calls of their own cost less than a file.
+// Up to this many stretches, single calls cost less than a file.
 constexpr std::size_t kFew = 64;
 
 iovec stretch(const std::byte* data, std::size_t bytes) {
     return {.iov_base = const_cast<std::byte*>(data), .iov_len = bytes};
 }
 
-/// How many bytes of it the kernel has copied between two places of ours; -1 with errno.
+/// Lets the kernel copy within this process. Returns how many bytes it copied, or -1 with errno.
 ssize_t read_own(const HostCopy& copy) {
     if (const int error = fault::hit_error(fault::Point::host_read); error != 0) {
         errno = error;
@@ -57,7 +57,7 @@ bool GuardedCopies::copy(const HostCopy& copy) {
         left = rest_of(left, static_cast<std::size_t>(done));
     }
     if (left.bytes == 0) return true;
-    // Not for sure gone: the call may be forbidden, and it does not reach what drivers map.
+    // The memory may still be readable: the call may be forbidden, or not reach a driver's mapping.
     const int error = errno;
     if (!open_file()) {
         if (error == EFAULT) return false;
@@ -84,7 +84,7 @@ void GuardedCopies::copy(std::span<const HostCopy> copies,
     }
 }
 
-/// Null where it cannot be.
+/// Maps the file for gather(). Null where that fails.
 const std::byte* GuardedCopies::map() {
     if (mapped_ != nullptr || !open_file()) return mapped_;
     if (::ftruncate(file_, kGathered) != 0) return nullptr;
@@ -95,7 +95,7 @@ const std::byte* GuardedCopies::map() {
 
 const std::byte* GuardedCopies::gather(std::span<const std::span<const std::byte>> stretches,
                                        const std::function<void(std::size_t)>& lost) {
-    const bool few = stretches.size() <= kFew && gathered_.empty();  // it is the first time
+    const bool few = stretches.size() <= kFew && gathered_.empty();  // at the first call
     if ((few && mapped_ == nullptr) || map() == nullptr) {
         gathered_.resize(kGathered);
         std::byte* to = gathered_.data();
@@ -127,8 +127,9 @@ const std::byte* GuardedCopies::gather(std::span<const std::span<const std::byte
     return mapped_;
 }
 
-/// How many from the first one on were copied: 0 where that one is gone. The kernel copies by the
-/// processor's own addresses, wherever they lead.
+/// Makes copies by writing the sources to the file and reading it back. Returns how many of the
+/// first ones are done: 0 where the first source is not readable. This also reaches a driver's
+/// mappings.
 std::size_t GuardedCopies::through_file(std::span<const HostCopy> copies) const {
     std::array<iovec, kMost> stretches;
     const auto fill = [&](std::size_t count, auto&& of) {

@@ -17,23 +17,23 @@ namespace datastates {
 namespace {
 
 constexpr std::size_t kBlockUnit = 4096;
-// MADV_POPULATE_WRITE, of Linux 5.14: what runs is not to depend on the headers of the system that
-// it was built on.
+// MADV_POPULATE_WRITE, since Linux 5.14. Defined here, so that the build does not depend on the
+// system's headers.
 constexpr int kPopulateWrite = 23;
-// Long enough that the calls cost nothing beside the work, short enough that the first piece comes
-// soon and that whoever ends the cache waits for little (some 10 ms).
+// Large enough that the calls cost little beside the work. Small enough that the first piece is
+// ready soon and that the destructor waits only for some 10 ms.
 constexpr std::size_t kPiece = std::size_t{64} << 20;
-// Threads that ask for memory: beyond a few they only wait for one another in the kernel, and a
-// machine's cores are there for the training.
+// Threads that populate memory. More of them would only wait for one another in the kernel, and
+// take cores from the training.
 constexpr unsigned kMaxWorkers = 4;
 constexpr unsigned kCoresPerWorker = 4;
 
-/// Backs memory with pages. Where the kernel cannot (before 5.14), they appear at their first use.
+/// Backs memory with pages. Kernels before 5.14 cannot; there pages come at their first use.
 void populate(std::span<std::byte> memory) {
     static_cast<void>(::madvise(memory.data(), memory.size(), kPopulateWrite));
 }
 
-/// Null where it cannot be: the limit on locked memory, most often.
+/// Null where page-locking fails, most often because of the limit on locked memory.
 std::unique_ptr<cuda::PageLock> try_page_lock(std::shared_ptr<cuda::PrimaryContext> context,
                                               std::span<std::byte> memory) {
     try {
@@ -83,12 +83,12 @@ HostCache::HostCache(std::size_t limit_bytes, std::size_t block_bytes, std::size
         throw Error::invalid("a host cache of " + std::to_string(limit_bytes) +
                              " bytes holds no block of " + std::to_string(block_bytes));
     }
-    // A page is of one piece only, or it could be neither backed nor page-locked.
+    // A piece is whole pages: a page of two pieces could be neither backed nor page-locked.
     const std::size_t step = std::lcm(block_bytes, page_bytes);
     blocks_per_piece_ = std::max<std::size_t>(1, kPiece / step) * (step / block_bytes);
     piece_bytes_ = blocks_per_piece_ * block_bytes;
     const std::size_t bytes = blocks * block_bytes;
-    // Before the mapping, so that nothing can throw between it and the destructor's duty.
+    // Before the mapping, because nothing may throw once it exists and the destructor cannot run.
     pieces_.resize((bytes + piece_bytes_ - 1) / piece_bytes_);
     taken_.resize(blocks);
     free_.resize(blocks);
@@ -96,8 +96,8 @@ HostCache::HostCache(std::size_t limit_bytes, std::size_t block_bytes, std::size
         ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw Error::io(errno, "mmap", "");
     region_ = {static_cast<std::byte*>(memory), bytes};
-    // Advice: refused by kernels built without it, and then all still works. A forked child (a data
-    // loader) must not make our pages copy-on-write while a device writes to them.
+    // Huge pages are only advice. A forked child (a data loader) must not make the pages
+    // copy-on-write while a device writes to them.
     static_cast<void>(::madvise(memory, bytes, MADV_HUGEPAGE));
     static_cast<void>(::madvise(memory, bytes, MADV_DONTFORK));
     for (std::size_t i = 0; i < pieces_.size(); ++i) {
@@ -142,7 +142,8 @@ void HostCache::pin(std::shared_ptr<cuda::PrimaryContext> context) {
     const std::scoped_lock lock(mutex_);
     if (context_) return;
     context_ = std::move(context);
-    // What is free waits for its page lock, which comes soon; what is in use is locked as it is.
+    // Free blocks wait for their page lock, which comes soon. Blocks in use are locked while in
+    // use.
     free_.assign(free_.size(), false);
     free_count_ = 0;
     for (Piece& piece : pieces_) piece.ready = false;
@@ -250,7 +251,7 @@ std::optional<Block> HostCache::try_acquire() {
 }
 
 void HostCache::poke() {
-    // Locked, so that a waiter is either before its question or asleep, never between.
+    // Under the lock, so that no waiter misses this between asking `give_up` and going to sleep.
     const std::scoped_lock lock(mutex_);
     changed_.notify_all();
 }
@@ -259,7 +260,7 @@ void HostCache::release(std::size_t index) {
     const std::scoped_lock lock(mutex_);
     taken_[index] = false;
     if (piece_of(index).ready) make_free(index);
-    // All: the one woken might give up instead of taking the block.
+    // Notify all: a single woken waiter might give up instead of taking the block.
     changed_.notify_all();
 }
 

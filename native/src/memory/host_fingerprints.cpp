@@ -7,7 +7,7 @@
 namespace datastates {
 namespace {
 
-// Up to so many bytes it costs less to have them all read than to have the words picked.
+// Up to this size, reading all bytes costs less than reading only the sampled words.
 constexpr std::uint64_t kWhole = std::uint64_t{4} << 10;
 
 }  // namespace

@@ -32,8 +32,8 @@ void verify(const ReadState& job, const ReadPlan::Extent& extent, const ReadPlan
     if (found != check.crc) throw mismatch(job.path(), extent, check, found);
 }
 
-/// Copies an extent to where its parts go in host memory, from its begin on, as far as it is asked
-/// to.
+/// Copies an extent's pieces to their destinations in host memory. Each advance() goes on from the
+/// last end to a new one.
 class Placing {
   public:
     Placing(const ReadState& job, const ReadPlan::Extent& extent, const std::byte* data)
@@ -71,7 +71,7 @@ class Placing {
     std::uint64_t bytes_ = 0;
 };
 
-/// Reads the spans of an extent one after the other, as far as it is asked to.
+/// Reads the spans of an extent in order. Each advance() goes on from the last end to a new one.
 class Cursor {
   public:
     Cursor(ReadState& job, const ReadPlan::Extent& extent, std::byte* data)
@@ -114,7 +114,7 @@ class Cursor {
     std::uint64_t bytes_ = 0;
 };
 
-/// Of the time that something takes, what a part of it takes that is done many times.
+/// Adds up the time of a step that runs many times.
 class Share {
   public:
     template <typename Part>
@@ -151,13 +151,13 @@ std::uint64_t finish_extent(ReadState& job, const ReadPlan::Extent& extent, std:
         read_to(end);
         verifying.of([&] { verify(job, extent, checks[i], data); });
         verified += checks[i].length;
-        // What the next one covers, too, waits for it.
+        // Bytes that the next check covers too wait for it.
         place_to(i + 1 < checks.size() ? std::min(end, checks[i + 1].offset) : end);
     }
     read_to(extent.length);
     place_to(extent.length);
     if (how.through_cache) job.file().let_go(extent.offset, extent.length);
-    // The three alternate many times; they are shown as if one had come after the other.
+    // Reading, verifying and copying alternate. The timeline shows them one after the other.
     const auto end = Clock::now();
     const auto placed = end - placing.time();
     const auto checked = placed - verifying.time();

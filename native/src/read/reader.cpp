@@ -12,10 +12,9 @@ namespace datastates {
 namespace {
 
 constexpr std::uint64_t kPage = 4096;
-// Below this a direct read of its own costs more than a copy out of a block.
+// Below this, a direct read in place costs more than a copy from a block.
 constexpr std::uint64_t kInPlaceMinimum = std::uint64_t{64} << 10;
-// A read is widened to whole pages, so that it can go past the page cache, where that adds no more
-// than one byte for so many.
+// A read is widened to whole pages, for direct I/O, if that adds at most one byte to this many.
 constexpr std::uint64_t kWidening = 64;
 
 }  // namespace
@@ -33,7 +32,7 @@ void Reader::enqueue(const std::shared_ptr<ReadState>& job) {
         const std::scoped_lock lock(mutex_);
         queue_.push_back(job);
     } catch (...) {
-        job->finish({});  // its owner is not to wait for it
+        job->finish({});  // so that its owner does not wait for ever
         throw;
     }
     queued_.notify_one();
@@ -73,8 +72,8 @@ bool Reader::withdraw(const ReadState& job) {
     return true;
 }
 
-/// Runs one job to its end, failed or not: nothing is in flight after it, but what the next job
-/// takes over.
+/// Runs one job to its end, failed or not. Afterwards nothing is in flight, except reads of a
+/// read-ahead that the next job takes over.
 void Reader::read(ReadState& job) {
     std::size_t next = 0;
     try {
@@ -109,23 +108,24 @@ void Reader::read(ReadState& job) {
     }
 }
 
-/// Enough is under way to keep the device, the workers and the copies busy, and no more: what is
-/// queued has to be waited for when the job is stopped, and of few blocks most stay in the
-/// processor's caches, out of which a GPU then takes them.
+/// Whether to begin another extent. The limit suffices to keep the device, the workers and the
+/// copies busy. It is not higher, because a stopped job waits for all that has begun, and because
+/// few blocks mostly stay in the processor's caches, from which a GPU then reads them.
 bool Reader::has_room() const {
     return in_flight_.size() < queue_depth_ &&
            working_ + copying_.size() < queue_depth_ + workers_.size() + working_kept_;
 }
 
-/// Whether the next job knows where this one's extents go.
+/// Whether `job` is a read-ahead and the next job takes over its extents.
 bool Reader::is_taken_over(const ReadState& job) {
     if (job.filled() == nullptr || !job.filled()->closed()) return false;
     const std::scoped_lock lock(mutex_);
     return !queue_.empty() && queue_.front()->used() == job.filled();
 }
 
-/// What was read ahead is there to be verified, all at once: it has its blocks, and the device has
-/// enough to do. What is being read goes on as this job's own; what it does not want is dropped.
+/// Takes over a read-ahead. Extents that are read go to the workers all at once, as they have their
+/// blocks already. Reads in flight go on as this job's own. Extents that it does not want are
+/// dropped.
 void Reader::take_over(ReadState& job, Shelf& shelf) {
     stats_.bytes_read += shelf.take_bytes_read();
     const auto extents = job.plan().extents();
@@ -160,7 +160,8 @@ void Reader::take_over(ReadState& job, Shelf& shelf) {
     }
 }
 
-/// False when there is no block, and waiting for one would keep us from our own completions.
+/// Begins an extent. False when there is no block now: the thread must first reap completions, or
+/// the extent is not wanted any more.
 bool Reader::start_next(ReadState& job, std::size_t index) {
     if (taken_.contains(index)) return true;
     const ReadPlan::Extent& extent = job.plan().extents()[index];
@@ -177,7 +178,7 @@ bool Reader::start_next(ReadState& job, std::size_t index) {
     } else {
         reading->block = cache_.try_acquire();
         if (!reading->block && job.filled() != nullptr) {
-            job.filled()->close();  // it is not worth waiting for
+            job.filled()->close();  // a read-ahead does not wait for blocks
             return false;
         }
         if (!reading->block) {
@@ -199,7 +200,7 @@ bool Reader::start_next(ReadState& job, std::size_t index) {
     return true;
 }
 
-/// Where an extent can be read to without a block between, or null.
+/// Where to read an extent directly into its destination; null if it needs a block.
 std::byte* Reader::in_place(ReadState& job, const ReadPlan::Extent& extent, bool cached) {
     const auto pieces = job.plan().pieces(extent);
     if (pieces.size() != 1 || extent.sparse()) return nullptr;
@@ -214,7 +215,7 @@ std::byte* Reader::in_place(ReadState& job, const ReadPlan::Extent& extent, bool
     return fits ? to : nullptr;
 }
 
-/// Past the page cache where that is possible.
+/// Submits an extent's reads to the backend, by direct I/O where that is possible.
 void Reader::start_direct(ReadState& job, const std::shared_ptr<Reading>& reading) {
     const ReadPlan::Extent& extent = job.plan().extents()[reading->index];
     const File& file = job.file();
@@ -223,7 +224,7 @@ void Reader::start_direct(ReadState& job, const std::shared_ptr<Reading>& readin
             file.direct() ? extent.length / file.offset_alignment() * file.offset_alignment()
                           : extent.length;
         const std::uint64_t rest = extent.length - whole;
-        // The rest is less than a page: through the page cache, straight to its place.
+        // The rest is less than a page and is read through the page cache.
         reading->parts = rest == 0 ? 1 : 2;
         submit(job, reading, reading->data, extent.offset, whole, whole);
         if (rest != 0)
@@ -262,7 +263,7 @@ void Reader::submit(ReadState& job, const std::shared_ptr<Reading>& reading, std
     }
 }
 
-/// Waits for the backend, or for a worker that is through.
+/// Waits for completions, or until a worker or another thread wakes the backend.
 void Reader::reap(ReadState& job) {
     std::vector<IoCompletion> completions;
     try {
@@ -285,7 +286,7 @@ void Reader::reap(ReadState& job) {
             owner.fail(reading->index, Error::current());
         }
         if (--reading->parts > 0) continue;
-        if (&owner != &job) {  // read ahead, and not wanted
+        if (&owner != &job) {  // read ahead, but not wanted
             stats_.bytes_read += reading->bytes_read;
         } else if (job.filled() != nullptr) {
             keep(job, *reading);
@@ -306,12 +307,12 @@ void Reader::reap(ReadState& job) {
     }
 }
 
-/// For the job that will know where it goes.
+/// Puts an extent of a read-ahead on its shelf.
 void Reader::keep(ReadState& job, Reading& reading) {
     tracks_.give_back(reading.track);
     try {
         job.filled()->count(reading.bytes_read);
-        // What has failed is for that job to find.
+        // Drop failed extents: the job that takes over reads them again and reports the error.
         if (job.stopped() || !reading.block) return;
         job.filled()->put(job.plan().extents()[reading.index],
                           {.block = std::move(*reading.block), .data = reading.data});
@@ -321,7 +322,7 @@ void Reader::keep(ReadState& job, Reading& reading) {
 }
 
 void Reader::start_work(ReadState& job, std::shared_ptr<Reading> reading, bool through_cache) {
-    std::list<std::shared_ptr<Reading>> worked;  // here, where its want of memory can be told
+    std::list<std::shared_ptr<Reading>> worked;  // allocated here, where an error can be thrown
     worked.push_back(std::move(reading));
     workers_.submit(WorkerPool::Task(
         [this, &job, through_cache, worked = std::move(worked)](unsigned worker) mutable {
@@ -331,7 +332,7 @@ void Reader::start_work(ReadState& job, std::shared_ptr<Reading> reading, bool t
             } catch (...) {
                 job.fail(reading.index, Error::current());
             }
-            // Locked to the end: the job may be over as soon as it is open.
+            // Keep the lock to the end: the job may be gone once it is released.
             const std::scoped_lock lock(mutex_);
             worked_.splice(worked_.end(), worked);
             work_done_.notify_one();
@@ -340,10 +341,9 @@ void Reader::start_work(ReadState& job, std::shared_ptr<Reading> reading, bool t
     ++working_;
 }
 
-/// In a worker: brings an extent's bytes in, if need be, verifies them, and puts them in place as
-/// far as the host is concerned.
+/// In a worker: reads an extent if necessary, verifies it, and fills its host destinations.
 void Reader::work(ReadState& job, Reading& reading, bool through_cache, unsigned worker) {
-    // Extents before a failed one still count: the first of several failures is the one reported.
+    // Extents before a failed one still count: the failure of the lowest extent is reported.
     if (job.settled(reading.index)) return;
     const ReadPlan::Extent& extent = job.plan().extents()[reading.index];
     reading.bytes_read += finish_extent(job, extent, reading.data,
@@ -353,7 +353,7 @@ void Reader::work(ReadState& job, Reading& reading, bool through_cache, unsigned
                                          .worker = worker});
 }
 
-/// Goes on with the extents that workers are through with.
+/// Takes extents that workers have finished, and starts their copies to devices.
 void Reader::take_worked(ReadState& job, bool wait) {
     std::unique_lock lock(mutex_);
     if (wait) work_done_.wait(lock, [&] { return !worked_.empty(); });
@@ -402,7 +402,7 @@ void Reader::copy_to_devices(ReadState& job, const std::shared_ptr<Reading>& rea
     if (!copying.events.empty()) copying_.push_back(std::move(copying));
 }
 
-/// Returns the blocks whose copies are through; with `wait`, all of the oldest one's first.
+/// Gives back the blocks whose copies have finished. With `wait`, waits for the oldest one first.
 void Reader::release_copied(ReadState& job, bool wait) {
     while (!copying_.empty()) {
         const Copying& oldest = copying_.front();

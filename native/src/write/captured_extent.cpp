@@ -9,7 +9,7 @@
 namespace datastates {
 namespace {
 
-// Up to so many bytes it is the call that takes the time, and several pieces share one.
+// Up to this size a copy costs mostly the syscall, so several pieces share one.
 constexpr std::uint64_t kSmall = std::uint64_t{16} << 10;
 
 }  // namespace
@@ -20,8 +20,8 @@ bool CapturedExtent::has_host_sources() const {
     });
 }
 
-/// `bring` is shown each stretch before it is read. A plan's chunks are short enough for the
-/// processor's cache.
+/// Computes a piece's checksums and digests. It calls `bring` for each stretch before reading it. A
+/// plan's chunks are short enough for the processor's cache.
 template <typename Bring>
 void CapturedExtent::digest(const WritePlan::Piece& piece, Bring&& bring) {
     const auto source = static_cast<std::size_t>(piece.source);

@@ -17,11 +17,11 @@
 namespace datastates {
 namespace {
 
-// What keeps the bus busy while the thread sleeps for a poll: more than a millisecond at 55 GB/s.
+// Bytes that keep the bus busy while the thread sleeps: more than a millisecond at 55 GB/s.
 constexpr std::uint64_t kShallow = std::uint64_t{64} << 20;
 constexpr std::chrono::microseconds kPoll{100};
 
-/// A capture whose fault point fails is put off until it no longer does.
+/// Whether the fault point delays captures: while it fails, the capture thread begins none.
 bool is_held_up() { return fault::hit_error(fault::Point::capture) != 0; }
 
 cuda::StreamHandle stream_of(const WriteState& job, std::size_t source) {
@@ -42,8 +42,8 @@ class BlockCopies {
              cuda::DevicePointer from, std::uint64_t nbytes) {
         batch(device, stream, lazy).copies.to_host(to, from, nbytes, page_locked_);
     }
-    /// From now on the block waits for the copies, and so does a gate unless they are `from_image`,
-    /// which is kept until they are through.
+    /// Enqueues the copies and records events that the block waits for. Gates wait for them too,
+    /// unless the copies are from `from_image`; the events keep that image alive.
     void enqueue(const std::shared_ptr<DeviceImage>& from_image) {
         WriteState& job = *captured_.job;
         for (Batch& batch : batches_) {
@@ -53,7 +53,7 @@ class BlockCopies {
             captured_.events.push_back(std::move(event));
         }
     }
-    /// The block must not go back while a device writes into it.
+    /// Waits for the copies after an error. A block that a device may still write into is lost.
     void drain() const {
         for (const Batch& batch : batches_) {
             if (!batch.copies.engine().drain(batch.copies.stream())) captured_.block.lose();
@@ -66,7 +66,8 @@ class BlockCopies {
         bool lazy;
         CopyBatch copies;
     };
-    /// Pieces of one stream mostly follow one another.
+    /// The batch of a stream. The last one is tried first, as a stream's pieces mostly lie
+    /// together.
     Batch& batch(int device, cuda::StreamHandle stream, bool lazy) {
         const auto fits = [&](const Batch& batch) {
             return batch.device == device && batch.lazy == lazy && batch.copies.stream() == stream;
@@ -101,7 +102,7 @@ void Capturer::start(const std::shared_ptr<WriteState>& job) {
     std::list<Pending> rest;
     try {
         prepare_devices(*job);
-        // Only now: where a device is in use, memory is page-locked before it is used.
+        // After the devices, so that memory for a device is page-locked before its first use.
         cache_.reserve(job->plan().extents().size() * cache_.block_bytes());
         take_fingerprints(*job);
         if (auto pending = stage_eager(job)) rest.push_back(std::move(*pending));
@@ -189,7 +190,7 @@ void Capturer::take_fingerprints(WriteState& job) {
     }
 }
 
-/// What is left for the capture thread, if anything.
+/// Captures the eager extents. Returns the work that is left for the capture thread, if any.
 std::optional<Capturer::Pending> Capturer::stage_eager(const std::shared_ptr<WriteState>& job) {
     const WritePlan& plan = job->plan();
     Pending pending{.job = job, .next_extent = 0, .half_filled = nullptr};
@@ -197,7 +198,7 @@ std::optional<Capturer::Pending> Capturer::stage_eager(const std::shared_ptr<Wri
         const auto waiting = Clock::now();
         std::optional<Block> block = cache_.acquire([&] { return job->stopped(); });
         job->add_cache_wait(seconds_since(waiting));
-        // Stopped: the queue drops it in one place.
+        // The job was stopped. The capture thread drops it like any other stopped job.
         if (!block) return pending;
         const bool mixed = plan.extents()[pending.next_extent].has_lazy;
         auto captured =
@@ -220,8 +221,8 @@ void Capturer::run(const std::stop_token& stop) {
     while (Pending* pending = next(stop)) advance(*pending, stop);
 }
 
-/// The job to work on: stopped ones first (somebody waits for them to let go), then half-filled
-/// blocks (see above), then the oldest. Null when it is time to end.
+/// The job to work on: stopped jobs first, as their owners wait; then half-filled blocks (see
+/// Capturer); then the oldest job. Null when the thread is to end.
 Capturer::Pending* Capturer::next(const std::stop_token& stop) {
     std::unique_lock lock(mutex_);
     if (!queued_.wait(lock, stop, [&] { return !queue_.empty(); })) return nullptr;
@@ -261,7 +262,7 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
             auto captured =
                 std::make_unique<CapturedExtent>(job, pending.next_extent, std::move(*block));
             copy_devices(*captured, Pick::all, job->claims().capture(pending.next_extent));
-            // Of the last one by itself: there is nothing else that it could begin.
+            // The thread copies the last extent itself, as it has nothing else to begin.
             const bool last = pending.next_extent + 1 == job->plan().extents().size();
             captured->host_later = writer_.copies_host() && !last && captured->has_host_sources();
             if (!captured->host_later) captured->copy_host(Pick::all);
@@ -271,7 +272,7 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
         }
     } catch (...) {
         job->fail(Error::current());
-        return;  // comes again, as a stopped job
+        return;  // the next round sees a stopped job
     }
     if (job->stopped() || pending.next_extent == job->plan().extents().size()) {
         remove(pending);
@@ -284,7 +285,7 @@ void Capturer::remove(const Pending& pending) {
     queue_.remove_if([&](const Pending& other) { return &other == &pending; });
 }
 
-/// Enqueues them: out of `image`, when there is one, instead of the sources.
+/// Enqueues the extent's device copies: from `image` if there is one, else from the sources.
 void Capturer::copy_devices(CapturedExtent& captured, Pick pick,
                             const std::shared_ptr<DeviceImage>& image) {
     WriteState& job = *captured.job;
@@ -320,7 +321,7 @@ void Capturer::copy_devices(CapturedExtent& captured, Pick pick,
     }
 }
 
-/// Whether there are device copies enough under way.
+/// Whether enough device copies are under way.
 bool Capturer::bus_is_full() {
     while (!on_bus_.empty()) {
         const auto event = on_bus_.front().first.lock();

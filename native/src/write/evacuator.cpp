@@ -35,7 +35,7 @@ void Evacuator::evacuate(WriteState& job) {
     }
 }
 
-/// Whether there was anything.
+/// Returns whether there was an extent to evacuate.
 bool Evacuator::evacuate_what_fits(WriteState& job) {
     std::map<int, Place> places;
     bool any = false;
@@ -48,7 +48,7 @@ bool Evacuator::evacuate_what_fits(WriteState& job) {
         if (place == places.end()) place = places.emplace(device, open(job, device)).first;
         const std::uint64_t bytes = job.plan().extents()[claim->extent()].length;
         auto image = Evacuator::image(job, device, bytes, place->second);
-        if (!image) break;  // no room: this one and those before it wait for the bus
+        if (!image) break;  // no room: the capture thread takes this and all before it
         add(job, std::move(*claim), std::move(image), place->second);
     }
     for (auto& [device, place] : places) enqueue(job, device, place);
@@ -64,7 +64,7 @@ Evacuator::Place Evacuator::open(const WriteState& job, int device) {
     return place;
 }
 
-/// Null when there is no room.
+/// An image for an extent of `bytes`; null when there is no room.
 std::shared_ptr<DeviceImage> Evacuator::image(WriteState& job, int device, std::uint64_t bytes,
                                               Place& place) {
     auto pointer = place.slab ? place.slab->take(bytes) : std::nullopt;
@@ -77,7 +77,8 @@ std::shared_ptr<DeviceImage> Evacuator::image(WriteState& job, int device, std::
     return std::make_shared<DeviceImage>(place.slab, *pointer);
 }
 
-/// For an extent of `bytes` and all that may follow it; for less of it where there is no such room.
+/// Allocates a slab for an extent of `bytes` and all extents that are still free. Where that fails,
+/// it tries smaller slabs.
 void Evacuator::take_slab(WriteState& job, int device, std::uint64_t bytes, Place& place) {
     std::uint64_t slab = DeviceSlab::rounded(bytes);
     for (const std::size_t extent : job.claims().free()) {
@@ -106,8 +107,8 @@ void Evacuator::add(WriteState& job, Claim claim, std::shared_ptr<DeviceImage> i
     place.moves.push_back({.claim = std::move(claim), .image = std::move(image)});
 }
 
-/// One launch and one event for all that goes to the place's slab. Nobody captures from an image
-/// before its copy is enqueued.
+/// Enqueues all moves to the place's slab, as one launch with one event. Only then settles their
+/// claims, so that nobody captures from an image before its copy is enqueued.
 void Evacuator::enqueue(WriteState& job, int device, Place& place) {
     if (place.moves.empty()) return;
     CopyEngine& engine = job.engine(device);

@@ -16,7 +16,7 @@ std::optional<std::size_t> ExtentClaims::claim_last() {
     const std::scoped_lock lock(mutex_);
     while (!closed_ && end_ > 0) {
         Entry& entry = entries_[end_ - 1];
-        // The capture thread has come so far: all before is its.
+        // The capture thread has come this far and has taken all extents before.
         if (entry.state == State::captured && !entry.was_evacuated) return std::nullopt;
         --end_;
         if (entry.state != State::free) continue;
@@ -52,7 +52,7 @@ std::shared_ptr<DeviceImage> ExtentClaims::capture(std::size_t extent) {
 }
 
 void ExtentClaims::close() {
-    std::vector<std::shared_ptr<DeviceImage>> images;  // let go of without the lock: it takes time
+    std::vector<std::shared_ptr<DeviceImage>> images;  // destroyed without the lock: it takes time
     std::unique_lock lock(mutex_);
     closed_ = true;
     changed_.wait(lock, [&] { return evacuating_ == 0; });

@@ -10,13 +10,13 @@
 namespace datastates {
 namespace {
 
-// Some 20 ms of allocating memory.
+// Allocating this much takes some 20 ms.
 constexpr std::uint64_t kAllocationStep = std::uint64_t{256} << 20;
-// Extents' pieces that the processor fetches ahead of the one whose fingerprint it computes.
+// How many pieces ahead of the current one to prefetch for fingerprints.
 constexpr std::size_t kFetchAhead = 2;
 
-/// Which extents a gate can take: those whose sources are all lazy and on one device. The first
-/// ones are the capture thread's at once, and host memory is copied by a processor in any case.
+/// Which extents a gate can take: those whose sources are all lazy and on one device. Eager sources
+/// are captured at submit, and a processor copies host memory in any case.
 std::vector<bool> evacuable_extents(const WritePlan& plan, const Buffers& buffers, bool enabled) {
     std::vector<bool> evacuable(plan.extents().size(), false);
     for (std::size_t i = 0; enabled && i < evacuable.size(); ++i) {
@@ -96,8 +96,8 @@ bool WriteState::made() const {
     return made_;
 }
 
-/// In steps, so that a job that is stopped does not wait for all of it. What is not allocated must
-/// not be stored to: where the file system is full, that would be a signal.
+/// Allocates the file's memory, in steps, so that a stopped job need not wait for all of it. False
+/// if it is not all allocated; stores to the rest would raise SIGBUS on a full file system.
 bool WriteState::allocate_memory(const File& file) const {
     const std::uint64_t length = plan_->file_length();
     for (std::uint64_t at = 0; at < length && !stopped(); at += kAllocationStep) {
@@ -365,7 +365,7 @@ bool WriteState::gate(std::span<const std::pair<int, std::uint64_t>> streams,
             if (evacuated) copies.wait(handle, *evacuated);
         } catch (const Error&) {
             if (!stopped()) throw;
-            // The device has failed, and the job with it: nothing reads any more.
+            // The job has failed, so nothing reads its sources any more.
         }
     }
     return true;

@@ -12,10 +12,11 @@ namespace datastates {
 namespace {
 
 constexpr std::uint64_t kPage = 4096;
-// How long a device copy that has landed may wait to be seen.
+// How often to poll for device copies that have landed.
 constexpr std::chrono::microseconds kPoll{50};
 
-/// In a worker: the bytes of an extent's host sources. Where there are no others, it is captured.
+/// In a worker: copies an extent's host sources. Without device sources the extent is captured
+/// then.
 void copy(CapturedExtent& captured, unsigned worker) {
     if (!captured.events.empty()) {
         captured.copy_host(Pick::all);
@@ -27,7 +28,7 @@ void copy(CapturedExtent& captured, unsigned worker) {
     captured.job->extent_landed(captured.extent(), {});
 }
 
-/// In a worker: fingerprints first, as somebody may wait for the capture to be over.
+/// In a worker: fingerprints first, because the owner may wait for the end of the capture.
 void digest(CapturedExtent& captured, unsigned worker) {
     WriteState& job = *captured.job;
     const auto begin = Clock::now();
@@ -51,7 +52,7 @@ void Writer::hand_over(std::unique_ptr<CapturedExtent> extent) {
     job->extent_enqueued(extent->index, extent->host_later);
     Extents arrival;
     try {
-        arrival.emplace_back();  // all of the memory that it needs on its way
+        arrival.emplace_back();  // no later step allocates memory
     } catch (...) {
         job->fail(Error::current());
         if (extent->host_later) job->extent_copied();
@@ -92,7 +93,7 @@ void Writer::run(const std::stop_token& stop) {
             backend_->register_memory(memory, cache_.piece_bytes());
             registered = memory.size();
         }
-        // Landings first: they are what a gated training step waits for.
+        // Landings first, because the owner may wait for the end of the capture.
         while (land_next()) {
         }
         if (next_is_ready()) {
@@ -104,12 +105,13 @@ void Writer::run(const std::stop_token& stop) {
     }
 }
 
-/// Waits when there is nothing else to do. False when it is time to end.
+/// Takes what other threads have handed over. Waits for it when there is nothing else to do. False
+/// when the thread is to end.
 bool Writer::take_arrivals(const std::stop_token& stop) {
     std::unique_lock lock(mutex_);
     const auto arrived = [&] { return !arrivals_.empty() || !stored_.empty() || look_again_; };
     if (next_is_ready()) {
-        // Goes on at once.
+        // Go on at once.
     } else if (lands_unseen()) {
         arrived_.wait_for(lock, kPoll, arrived);
     } else if (backend_->in_flight() == 0) {
@@ -123,7 +125,7 @@ bool Writer::take_arrivals(const std::stop_token& stop) {
     return true;
 }
 
-/// Takes the oldest extent whose copies are through.
+/// Moves the oldest landing extent to the ready ones if its copies have finished; else false.
 bool Writer::land_next() {
     if (!lands_unseen()) return false;
     CapturedExtent& captured = *landing_.front();
@@ -133,7 +135,7 @@ bool Writer::land_next() {
         const auto passed = [](const auto& event) { return event->passed(); };
         if (!std::ranges::all_of(captured.events, passed)) return false;
         if (was_landing) {
-            // Copies of one stream follow one another: each begins where the one before ended.
+            // Copies of one stream run one after the other, so each begins where the last ended.
             captured.begin = std::max(captured.begin, landed_);
             const int device = std::max(job.device_of(captured.index), 0);
             captured.note_capture(kDeviceTracks + static_cast<std::uint32_t>(device));
@@ -202,7 +204,7 @@ void Writer::start_digest(CapturedExtent& captured) {
     }
 }
 
-/// By a worker, which is through with it.
+/// Called by a worker that has finished its work on the extent.
 void Writer::give_back(CapturedExtent& captured) {
     const std::scoped_lock lock(mutex_);
     captured.working = false;
@@ -211,8 +213,8 @@ void Writer::give_back(CapturedExtent& captured) {
     backend_->wake();
 }
 
-/// Adds the extent's checksums to its sources', in file order, and puts those that are complete
-/// into the extent.
+/// Adds the extent's checksums to those of its sources, in file order. Then writes the checksums
+/// that the plan's patches ask for into the extent.
 void Writer::patch(const CapturedExtent& captured) {
     const WriteState& job = *captured.job;
     captured.tell_checksums();
@@ -224,11 +226,11 @@ void Writer::patch(const CapturedExtent& captured) {
     }
 }
 
-/// Takes it, unless there is nothing to write.
+/// Starts the write and takes the extent, unless it has no whole page to write.
 void Writer::write(std::unique_ptr<CapturedExtent>& captured) {
     const WritePlan::Extent& extent = captured->extent();
     const std::span<std::byte> memory = captured->block.memory();
-    // Only the last extent can end off a page; its rest goes out with the tail.
+    // Only the last extent can end within a page. finish() writes its rest with the tail.
     const std::uint64_t whole = extent.length / kPage * kPage;
     if (whole < extent.length) {
         captured->job->keep_residual(memory.subspan(whole, extent.length - whole));
@@ -259,7 +261,7 @@ void Writer::write(std::unique_ptr<CapturedExtent>& captured) {
 }
 
 void Writer::start_store(const IoRequest& request) {
-    std::list<Stored> made(1);  // here, where its want of memory has somebody to be told
+    std::list<Stored> made(1);  // allocated here, where an error can be thrown
     workers_.submit(
         WorkerPool::Task([this, request, made = std::move(made)](unsigned worker) mutable {
             Stored& stored = made.front();
@@ -312,7 +314,7 @@ void Writer::complete(const IoCompletion& completion, const std::optional<Error>
 
 void Writer::retire(std::unique_ptr<CapturedExtent> extent) {
     const std::shared_ptr<WriteState> job = extent->job;
-    extent.reset();  // the block first: whoever waits for the job may want it
+    extent.reset();  // first, because a waiter for the job may want the block
     job->extent_retired();
 }
 

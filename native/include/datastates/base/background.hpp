@@ -2,14 +2,13 @@
 
 namespace datastates {
 
-/// Up to so many cores one is short whenever two of our threads work.
+/// On at most this many cores, two of our working threads leave too little for the training.
 constexpr unsigned kFewCores = 4;
 
-/// Says that the calling thread, one of ours, works beside the user's: where cores are few, it does
-/// not take the core from the thread that has just woken it, which is the one that trains. Where
-/// they are many, it does nothing: there is another core for it, unless all of them work for us,
-/// and then it would be woken too late. Not for the two threads that own
-/// the backends, as the storage waits for them.
+/// Marks the calling thread as a background thread, by SCHED_BATCH. On a machine of few cores it
+/// then does not preempt the training thread that wakes it. On more than kFewCores cores this does
+/// nothing: another core is free, or all of them work for us and the thread would run too late. The
+/// two threads that own the backends do not call it, because the storage waits for them.
 void work_in_background();
 
 }  // namespace datastates

@@ -2,9 +2,9 @@
 
 namespace datastates {
 
-/// A file descriptor that closes itself, and that a forked child does not keep: as long as the
-/// child lived, a deleted file would keep its space, and a ring its memory. It is closed in the
-/// child at the fork, as whoever uses it is left behind.
+/// Owns a file descriptor and closes it. A fork closes it in the child too, where no thread is left
+/// to use it; otherwise a deleted file would keep its space, and a ring its memory, as long as the
+/// child lives. Each object belongs to one thread at a time; different objects are independent.
 class FileDescriptor {
   public:
     FileDescriptor() = default;
@@ -18,14 +18,14 @@ class FileDescriptor {
     int get() const { return fd_; }
     bool valid() const { return fd_ >= 0; }
     void reset();
-    /// Leaves the closing to the caller.
+    /// Returns the descriptor without closing it; -1 if there is none.
     int release();
 
   private:
     struct Open;
 
     int fd_ = -1;
-    // All that are open, as a list.
+    // Links of the list of all open ones.
     FileDescriptor* next_ = nullptr;
     FileDescriptor* previous_ = nullptr;
 };

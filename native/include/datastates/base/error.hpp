@@ -8,17 +8,17 @@
 
 namespace datastates {
 
-/// What kind of thing went wrong; callers branch on this and never on the message.
+/// The kind of an error. Callers branch on this, never on the message.
 enum class ErrorCode : std::uint8_t { io, cuda, corrupt, torn, invalid, cancelled, closed };
 
 std::string_view to_string(ErrorCode code);
 
-/// The one exception of this library. Immutable, and shared by its copies: a job keeps the error
-/// that stopped it and throws it again to each of its waiters.
+/// The only exception type that this library defines. Immutable; copies share the details. A job
+/// keeps the error that stopped it and throws it again to every waiter.
 class Error : public std::exception {
   public:
-    /// `error_number` is an errno (0: none), `op` the operation that failed, `path` the file or "",
-    /// `record` the record that an integrity error is about (-1: none).
+    /// `error_number` is an errno (0: none), `op` the operation that failed, `path` the file or "".
+    /// `record` is the number of the damaged record (-1: none).
     Error(ErrorCode code, int error_number, std::string op, std::string path, std::string message,
           int record = -1);
 
@@ -27,7 +27,8 @@ class Error : public std::exception {
     static Error invalid(std::string message);
     static Error closed(std::string message);
     static Error cancelled();
-    /// The exception being handled, whatever its type; needs no memory where there is none.
+    /// Converts the exception being handled, whatever its type. Works without free memory: it then
+    /// returns a prepared ENOMEM error.
     static Error current() noexcept;
 
     const char* what() const noexcept override { return details_->message.c_str(); }

@@ -5,8 +5,8 @@
 #include <optional>
 #include <string_view>
 
-/// Named fault points beside the syscalls that they break, for tests of what a failing machine
-/// does. An unarmed point costs one relaxed atomic load.
+/// Named fault points in front of syscalls and driver calls. Tests arm them to simulate a failing
+/// machine. An unarmed point costs one relaxed atomic load.
 namespace datastates::fault {
 
 enum class Point : std::uint8_t {
@@ -27,7 +27,7 @@ enum class Point : std::uint8_t {
     capture,
 };
 
-/// What the caller of `hit` must do in place of its syscall. (Kill and delay happen inside `hit`.)
+/// What the caller of `hit` must do instead of its call. (Kill and delay happen inside `hit`.)
 struct Outcome {
     /// Not 0: report this errno and do not make the call.
     int error_number;
@@ -35,10 +35,11 @@ struct Outcome {
     bool shortened;
 };
 
-/// Arms `point`: "fail" with errno `value`, "short", "eintr" (one EINTR), "kill" (SIGKILL to this
-/// process) or "delay" (sleep `value` milliseconds). Takes effect from the `nth` hit on (1-based),
-/// `count` times (0: for ever). Arming a point again replaces what was there. Thread-safe.
-/// Throws Error "invalid" for an unknown point or action.
+/// Arms `point` with an action: "fail" with errno `value`, "short", "eintr" (fail with EINTR),
+/// "kill" (SIGKILL to this process) or "delay" (sleep `value` milliseconds). It takes effect from
+/// the `nth` hit on (1-based), `count` times; 0 means for ever, but once for "eintr". Arming a
+/// point again replaces its action. Thread-safe. Throws Error "invalid" for an unknown point or
+/// action, for `nth` 0, and for "fail" without an errno.
 void arm(std::string_view point, std::string_view action, long value, std::uint64_t nth,
          std::uint64_t count);
 
@@ -50,13 +51,13 @@ extern std::atomic<bool> armed;
 std::optional<Outcome> hit_armed(Point point);
 }  // namespace detail
 
-/// Passes a fault point. Thread-safe.
+/// Passes a fault point; empty when the caller is to go on as usual. Thread-safe.
 inline std::optional<Outcome> hit(Point point) {
     if (!detail::armed.load(std::memory_order_relaxed)) return std::nullopt;
     return detail::hit_armed(point);
 }
 
-/// Passes a point where only failures make sense: the errno to report, 0 to go on.
+/// Passes a fault point where only failures make sense. Returns the errno to report, 0 to go on.
 inline int hit_error(Point point) {
     const auto outcome = hit(point);
     return outcome ? outcome->error_number : 0;

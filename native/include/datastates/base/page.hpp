@@ -5,8 +5,8 @@
 
 namespace datastates {
 
-/// Bytes of a page of memory and of the page cache: 4096 on x86-64, up to 65536 elsewhere. What
-/// files and direct I/O are aligned to does not depend on it.
+/// Bytes of a page of memory and of the page cache: 4096 on x86-64, up to 65536 elsewhere. The
+/// alignment of extents and of direct I/O does not depend on it.
 std::size_t page_size();
 
 /// How many pages of `page` bytes a range that is not empty touches.

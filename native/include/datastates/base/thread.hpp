@@ -11,8 +11,9 @@
 
 namespace datastates {
 
-/// Blocks signals in this thread, and in those that it makes, for a scope: they are for the
-/// program's own threads. Not those that a thread's own instructions raise.
+/// Blocks signals in the calling thread for a scope. Threads that it starts meanwhile inherit this,
+/// so that the program's own threads get the signals. Signals that a thread's own instructions
+/// raise, as SIGSEGV, stay unblocked.
 class SignalsBlocked {
   public:
     SignalsBlocked();
@@ -26,8 +27,8 @@ class SignalsBlocked {
     sigset_t before_{};
 };
 
-/// A thread that takes no signals, with a name for debuggers and `top`: of at most 15 bytes.
-/// Throws std::system_error where the system refuses one.
+/// Starts a thread that takes no signals. `name`, of at most 15 bytes, is for debuggers and `top`.
+/// Throws std::system_error where the system refuses a thread.
 template <typename Body>
 std::jthread start_thread(std::string name, Body body) {
     const SignalsBlocked blocked;

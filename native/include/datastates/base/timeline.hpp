@@ -15,13 +15,13 @@ inline double seconds_since(Clock::time_point start) {
     return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-/// What a job's time goes to.
+/// The stages that a job's time is split into.
 enum class Stage : std::uint8_t {
-    submit,      // the caller inside submit_write
-    create,      // making the file, and room for it
+    submit,      // the caller's time in submit_write
+    create,      // creating the file and allocating its space
     capture,     // copying sources into the cache
-    cache_wait,  // for a free block
-    checksum,    // of device sources, by the workers
+    cache_wait,  // waiting for a free block
+    checksum,    // checksums of device sources, by workers
     write,       // one extent, from its turn in the backend to its completion
     tail,        // writing what follows the last extent
     sync,        // fsync
@@ -41,8 +41,8 @@ struct Span {
     std::uint64_t bytes;
 };
 
-/// What happened when during one job. Bounded: a job of more spans keeps the first ones and counts
-/// the others, and those for which there is no memory. Thread-safe.
+/// The spans of one job. It keeps the first `limit` spans and only counts the others, as well as
+/// spans for which there is no memory. Thread-safe.
 class Timeline {
   public:
     /// A few megabytes; a terabyte in extents of 8 MiB has 10^5 writes.
@@ -51,13 +51,13 @@ class Timeline {
     explicit Timeline(std::size_t limit = kLimit) : limit_(limit) {}
 
     void add(const Span& span) noexcept;
-    /// One that ends now.
+    /// Adds a span that ends now.
     void add(Stage stage, std::uint32_t track, Clock::time_point begin,
              std::uint64_t bytes) noexcept {
         add({.stage = stage, .track = track, .begin = begin, .end = Clock::now(), .bytes = bytes});
     }
 
-    /// In the order in which they were added.
+    /// The spans in the order in which they were added.
     std::vector<Span> spans() const;
     std::uint64_t dropped() const;
 
@@ -68,7 +68,7 @@ class Timeline {
     std::uint64_t dropped_ = 0;
 };
 
-/// Hands out track numbers, the lowest free one first. One thread's.
+/// Hands out track numbers, the lowest free one first. Belongs to one thread.
 class Tracks {
   public:
     std::uint32_t take();

@@ -11,11 +11,12 @@
 
 namespace datastates {
 
-/// Threads for work that any core can do: checksums, and copies in memory. They are made when there
-/// is more work than there are, so that an idle pool costs nothing. Thread-safe.
+/// Threads for work of the processor: checksums, copies in memory, creating files. The executor
+/// owns it. It starts a thread only when tasks find no idle one, so an unused pool costs nothing.
+/// Thread-safe.
 class WorkerPool {
   public:
-    /// Called with the number of the worker that runs it, from 0. It must not throw, and must not
+    /// A call to run once, with the number of its worker (from 0). It must not throw and must not
     /// wait for other tasks. Movable, not copyable.
     class Task {
       public:
@@ -42,7 +43,7 @@ class WorkerPool {
         std::unique_ptr<Callable> body_;
     };
 
-    /// One a core, up to 16: that many copy faster than memory allows on the machines measured.
+    /// One for each core, at most 16: that many saturate the memory on the machines measured.
     static unsigned default_size();
 
     explicit WorkerPool(unsigned size) : size_(size) { threads_.reserve(size); }
@@ -53,9 +54,10 @@ class WorkerPool {
     WorkerPool& operator=(WorkerPool&&) = delete;
 
     unsigned size() const { return size_; }
-    /// Tasks start in this order. Where the system gives us no thread at all, the task is run here.
+    /// Queues a task; tasks start in the order of submission. If the system refuses even the first
+    /// thread, the task runs in the calling thread.
     void submit(Task task);
-    /// Runs what was submitted, and ends the workers. REQUIRES: nothing is submitted after it.
+    /// Finishes all submitted tasks and joins the workers. REQUIRES: no submit() after it.
     void close();
 
   private:

@@ -14,15 +14,16 @@
 
 namespace datastates {
 
-/// An open file. It holds a buffered descriptor and, where the file system takes direct I/O, a
-/// second one with O_DIRECT; a transfer goes through the direct one when its place, length and
-/// memory are aligned for it. The page cache keeps the two coherent. A file that lives in memory
-/// (tmpfs) has nothing to gain from direct I/O, and never uses it.
+/// An open file, owned by its job. It holds a buffered descriptor and, where the file system takes
+/// direct I/O, a second one with O_DIRECT. A transfer uses the direct one when its offset, length
+/// and memory are aligned for it. The kernel keeps the two coherent. A file that lives in memory
+/// (tmpfs, ramfs) gains nothing from direct I/O and never uses it. Failing syscalls throw Error
+/// "io".
 class File {
   public:
-    /// Creates a file for writing; it must not exist.
+    /// Creates a file for writing. It must not exist.
     static File create(const std::string& path, bool want_direct);
-    /// Opens an existing file for reading; one that lives in memory, all of it, is mapped, if the
+    /// Opens an existing file for reading. Maps a file without holes that lives in memory, if the
     /// system can.
     static File open(const std::string& path, bool want_direct);
 
@@ -34,45 +35,46 @@ class File {
 
     const std::string& path() const { return path_; }
 
-    /// Whether a file is memory and nothing else, as on tmpfs. Throws Error "io".
+    /// Whether a file lives in memory, as on tmpfs.
     static bool in_memory(const std::string& path);
-    /// Whether this one is.
+    /// Whether this file lives in memory.
     bool memory_backed() const { return memory_backed_; }
-    /// Whether the range can be had without the storage device, as far as the kernel tells. It only
-    /// chooses between two ways to read, both right. Thread-safe.
+    /// Whether the range can be read without the storage device, as far as the kernel tells.
+    /// Callers use it only to choose the faster of two correct ways to read. Thread-safe.
     bool cached(std::uint64_t offset, std::uint64_t length) const;
-    /// Lets the kernel read the range into the page cache, if it cares to. Thread-safe.
+    /// Advises the kernel to read the range into the page cache. Thread-safe.
     void will_need(std::uint64_t offset, std::uint64_t length) const;
     /// Whether direct I/O is in use. Thread-safe.
     bool direct() const { return direct_.load(std::memory_order_relaxed); }
-    /// What direct I/O asks of a memory address, and of an offset and a length.
+    /// The alignment that direct I/O needs: of memory addresses, and of offsets and lengths.
     std::size_t memory_alignment() const { return memory_alignment_; }
     std::size_t offset_alignment() const { return offset_alignment_; }
-    /// Goes on buffered, for good: the file system took O_DIRECT and then refused a transfer.
+    /// Stops using direct I/O, after the file system has refused a transfer. Thread-safe.
     void drop_direct() { direct_.store(false, std::memory_order_relaxed); }
-    /// Whether this transfer can go past the page cache. Thread-safe.
+    /// Whether direct I/O is in use and the transfer is aligned for it. Thread-safe.
     bool fits_direct(const void* memory, std::size_t length, std::uint64_t offset) const;
     int direct_fd() const { return direct_fd_.get(); }
     int buffered_fd() const { return buffered_.get(); }
 
     std::uint64_t size() const;
-    /// Reserves space; false where the file system cannot, an error where it is full. Thread-safe.
+    /// Allocates space. False where the file system does not support it; throws where it is full.
+    /// Thread-safe.
     bool allocate(std::uint64_t offset, std::uint64_t length) const;
-    /// Lets a memory-backed file of `length` bytes, all of them allocated, be stored into, if the
-    /// system can. Once, before other threads have to do with the file.
+    /// Maps the first `length` bytes of a memory-backed file for stores, if the system can.
+    /// REQUIRES: they are allocated, and no other thread uses the file yet.
     void map(std::uint64_t length);
-    /// What may be stored to, or loaded from where the file was opened: all that was mapped, or
-    /// nothing. Until truncate or close.
+    /// The mapped bytes: for stores after map(), for loads after open(). Empty where nothing is
+    /// mapped. Valid until truncate or close.
     std::span<std::byte> memory() const {
         return memory_ ? memory_->bytes() : std::span<std::byte>();
     }
-    /// Takes a range that threads are through with out of the page tables, if it is mapped, which
-    /// the end would otherwise have to do in one thread. Thread-safe.
+    /// Takes a mapped range that is no longer used out of the page tables. Otherwise one thread
+    /// would do this for the whole file at the end. Thread-safe.
     void let_go(std::uint64_t offset, std::uint64_t length) const;
     void truncate(std::uint64_t length);
     /// fsync.
     void sync() const;
-    /// Writes everything, past short writes and interrupts. Blocking.
+    /// Writes all of `data`; continues after short writes and interrupts. Blocks.
     void write_all(std::span<const std::byte> data, std::uint64_t offset);
     void close();
 

@@ -8,15 +8,15 @@ namespace datastates {
 
 class File;
 
-/// The pages of a file that lives in memory, to be stored into or loaded from: a mapping of all of
-/// them. What it is used for is not counted as use of the pages: the kernel's lists of them would
-/// be what threads wait for.
+/// A mapping of a file that lives in memory, for stores or loads. Owned by its File. The mapping is
+/// advised as sequential, so that the kernel does not mark its pages as used: threads would wait
+/// for each other at the kernel's page lists.
 class FileMemory {
   public:
     enum class Access : std::uint8_t { load, store };
 
-    /// Maps the first `length` bytes; empty where the system cannot. REQUIRES: they are allocated,
-    /// and stay so: to touch what is not there is a signal.
+    /// Maps the first `length` bytes; stays empty where the system cannot. REQUIRES: they are
+    /// allocated and stay allocated, as touching a missing page may raise SIGBUS.
     FileMemory(const File& file, std::size_t length, Access access);
     ~FileMemory();
     FileMemory(const FileMemory&) = delete;
@@ -25,8 +25,8 @@ class FileMemory {
     FileMemory& operator=(FileMemory&&) = delete;
 
     std::span<std::byte> bytes() const { return bytes_; }
-    /// Takes the pages of a part out of the page tables. The file keeps its bytes, and others may
-    /// still use them. Thread-safe.
+    /// Takes the pages of a part out of the page tables. The file keeps its bytes, and the part can
+    /// still be used. Thread-safe.
     static void let_go(std::span<std::byte> part);
 
   private:

@@ -17,29 +17,29 @@ namespace datastates {
 
 enum class IoKind : std::uint8_t { read, write };
 
-/// One transfer between memory and a file. Both must outlive its completion.
+/// One transfer between memory and a file. The buffer and the file must outlive its completion.
 struct IoRequest {
     IoKind kind;
     File* file;
     std::byte* buffer;
     std::size_t length;
-    /// A read that meets the end of the file is whole with this many bytes (`length` for a write).
+    /// A read that reaches the end of the file needs at least this many bytes (write: `length`).
     std::size_t required;
     std::uint64_t offset;
-    /// Handed back with the completion.
+    /// Returned with the completion.
     std::uint64_t token;
-    /// Through the page cache, also where direct I/O could do it.
+    /// Use the page cache even where direct I/O is possible.
     bool through_cache = false;
 };
 
 struct IoCompletion {
     std::uint64_t token = 0;
-    /// 0, or why the transfer stopped.
+    /// The errno that ended the transfer, or 0.
     int error_number = 0;
     /// The file ended before `required` bytes.
     bool end_of_file = false;
     std::size_t transferred = 0;
-    /// Which slot of a ring, or which thread, did it, and from when until when.
+    /// The ring slot or thread that did the transfer, and when.
     std::uint32_t slot = 0;
     Clock::time_point begin{};
     Clock::time_point end{};
@@ -51,15 +51,16 @@ struct IoCompletion {
     }
 };
 
-/// The exception for a completion that is not ok.
+/// The exception for a completion that is not ok: "corrupt" for an early end of file, else "io".
 Error io_error(const IoCompletion& completion, const IoRequest& request);
 
-/// Moves buffers to and from files, many at a time. Short transfers and interrupts are continued
-/// inside at the right offset, and transfers that direct I/O cannot do go through the page cache,
-/// until a request is whole or has failed.
+/// Moves buffers to and from files, many at a time. It continues short transfers and interrupted
+/// ones, and uses the page cache where direct I/O is not possible, until a request is complete or
+/// has failed.
 ///
-/// submit, reap and in_flight belong to one thread for the object's whole life; wake is for the
-/// others. The destructor waits for what is in flight: no buffer is touched after it.
+/// register_memory, submit, reap and in_flight belong to one thread for the object's whole life:
+/// the writer's or the reader's. Any thread may call wake. The destructor drops requests that have
+/// not begun and waits for the others: no buffer is touched after it.
 class IoBackend {
   public:
     IoBackend() = default;
@@ -71,31 +72,35 @@ class IoBackend {
 
     virtual std::string_view name() const = 0;
 
-    /// Tells the kernel about memory that most requests will use, each within a piece of it. Best
-    /// effort; called by the submitting thread, again when the memory has grown at its end.
+    /// Registers memory with the kernel, in pieces of `piece_bytes`. Most requests lie within one
+    /// piece. Best effort. Call it again when the memory has grown at its end.
     virtual void register_memory(std::span<std::byte> memory, std::size_t piece_bytes) = 0;
 
-    /// Never blocks on I/O: what exceeds the queue depth waits inside. Where it throws, nothing has
-    /// been submitted.
+    /// Queues a request; requests beyond the queue depth wait inside. Does not wait for I/O, unless
+    /// the kernel refuses the transfer and it is done here. If this throws, it has submitted
+    /// nothing.
     virtual void submit(const IoRequest& request) = 0;
 
-    /// The completions there are. With `wait` and none there yet, blocks until there is one, or
-    /// `wake` was called, or nothing is in flight.
+    /// Returns the completions since the last call. With `wait` and no completion yet, blocks until
+    /// there is one, `wake` is called, or nothing is in flight.
     virtual std::vector<IoCompletion> reap(bool wait) = 0;
 
-    /// Requests submitted and not reaped.
+    /// How many requests were submitted and not yet reaped.
     virtual std::size_t in_flight() const = 0;
 
-    /// Ends a waiting reap, or the next one. Thread-safe.
+    /// Ends a reap that is waiting, or else the next one that would wait. Thread-safe.
     virtual void wake() = 0;
 };
 
-/// `which` is "io_uring", "pwrite" or "auto": io_uring where the kernel and the container's seccomp
-/// profile allow it. `queue_depth` transfers run at a time; `threads` are the pwrite backend's.
+/// Makes a backend. `which` is "io_uring", "pwrite" or "auto": io_uring where the kernel and the
+/// container's seccomp profile allow it, else pwrite. io_uring runs `queue_depth` transfers at a
+/// time, pwrite runs `threads`. Throws Error "invalid" for unusable arguments, and Error "io" where
+/// "io_uring" is not available.
 std::unique_ptr<IoBackend> make_backend(std::string_view which, unsigned queue_depth,
                                         unsigned threads);
 
-/// One request under way: what both backends share.
+/// The progress of one request. Both backends use it; it belongs to the thread that does the
+/// transfer.
 class Transfer {
   public:
     enum class Next : std::uint8_t { again, finished };
@@ -109,10 +114,10 @@ class Transfer {
 
     explicit Transfer(const IoRequest& request) : request_(request) {}
 
-    /// The next syscall to make, after passing the read or write fault point. When the point says
-    /// to fail, `*injected` is that errno, else 0.
+    /// Passes the read or write fault point and returns the next syscall to make. `*injected` is
+    /// the errno to use instead of making it, or 0.
     Step next(int* injected);
-    /// Takes a syscall's result: a byte count or -errno.
+    /// Processes a syscall's result: a byte count or -errno.
     Next advance(ssize_t result, const Step& step);
     const IoCompletion& completion() const { return completion_; }
     const IoRequest& request() const { return request_; }
@@ -122,10 +127,10 @@ class Transfer {
     IoCompletion completion_{.token = request_.token, .begin = Clock::now()};
 };
 
-/// Does one request in the calling thread: through the file's mapping, where it has one that
-/// reaches so far, else with pread or pwrite. Many threads store into one file at once, where
-/// `pwrite` lets in one at a time; and `pread` marks each page as used, which threads wait for each
-/// other with.
+/// Does one request in the calling thread. It copies to or from the file's mapping where that
+/// covers the range, else it calls pread or pwrite. The mapping is faster with many threads: pwrite
+/// lets only one at a time into a file, and threads in pread wait for each other to mark pages as
+/// used. Thread-safe.
 IoCompletion transfer(const IoRequest& request);
 
 }  // namespace datastates

@@ -10,7 +10,7 @@
 
 namespace datastates {
 
-/// pread and pwrite in a pool of threads: works on every kernel and in every container.
+/// Calls pread and pwrite in its own threads. Works on every kernel and in every container.
 class PwriteBackend final : public IoBackend {
   public:
     explicit PwriteBackend(unsigned threads);
@@ -32,7 +32,7 @@ class PwriteBackend final : public IoBackend {
     std::deque<IoRequest> requests_;
     std::vector<IoCompletion> completions_;
     bool woken_ = false;
-    std::size_t in_flight_ = 0;  // the submitting thread's alone
+    std::size_t in_flight_ = 0;  // only for the submitting thread
     std::vector<std::jthread> threads_;
 };
 

@@ -9,12 +9,12 @@
 
 namespace datastates {
 
-/// io_uring through liburing. Transfers that the kernel refuses to take are done in the submitting
-/// thread.
+/// io_uring through liburing. The submitting thread itself does the transfers that the kernel
+/// refuses to take.
 class UringBackend final : public IoBackend {
   public:
-    /// Throws Error "io" (op "io_uring_setup", "io_uring_probe" or "io_uring_enter") when the
-    /// kernel has no io_uring for us, or one that lacks an operation that we need.
+    /// Throws Error "io" (op "io_uring_setup", "io_uring_probe", "io_uring_enter" or "eventfd")
+    /// when the kernel refuses io_uring, or its io_uring lacks an operation that we need.
     explicit UringBackend(unsigned queue_depth);
     ~UringBackend() override;
 
@@ -54,17 +54,17 @@ class UringBackend final : public IoBackend {
     FileDescriptor wake_event_;
     std::vector<Slot> slots_;
     std::vector<std::size_t> free_slots_;
-    std::deque<IoRequest> waiting_;  // submitted beyond the queue depth
+    std::deque<IoRequest> waiting_;  // beyond the queue depth
     std::vector<IoCompletion> completions_;
     std::span<std::byte> registered_;
-    std::size_t piece_bytes_ = 0;  // 0: nothing asked for yet
+    std::size_t piece_bytes_ = 0;  // 0: register_memory was not called yet
     bool refused_ = false;
     std::size_t in_flight_ = 0;
     bool woken_ = false;
-    std::vector<std::uint64_t> queued_;  // the ring's entries that the kernel has not taken
-    std::size_t taken_ = 0;              // transfers that the kernel has
-    bool listening_ = false;             // for wake(), as far as we are concerned
-    Ring ring_;                          // last: exits first
+    std::vector<std::uint64_t> queued_;  // entries that the kernel has not taken yet
+    std::size_t taken_ = 0;              // transfers that the kernel is doing
+    bool listening_ = false;             // the poll on wake_event_ is queued or active
+    Ring ring_;                          // last: destroyed first
 };
 
 }  // namespace datastates

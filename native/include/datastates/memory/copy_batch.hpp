@@ -9,8 +9,9 @@
 
 namespace datastates {
 
-/// Copies of one extent's pieces to the host, enqueued on one stream: small ones together by the
-/// gather kernel, larger ones each by the driver. Belongs to one thread.
+/// Enqueues the copies of one extent's pieces to the host on one stream. The gather kernel does the
+/// small ones together; the driver does each larger one. Belongs to one thread. Throws Error
+/// "cuda".
 class CopyBatch {
   public:
     CopyBatch(CopyEngine& engine, cuda::StreamHandle stream) : engine_(&engine), stream_(stream) {}
@@ -18,9 +19,9 @@ class CopyBatch {
     CopyEngine& engine() const { return *engine_; }
     cuda::StreamHandle stream() const { return stream_; }
 
-    /// `page_locked` says whether the kernel may be used for it.
+    /// `page_locked`: `to` is page-locked, so the kernel can store to it.
     void to_host(std::byte* to, cuda::DevicePointer from, std::uint64_t nbytes, bool page_locked);
-    /// Enqueues what the kernel is to do. Everything is on the stream when it returns.
+    /// Launches the kernel for the small copies. When it returns, all copies are on the stream.
     void flush();
 
   private:

@@ -15,10 +15,11 @@
 
 namespace datastates {
 
-/// A point in a stream's work. Thread-safe.
+/// A point in a stream's work. Shared by everybody who waits for it. Thread-safe.
 class Event {
   public:
-    /// Recorded on `stream` now. `keep` lives as long: what the work before the event uses.
+    /// Records the event on `stream`. It keeps `keep` alive, which the work before it uses. Throws
+    /// Error "cuda", also for a stream that is being captured.
     Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle stream,
           std::shared_ptr<const void> keep = nullptr);
     ~Event();
@@ -27,12 +28,12 @@ class Event {
     Event(Event&&) = delete;
     Event& operator=(Event&&) = delete;
 
-    /// Whether the stream has come past it. Throws Error "cuda" when the device failed on the way.
+    /// Whether the stream has passed it. Throws Error "cuda" when the device has failed.
     bool passed() const;
-    /// Blocks until it has; a failed device counts as passed, since nothing runs on it any more.
-    /// False where the driver let nobody wait for it (cuda::quietly).
+    /// Blocks until the stream has passed it. A failed device counts as passed: nothing runs on it
+    /// any more. False where the driver refuses the wait for too long (cuda::quietly).
     bool synchronize() const;
-    /// Lets later work on `stream`, of any device, wait for it.
+    /// Makes later work on `stream`, of any device, wait for it. REQUIRES: a current context.
     void order_before(cuda::StreamHandle stream) const;
 
   private:
@@ -43,8 +44,9 @@ class Event {
 
 class CopyEngine;
 
-/// Page-locked memory that a kernel is told by, or answers in; returns to its engine, which lends
-/// it again when the kernel is through.
+/// Page-locked memory for the arguments and results of one kernel launch. The destructor returns it
+/// to its engine, which lends it again when the kernel has finished. Belongs to one thread at a
+/// time.
 class KernelMemory {
   public:
     KernelMemory(std::shared_ptr<CopyEngine> engine, std::byte* memory, std::size_t bytes);
@@ -63,10 +65,10 @@ class KernelMemory {
     std::shared_ptr<CopyEngine> engine_;
     std::byte* memory_;
     std::size_t bytes_;
-    std::shared_ptr<Event> used_;  // behind the kernel
+    std::shared_ptr<Event> used_;  // recorded behind the kernel
 };
 
-/// Fingerprints that a kernel is computing, or has computed.
+/// The results of a fingerprint kernel, which may still be running.
 class DeviceFingerprints {
   public:
     DeviceFingerprints(KernelMemory memory, std::size_t count)
@@ -80,10 +82,12 @@ class DeviceFingerprints {
     std::size_t count_;
 };
 
-/// What moves bytes between one device and the host: streams of our own, that share nothing with
-/// the training's streams but the events between them. Thread-safe.
+/// Moves bytes between one device and the host. It owns three streams and the kernels; events order
+/// these streams with the training's. Eager copies and fingerprints run on the training's own
+/// streams. CopyEngines, jobs, device shares and kernel memory share ownership. Thread-safe.
 class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
   public:
+    /// Throws Error "cuda".
     explicit CopyEngine(int ordinal);
     ~CopyEngine();
     CopyEngine(const CopyEngine&) = delete;
@@ -91,43 +95,45 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
     CopyEngine(CopyEngine&&) = delete;
     CopyEngine& operator=(CopyEngine&&) = delete;
 
-    /// For lazy sources, to the host.
+    /// For copies of lazy sources to the host.
     cuda::StreamHandle capture_stream() const { return capture_stream_; }
-    /// For destinations, from the host.
+    /// For copies from the host to destinations.
     cuda::StreamHandle restore_stream() const { return restore_stream_; }
-    /// For lazy sources, to spare memory of the device.
+    /// For copies of lazy sources to spare device memory.
     cuda::StreamHandle evacuation_stream() const { return evacuation_stream_; }
     int ordinal() const { return ordinal_; }
     cuda::ContextHandle context() const { return context_->handle(); }
     const std::shared_ptr<cuda::PrimaryContext>& primary_context() const { return context_; }
 
-    /// Compiles the kernels, which the first snapshot would do otherwise.
+    /// Compiles the kernels. Otherwise the first snapshot that uses them does.
     void prepare();
     std::shared_ptr<Event> record(cuda::StreamHandle stream,
                                   std::shared_ptr<const void> keep = nullptr) const;
-    /// Lets later work on `stream` wait for the event. Of a stream that is being captured the
-    /// caller waits: a graph cannot, and what goes into one is done later.
+    /// Makes later work on `stream` wait for the event. If the stream is being captured, the
+    /// calling thread waits instead: the captured work runs later, and a graph cannot wait for the
+    /// event.
     void wait(cuda::StreamHandle stream, const Event& event) const;
     /// Throws Error "cuda" for a stream that is being captured.
     void require_not_capturing(cuda::StreamHandle stream) const;
-    /// See cuda::is_mapped.
+    /// cuda::is_mapped, with this device's context.
     bool has_memory(cuda::DevicePointer pointer, std::uint64_t bytes, std::uint64_t& known) const;
-    /// Asynchronous copies; the host side should be page-locked.
+    /// Enqueue asynchronous copies. The host memory should be page-locked.
     void to_host(std::byte* host, cuda::DevicePointer device, std::size_t bytes,
                  cuda::StreamHandle stream) const;
     void to_device(cuda::DevicePointer device, const std::byte* host, std::size_t bytes,
                    cuda::StreamHandle stream) const;
-    /// Blocks until the stream is idle, or its device has failed. False as of Event::synchronize.
+    /// Blocks until the stream is idle or its device has failed. False as in Event::synchronize.
     bool drain(cuda::StreamHandle stream) const;
-    /// Whether kernels reach page-locked host memory at the host's addresses.
+    /// Whether kernels can use page-locked host memory at the host's addresses.
     bool reaches_host() const { return reaches_host_; }
-    /// Whether device memory is freed in the order of a stream, without waiting for the device.
+    /// Whether device memory can be freed in stream order, without waiting for the device.
     bool frees_in_order() const { return frees_in_order_; }
-    /// One kernel launch of at most `max_blocks` for all copies: from the device, to it or to
-    /// page-locked host memory (if `reaches_host`). Returns the event behind it.
+    /// Enqueues all copies as one kernel launch of at most `max_blocks` blocks. They go from device
+    /// memory to device memory or, if reaches_host(), to page-locked host memory. Returns the event
+    /// behind the kernel.
     std::shared_ptr<Event> gather(std::span<const gather::Range> ranges, cuda::StreamHandle stream,
                                   unsigned max_blocks);
-    /// One kernel launch for all ranges.
+    /// Enqueues one kernel launch that fingerprints all ranges.
     DeviceFingerprints fingerprint(std::span<const fingerprint::DeviceRange> ranges,
                                    cuda::StreamHandle stream);
 
@@ -136,7 +142,7 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
     struct Spare {
         std::byte* memory;
         std::size_t bytes;
-        std::shared_ptr<Event> used;  // behind the last kernel that was given it
+        std::shared_ptr<Event> used;  // recorded behind the last kernel that used it
     };
     struct Kernels {
         explicit Kernels(const std::shared_ptr<cuda::PrimaryContext>& context);
@@ -161,17 +167,17 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
     cuda::StreamHandle evacuation_stream_ = nullptr;
     std::mutex mutex_;
     std::unique_ptr<const Kernels> kernels_;
-    // Kept for the next snapshot: freeing page-locked memory waits for the whole device.
+    // Kept until the end: freeing page-locked memory waits for the whole device.
     std::vector<Spare> spares_;
 };
 
-/// The engines of the devices met so far; the first one lets the host cache be page-locked.
-/// Thread-safe.
+/// The engines of the devices used so far, owned by the executor. The first engine makes the host
+/// cache page-lock its memory. Thread-safe.
 class CopyEngines {
   public:
     explicit CopyEngines(HostCache& cache) : cache_(cache) {}
 
-    /// Throws Error "cuda" when there is no such device.
+    /// The device's engine, made at the first call. Throws Error "cuda" if there is no such device.
     std::shared_ptr<CopyEngine> at(int device);
 
   private:

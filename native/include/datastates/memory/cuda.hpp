@@ -8,8 +8,8 @@
 
 #include "datastates/base/error.hpp"
 
-/// The CUDA driver, found at run time: the few functions that we use, by our own prototypes, so
-/// that one build runs with and without a GPU and needs no toolkit.
+/// The few functions of the CUDA driver that we use. They are declared here and loaded at run time,
+/// so that one build runs with and without a GPU and needs no toolkit.
 namespace datastates::cuda {
 
 using Result = int;
@@ -34,7 +34,7 @@ constexpr unsigned kHostPortable = 1;
 constexpr unsigned kHostDeviceMap = 2;
 constexpr int kCaptureModeRelaxed = 2;
 constexpr int kCapturingNothing = 0;
-// While somebody captures a graph: what is refused for as long as that lasts.
+// Returned for calls that the driver refuses while a graph is being captured.
 constexpr Result kCaptureUnsupported = 900;
 constexpr Result kCaptureImplicit = 906;
 // Pointer attributes.
@@ -83,25 +83,27 @@ struct Driver {
                             unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
                             unsigned shared_bytes, StreamHandle stream, void** parameters,
                             void** extra);
-    // These may be missing: since CUDA 10.0, 10.1, and 11.2.
+    // These may be null: they exist since CUDA 10.0, 10.1 and 11.2.
     Result (*stream_is_capturing)(StreamHandle stream, int* status);
     Result (*exchange_capture_mode)(int* mode);
     Result (*memory_free_async)(DevicePointer pointer, StreamHandle stream);
 };
 
-/// Whether a driver with all our functions was found and started. Thread-safe, as all here.
+/// Whether a driver with all required functions was found and initialized. Thread-safe, as all
+/// functions here.
 bool available();
 
-/// How many devices the driver shows; 0 without a driver.
+/// The number of devices that the driver shows; 0 without a driver.
 int device_count();
 
-/// The functions. REQUIRES: available().
+/// The driver's functions. REQUIRES: available().
 const Driver& driver();
 
-/// Throws Error "cuda" naming `op` and the driver's name for the error.
+/// Throws Error "cuda" unless the result is success. The message has `op` and the driver's name for
+/// the error.
 void check(Result result, const char* op);
 
-/// A device's primary context, retained: the one that every framework uses.
+/// Retains a device's primary context, which every framework uses. Shared by all who need it.
 class PrimaryContext {
   public:
     explicit PrimaryContext(int ordinal);
@@ -119,9 +121,9 @@ class PrimaryContext {
     ContextHandle context_ = nullptr;
 };
 
-/// Makes a context current in this thread for a scope. Meanwhile this thread's calls also leave
-/// alone a CUDA graph that some other thread is capturing; without that, a mere query of ours would
-/// invalidate it.
+/// Makes a context current in the calling thread for a scope. It also sets the thread's capture
+/// mode to relaxed. Otherwise even a query from here would invalidate a CUDA graph that another
+/// thread is capturing.
 class CurrentContext {
   public:
     explicit CurrentContext(ContextHandle context);
@@ -132,48 +134,51 @@ class CurrentContext {
     CurrentContext& operator=(CurrentContext&&) = delete;
 
   private:
-    int capture_mode_;  // the thread's own
+    int capture_mode_;  // the thread's mode before
 };
 
-/// Whether work on a stream goes into a graph instead of being done. REQUIRES: a current context.
+/// Whether the stream is being captured: work on it goes into a graph and does not run now.
+/// REQUIRES: a current context.
 bool is_capturing(StreamHandle stream);
 
-/// Throws Error "cuda" if so: what is enqueued for a snapshot or a restore must be done now.
+/// Throws Error "cuda" if the stream is being captured: work of a snapshot or restore must run now.
+/// REQUIRES: a current context.
 void require_not_capturing(StreamHandle stream);
 
-/// Whether the memory is there, as far as the driver knows: a copy or a kernel of ours that reads
-/// what is not could end the context of the training, too. `known` is for the next question, at
-/// first kNowhere. REQUIRES: a current context.
+/// Whether the driver knows the whole range as mapped memory. A copy or kernel that reads unmapped
+/// memory could end the context, and the training with it. `known` remembers the last place found
+/// mapped, so that the next call asks less; pass kNowhere at first. REQUIRES: a current context.
 bool is_mapped(DevicePointer pointer, std::uint64_t bytes, std::uint64_t& known);
 constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
 
-/// Sets how this thread's calls meet graphs that are being captured; returns what was set.
+/// Sets the calling thread's stream capture mode and returns the mode before.
 int exchange_capture_mode(int mode);
 
-/// Whether a call was refused for as long as a graph is being captured.
+/// Whether the driver refused a call because a graph is being captured.
 bool is_refused_for_now(Result result);
 
-/// Bears with a call that is refused because a graph is being captured, for as long as captures
-/// last: one that lasts longer was never ended.
+/// Retries a call that is refused because a graph is being captured, until a time limit. A capture
+/// that lasts longer was probably never ended.
 class Patience {
   public:
     explicit Patience(std::chrono::milliseconds limit = std::chrono::minutes(5))
         : end_(std::chrono::steady_clock::now() + limit) {}
-    /// Whether a call with that result is to be made again; returns after a moment then.
+    /// Whether to make a call with this result again. Sleeps for a millisecond before it returns
+    /// true.
     bool again(Result result) const;
 
   private:
     const std::chrono::steady_clock::time_point end_;
 };
 
-/// What a call was refused for to the end of all patience.
+/// The error for a call that was refused until the limit of Patience.
 Error capture_lasts();
 
-/// For destructors: makes a call with its context current, again while it is refused because a
-/// graph is being captured, and passes over any other failure. It fails there only when the process
-/// is ending and the driver or the context has gone, or when the device has failed, on which
-/// nothing runs any more; its user has been told already. As CurrentContext it leaves graphs alone.
-/// False where it was refused to the end: it has not been made.
+/// Makes a call, with `context` current and in relaxed capture mode. For destructors and waits that
+/// must not throw. It retries while a graph is being captured and ignores any other failure: such a
+/// failure means that the process is ending and the driver or context is gone, or that the device
+/// has failed, which its user has been told already. False where the call was refused until the
+/// limit of Patience; it has then not been made.
 template <typename Call>
 bool quietly(ContextHandle context, Call call) {
     const Patience patience;
@@ -189,10 +194,10 @@ bool quietly(ContextHandle context, Call call) {
     return !is_refused_for_now(result);
 }
 
-/// A kernel, compiled for the device of the context that is current at the construction.
+/// A kernel, compiled for the context that is current at construction. Owned by a CopyEngine.
 class Kernel {
   public:
-    /// Throws Error "cuda" where the driver takes no such code.
+    /// Throws Error "cuda" where the driver refuses the code.
     Kernel(std::shared_ptr<PrimaryContext> context, const char* ptx, const char* name);
     ~Kernel();
     Kernel(const Kernel&) = delete;
@@ -208,10 +213,11 @@ class Kernel {
     FunctionHandle function_ = nullptr;
 };
 
-/// Host memory, page-locked for every device, and within reach of its kernels.
+/// Page-locks host memory for every device, so that copies and kernels can use it. Owned by a piece
+/// of the host cache, which keeps the memory.
 class PageLock {
   public:
-    /// Throws Error "cuda" with the size in the message.
+    /// Throws Error "cuda"; the message has the size.
     PageLock(std::shared_ptr<PrimaryContext> context, std::span<std::byte> memory);
     ~PageLock();
     PageLock(const PageLock&) = delete;

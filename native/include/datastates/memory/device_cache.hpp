@@ -11,16 +11,17 @@
 
 namespace datastates {
 
-/// How much more of a device's memory may be taken: `limit` in all, of which `used` is taken, and
-/// out of what is `free` all but 1 GiB or a twentieth of the device, whichever is more: the
-/// training may be about to ask for it.
+/// How many more bytes of a device's memory may be taken. The cache may take `limit` in all and has
+/// taken `used`. Of the `free` bytes it leaves 1 GiB or a twentieth of the device (`total`),
+/// whichever is more, to the training.
 std::uint64_t device_room(std::uint64_t limit, std::uint64_t used, std::uint64_t free,
                           std::uint64_t total);
 
 class DeviceShare;
 
-/// Spare device memory for several images: allocating takes far longer than filling it. Given back
-/// when the last of them goes. One thread at a time takes from it.
+/// One allocation of spare device memory for several images, as allocating takes far longer than
+/// filling it. Its images share ownership; the last one frees it. Only one thread at a time may
+/// call take().
 class DeviceSlab {
   public:
     explicit DeviceSlab(std::shared_ptr<DeviceShare> share) : share_(std::move(share)) {}
@@ -30,15 +31,15 @@ class DeviceSlab {
     DeviceSlab(DeviceSlab&&) = delete;
     DeviceSlab& operator=(DeviceSlab&&) = delete;
 
-    /// Takes over memory that its share has allocated; none before.
+    /// Takes over memory that its share has allocated. Called once, by the share.
     void hold(cuda::DevicePointer pointer, std::uint64_t bytes) noexcept {
         pointer_ = pointer;
         bytes_ = bytes;
     }
     std::uint64_t bytes() const { return bytes_; }
-    /// What it takes of a slab: whole pages.
+    /// The bytes that take(bytes) uses up: whole pages.
     static std::uint64_t rounded(std::uint64_t bytes);
-    /// Aligned to pages; empty when there is no room for it.
+    /// A part of the slab, aligned to pages; empty when there is no room for it.
     std::optional<cuda::DevicePointer> take(std::uint64_t bytes);
 
   private:
@@ -48,8 +49,9 @@ class DeviceSlab {
     std::uint64_t taken_ = 0;
 };
 
-/// A part of a slab that holds an extent's device bytes, at their places in the extent. When it
-/// goes, it waits until nothing is being copied into it; what copies out of it keeps it.
+/// A part of a slab that holds an extent's device bytes, at their offsets in the extent. The
+/// destructor waits until the copies into it have finished. The events of copies out of it keep it
+/// alive.
 class DeviceImage {
   public:
     DeviceImage(std::shared_ptr<DeviceSlab> slab, cuda::DevicePointer pointer)
@@ -61,7 +63,7 @@ class DeviceImage {
     DeviceImage& operator=(DeviceImage&&) = delete;
 
     cuda::DevicePointer pointer() const { return pointer_; }
-    /// Behind the copies into it. Set before anybody else sees the image.
+    /// `event` is behind the copies into the image. Set before any other thread sees the image.
     void set_ready(std::shared_ptr<Event> event) { ready_ = std::move(event); }
     const std::shared_ptr<Event>& ready() const { return ready_; }
 
@@ -71,21 +73,23 @@ class DeviceImage {
     std::shared_ptr<Event> ready_;
 };
 
-/// What of one device's memory slabs may take, and have taken. Thread-safe.
+/// The memory of one device that slabs may take and have taken. Its slabs share ownership.
+/// Thread-safe.
 class DeviceShare : public std::enable_shared_from_this<DeviceShare> {
   public:
     DeviceShare(std::shared_ptr<CopyEngine> engine, std::uint64_t limit)
         : engine_(std::move(engine)), limit_(limit) {}
 
-    /// How much there is to be had now. Asks the driver: once for many slabs.
+    /// device_room() at this moment. Asks the driver, so call it once for many slabs. Throws Error
+    /// "cuda".
     std::uint64_t room() const;
-    /// Null when the device has none.
+    /// Null when the driver has no such memory.
     std::shared_ptr<DeviceSlab> allocate(std::uint64_t bytes);
 
   private:
     friend class DeviceSlab;
-    /// Does not wait for the device, only for copies to the host. REQUIRES: nothing is being copied
-    /// into it.
+    /// Frees memory behind the copies on the capture stream, and waits for these only. REQUIRES:
+    /// nothing is being copied into it.
     void release(cuda::DevicePointer pointer, std::uint64_t bytes);
 
     const std::shared_ptr<CopyEngine> engine_;
@@ -94,15 +98,15 @@ class DeviceShare : public std::enable_shared_from_this<DeviceShare> {
     std::uint64_t used_ = 0;
 };
 
-/// The shares of the devices met so far. Thread-safe.
+/// The shares of the devices used so far, owned by the evacuator. Thread-safe.
 class DeviceCache {
   public:
-    /// At most `limit` bytes of each device; 0: none.
+    /// Takes at most `limit` bytes of each device. 0 disables the cache.
     explicit DeviceCache(std::uint64_t limit) : limit_(limit) {}
 
     bool enabled() const { return limit_ > 0; }
-    /// Null where device memory can only be freed by waiting for the device: before CUDA 11.2, and
-    /// on devices without memory pools.
+    /// The device's share. Null where freeing device memory has to wait for the device: with CUDA
+    /// before 11.2, and on devices without memory pools.
     std::shared_ptr<DeviceShare> share(CopyEngine& engine);
 
   private:

@@ -7,15 +7,16 @@
 
 namespace datastates {
 
-/// Host memory to be copied.
+/// One copy in host memory.
 struct HostCopy {
     std::byte* to;
     const std::byte* from;
     std::size_t bytes;
 };
 
-/// Copies host memory that its owner may have given back by now. The kernel reads it: what is gone
-/// is an answer then, where a processor's load would end the process by a signal. One thread's.
+/// Copies host memory that its owner may have unmapped meanwhile. It lets the kernel read the
+/// memory, by process_vm_readv or writes to an in-memory file: the kernel reports unmapped memory
+/// as an error, where a load would end the process by a signal. Belongs to one thread.
 class GuardedCopies {
   public:
     GuardedCopies() = default;
@@ -25,17 +26,19 @@ class GuardedCopies {
     GuardedCopies(GuardedCopies&&) = delete;
     GuardedCopies& operator=(GuardedCopies&&) = delete;
 
-    /// False where some of it is gone; what is at its destination is undefined then. Throws Error
-    /// "io" where the system lets us ask the kernel in no way.
+    /// False where some of the source is not readable; the destination is undefined then. Throws
+    /// Error "io" where the system allows neither way.
     bool copy(const HostCopy& copy);
-    /// Many short ones, for the price of a few calls. `lost` gets the number of each that is gone.
+    /// Makes many short copies with few syscalls. Calls `lost` with the index of each copy whose
+    /// source is not readable.
     void copy(std::span<const HostCopy> copies, const std::function<void(std::size_t)>& lost);
-    /// Brings short stretches together, one behind the other, up to kGathered bytes: the memory is
-    /// ours, and theirs until the next call. `lost` as above.
+    /// Copies short stretches, of at most kGathered bytes together, one behind the other. Returns
+    /// where; the bytes are valid until the next call. `lost` as above.
     const std::byte* gather(std::span<const std::span<const std::byte>> stretches,
                             const std::function<void(std::size_t)>& lost);
     static constexpr std::size_t kGathered = std::size_t{64} << 10;
-    /// So many at once, of so many bytes together.
+    /// At most kMost copies pass through the file at once. Callers give them at most kMostBytes
+    /// together.
     static constexpr std::size_t kMost = 256;
     static constexpr std::size_t kMostBytes = std::size_t{256} << 10;
 
@@ -45,9 +48,9 @@ class GuardedCopies {
 
     const std::byte* map();
 
-    int file_ = -1;  // in memory; only where it is needed
+    int file_ = -1;  // in memory; opened when it is needed
     std::byte* mapped_ = nullptr;
-    std::vector<std::byte> gathered_;  // where it cannot be mapped, or is not worth it
+    std::vector<std::byte> gathered_;  // instead of `mapped_`: few stretches, or no mapping
 };
 
 }  // namespace datastates

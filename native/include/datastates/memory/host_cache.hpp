@@ -19,7 +19,8 @@ namespace datastates {
 
 class HostCache;
 
-/// A block of the cache; returns to its pool when destroyed.
+/// A block of the cache, owned by whoever holds it. The destructor returns it to the cache. Belongs
+/// to one thread at a time.
 class Block {
   public:
     Block(HostCache* cache, std::size_t index) : cache_(cache), index_(index) {}
@@ -30,11 +31,11 @@ class Block {
     ~Block() { reset(); }
 
     std::span<std::byte> memory() const;
-    /// Whether devices reach it at full speed. It may become so while it is held, never the other
-    /// way.
+    /// Whether its memory is page-locked, so that devices reach it at full speed. A block may
+    /// become page-locked while it is held, and stays so.
     bool page_locked() const;
     void reset();
-    /// Never gives it back: a device may write into it for ever.
+    /// Keeps the block out of use for ever, because a device may still write into it.
     void lose() { cache_ = nullptr; }
 
   private:
@@ -42,20 +43,22 @@ class Block {
     std::size_t index_;
 };
 
-/// The host memory that every byte passes through: address space for the whole limit, mapped at
-/// once, cut into equal blocks. A caller that finds no free block waits for one: that is the
-/// backpressure.
+/// The host memory that captured and read bytes pass through. The constructor maps address space
+/// for the whole limit and cuts it into equal blocks. A caller that finds no free block waits for
+/// one; this is the backpressure.
 ///
-/// Memory is used from the lowest address on, and only as far as `reserve` was told. It comes in
-/// pieces of many blocks, which threads of our own back with memory and, once a device is in use,
-/// page-lock. Without a device a reserved piece can be used at once, its memory comes beside; with
-/// one it can be used when the attempt to page-lock it is over. Where that fails, the piece works
-/// all the same, slower.
+/// Blocks are used from the lowest address on, and only as far as reserve() was told. Memory comes
+/// in pieces of many blocks. Threads of the cache back each reserved piece with pages and, once a
+/// device is in use, page-lock it. Without a device a reserved piece is usable at once, while its
+/// pages still come. With a device it is usable when the attempt to page-lock it is over. If that
+/// fails, the piece still works, but slower.
 ///
-/// Outlives its blocks. Thread-safe.
+/// The executor owns it; it must outlive its blocks. Thread-safe.
 class HostCache {
   public:
-    /// Takes as many whole blocks as fit `limit_bytes` (at least one must). Touches no memory.
+    /// Maps as many whole blocks as fit into `limit_bytes`, without touching the memory. Throws
+    /// Error "invalid" if not one fits or `block_bytes` is no multiple of 4096, Error "io" if mmap
+    /// fails.
     HostCache(std::size_t limit_bytes, std::size_t block_bytes,
               std::size_t page_bytes = page_size());
     ~HostCache();
@@ -65,40 +68,42 @@ class HostCache {
     HostCache& operator=(HostCache&&) = delete;
 
     std::size_t block_bytes() const { return block_bytes_; }
-    /// The most there can be.
+    /// The limit, in whole blocks.
     std::size_t bytes() const { return region_.size(); }
     std::size_t piece_bytes() const { return piece_bytes_; }
 
-    /// Says that so much will be in use soon: whole pieces, at most the limit, never less than what
-    /// was said before. Returns at once.
+    /// Reserves `bytes` for use, in whole pieces and at most the limit. A smaller value than before
+    /// changes nothing. Returns at once. Throws std::system_error if a thread cannot be started.
     void reserve(std::uint64_t bytes);
     std::size_t reserved() const;
-    /// The memory, from the start, that is known to be there; pieces follow one another in it.
+    /// The memory from the start up to the first piece without pages.
     std::span<std::byte> populated() const;
 
-    /// From now on memory is page-locked for devices; `context` may be that of any.
+    /// Lets memory be page-locked from now on, for all devices; `context` may be that of any
+    /// device.
     void pin(std::shared_ptr<cuda::PrimaryContext> context);
-    /// Whether all that is reserved is page-locked.
+    /// Whether all reserved memory is page-locked.
     bool pinned() const;
     /// Blocks until nothing is left to populate or page-lock.
     void wait_settled() const;
 
-    /// Waits for a free block. Empty when `give_up` is true first; it is asked at the start and
-    /// after every `poke` and release, with the pool locked, so it must be quick and not call back.
-    /// REQUIRES: something is reserved.
+    /// Waits for a free block. Empty when `give_up` returns true first. It is asked at the start
+    /// and after every change, as poke() or a release. It runs under the cache's lock, so it must
+    /// be quick and must not call the cache. REQUIRES: something is reserved.
     std::optional<Block> acquire(const std::function<bool()>& give_up);
+    /// A free block, or empty if there is none now.
     std::optional<Block> try_acquire();
-    /// Makes those who wait ask `give_up` again.
+    /// Makes waiting callers of acquire() ask `give_up` again.
     void poke();
 
   private:
     friend class Block;
     struct Piece {
         std::span<std::byte> memory;
-        bool busy = false;  // with a worker
+        bool busy = false;  // a worker is at it
         bool populated = false;
         bool lock_tried = false;
-        bool ready = false;  // its free blocks are in `free_`
+        bool ready = false;  // its blocks may be used
         std::unique_ptr<cuda::PageLock> page_lock;
     };
 
@@ -121,7 +126,7 @@ class HostCache {
     std::vector<Piece> pieces_;
     std::size_t reserved_ = 0;  // pieces
     std::vector<bool> taken_;
-    // Blocks that can be had. To give one back takes no memory: there may be none.
+    // Blocks to take, as flags: giving one back must not allocate memory.
     std::vector<bool> free_;
     std::size_t free_count_ = 0;
     std::shared_ptr<cuda::PrimaryContext> context_;

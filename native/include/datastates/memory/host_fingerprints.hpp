@@ -10,27 +10,28 @@
 
 namespace datastates {
 
-/// Takes the fingerprints of a job's host sources as they are now. The kernel reads them: what is
-/// gone by now is lost to the job, and nothing else happens. One thread's.
+/// Takes the fingerprints of a job's host sources at submit. The kernel reads the memory (see
+/// GuardedCopies); a source that is no longer readable is marked as lost. Belongs to one thread.
 class HostFingerprints {
   public:
     explicit HostFingerprints(WriteState& job) : job_(job) {}
+    /// Adds a source. A later call takes its fingerprint.
     void add(std::size_t source);
-    /// Tells the job those that were added.
+    /// Takes the fingerprints that are left and stores them in the job.
     void finish();
 
   private:
     struct Sampled {
         std::size_t source;
         std::uint64_t nbytes;
-        std::size_t at;  // of what was read
+        std::size_t at;  // offset in the gathered bytes
     };
 
     WriteState& job_;
     GuardedCopies copies_;
     std::vector<Sampled> sampled_;
     std::vector<std::span<const std::byte>> reads_;
-    std::vector<std::size_t> readers_;  // the source that each is of
+    std::vector<std::size_t> readers_;  // the source of each read
     std::size_t used_ = 0;
 };
 

@@ -24,13 +24,15 @@ namespace datastates {
 struct ReadStats {
     std::uint64_t bytes_needed = 0;
     std::uint64_t bytes_read = 0;
-    std::uint64_t in_place_bytes = 0;  // read straight into their destination
-    std::uint64_t cached_bytes = 0;    // needed ones that were in the page cache or in memory
+    std::uint64_t in_place_bytes = 0;  // read directly into their destination
+    std::uint64_t cached_bytes = 0;    // needed bytes that were in the page cache or in memory
     double seconds = 0;                // from submit_read to the end
     bool direct = false;
 };
 
-/// What the reader thread and a read's owner share.
+/// The state of one read. The job's owner, the reader and the workers share it. Submit sets the
+/// engines, producers and shelves before the reader knows the job. A mutex guards the error and the
+/// result.
 class ReadState {
   public:
     ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers);
@@ -41,38 +43,42 @@ class ReadState {
     bool memory_backed() const { return file_.memory_backed(); }
     const std::string& path() const { return file_.path(); }
 
-    // Set up by submit, in the caller's thread.
+    // Called in submit, before the reader knows the job.
     void add_engine(int device, std::shared_ptr<CopyEngine> engine);
     void add_producer(int device, std::shared_ptr<Event> event);
-    /// Its extents are not to go anywhere yet; what is cached is left to whoever knows where.
+    /// Makes this a read-ahead: its extents go to `shelf`, and cached extents are left out.
     void fill(std::shared_ptr<Shelf> shelf) { filled_ = std::move(shelf); }
-    /// What is there need not be read again.
+    /// Takes extents from `shelf` instead of reading them again.
     void use(std::shared_ptr<Shelf> shelf) { used_ = std::move(shelf); }
 
-    // The reader's and its workers'.
+    // For the reader and its workers.
     CopyEngine& engine(int device) const { return *engines_.at(device); }
     Shelf* filled() const { return filled_.get(); }
     Shelf* used() const { return used_.get(); }
-    /// Whether an extent is still to be begun: of several failures the first is reported, whatever
-    /// was begun first.
+    /// Whether to begin an extent. After a failure the extents before the failed one are still
+    /// wanted, because the failure of the lowest extent is reported.
     bool wants(std::size_t extent) const {
         return !settled(extent) && !(filled_ && filled_->closed());
     }
-    /// Lets our streams wait for what the destinations' streams were doing.
+    /// Makes the restore streams wait for the work that was on the destinations' streams at submit.
     void order_after_producers();
-    /// Nothing new is started after it; of several errors the one of the lowest `extent` stays.
+    /// Stops the job: no later extent begins. Of several errors the one of the lowest extent is
+    /// kept. Thread-safe.
     void fail(std::size_t extent, const Error& error);
-    /// Whether nothing that is found in `extent` would change the outcome.
+    /// Whether an error at or before `extent` is known, so that `extent` no longer matters.
+    /// Thread-safe.
     bool settled(std::size_t extent) const;
     Timeline& timeline() { return timeline_; }
     const Timeline& timeline() const { return timeline_; }
+    /// Closes the file and ends the job.
     void finish(ReadStats stats);
 
-    // The owner's.
+    // For the owner. Thread-safe.
     void stop();
     bool stopped() const { return stopped_.load(std::memory_order_acquire); }
-    /// Throws what the read failed with; false when the deadline passed.
+    /// Waits for the end. Throws the read's error; false when the deadline passes first.
     bool wait(std::optional<Clock::time_point> deadline) const;
+    /// Waits for the end; does not throw the read's error.
     void wait_done() const;
     bool done() const;
     ReadStats stats() const;

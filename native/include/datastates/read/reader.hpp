@@ -23,49 +23,52 @@
 
 namespace datastates {
 
-/// The thread that owns the read backend: it decides how each extent is read and starts what must
-/// be done with it, jobs one after the other, many extents of one job at a time. Extents that are
-/// in memory already (the page cache, tmpfs), and those of many small spans, are read by workers,
-/// which also verify all extents and fill host destinations; copies to devices are started here. It
-/// holds blocks for its own reads and copies, which need nothing else, and at most half of them for
-/// what was read ahead, so it can always go on. Other than the workers, which it keeps busy, it is
-/// no thread of the background: it is to come before them.
+/// Runs read jobs, in a thread that owns the read backend. Owned by the executor. It does one job
+/// after the other, and many extents of a job at a time.
+///
+/// The thread chooses how each extent is read. The backend reads extents from storage. Workers read
+/// extents that are in memory already (page cache, tmpfs) and sparse ones; they also verify every
+/// extent and fill host destinations. The thread starts the copies to devices. The thread is no
+/// background thread (see work_in_background), because it has to keep the workers busy.
+///
+/// It cannot deadlock: its own reads and copies need no block but the one that they hold, and a
+/// read-ahead holds at most half of the blocks. A mutex guards what other threads hand over.
 class Reader {
   public:
     Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,
            unsigned queue_depth);
-    /// REQUIRES: every job is done.
+    /// Joins the thread. REQUIRES: every job is done.
     ~Reader() = default;
     Reader(const Reader&) = delete;
     Reader& operator=(const Reader&) = delete;
     Reader(Reader&&) = delete;
     Reader& operator=(Reader&&) = delete;
 
-    /// Thread-safe.
+    /// Queues a job. If this throws, the job is done. Thread-safe.
     void enqueue(const std::shared_ptr<ReadState>& job);
-    /// What it waits for may have come in another way than by its backend. Thread-safe.
+    /// Wakes the thread from a wait for its backend. Thread-safe.
     void look_again();
-    /// Ends a job that has not been begun; false where it has. Thread-safe.
+    /// Ends a job that has not begun; false if it has begun. Thread-safe.
     bool withdraw(const ReadState& job);
 
   private:
-    /// An extent on its way: in parts, when only a part of it can go past the page cache.
+    /// An extent under way. It has two parts if only one of them can use direct I/O.
     struct Reading {
-        ReadState* owner;            // the job at hand, or the one whose last reads it goes on with
+        ReadState* owner;            // the current job, or the read-ahead before it
         std::size_t index;           // in the owner's plan
-        std::optional<Block> block;  // none: in place
-        std::byte* data;             // where the extent's first byte goes
+        std::optional<Block> block;  // none: read in place
+        std::byte* data;             // the place of the extent's first byte
         std::uint32_t track;
         Clock::time_point begin;
         unsigned parts = 0;
         std::uint64_t bytes_read = 0;
-        bool kept = false;  // by the job before
+        bool kept = false;  // it was read ahead
     };
     struct Part {
         std::shared_ptr<Reading> reading;
         IoRequest request;
     };
-    /// A block whose bytes are on their way to devices.
+    /// A block whose bytes are being copied to devices.
     struct Copying {
         std::shared_ptr<Reading> reading;
         Clock::time_point begin;
@@ -100,12 +103,12 @@ class Reader {
     std::deque<std::shared_ptr<ReadState>> queue_;
     std::condition_variable work_done_;
     std::list<std::shared_ptr<Reading>> worked_;
-    // The thread's own, for the job at hand.
+    // Used by the thread only, for the current job.
     std::unordered_map<std::uint64_t, Part> in_flight_;
-    std::shared_ptr<ReadState> leaving_;     // over, but for reads that the job at hand took over
-    std::unordered_set<std::size_t> taken_;  // extents that need not be begun
-    std::size_t working_ = 0;                // extents that are with the workers
-    std::size_t working_kept_ = 0;           // of these, what the job before had read
+    std::shared_ptr<ReadState> leaving_;     // a read-ahead whose last reads are in flight
+    std::unordered_set<std::size_t> taken_;  // extents taken over: do not begin them
+    std::size_t working_ = 0;                // extents that workers have
+    std::size_t working_kept_ = 0;           // of these, extents that were read ahead
     std::deque<Copying> copying_;
     std::uint64_t next_token_ = 0;
     Tracks tracks_;

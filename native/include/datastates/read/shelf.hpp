@@ -12,8 +12,8 @@
 
 namespace datastates {
 
-/// Extents, all bytes of them, that are read before it is known where they go, each in a block of
-/// its own. One job of the reader's puts them here, a later one takes them. Thread-safe.
+/// Keeps whole extents that were read ahead, each in its own block. A read-ahead puts them here; a
+/// later read job takes them. Both share ownership. Thread-safe.
 class Shelf {
   public:
     struct Kept {
@@ -22,18 +22,18 @@ class Shelf {
     };
 
     void put(const ReadPlan::Extent& extent, Kept kept);
-    /// What was read of exactly that part of the file.
+    /// Removes and returns the extent of the same offset and length; empty if there is none.
     std::optional<Kept> take(const ReadPlan::Extent& extent);
-    /// Gives back the blocks that nobody took.
+    /// Gives back the blocks of all extents here.
     void clear();
-    /// Nothing more is to be put here, but what is on its way.
+    /// Ends the read-ahead: only extents that are being read may still be put here.
     void close() { closed_.store(true, std::memory_order_release); }
     bool closed() const { return closed_.load(std::memory_order_acquire); }
-    /// Notes what was read to put something here, or to no end.
+    /// Adds to the bytes that the read-ahead has read, used or not.
     void count(std::uint64_t bytes_read);
-    /// Of all that was noted.
+    /// The sum of count().
     std::uint64_t bytes_read() const;
-    /// Likewise, to be counted elsewhere from now on.
+    /// Returns the sum and resets it to 0; the caller counts these bytes.
     std::uint64_t take_bytes_read();
 
   private:

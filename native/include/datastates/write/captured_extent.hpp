@@ -15,21 +15,23 @@
 
 namespace datastates {
 
-/// Tracks of the capture stage: the capture thread, a caller of submit_write, from the third on one
-/// for each device, and from the last on one for each worker.
+/// Timeline tracks of the capture stage: one for the capture thread, one for the caller of
+/// submit_write, then one for each device, and from kWorkerTracks on one for each worker.
 inline constexpr std::uint32_t kThreadTrack = 0;
 inline constexpr std::uint32_t kCallerTrack = 1;
 inline constexpr std::uint32_t kDeviceTracks = 2;
 inline constexpr std::uint32_t kWorkerTracks = 1U << 16;
 
-/// Which of an extent's sources.
+/// Selects some of an extent's sources.
 enum class Pick : std::uint8_t { all, eager, lazy };
 
-/// An extent on its way from the capture to the file. One thread's at a time.
+/// An extent with its block, from its capture until it is written. The capture thread or the caller
+/// of submit_write fills it and hands it to the writer. It belongs to one thread at a time.
 struct CapturedExtent {
     CapturedExtent(std::shared_ptr<WriteState> state, std::size_t extent_index, Block cache_block)
         : job(std::move(state)), index(extent_index), block(std::move(cache_block)) {}
-    /// The block goes back when no device writes into it any more.
+    /// Waits until no device writes into the block, then gives it back. Where the driver refuses to
+    /// wait, the block is lost.
     ~CapturedExtent() {
         for (const auto& event : events) {
             if (!event->synchronize()) block.lose();
@@ -43,14 +45,15 @@ struct CapturedExtent {
     const WritePlan::Extent& extent() const { return job->plan().extents()[index]; }
     bool has_host_sources() const;
 
-    /// Copies host sources and literal bytes into the block, and digests them on the way. Ends
-    /// early when the job is stopped.
+    /// Copies host sources and literal bytes into the block; computes the checksums, digests and
+    /// fingerprints of the sources meanwhile. Returns early when the job is stopped.
     void copy_host(Pick pick);
-    /// Digests what has come from devices, and returns how many bytes that were.
+    /// Computes checksums and digests of the bytes that came from devices. Returns their number.
+    /// Returns early when the job is stopped.
     std::uint64_t digest_devices();
-    /// Tells the job the checksums of what was digested.
+    /// Adds the computed checksums to the job's sources. Called by the writer, in file order.
     void tell_checksums() const;
-    /// Tells the timeline that its capture, begun at `begin`, ends now.
+    /// Adds the capture to the timeline, from `begin` to now.
     void note_capture(std::uint32_t track) const {
         job->timeline().add(Stage::capture, track, begin, extent().length);
     }
@@ -58,11 +61,11 @@ struct CapturedExtent {
     std::shared_ptr<WriteState> job;
     std::size_t index;
     Block block;
-    Clock::time_point begin = Clock::now();      // of its capture
-    std::vector<std::shared_ptr<Event>> events;  // of the device copies under way
-    /// A worker is to copy its host sources.
+    Clock::time_point begin = Clock::now();      // when its capture began
+    std::vector<std::shared_ptr<Event>> events;  // behind its device copies
+    /// A worker copies its host sources after hand_over.
     bool host_later = false;
-    /// It is a worker's.
+    /// A worker has it now.
     std::atomic<bool> working = false;
 
   private:
@@ -73,7 +76,7 @@ struct CapturedExtent {
     template <typename Bring>
     void digest(const WritePlan::Piece& piece, Bring&& bring);
 
-    std::vector<SourceFragment> fragments_;  // of each source in order
+    std::vector<SourceFragment> fragments_;  // each source's in order
 };
 
 }  // namespace datastates

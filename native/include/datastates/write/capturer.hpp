@@ -21,31 +21,34 @@
 
 namespace datastates {
 
-/// Has sources copied into cache blocks: eager ones in the caller's thread, lazy ones begun in a
-/// thread of its own, jobs in the order of submission, extents in file order. Lazy ones of host
-/// memory are copied by workers, several extents at a time, where there are enough of them.
+/// Copies sources into cache blocks; owned by the executor. The caller of submit_write copies eager
+/// sources. The capture thread then begins the lazy ones: jobs in the order of submission, extents
+/// in file order. If there are enough workers, they copy lazy sources in host memory, several
+/// extents at a time.
 ///
-/// Why this cannot deadlock, down to a cache of one block: a filled extent needs only the writer,
-/// which needs no block. A block that is held half filled (eager pieces in, lazy ones not) is
-/// completed before anything that needs a new block, also when the thread is already waiting for
-/// one. A caller that waits for a block for its eager extents holds none.
+/// This cannot deadlock, even with a single block:
+/// - A filled extent needs only the writer, which needs no block.
+/// - A half-filled block holds eager pieces and waits for lazy ones. The capture thread completes
+///   it before it takes a new block, and stops waiting for a block to do so.
+/// - A caller that waits for a block for its eager extents holds no block.
 class Capturer {
   public:
-    /// `shallow`: enqueue only as many device copies as keep the bus busy, so that a gate finds
-    /// little that is under way; else as many as there are blocks.
+    /// `shallow`: enqueue only as many device copies as keep the bus busy, so that a gate has to
+    /// wait for few. Otherwise enqueue as many as there are blocks.
     Capturer(HostCache& cache, CopyEngines& engines, Writer& writer, bool shallow);
-    /// REQUIRES: every job is quiescent.
+    /// Joins the thread. REQUIRES: every job is quiescent.
     ~Capturer() = default;
     Capturer(const Capturer&) = delete;
     Capturer& operator=(const Capturer&) = delete;
     Capturer(Capturer&&) = delete;
     Capturer& operator=(Capturer&&) = delete;
 
-    /// In the caller's thread: takes fingerprints, marks the producers' streams, captures the eager
-    /// sources, and queues the rest. An error fails the job and is thrown. Thread-safe.
+    /// Runs in the caller's thread. Takes fingerprints, records events on the producers' streams,
+    /// captures the eager sources, and queues the rest. An error fails the job and is thrown.
+    /// Thread-safe.
     void start(const std::shared_ptr<WriteState>& job);
 
-    /// Looks at once for jobs that were stopped. Thread-safe.
+    /// Makes the capture thread look for stopped and half-filled jobs at once. Thread-safe.
     void attend();
 
   private:
@@ -72,7 +75,7 @@ class Capturer {
     CopyEngines& engines_;
     Writer& writer_;
     const bool shallow_;
-    // The thread's own: extents on their way from a device, until their event has passed.
+    // Used by the capture thread only: extents whose device copies are under way.
     std::deque<std::pair<std::weak_ptr<Event>, std::uint64_t>> on_bus_;
     std::uint64_t bytes_on_bus_ = 0;
     std::mutex mutex_;

@@ -14,24 +14,25 @@
 
 namespace datastates {
 
-/// Frees a training step from waiting for the bus: what a job has not begun to capture when its
-/// gate is reached is copied to spare device memory, which takes milliseconds, and captured from
-/// there afterwards. The driver is asked for one slab for all of it where it can be had: beside
-/// copies on the bus each allocation takes a millisecond or two, of whatever size. Thread-safe.
+/// Shortens the wait of a training step at a gate. Extents that the capture thread has not begun
+/// are copied to spare device memory, which takes milliseconds, and captured from there later. If
+/// possible, one slab is allocated for all of them: beside copies on the bus, each allocation of
+/// any size takes a millisecond or two. Owned by the executor; called by the threads that gate. A
+/// mutex lets one evacuate at a time. Thread-safe.
 class Evacuator {
   public:
-    /// At most `device_cache_bytes` of each device; 0: never.
+    /// Uses at most `device_cache_bytes` of each device. 0 disables it.
     explicit Evacuator(std::uint64_t device_cache_bytes) : cache_(device_cache_bytes) {}
 
     bool enabled() const { return cache_.enabled(); }
-    /// Enqueues the copies, as far as there is room. An error fails the job.
+    /// Enqueues the copies, as far as there is room. An error fails the job and is not thrown.
     void evacuate(WriteState& job);
 
   private:
-    /// An extent that is ours to copy: settled when its copy was enqueued, else free again.
+    /// A claim on an extent. Settle it when the copy is enqueued; otherwise it frees the extent.
     class Claim {
       public:
-        /// Empty when nothing is left.
+        /// Claims the last free extent; empty when there is none.
         static std::optional<Claim> last(ExtentClaims& claims);
         Claim(Claim&& other) noexcept;
         Claim& operator=(Claim&&) = delete;
@@ -45,19 +46,19 @@ class Evacuator {
       private:
         Claim(ExtentClaims& claims, std::size_t extent) : claims_(&claims), extent_(extent) {}
 
-        ExtentClaims* claims_;  // null: settled
+        ExtentClaims* claims_;  // null: settled or moved
         std::size_t extent_;
     };
     struct Move {
         Claim claim;
         std::shared_ptr<DeviceImage> image;
     };
-    /// One device, during one evacuation.
+    /// The state of one device during one evacuation.
     struct Place {
         std::shared_ptr<DeviceShare> share;
         std::uint64_t room = 0;
-        std::shared_ptr<DeviceSlab> slab;  // the one that images are taken from
-        // What goes to the slab and was not enqueued yet.
+        std::shared_ptr<DeviceSlab> slab;  // images are taken from it
+        // Moves to the slab that are not enqueued yet.
         std::vector<Move> moves{};
         std::vector<gather::Range> ranges{};
         std::uint64_t known = cuda::kNowhere;
@@ -72,7 +73,7 @@ class Evacuator {
     static void enqueue(WriteState& job, int device, Place& place);
 
     DeviceCache cache_;
-    std::mutex mutex_;  // one at a time: they share the room
+    std::mutex mutex_;  // one evacuation at a time: they share the room
 };
 
 }  // namespace datastates

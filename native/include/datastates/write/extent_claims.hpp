@@ -12,29 +12,31 @@ namespace datastates {
 
 class DeviceImage;
 
-/// Who copies which extent off its sources: the capture thread, from the first one on, or a gate
-/// that evacuates, from the last one back, so that what is left for the capture thread stays in
-/// file order. Nobody copies what another one does. Thread-safe.
+/// Decides who copies which extent of a job from its sources. The capture thread takes extents from
+/// the first one on. A gate that evacuates takes them from the last one back, so that the capture
+/// thread goes on in file order. Only one of them copies an extent from its sources. Owned by the
+/// WriteState. Thread-safe.
 class ExtentClaims {
   public:
-    /// `evacuable`: for each extent, whether a gate may take it.
+    /// `evacuable` says for each extent whether a gate may take it.
     explicit ExtentClaims(const std::vector<bool>& evacuable);
 
-    /// A gate's claim: the last extent that is free for one. Until `evacuated` or `give_up` the
-    /// capture thread waits for it.
+    /// Claims the last free extent for a gate; empty when there is none. The capture thread waits
+    /// at this extent until `evacuated` or `give_up`.
     std::optional<std::size_t> claim_last();
+    /// The claimed extent's copy to `image` is enqueued.
     void evacuated(std::size_t extent, std::shared_ptr<DeviceImage> image);
-    /// The extent is free again.
+    /// Frees the claimed extent again.
     void give_up(std::size_t extent);
 
-    /// The capture thread's claim. Returns what a gate has copied the extent to, or null when its
-    /// sources are to be read.
+    /// Claims an extent for the capture thread. Returns the image that a gate has copied it to, or
+    /// null when the capture thread must read the sources.
     std::shared_ptr<DeviceImage> capture(std::size_t extent);
 
-    /// Leaves nothing to be claimed, waits for gates under way, and lets go of the images.
+    /// Ends claims by gates, waits for the gates under way, and releases the images.
     void close();
     bool was_evacuated(std::size_t extent) const;
-    /// What is free for a gate to claim now, in ascending order.
+    /// The extents that a gate could claim now, in ascending order.
     std::vector<std::size_t> free() const;
 
   private:

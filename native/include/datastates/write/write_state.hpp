@@ -27,31 +27,35 @@ namespace datastates {
 struct WriteStats {
     std::uint64_t bytes = 0;
     std::uint64_t extents = 0;
-    double capture_seconds = 0;            // from submit_write to captured
-    std::uint64_t device_cache_bytes = 0;  // copied to spare device memory at a gate
-    double evacuate_seconds = 0;           // enqueueing those copies
+    double capture_seconds = 0;            // from submit to captured
+    std::uint64_t device_cache_bytes = 0;  // copied to spare device memory at gates
+    double evacuate_seconds = 0;           // time to enqueue those copies
     bool direct = false;
 };
 
-/// What the threads share about one write. Sources' checksums and fingerprints belong to the thread
-/// that holds the extent at hand (extents are handed over in order, and a source's bytes are
-/// checksummed by one thread only); everything else is guarded here.
+/// The state of one write. The job's owner, the capture thread, the workers and the writer share
+/// it.
+///
+/// A mutex guards the progress, the errors and the fingerprints of captured bytes. Digests are
+/// atomic. Only the writer adds checksums and the residual, in file order. Submit sets the engines
+/// and the first fingerprints before it captures anything. A worker sets the file in create();
+/// other threads use it after created(). Waits throw the job's error.
 class WriteState {
   public:
-    /// `device_cache`: whether gates may copy extents to spare device memory.
+    /// `device_cache`: gates may copy extents to spare device memory.
     WriteState(std::shared_ptr<const WritePlan> plan, Buffers buffers, bool device_cache);
 
     const WritePlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
-    /// From now on the job is not quiescent before create() and the capture have ended.
+    /// Marks the job as begun: it is not quiescent until create() and the capture have ended.
     void begin();
-    /// Makes the file, which must not exist, and room for it; fails the job where it cannot. In a
-    /// worker: the caller of submit_write does not wait for the storage. `by_mapping`: one that
-    /// lives in memory will be stored into.
+    /// Creates the file, which must not exist, and allocates its space. A failure fails the job. A
+    /// worker runs this, so that the caller of submit_write does not wait for the storage.
+    /// `by_mapping`: map a file that lives in memory, for stores.
     void create(const std::string& path, bool direct, bool by_mapping, unsigned worker);
-    /// Whether the file was made.
+    /// Whether the file was created by this job.
     bool made() const;
-    /// Whether there is also room for it.
+    /// Whether create() has ended without an error, so that the file is ready for writes.
     bool created() const { return created_.load(std::memory_order_acquire); }
     /// REQUIRES: created().
     File& file() { return *file_; }
@@ -65,79 +69,84 @@ class WriteState {
         return reinterpret_cast<const std::byte*>(buffers_.address[source]);
     }
 
-    // Captured bytes. The writer's, in the order of each source's bytes.
+    // Captured bytes.
+    /// Adds a fragment's checksum, in the order of the source's bytes. Only for the writer.
     void checksum(std::size_t source, const CrcFragment& fragment);
-    /// For the digests that a piece's bytes are part of.
+    /// A sweep that folds a piece's bytes into their digests. Any thread may make one.
     DigestSweep sweep(const WritePlan::Piece& piece) {
         return {plan_->digest_runs(static_cast<std::size_t>(piece.source)), piece.source_offset,
                 digests_};
     }
-    /// Of a host source, as it was captured. Any thread's.
+    /// Adds the fingerprint of a captured piece of a host source. Thread-safe.
     void fingerprint(const WritePlan::Piece& piece, const std::byte* data);
-    /// Whether a device source's bytes are still there; `known` as for cuda::is_mapped.
+    /// Whether a piece's device memory is still mapped; `known` as for cuda::is_mapped.
     bool has_memory(const WritePlan::Piece& piece, std::uint64_t& known) const;
-    /// Some of its memory could not be read: its owner has given it back. Any thread's.
+    /// Marks a source as torn: its owner has unmapped some of its memory. Thread-safe.
     void lose(std::int32_t source);
-    /// Of all device sources' pieces, in their order, when `memory` holds the extent; for
-    /// extent_landed.
+    /// The fingerprints of the extent's pieces of device sources, in order; for extent_landed.
+    /// `memory` holds the extent.
     std::vector<std::uint64_t> device_fingerprints(const WritePlan::Extent& extent,
                                                    const std::byte* memory) const;
     std::uint32_t source_crc(std::size_t source) const { return source_crcs_[source].value(); }
-    /// The last extent's bytes beyond a multiple of 4096; `finish` writes them before the tail.
+    /// Keeps the last extent's bytes beyond a multiple of 4096; `finish` writes them with the tail.
     void keep_residual(std::span<const std::byte> data) {
         residual_.assign(data.begin(), data.end());
     }
 
-    // Set up by submit, in the caller's thread, before any other thread knows the job.
+    // Called in submit_write, before the capture thread knows the job.
     void add_engine(int device, std::shared_ptr<CopyEngine> engine);
     CopyEngine& engine(int device) const { return *engines_.at(device); }
     void set_fingerprint_before(std::size_t source, std::uint64_t value);
     void add_fingerprints_before(DeviceFingerprints values, std::vector<std::size_t> sources);
     void add_producer(int device, std::shared_ptr<Event> event);
-    /// Lets a stream of ours wait for the producers of a device's lazy sources.
+    /// Makes `stream` wait for the producers of the device's lazy sources.
     void order_after_producers(int device, cuda::StreamHandle stream) const;
-    /// The same for all devices' capture streams. Called by the capture thread before each extent;
-    /// does its work once.
+    /// Does this for the capture streams of all devices. The capture thread calls it before each
+    /// extent; only the first call does anything.
     void order_captures_after_producers();
 
-    /// Who copies which extent.
+    /// Decides who copies which extent.
     ExtentClaims& claims() const { return claims_; }
     /// The device of an extent that a gate may take.
     int device_of(std::size_t extent) const;
 
-    // Progress.
-    /// Copies of `device` were enqueued; `lazy` ones replace the event before, being in one stream.
+    // Progress. Thread-safe.
+    /// Notes an event behind copies from `device`. Lazy copies share a stream, so only the last
+    /// event of these is kept.
     void add_capture_event(int device, std::shared_ptr<Event> event, bool lazy);
-    /// It has its block, and its device bytes are on their way there; `host_later`: its host bytes
-    /// are not there before extent_copied.
+    /// The extent is handed over: its device copies are enqueued. `host_later`: its host bytes are
+    /// copied only at extent_copied.
     void extent_enqueued(std::size_t extent, bool host_later);
     void extent_copied();
-    /// Its bytes are on their way to spare memory of `device`, and there behind `ready`.
+    /// The extent's copy to spare memory of `device` is enqueued; `ready` is behind it.
     void extent_evacuated(std::size_t extent, int device, std::shared_ptr<Event> ready);
     void add_evacuate_seconds(double seconds);
+    /// All bytes of the extent's sources are in its block.
     void extent_landed(const WritePlan::Extent& extent,
                        std::span<const std::uint64_t> device_fingerprints);
-    /// The checksums of its bytes are told.
+    /// The extent's checksums are added.
     void extent_checksummed();
+    /// The extent is written or dropped, and its block is given back.
     void extent_retired();
     /// The capture thread will touch neither the job nor the sources again.
     void end_capture();
-    /// The seconds up to now.
+    /// Adds a wait for a block that ends now.
     void add_cache_wait(double seconds);
     Timeline& timeline() { return timeline_; }
     const Timeline& timeline() const { return timeline_; }
-    /// The first error stays; nothing new is started after it.
+    /// Stops the job: nothing new begins. The first error is kept.
     void fail(const Error& error);
     bool stopped() const { return stopped_.load(std::memory_order_acquire); }
 
-    // For the job's owner. A missing deadline waits for ever; false means it passed.
+    // For the job's owner; see WriteJob. Without a deadline waits take for ever; false means that
+    // it passed. Thread-safe.
     using Deadline = std::optional<Clock::time_point>;
     bool wait_made(Deadline deadline) const;
     bool wait_captured(Deadline deadline) const;
     bool wait_checksummed(Deadline deadline) const;
     bool wait_written(Deadline deadline) const;
     bool gate(std::span<const std::pair<int, std::uint64_t>> streams, Deadline deadline) const;
-    /// Until no thread and no device touches the job.
+    /// Waits until no thread and no device uses the job.
     void wait_quiescent() const;
     bool captured() const;
     bool checksummed() const;
@@ -171,19 +180,19 @@ class WriteState {
 
     const std::shared_ptr<const WritePlan> plan_;
     const Buffers buffers_;
-    std::unique_ptr<File> file_;  // a worker's while creating_
+    std::unique_ptr<File> file_;  // only create() uses it while creating_
     std::atomic<bool> created_ = false;
     const Clock::time_point start_ = Clock::now();
     std::map<int, std::shared_ptr<CopyEngine>> engines_;
     std::vector<std::pair<int, std::shared_ptr<Event>>> producers_;
-    bool captures_ordered_ = false;  // the capture thread's
+    bool captures_ordered_ = false;  // only for the capture thread
     mutable ExtentClaims claims_;
     std::vector<ChunkedCrc32> source_crcs_;
     std::vector<std::uint32_t> chunk_crcs_;
-    std::vector<std::atomic<std::uint32_t>> digests_;  // the plan's
-    std::vector<std::uint64_t> before_;                // fingerprints at submit, host sources
-    std::vector<Before> device_before_;
-    std::vector<std::uint64_t> after_;  // fingerprints of what was captured
+    std::vector<std::atomic<std::uint32_t>> digests_;  // one for each digest of the plan
+    std::vector<std::uint64_t> before_;                // fingerprints at submit
+    std::vector<Before> device_before_;                // moved to before_ once captured
+    std::vector<std::uint64_t> after_;                 // fingerprints of what was captured
     std::vector<std::byte> residual_;
     std::atomic<bool> stopped_ = false;
 
@@ -191,7 +200,7 @@ class WriteState {
     mutable std::condition_variable changed_;
     std::map<int, DeviceCapture> capture_events_;
     std::size_t enqueued_ = 0;
-    std::size_t source_extents_enqueued_ = 0;  // or evacuated; of host bytes, copied
+    std::size_t source_extents_enqueued_ = 0;  // or evacuated; host bytes copied
     std::size_t copying_ = 0;                  // extents whose host bytes are not yet copied
     std::size_t landed_ = 0;
     std::size_t extents_checksummed_ = 0;
@@ -208,7 +217,7 @@ class WriteState {
     std::vector<int> torn_;
     WriteStats stats_;
     Timeline timeline_;
-    std::mutex finish_mutex_;  // one finish or close at a time
+    std::mutex finish_mutex_;  // one finish or abandon at a time
 };
 
 }  // namespace datastates

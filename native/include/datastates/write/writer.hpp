@@ -22,40 +22,43 @@
 
 namespace datastates {
 
-/// The thread that owns the write backend. Extents go through three states here, in order: landing
-/// (device copies under way, or host copies by a worker) → ready (checksums, patches) → in flight
-/// (being written). Workers copy host sources, compute the checksums of device sources, and store
-/// into files that live in memory; all of that comes back in any order.
+/// Writes captured extents, in a thread that owns the write backend. Owned by the executor.
+///
+/// An extent passes three states: landing (device copies, or host copies by a worker, under way),
+/// ready (its checksums are added and patched in, in order), and in flight (being written). Workers
+/// copy host sources, compute the checksums of device sources, and store into files that live in
+/// memory; they finish in any order. A mutex guards what other threads hand over.
 class Writer {
   public:
     Writer(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend);
-    /// REQUIRES: every job is quiescent.
+    /// Joins the thread. REQUIRES: every job is quiescent.
     ~Writer() = default;
     Writer(const Writer&) = delete;
     Writer& operator=(const Writer&) = delete;
     Writer(Writer&&) = delete;
     Writer& operator=(Writer&&) = delete;
 
-    /// Takes an extent that is filled, but for its host sources where they come later: those it has
-    /// copied. Extents of one job must come in file order. Thread-safe.
+    /// Takes an extent whose device copies are enqueued and whose host sources are copied. With
+    /// `host_later` a worker copies the host sources now. Extents of one job must come in file
+    /// order. An error fails the job and is not thrown. Thread-safe.
     void hand_over(std::unique_ptr<CapturedExtent> extent);
-    /// Whether it has host sources copied by workers. Few of them only wait for the memory that the
-    /// storage and the training need, too: there a save would take longer.
+    /// Whether workers copy host sources. With fewer than four workers they do not: a save would
+    /// take longer, as they compete with the storage and the training for the memory.
     bool copies_host() const { return workers_.size() >= kCopyingWorkers; }
-    /// Lets it look again at what waits for a file, which exists by now, or whose job has failed.
+    /// Wakes the thread to look again at extents whose file exists by now or whose job has failed.
     /// Thread-safe.
     void look_again();
     std::string_view backend_name() const { return backend_->name(); }
 
   private:
     static constexpr unsigned kCopyingWorkers = 4;
-    /// Each has its place when it comes: from one list to the next it needs no memory.
+    /// A list, so that an extent moves from one to the next without allocating memory.
     using Extents = std::list<std::unique_ptr<CapturedExtent>>;
     struct InFlight {
         std::unique_ptr<CapturedExtent> extent;
         IoRequest request;
     };
-    /// What a worker has stored.
+    /// The result of a store by a worker.
     struct Stored {
         IoCompletion completion;
         std::optional<Error> error;
@@ -69,7 +72,7 @@ class Writer {
         const WriteState& job = *ready_.front()->job;
         return job.created() || job.stopped();
     }
-    /// Whether only a look at it tells when the oldest extent has landed.
+    /// Whether the thread has to poll the oldest extent's events: no worker will report it.
     bool lands_unseen() const { return !landing_.empty() && !landing_.front()->working; }
     void start_copy(CapturedExtent& captured);
     void start_digest(CapturedExtent& captured);
@@ -90,13 +93,13 @@ class Writer {
     Extents arrivals_;
     std::list<Stored> stored_;
     bool look_again_ = false;
-    // The thread's own.
+    // Used by the thread only.
     Extents landing_;
     Extents ready_;
     std::unordered_map<std::uint64_t, InFlight> in_flight_;
     std::uint64_t next_token_ = 0;
-    Clock::time_point landed_;
-    std::jthread thread_;  // last: joins first
+    Clock::time_point landed_;  // when the last device copies landed
+    std::jthread thread_;       // last: joins first
 };
 
 }  // namespace datastates
