@@ -1,9 +1,9 @@
-"""The native core: plans and pointers go in, bytes move, and no GIL is held while they do.
+"""The native core. It takes plans and pointers, and moves bytes without holding the GIL.
 
-Sizes and offsets are bytes, times are seconds, checksums are CRC-32 as in ZIP. Arrays are one-dimensional,
-C-contiguous NumPy arrays of exactly the dtype named; anything else raises ``NativeError`` with code "invalid".
-Every object may be used from several threads. Every timeout is in seconds, None waits for ever; waits handle
-signals, so Ctrl-C ends them.
+Sizes and offsets are in bytes, times in seconds, checksums are CRC-32 as in ZIP. Arrays are one-dimensional,
+C-contiguous NumPy arrays of exactly the named dtype; any other array raises ``NativeError`` with code "invalid". Every
+object is thread-safe. A timeout is in seconds; None waits without limit. Waits with a timeout argument, and
+``WriteJob.finish`` while it waits, handle signals, so Ctrl-C ends them.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,49 +39,55 @@ def crc32(data: Buffer, value: int = 0) -> int:
     """CRC-32 of ``data``, continued from ``value``."""
 
 def crc32_combine(first: int, second: int, second_length: int) -> int:
-    """CRC-32 of A followed by B, from theirs and B's length."""
+    """CRC-32 of A followed by B, from the CRC-32 of A, the CRC-32 of B, and B's length."""
 
 def crc32_shift(raw: _U32, nbytes: _U64) -> bytes:
-    """Raw CRC-32s after so many more zero bytes each, as little-endian u32.
+    """Shift each raw CRC-32 by ``nbytes`` zero bytes appended to its data; returns little-endian u32.
 
-    A raw CRC-32 begins at 0 and is not inverted at the end: it is linear in the data, and this shift in it. That of
-    2**32 - 1 is the CRC-32 of so many zero bytes, inverted.
+    A raw CRC-32 begins at 0 and is not inverted at the end, so it is linear in the data. The shift is linear in the raw
+    CRC-32. The shift of 2**32 - 1 by n bytes is the inverted CRC-32 of n zero bytes.
     """
 
 def in_memory(path: str | bytes) -> bool:
-    """Whether a file is memory and nothing else, as on tmpfs."""
+    """Whether a file is in a memory file system, such as tmpfs."""
 
 class Digester:
-    """Folds bytes, as they go by in order, into digests: exclusive ors of shifted raw CRC-32s."""
+    """Computes digests from a sequence of bytes. A digest is the exclusive or of shifted raw CRC-32s."""
 
     def __init__(
         self, *, digests: int, offset: _U64, length: _U64, run_length: _U64, after: _U64, step: _U64, digest: _U32
     ) -> None:
-        """Take stretches of runs, ascending by offset; see ``datastates.planning.plans.DigestRuns``."""
+        """Take stretches of runs by ascending offset; see ``datastates.planning.plans.DigestRuns``."""
 
     def update(self, data: Buffer) -> None:
-        """Go on with the next bytes; the first call's begin at offset 0."""
+        """Take the next bytes; those of the first call begin at offset 0."""
 
     def finish(self) -> bytes:
-        """The digests of all that went by, as little-endian u32."""
+        """The digests of all bytes taken, as little-endian u32."""
 
 def look(
     arrays: list[Any], memory_of: Callable[[Any], object] | None, plain: tuple[type, ...]
 ) -> tuple[bytes, bytes, bytes, list[object]] | None:
-    """Look at each array once, and say: places, addresses of first elements, versions, memory.
+    """Look at each array once; returns (places, addresses, versions, memory), or None.
 
-    ``places`` is equal for two lists exactly when their arrays have, in order, the same types, addresses, devices,
-    element types, shapes and strides. The others are 64-bit words, one an array: where the
-    first elements are, torch's count of changes in place (-1 without one). ``memory`` is what ``memory_of`` gives
-    for each, or empty without it. None when an array does not offer DLPack's C exchange API (torch does from 2.10 on),
-    or is of none of the types in ``plain``, if that has any.
+    Args:
+        arrays: The arrays.
+        memory_of: Called with each array; its results are ``memory``. None leaves ``memory`` empty.
+        plain: The classes that the arrays may have; empty for any.
+
+    Returns:
+        ``places`` is equal for two lists exactly if their arrays have, in order, the same types, addresses, devices,
+        element types, shapes and strides. ``addresses`` and ``versions`` have a 64-bit word for each array: the address
+        of its first element, and torch's version counter of changes in place (-1 without one). None if an array does
+        not offer DLPack's C exchange API (torch does from 2.10 on), or is of no class in ``plain``.
     """
 
 def layout(arrays: list[Any]) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes] | None:
-    """How each array is laid out: addresses, devices, elements, ndim, dims, strides.
+    """Read the layout of each array; returns (addresses, devices, elements, ndim, dims, strides), or None.
 
-    ``ndim`` is a byte an array; the others are 64-bit words: addresses of the first elements; devices and element types
-    as words that are equal for equal ones; shapes and strides in elements, arrays end to end. None as for ``look``.
+    ``ndim`` has a byte for each array; the others have 64-bit words. ``addresses`` are those of the first elements.
+    ``devices`` and ``elements`` encode the device and the element type. ``dims`` and ``strides`` are the shapes and the
+    strides in elements, of all arrays end to end. None as for ``look``, and for more than 255 dimensions.
     """
 
 def read_plain_pickle(
@@ -102,36 +108,57 @@ def read_plain_pickle(
     reference: Callable[[str, str, str, tuple[int, ...], tuple[int, ...], bool, bool], object],
     ordered_dict: type,
 ) -> tuple[object] | None:
-    """Read the opcodes of an object that holds only dicts, lists, tuples, plain values, and arrays of these rows.
+    """Read the opcodes of an object that holds only dicts, lists, tuples, plain values, and arrays of given rows.
 
-    The arrays must be the rows in their order and written exactly as ``data.pkl`` is to hold them. For each row: its
-    key; the numbers of its names in ``kinds`` and ``dtypes``; the number and the bytes of its storage record; its
-    offset in bytes; its shape and strides in elements. ``frames`` says for each element type what stands before and
-    behind an array's numbers, the element's bytes, and whether its storage counts elements.
+    The arrays must be the rows in their order, written exactly as ``data.pkl`` holds them. It imports nothing, and
+    calls only ``reference`` and ``ordered_dict``.
 
-    The value in a tuple, ``reference(key, kind, dtype, shape, stride, requires_grad, parameter)`` for each array; None
-    when there is anything else in it: then it has to be read opcode by opcode. Imports nothing and calls nothing else.
+    Args:
+        opcodes: The pickle.
+        keys: Key of each row.
+        kinds: Names of the kinds of array.
+        dtypes: Names of the element types.
+        frames: For each element type: the bytes before and after an array's numbers, the bytes of an element, and
+            whether its storage counts elements.
+        kind: Index of each row's kind in ``kinds``.
+        dtype: Index of each row's element type in ``dtypes``.
+        record: Number of each row's storage record.
+        record_nbytes: Length of the record.
+        offset: Offset of the row in the record, in bytes.
+        ndim: Number of dimensions of each row.
+        dims: Shapes, end to end.
+        strides: Strides in elements, end to end.
+        reference: Called as ``reference(key, kind, dtype, shape, stride, requires_grad, parameter)`` for each array;
+            its result takes the array's place.
+        ordered_dict: The class ``OrderedDict``.
+
+    Returns:
+        The value in a tuple. None if the object holds anything else; it must then be read opcode by opcode.
     """
 
 def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int = 0) -> None:
-    """Break a syscall, for tests, in the whole process.
+    """Make an operation fail in the whole process, for tests.
 
-    Points: open, write, read, sync, truncate, allocate, statfs, uring_setup, uring_probe, uring_enter, cuda_alloc
-    (memory that kernels are told by), cuda_register (page-locking the host cache), cuda_slab (the device cache),
-    host_read (capturing host memory by process_vm_readv), capture (of an extent that is all lazy: put off while the
-    point fails). Actions: "fail" with errno ``value``, "short" (about half the bytes), "eintr" (once), "kill" (SIGKILL
-    to this process), "delay" (``value`` milliseconds). From the ``nth`` time the point is passed, ``count`` times, 0
-    for ever.
+    Args:
+        point: open, write, read, sync, truncate, allocate, statfs, uring_setup, uring_probe, uring_enter, cuda_alloc
+            (host memory from which kernels read their work), cuda_register (page-locking the host cache), cuda_slab
+            (the device cache), host_read (capturing host memory by process_vm_readv), or capture (of an extent whose
+            sources are all lazy, which is put off while the point fails).
+        action: "fail" with errno ``value``, "short" (about half the bytes), "eintr", "kill" (SIGKILL to this process),
+            or "delay" (``value`` milliseconds).
+        value: See ``action``.
+        nth: The passage of the point, counted from 1, that triggers first.
+        count: Number of times that the point triggers; 0 for no limit, but once for "eintr".
     """
 
 def clear_faults() -> None:
     """Disarm every fault point."""
 
 def cuda_device_count() -> int:
-    """How many CUDA devices the driver shows; 0 without a driver."""
+    """Number of CUDA devices that the driver shows; 0 without a driver."""
 
 class WritePlan:
-    """What goes where in a container file; checked once, then used for any number of snapshots. Immutable."""
+    """The layout of a container file. Checked once, then used for any number of snapshots. Immutable."""
 
     def __init__(
         self,
@@ -159,17 +186,17 @@ class WritePlan:
         runs_step: _U64,
         runs_digest: _U32,
     ) -> None:
-        """Take the planner's arrays; the literal is copied.
+        """Check and copy the planner's arrays; see ``datastates.planning.plans.WritePlan``.
 
-        Extents tile the file from 0, their lengths are multiples of 4096 (the last one's need not be), and their
-        pieces tile them. ``piece_source`` -1 is the literal. A source is cut at multiples of 8 and lies in the file
-        in order; eager sources come before lazy ones. A patch writes its source's CRC-32, little-endian, into an
-        extent not before the source's last. Runs come by source, then by offset; see
-        ``datastates.planning.plans.DigestRuns``.
+        Extents tile the file from 0, and pieces tile their extents. The length of an extent is a multiple of 4096,
+        except for the last one. ``piece_source`` -1 is the literal. A source is cut at multiples of 8, and its pieces
+        are in order in the file. Eager sources come before lazy ones. A patch writes its source's CRC-32,
+        little-endian, into the extent with the source's last piece or a later one. Runs are sorted by source, then by
+        offset; see ``datastates.planning.plans.DigestRuns``.
         """
 
 class ReadPlan:
-    """What to read from a container file, where it goes, and the checksums it must have. Immutable."""
+    """The ranges to read from a container file, their destinations and their checksums. Immutable."""
 
     def __init__(
         self,
@@ -191,33 +218,34 @@ class ReadPlan:
         check_crc: _U32,
         check_record: _I32,
     ) -> None:
-        """Take the planner's arrays. Extents ascend and are at most ``block_bytes - 8192`` long.
+        """Check and copy the planner's arrays; see ``datastates.planning.plans.ReadPlan``.
 
-        Spans begin and end with their extent and lie apart; of an extent of several nothing else is read. Pieces and
-        checks lie in a span each.
+        Extents ascend and are at most ``block_bytes - 8192`` long. The first span of an extent begins with it, the last
+        one ends with it, and there is a gap between each two. Only spans are read. Each piece and each check lies
+        within one span.
         """
 
 class Executor:
-    """The host cache, the threads and the rings. Jobs keep it alive."""
+    """The host cache, the threads and the io_uring rings. Jobs keep it alive."""
 
     @property
     def backend(self) -> str:
-        """What moves the bytes: "io_uring" or "pwrite"."""
+        """The I/O backend: "io_uring" or "pwrite"."""
 
     @property
     def cache_bytes(self) -> int:
-        """The most that the host cache may grow to: as many whole blocks as fit what was asked for."""
+        """Limit of the host cache: as many whole blocks as fit the requested size."""
 
     @property
     def block_bytes(self) -> int:
-        """The unit that the cache is cut into."""
+        """Length of a block, the unit of the host cache."""
 
     @property
     def pinned(self) -> bool:
         """Whether the host cache, as far as it has grown, is page-locked for CUDA.
 
-        It is from the first device on, soon after, in the background. Where the system refuses (a limit on locked
-        memory), everything works all the same, slower.
+        A background thread page-locks it once a device is in use. If the system refuses, for example by a limit on
+        locked memory, everything still works, but slower.
         """
 
     def __init__(
@@ -234,160 +262,175 @@ class Executor:
         """Start the threads; the cache grows to what jobs need.
 
         Args:
-            cache_bytes: Host memory for data on its way, at most.
-            block_bytes: The unit it is cut into, a multiple of 4096; no extent is longer.
-            queue_depth: Reads in flight at a time; of writes twice as many.
-            backend: "auto" (io_uring where the system allows it), "io_uring" or "pwrite".
+            cache_bytes: Limit of the host cache.
+            block_bytes: Length of a block of the host cache, a multiple of 4096; no extent is longer.
+            queue_depth: Reads in flight at the same time with io_uring; twice as many writes.
+            backend: "auto" (io_uring where the system allows it, else pwrite), "io_uring" or "pwrite".
             direct: Use O_DIRECT where the file system allows it.
-            io_threads: Threads of the pwrite backend.
-            device_cache_bytes: Spare memory of each device that a gate may copy to what is not on its way to the
-                host yet, at most; 0 for none. No more is taken than is free beyond a margin.
+            io_threads: Threads of the pwrite backend for reading, and as many for writing.
+            device_cache_bytes: Limit, for each device, of the free device memory to which a gate copies state that is
+                not yet being copied to the host; 0 for none. A margin of the device's memory is left free.
         """
 
     def reserve(self, nbytes: int) -> None:
-        """Back so much of the host cache with memory beforehand, in the background."""
+        """Allocate memory for ``nbytes`` of the host cache in the background."""
 
     def prepare_device(self, device: int) -> None:
-        """Make a CUDA device known before its first job, so that what is reserved is page-locked for it."""
+        """Make a CUDA device known before its first job, so that reserved memory is page-locked for it."""
 
     def submit_write(
         self, path: str | bytes, plan: WritePlan, ptr: _U64, device: _I32, stream: _U64, witness: _U8
     ) -> WriteJob:
-        """Capture the eager sources, and return; ``path``, which must not exist, is made meanwhile.
+        """Start a write job, and return once the eager sources are captured.
 
-        Where it cannot be made, the job fails. Waits for cache blocks while capturing. Sources' memory must stay alive
-        until captured or aborted, and lazy sources unchanged. ``device`` is a CUDA ordinal or -1 for host memory;
-        ``stream`` the CUstream that produces a device source, 0 for the legacy default stream; ``witness`` asks for a
-        fingerprint, see ``torn``. Where it raises, it leaves no file.
+        Capturing waits for free cache blocks. The file is created in the background; if that fails, the job fails. If
+        this call raises, it leaves no file.
+
+        Args:
+            path: The container, which must not exist.
+            plan: The plan.
+            ptr: Address of each source. The memory must stay alive until it is captured or the job is aborted; that of
+                lazy sources must stay unchanged as well.
+            device: CUDA device number of each source, or -1 for host memory.
+            stream: The CUstream that produces each device source; 0 for the legacy default stream.
+            witness: 1 for each source to take a fingerprint of; see ``torn``.
         """
 
     def submit_read(
         self, path: str | bytes, plan: ReadPlan, ptr: _U64, device: _I32, stream: _U64, ahead: ReadAhead | None = None
     ) -> ReadJob:
-        """Start reading into ``ptr``. Destinations must stay alive until the job is done or destroyed.
+        """Start a read job.
 
-        Copies to a device come after what is on the destination's ``stream`` now. ``ahead`` is ended: those of its
-        extents that are the same in the plan are not read again, all others are dropped.
+        Args:
+            path: The container.
+            plan: The plan.
+            ptr: Address of each destination. The memory must stay alive until the job is done or destroyed.
+            device: CUDA device number of each destination, or -1 for host memory.
+            stream: CUstream of each device destination. Copies wait for the work that is on it now.
+            ahead: A read-ahead of the same path by this executor, which this call ends. Extents that are the same in
+                the plan are not read again; the others are dropped.
         """
 
     def read_ahead(self, path: str | bytes, plan: ReadPlan) -> ReadAhead:
-        """Begin to read a plan's extents in order, as far as there are blocks at once; the plan has no destinations.
+        """Begin to read a plan's extents in order, as far as blocks are free; the plan has no destinations.
 
-        Nothing is read where another such read is open. What is in memory already is left out. What fails is found
-        when it is read again. Raises ``NativeError`` "invalid" for more extents than half of the cache has blocks.
+        Nothing is read while another read-ahead is open. Extents in memory are not read. An extent whose read fails is
+        read again by the job. Raises ``NativeError`` "invalid" if the extents need more than half of the blocks.
         """
 
     def close(self) -> None:
-        """Refuse new jobs and wait until the running ones are written or failed. Idempotent."""
+        """Refuse new jobs, and wait until the running ones are done or have failed. Idempotent."""
 
     def abandon(self) -> None:
-        """In a forked child: never wait for the parent's threads again, also not when objects are destroyed."""
+        """In a forked child: never wait for the parent's threads again, even when objects are destroyed."""
 
 class WriteJob:
-    """One container being captured and written. Destroying it before ``finish`` aborts it."""
+    """One container that is being captured and written. Destroying it before ``finish`` aborts it."""
 
     @property
     def captured(self) -> bool:
-        """Whether all sources are copied off their memory."""
+        """Whether all sources are copied."""
 
     @property
     def written(self) -> bool:
-        """Whether all extents are written, though not synced."""
+        """Whether all extents are written; they need not be synced."""
 
     @property
     def made(self) -> bool:
-        """Whether it has made its file."""
+        """Whether the job has created its file."""
 
     def wait_made(self, timeout: float | None = None) -> bool:
-        """Wait until its file exists; False when the timeout passed. Raises what failed."""
+        """Wait until the job has created its file; False after ``timeout``. Raises the error of a failed job."""
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Wait until all sources are copied off their memory; False when the timeout passed. Raises what failed."""
+        """Wait until all sources are copied; False after ``timeout``. Raises the error of a failed job."""
 
     def wait_checksummed(self, timeout: float | None = None) -> bool:
         """Wait until all checksums and digests are known, which is before the last extents are written.
 
-        False when the timeout passed. Raises what failed.
+        Returns False after ``timeout``. Raises the error of a failed job.
         """
 
     def gate(self, streams: Sequence[tuple[int, int]], timeout: float | None = None) -> bool:
-        """Return once later work on ``streams``, as (device, stream handle), may change the sources.
+        """Return when the sources may be changed by the CPU and by later work on ``streams``.
 
-        Waits until every host source is copied and every device copy is enqueued, and makes each stream wait for
-        the copies of its device. True, without raising, for a failed job too: nothing more is read then. A host
-        source's memory must stay alive until captured; so must a device source's, gate or not.
+        It waits until every host source is copied and every device copy is enqueued. Then it makes each stream, given
+        as (device, stream handle), wait for the copies of its device. The sources' memory must still stay alive until
+        it is captured. Returns False after ``timeout``. A failed job reads nothing more: the result is True, and its
+        error is not raised.
         """
 
     def torn(self) -> list[int]:
-        """Sources whose fingerprint changed between submit and capture. Valid once captured."""
+        """Numbers of the sources whose fingerprint changed or whose memory was gone. Valid once captured."""
 
     def checksums(self) -> tuple[bytes, bytes]:
-        """CRC-32 of each source, and of each chunk of each source end to end, as little-endian u32.
+        """CRC-32 of each source, and CRC-32 of each chunk of all sources end to end, as little-endian u32.
 
         Raises ``NativeError`` "invalid" before they are known.
         """
 
     def digests(self) -> bytes:
-        """What the plan's runs come to, as little-endian u32. Raises ``NativeError`` "invalid" too early."""
+        """The plan's digests, as little-endian u32. Raises ``NativeError`` "invalid" before they are known."""
 
     def finish(self, tail: Buffer) -> None:
-        """Wait until written, append ``tail`` to the last extent's bytes, cut to length, fsync, close. Blocking.
+        """Wait until all extents are written, append ``tail``, cut the file to length, sync it and close it.
 
-        Raises what the job failed with, "cancelled" after ``abort``, "closed" after an earlier ``finish``.
+        Raises the error of a failed job, "cancelled" after ``abort``, and "closed" after an earlier ``finish``.
         """
 
     def abort(self) -> None:
-        """Stop; returns when no memory of the caller's is touched any more and the file is closed. Idempotent."""
+        """Stop; returns when the caller's memory is no longer accessed and the file is closed. Idempotent."""
 
     def stats(self) -> dict[str, Any]:
-        """What was done so far.
+        """Statistics of the job so far.
 
-        Keys: bytes, extents, capture_seconds (submit to captured), direct, backend ("memory" for a file that lives
-        in memory), pinned (whether the host cache is page-locked), device_cache_bytes (copied to spare device memory
-        at a gate), evacuate_seconds (enqueueing those copies), dropped_spans (that ``timeline`` had no room for).
+        Keys: bytes (of the file), extents, capture_seconds (from submit to captured), direct, backend ("memory" for a
+        file in a memory file system), pinned (whether the host cache is page-locked), device_cache_bytes (copied to
+        free device memory at a gate), evacuate_seconds (spent enqueueing those copies), dropped_spans (spans that
+        ``timeline`` has no room for).
         """
 
     def timeline(self) -> list[tuple[str, int, float, float, int]]:
-        """What ran when, as (stage, track, begin, end, bytes) on the clock of ``time.monotonic``.
+        """Spans of work, as (stage, track, begin, end, bytes) on the clock of ``time.monotonic``.
 
         Stages: submit (submit_write), create (the file), capture, cache_wait (for a free block), checksum (of device
-        sources), write (one extent), tail, sync. Spans of one stage and track do not overlap, unless it is cache_wait.
-        Bounded: a job of more than 200,000 spans keeps the first ones.
+        sources), write (one extent), tail, sync. Spans of one stage and track do not overlap, except for cache_wait. A
+        job keeps its first 200,000 spans.
         """
 
 class ReadAhead:
-    """A part of a file being read before it is known where it goes."""
+    """A part of a file that is being read before its destinations are known."""
 
     @property
     def bytes_read(self) -> int:
-        """So far, with alignment; 0 once a job has taken over, which counts them."""
+        """Bytes read so far, with alignment; 0 once a job has taken them over, and counts them itself."""
 
     def wait(self) -> None:
-        """Wait until nothing is read any more."""
+        """Wait until reading has ended."""
 
     def close(self) -> None:
-        """Drop what no job has taken; waits until nothing is read any more. Idempotent."""
+        """Drop the extents that no job has taken, and wait until reading has ended. Idempotent."""
 
 class ReadJob:
-    """One container being read into place. Destroying it stops it and waits."""
+    """One container that is being read into its destinations. Destroying it stops it and waits."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is read, verified and in place; False when the timeout passed.
+        """Wait until everything is read, verified and in its destinations; False after ``timeout``.
 
         Raises ``NativeError``: "corrupt" with ``record`` for the first bad checksum in the file, or for a file that
         ends early; "io"; "cuda". Destinations may have been overwritten by then.
         """
 
     def stats(self) -> dict[str, Any]:
-        """What was done, once done.
+        """Statistics of the job; complete once it is done.
 
         Keys: bytes_needed (of the plan's spans), bytes_read (with alignment), in_place_bytes (read straight into
-        destinations), cached_bytes (needed ones that were in the page cache or in memory), seconds, direct, backend,
-        dropped_spans.
+        destinations), cached_bytes (of the needed bytes, those in the page cache or in memory), seconds, direct,
+        backend, dropped_spans.
         """
 
     def timeline(self) -> list[tuple[str, int, float, float, int]]:
-        """Like ``WriteJob.timeline``, without what was read ahead.
+        """Spans of work as in ``WriteJob.timeline``, without those of a read-ahead.
 
         Stages: read (one extent), verify, copy (from a block to its destinations).
         """

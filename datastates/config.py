@@ -1,4 +1,4 @@
-"""Settings: one model, each field with its unit, default and environment variable."""
+"""Settings: models whose fields have a unit, a default and an environment variable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B|)\s*\Z")
 
 
 def parse_size(value: object) -> int:
-    """Bytes from an int or from text such as ``"8GiB"``, ``"512 MB"`` or ``"4096"``; ValueError otherwise."""
+    """Bytes from an int, or from text such as ``"8GiB"``, ``"512 MB"`` or ``"4096"``; raises ValueError otherwise."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.match(value) if isinstance(value, str) else None
@@ -35,7 +35,7 @@ ENVIRONMENT_PREFIX = "DATASTATES_"
 
 
 def from_environment(fields: Iterable[str]) -> dict[str, str]:
-    """What the environment says of these fields; nothing of those that it does not name."""
+    """Values of those fields whose environment variable is set, as text by field name."""
     found = {field: os.environ.get(ENVIRONMENT_PREFIX + field.upper()) for field in fields}
     return {field: value for field, value in found.items() if value is not None}
 
@@ -44,18 +44,20 @@ _S = TypeVar("_S", bound="IoSettings")
 
 
 class IoSettings(BaseModel):
-    """How bytes move: what ``snapshot``, ``restore``, ``load`` and ``open`` of this package take.
+    """How bytes move: settings that ``snapshot``, ``restore``, ``load`` and ``open`` of this package take.
 
-    Every field can also be given as an environment variable, ``DATASTATES_`` and the field's name in capitals; an
-    argument wins over the variable, the variable over the default. Sizes are bytes or text such as ``"8GiB"``.
+    Every field can also be set by an environment variable, whose name is ``DATASTATES_`` and the field's name in
+    capitals. An argument wins over the variable, and the variable over the default. Sizes are bytes, or text such as
+    ``"8GiB"``. Objects are immutable.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     host_cache: SizeOrAuto = Field(
         "auto",
-        description="Bytes of (pinned) host memory that snapshots stream through; used as far as the state needs it. "
-        "auto: up to a quarter of the memory available to each local rank.",
+        description="Limit in bytes of the host cache, the memory that data passes through between the state and the "
+        "storage. It is page-locked where CUDA is in use. auto: a quarter of the available memory, divided by "
+        "the number of local ranks; the cache then grows only to what the state needs.",
     )
     block: Size = Field(
         8 << 20,
@@ -65,19 +67,22 @@ class IoSettings(BaseModel):
         8,
         ge=1,
         le=1024,
-        description="Extents that are read from the storage at a time, with io_uring; twice as many are written.",
+        description="Extents that io_uring reads at the same time; it writes twice as many.",
     )
     io_backend: Literal["auto", "io_uring", "pwrite"] = Field(
-        "auto", description="How to reach the storage; auto takes io_uring where the kernel allows it."
+        "auto", description="How files are read and written. auto: io_uring where the kernel allows it, else pwrite."
     )
     device_cache: Size = Field(
         0,
         ge=0,
-        description="Bytes of spare memory of each GPU that uncaptured state may be copied to when an optimizer step "
-        "would wait for it; taken only where it is free, and given back as it drains. 0: none.",
+        description="Limit in bytes, for each GPU, of free device memory that uncaptured state is copied to where an "
+        "optimizer step would wait for its capture. The memory is given back as the copies reach the "
+        "host. 0: none.",
     )
-    io_threads: int = Field(4, ge=1, le=256, description="Threads of the pwrite backend, for each direction.")
-    direct_io: bool = Field(True, description="Bypass the page cache (O_DIRECT) where the file system can.")
+    io_threads: int = Field(
+        4, ge=1, le=256, description="Threads of the pwrite backend for reading, and as many for writing."
+    )
+    direct_io: bool = Field(True, description="Bypass the page cache (O_DIRECT) where the file system supports it.")
 
     @model_validator(mode="before")
     @classmethod
@@ -94,13 +99,21 @@ class IoSettings(BaseModel):
 
     @classmethod
     def of(cls: type[_S], options: dict[str, Any]) -> _S:
-        """Validate options; raises SettingsError that names each bad field, and the variable it came from."""
+        """Make settings from options, the environment and the defaults.
+
+        Args:
+            options: Values by field name.
+
+        Raises:
+            SettingsError: A field is unknown or its value is impossible. The message names each such field, and the
+                environment variable if the value came from one.
+        """
         try:
             return cls(**options)
         except ValidationError as error:
             problems = []
             for e in error.errors():
-                field = ".".join(map(str, e["loc"][:1]))  # what follows says which type was tried
+                field = ".".join(map(str, e["loc"][:1]))  # the rest of "loc" names the types that were tried
                 variable = ENVIRONMENT_PREFIX + field.upper()
                 source = f" (from {variable})" if field not in options and variable in os.environ else ""
                 known = f"; settings are {', '.join(cls.model_fields)}" if e["type"] == "extra_forbidden" else ""
@@ -110,53 +123,65 @@ class IoSettings(BaseModel):
 
 
 class RankSettings(IoSettings):
-    """How ranks find each other: what ``snapshot`` and ``restore`` take beside the fields of :class:`IoSettings`."""
+    """How ranks find each other: settings of ``snapshot`` and ``restore``, in addition to :class:`IoSettings`."""
 
     rank: int | None = Field(
         None,
         ge=0,
-        description="This process's number among those that save together, with world_size; they then meet in the "
-        "checkpoints' directory. None: as torch.distributed says where it is initialized, else the only one.",
+        description="This process's number, from 0, among those that save together; given together with world_size. "
+        "The processes then meet in the checkpoints' directory. None: the rank of torch.distributed where it is "
+        "initialized, else a single process.",
     )
-    world_size: int | None = Field(None, ge=1, description="How many processes save together; see rank.")
+    world_size: int | None = Field(
+        None, ge=1, description="Number of processes that save together; given together with rank."
+    )
     replicas: Literal["read", "broadcast"] = Field(
         "read",
-        description="How ranks that hold a part alike restore it: each reads it, or one reads and torch.distributed "
-        "broadcasts it.",
+        description="How a part that several ranks hold is restored. read: each of them reads it. broadcast: one of "
+        "them reads it, and torch.distributed broadcasts it.",
     )
     rank_timeout: float = Field(
         600.0,
         gt=0,
-        description="Seconds that a rank waits for the others, in a commit or a restore, before it names the missing.",
+        description="Seconds that a rank waits for the others, in a commit or a restore, before it fails with an error "
+        "that names the missing ranks.",
     )
 
 
 class Settings(RankSettings):
-    """What a :class:`~datastates.Checkpointer` can be told: the fields of :class:`RankSettings`, and these."""
+    """Settings of a :class:`~datastates.Checkpointer`, in addition to :class:`RankSettings`."""
 
-    keep_last: int | None = Field(None, ge=1, description="Checkpoints to keep; None keeps all.")
+    keep_last: int | None = Field(None, ge=1, description="Number of newest checkpoints to keep; None keeps all.")
     keep_every: int | None = Field(
-        None, ge=1, description="Steps: checkpoints at multiples of this are kept beside the last ones."
+        None,
+        ge=1,
+        description="Number of steps: checkpoints at multiples of it are kept in addition to the newest ones; needs "
+        "keep_last.",
     )
     auto_gate: bool = Field(True, description="Let every torch optimizer's step() wait for capture.")
     on_error: Literal["raise", "warn"] | Callable[[Any], object] = Field(
         "raise",
-        description="Raise a background failure at the next snapshot() or close(), or only log and count it. A "
-        "callable is given the snapshot that failed, on a thread of the checkpointer, and nothing is raised.",
+        description="What happens to a failure in the background. raise: the next snapshot() or close() raises it. "
+        "warn: it is only logged and counted. A callable: it is called with the failed snapshot, on a thread of the "
+        "checkpointer, and nothing is raised.",
     )
     on_commit: Callable[[Any], object] | None = Field(
         None,
-        description="A callable that is given each snapshot that has been committed, on a thread of the checkpointer. "
-        "What it raises is logged.",
+        description="A callable that is called with each committed snapshot, on a thread of the checkpointer. An "
+        "exception that it raises is logged.",
     )
-    max_in_flight: int = Field(2, ge=1, le=64, description="Snapshots that may be under way at once.")
+    max_in_flight: int = Field(
+        2, ge=1, le=64, description="Number of snapshots that may be in flight at the same time."
+    )
     when_busy: Literal["wait", "refuse"] = Field(
-        "wait", description="What a snapshot() beyond max_in_flight does: wait for one to end, or raise."
+        "wait",
+        description="What snapshot() does when max_in_flight snapshots are in flight. wait: wait until one has ended. "
+        "refuse: raise SnapshotRefusedError.",
     )
     handle_sigterm: bool = Field(
         False,
-        description="On SIGTERM, commit the snapshots in flight, then do what the process would have done: end, or "
-        "call the handler that was there before. Training goes on meanwhile.",
+        description="On SIGTERM, commit the snapshots in flight, then let the process end or call the handler that was "
+        "installed before. Training continues meanwhile.",
     )
 
     @model_validator(mode="after")

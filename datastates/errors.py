@@ -1,7 +1,7 @@
-"""Every error that datastates raises on purpose, one class per cause.
+"""The errors that datastates raises, one class per cause.
 
-Each inherits twice: from :class:`DatastatesError`, so that one ``except`` catches all, and from the built-in
-exception that a caller without knowledge of datastates would expect.
+Each class inherits from :class:`DatastatesError`, so that one ``except`` catches all, and from the built-in exception
+that fits its cause.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from typing import Any, cast
 
 
 class DatastatesError(Exception):
-    """Base of all errors raised by datastates. They pickle: torch.distributed.checkpoint tells other ranks so."""
+    """Base of all errors raised by datastates.
+
+    All of them pickle, because torch.distributed.checkpoint sends errors to other ranks that way.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Message and attributes as they are, where a constructor makes the message of other arguments."""
+        """Pickle the finished message and the attributes, because a constructor may take other arguments."""
         if not isinstance(type(self).__init__, FunctionType):
             return cast("tuple[Any, ...]", super().__reduce__())
         given = (self.errno, self.strerror, self.filename) if isinstance(self, OSError) and self.filename else self.args
@@ -36,26 +39,26 @@ class SettingsError(DatastatesError, ValueError):
 
 
 class ProviderError(DatastatesError, ValueError):
-    """A provider describes its state wrongly (duplicate keys, shapes that do not fit their buffer)."""
+    """A provider described its state wrongly: for example duplicate keys, or a shape that does not fit its buffer."""
 
 
 class StorageError(DatastatesError, OSError):
     """A system call on a checkpoint's files failed.
 
     Attributes:
-        errno: The system's error number, 0 when the failure has none (a file shorter than its index says).
+        errno: The system's error number; 0 when there is none, as for a file that is shorter than its index says.
         operation: The operation that failed, for example ``"write"`` or ``"sync"``.
-        filename: The path it failed on.
+        filename: The path that it failed on.
     """
 
     def __init__(self, errno: int, operation: str, path: str, message: str | None = None) -> None:
-        """Compose the message from the operation, the path and the errno's text."""
+        """Take ``message``, or compose it from the operation, the path and the text of ``errno``."""
         text = message or f"{operation} {path}: {os.strerror(errno)} [errno {errno}]"
         super().__init__(errno, text, path)
         self.operation = operation
 
     def __str__(self) -> str:
-        """The message alone: it already names operation, path and errno."""
+        """The message alone, which names the operation, the path and the errno."""
         return str(self.strerror)
 
 
@@ -64,19 +67,19 @@ class DeviceError(DatastatesError, RuntimeError):
 
 
 class FormatError(DatastatesError, ValueError):
-    """A file is not what it should be: truncated, foreign, or with fields that contradict each other."""
+    """A file is malformed: truncated, of another format, or with fields that contradict each other."""
 
 
 class CorruptError(FormatError):
     """Stored bytes do not match their checksum.
 
     Attributes:
-        key: The tensor or object they belong to.
-        path: The file they are in.
+        key: Key of the tensor or object that the bytes belong to.
+        path: The file that they are in.
     """
 
     def __init__(self, message: str, *, key: str, path: str) -> None:
-        """Keep the key and the path beside the message."""
+        """Store the message, the key and the path."""
         super().__init__(message)
         self.key = key
         self.path = path
@@ -86,11 +89,11 @@ class TrustError(FormatError, pickle.UnpicklingError):
     """A stored object needs a class that the caller has not trusted.
 
     Attributes:
-        name: The class or function, as ``module.qualname``: what to add to ``trust=[...]``.
+        name: The class or function as ``module.qualname``, the form that ``trust=[...]`` takes.
     """
 
     def __init__(self, name: str) -> None:
-        """Name the class and what to do."""
+        """Compose a message that names the class and the remedy."""
         super().__init__(
             f"the checkpoint holds an object of {name}, which is not loaded by default because that can run code; "
             f"pass trust=[{name!r}] if you trust this file"
@@ -99,17 +102,17 @@ class TrustError(FormatError, pickle.UnpicklingError):
 
 
 class CheckpointNotFoundError(DatastatesError, FileNotFoundError):
-    """There is no committed checkpoint at that path, or not of that step."""
+    """There is no committed checkpoint at that path, or none of that step."""
 
 
 class RestoreError(DatastatesError, ValueError):
-    """The checkpoint and the state to restore into do not fit; nothing has been changed.
+    """The checkpoint does not fit the state to restore into, or a rank could not begin; no state has been changed.
 
     Attributes:
         missing: Keys that the state has and the checkpoint lacks.
         unexpected: Keys that the checkpoint has and the state lacks.
         mismatched: One sentence for each key whose shape, dtype or container type differs.
-        lost: Files of the checkpoint that are missing, to this rank or to another that said so.
+        lost: Missing files of the checkpoint, as this rank or another rank reported them.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class RestoreError(DatastatesError, ValueError):
         mismatched: Sequence[str] = (),
         lost: Sequence[str] = (),
     ) -> None:
-        """Keep the keys beside the message."""
+        """Store the message, the keys and the lost files."""
         super().__init__(message)
         self.missing = list(missing)
         self.unexpected = list(unexpected)
@@ -130,14 +133,14 @@ class RestoreError(DatastatesError, ValueError):
 
 
 class TornSnapshotError(DatastatesError, RuntimeError):
-    """State changed while it was being captured; the snapshot was discarded.
+    """State changed before it was captured; the snapshot was discarded.
 
     Attributes:
-        keys: The tensors that changed.
+        keys: Full keys of the tensors that changed.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """Name the tensors and the remedy."""
+        """Compose a message that names the tensors and the remedy."""
         shown = ", ".join(repr(k) for k in keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
         super().__init__(
             f"changed between snapshot() and its capture: {shown}; guard the update with Checkpointer.gate(), "
@@ -147,7 +150,7 @@ class TornSnapshotError(DatastatesError, RuntimeError):
 
 
 class SnapshotTimeoutError(DatastatesError, TimeoutError):
-    """A wait ran out of time; the snapshot goes on."""
+    """A wait for a snapshot ran out of time; the snapshot continues."""
 
 
 class SnapshotRefusedError(DatastatesError, RuntimeError):
@@ -155,42 +158,42 @@ class SnapshotRefusedError(DatastatesError, RuntimeError):
 
 
 class SnapshotAbandonedError(DatastatesError, RuntimeError):
-    """The snapshot was begun in another process (before a fork), which alone can finish it."""
+    """The snapshot was begun by the parent process before a fork; only the parent can finish it."""
 
 
 class ClosedError(DatastatesError, RuntimeError):
-    """The checkpointer is closed."""
+    """The checkpointer, or another object that was used, is closed."""
 
 
 class CommitError(DatastatesError, RuntimeError):
-    """The ranks did not come to an agreement; all that could be told raise it with the same text."""
+    """The ranks did not reach an agreement. Every rank that learns of it raises this error with the same text."""
 
 
 class UnreachableError(CommitError):
-    """This rank cannot reach what the ranks meet in; what the others have agreed on, it does not know."""
+    """This rank cannot reach the store or directory that the ranks meet in, so it does not know what they agreed on."""
 
 
 class SnapshotSkippedError(CommitError):
-    """A rank took no part in a snapshot, because its call raised an earlier one's failure: no failure of its own."""
+    """A rank took no part in this snapshot, because its ``snapshot()`` call raised the failure of an earlier one."""
 
 
 class RanksMissingError(DatastatesError, TimeoutError):
     """A wait for other ranks ran out of time.
 
     Attributes:
-        ranks: Those that did not answer, ascending.
-        undecided: Whether it is certain that nothing was decided, nor will be.
+        ranks: The ranks that did not answer, ascending.
+        undecided: True where it is certain that no decision was made and none will be.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int], undecided: bool = False) -> None:
-        """Keep the ranks beside the message, which names them, too."""
+        """Store the message, the ranks and whether nothing was decided."""
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.undecided = undecided
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """Ascending ranks for a message: ``"rank 2"``, ``"ranks 0-5, 7"``; long lists are cut."""
+    """Write ascending ranks for a message: ``"rank 2"``, ``"ranks 0-5, 7"``; a long list is cut."""
     stretches: list[list[int]] = []
     for rank in ranks:
         if stretches and stretches[-1][1] == rank - 1:

@@ -1,4 +1,4 @@
-"""What the author of a state provider needs: :class:`StateProvider`, :class:`Shard`, :class:`Buffer`."""
+"""The names that the author of a state provider needs: :class:`StateProvider`, :class:`Shard`, :class:`Buffer`."""
 
 from datastates.state.provider import Encoder, Saved, StateProvider, walk_unique
 from datastates.state.shards import (

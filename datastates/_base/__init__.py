@@ -1,1 +1,1 @@
-"""What every stage stands on, and that knows none of them: column types, sizes, files, locks, fault points."""
+"""Tools that every stage uses and that know no stage: column types, sizes, files, locks, fault points."""

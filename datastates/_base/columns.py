@@ -1,4 +1,4 @@
-"""Columns of numbers: the types of the arrays that stages hand each other."""
+"""Types of the one-dimensional NumPy arrays (columns) that stages hand each other."""
 
 from __future__ import annotations
 
@@ -14,4 +14,5 @@ U8: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
 def as_u64(values: object) -> U64:
+    """Convert to a C-contiguous array of ``uint64``."""
     return np.ascontiguousarray(values, dtype=np.uint64)

@@ -1,9 +1,9 @@
-"""Named fault points of the Python side, beside the steps they break; for tests.
+"""Named fault points of the Python code, for tests.
 
-``DATASTATES_FAULTS="manifest.rename=kill;write=fail:28@3"`` arms points at import: ``point=action[:value][@nth]``.
-Actions are ``kill`` (SIGKILL to this process), ``fail:ERRNO`` (an :class:`OSError`) and, in the native core, ``short``,
-``eintr`` and ``delay:MILLISECONDS``. A point without a dot belongs to the native core and is armed by
-:mod:`datastates.executor.executor`.
+A fault point stands before the step that it breaks. ``DATASTATES_FAULTS="manifest.rename=kill;write=fail:28@3"`` arms
+points at import, each as ``point=action[:value][@nth]``. The actions are ``kill`` (SIGKILL to this process) and
+``fail:ERRNO`` (an :class:`OSError`). The native core also knows ``short``, ``eintr`` and ``delay:MILLISECONDS``. A
+point without a dot belongs to the native core; :mod:`datastates.executor.executor` arms it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One armed point: it triggers at the ``nth`` hit (from 1) and only then."""
+    """One armed point. It triggers once, at the ``nth`` hit (counted from 1)."""
 
     point: str
     action: str
@@ -28,7 +28,7 @@ _hits: dict[str, int] = {}
 
 
 def parse(text: str) -> list[Fault]:
-    """Parse the value of ``DATASTATES_FAULTS``; ValueError names a part that does not parse."""
+    """Parse the value of ``DATASTATES_FAULTS``; raises ValueError for a part that does not parse."""
     faults = []
     for part in filter(None, (p.strip() for p in text.split(";"))):
         point, equals, rest = part.partition("=")
@@ -41,19 +41,27 @@ def parse(text: str) -> list[Fault]:
 
 
 def arm(fault: Fault) -> None:
-    """Arm one point of the Python side."""
+    """Arm one point of the Python code."""
     _armed[fault.point] = fault
     _hits[fault.point] = 0
 
 
 def clear() -> None:
-    """Disarm all points of the Python side."""
+    """Disarm all points of the Python code."""
     _armed.clear()
     _hits.clear()
 
 
 def hit(point: str, path: str) -> None:
-    """Pass the named point: nothing unless it is armed and this is its nth hit."""
+    """Pass a fault point, which does nothing unless it is armed and this is its nth hit.
+
+    Args:
+        point: Name of the point.
+        path: Path for the error.
+
+    Raises:
+        OSError: The point triggers with the action ``fail``.
+    """
     if not _armed or point not in _armed:
         return
     fault = _armed[point]

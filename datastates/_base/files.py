@@ -1,4 +1,4 @@
-"""System calls on a checkpoint's files: each with a fault point, its errors with operation and path."""
+"""System calls on a checkpoint's files, with fault points; errors name the operation and the path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from datastates.errors import StorageError
 
 @contextlib.contextmanager
 def syscall(operation: str, path: Path) -> Iterator[None]:
-    """One system call on a checkpoint's files: a fault point before it, its error with operation and path."""
+    """Pass the fault point of a system call, then turn its OSError into a StorageError with operation and path."""
     try:
         faults.hit(f"manifest.{operation}", str(path))
         yield
@@ -25,7 +25,7 @@ def syscall(operation: str, path: Path) -> Iterator[None]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable; raises StorageError."""
+    """Sync a directory, so that the names in it are on stable storage; raises StorageError."""
     with syscall("sync_directory", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -35,12 +35,12 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, each on stable storage, unless they are there; raises StorageError."""
+    """Make a directory and its missing parents, and sync each of their names; raises StorageError."""
     if path.is_dir():
         return
     make_directory(path.parent)
     with syscall("mkdir", path):
-        if path.exists() and not path.is_dir():  # another process may have made it by now
+        if path.exists() and not path.is_dir():  # another process may have made it meanwhile
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         path.mkdir(exist_ok=True)
     sync_directory(path.parent)
@@ -62,7 +62,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def read_bytes(path: Path) -> Callable[[int, int], bytes]:
-    """A reader of (offset, length) of a file; it raises StorageError, also when the file is shorter."""
+    """Return a function that reads ``length`` bytes of a file at ``offset``.
+
+    The function raises StorageError where the system call fails, and where the file ends before the last byte.
+    """
 
     def read(offset: int, length: int) -> bytes:
         try:

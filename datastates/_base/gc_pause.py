@@ -1,4 +1,4 @@
-"""Python's garbage collector, and when it should wait."""
+"""Pausing Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Collect no garbage meanwhile, for work that makes many objects at once and keeps them.
+    """Pause the garbage collector, for work that makes many objects at once and keeps them.
 
-    Each new object counts towards a full collection, which looks at every object of the process: a tenth of a second
-    and more where torch is loaded.
+    New objects trigger full collections. A full collection visits every object of the process, which takes a tenth of a
+    second or more where torch is loaded.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""File locks: taken without waiting, held until released, and dropped by a forked child."""
+"""File locks. They are taken without waiting and held until released; a forked child drops them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _held: set[int] = set()
 
 
 def hold(lock: int) -> None:
-    """Keep a descriptor, and the lock on it, until :func:`release`; a forked child drops it."""
+    """Keep a descriptor and its lock until :func:`release`; a forked child closes it."""
     _held.add(lock)
 
 
 def release(lock: int) -> None:
-    """Let a lock go. Idempotent."""
+    """Close a descriptor that :func:`hold` kept, which releases its lock. Idempotent."""
     if lock in _held:
         _held.remove(lock)
         os.close(lock)
 
 
 def _drop_held() -> None:
-    # a child that outlives its parent must not keep what the parent left from being cleared away
+    # otherwise a child that outlives its parent would keep others from deleting what the parent left
     while _held:
         os.close(_held.pop())
 
@@ -31,7 +31,7 @@ os.register_at_fork(after_in_child=_drop_held)
 
 
 def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool | None:
-    """Lock a file: False when somebody is in the way, None where the file system has no locks."""
+    """Lock a file without waiting: True if locked, False if another holds it, None if it cannot be locked at all."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -42,7 +42,7 @@ def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool | None:
 
 
 def is_open(fd: int, path: Path) -> bool:
-    """Whether a descriptor is of the file that is at ``path`` now."""
+    """Whether a descriptor refers to the file that is at ``path`` now."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:

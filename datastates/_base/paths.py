@@ -1,4 +1,4 @@
-"""What users give as paths: of file systems, as stores behind an address are not reached."""
+"""Checks of the paths that users give: only paths of file systems are supported, no addresses of stores."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 
 PathLike = str | os.PathLike[str]
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, as pathlib leaves of two; drives have one letter
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: pathlib turns two into one; a drive has one letter
 
 
 def refuse_address(path: PathLike) -> None:
-    """Refuse the address of a store or a server; ValueError says what to give instead.
+    """Refuse the address of a store or a server, such as ``s3://bucket``.
 
-    As a path it would be a folder of that name below the working directory.
+    Taken as a path, it would name a folder below the working directory.
+
+    Raises:
+        ValueError: The path is an address; the message says what to give instead.
     """
     text = os.fspath(path)
     if (match := _ADDRESS.match(text)) is not None:
@@ -25,7 +28,12 @@ def refuse_address(path: PathLike) -> None:
 
 
 def local(path: PathLike) -> Path:
-    """The absolute path that is meant; TypeError or ValueError where it is none."""
+    """The absolute path for what a user gave, with ``~`` expanded.
+
+    Raises:
+        TypeError: It is neither a string nor an os.PathLike.
+        ValueError: It is empty, or an address.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: must be a string or os.PathLike, got {path!r:.40} ({type(path).__name__})")
     if not os.fspath(path):

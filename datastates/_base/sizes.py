@@ -1,4 +1,4 @@
-"""The sizes and alignments that a container file is laid out by, in bytes."""
+"""Sizes and alignments of a container file's layout, in bytes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ PAGE = 4096
 SMALL = 64
 """Alignment in bytes of a small record's data."""
 LARGE_RECORD = 64 * 1024
-"""From this many bytes on a record is large."""
+"""Smallest size of a large record in bytes."""
 CHUNK = 256 * 1024
-"""Bytes under one checksum: sized to stay in a core's L2 cache between the copy and the checksum."""
+"""Bytes under one checksum. A chunk of this size stays in a core's L2 cache between its copy and its checksum."""
 DESCRIPTOR = 24
 """Bytes of the zip64 data descriptor after each record: signature, CRC-32 at +4, and two sizes of 8 bytes."""
 DESCRIPTOR_CRC = 4
-"""Where in the descriptor the CRC-32 stands."""
+"""Offset of the CRC-32 in the descriptor."""

@@ -1,4 +1,4 @@
-"""Carries plans out: the door to the native core, its jobs, the size of its cache, its timeline."""
+"""Carries plans out: the interface to the native core, its jobs, the size of its host cache, its timeline."""
 
 from datastates.executor.executor import Executor, ReadJob, WriteJob
 from datastates.executor.make import make_executor

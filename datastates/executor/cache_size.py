@@ -10,10 +10,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def automatic_cache() -> int:
-    """The limit in bytes of a host cache that was given no size: a quarter of what is available to each local rank.
+    """The limit in bytes of a host cache with no size given: a quarter of the available memory, shared by local ranks.
 
-    Only as much of it is used as the state needs. Available is what the kernel says could be allocated without
-    swapping, and what the limits of the process's control groups (version 2) leave.
+    The number of local ranks is ``LOCAL_WORLD_SIZE``, or 1. Available memory is what can be allocated without swapping
+    (``MemAvailable``), limited by what the process's control groups (version 2) leave.
     """
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return _available() // _SHARE // max(1, int(ranks) if ranks.isdecimal() else 1)
@@ -33,7 +33,7 @@ def _available() -> int:
 
 
 def _number(file: Path) -> int | None:
-    """What a control file says; None where it is not there, or says ``max``."""
+    """The number in a control file; None if the file does not exist or says ``max``."""
     try:
         text = file.read_text().strip()
     except OSError:

@@ -1,7 +1,4 @@
-"""The door to the native core: plans and pointers go in, bytes move, errors come out as :mod:`datastates.errors`.
-
-Apart from the checksum in :mod:`datastates.container.archive`, nothing else imports the native module.
-"""
+"""The interface to the native core, which carries out plans; its errors become those of :mod:`datastates.errors`."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _T = TypeVar("_T")
 PreparedWrite = _native.WritePlan
 ReadAhead = _native.ReadAhead
 _AHEAD = 8
-"""Extents that are read ahead at most, for each read that is in flight at a time."""
+"""Most extents that are read ahead, for each read that may be in flight."""
 _TRACKS = {
     "submit": "training thread",
     "create": "worker {}",
@@ -36,9 +33,9 @@ _TRACKS = {
     "tail": "engine thread",
     "sync": "engine thread",
 }
-"""Names of the native core's tracks, by stage; those of capture are in :func:`_track`."""
+"""Names of the native core's tracks by stage, except for capture; see :func:`_track`."""
 _WORKERS = 1 << 16
-"""The first of capture's tracks that is a worker's: ``kWorkerTracks`` of the native core."""
+"""Number of the first capture track of a worker; ``kWorkerTracks`` in the native core."""
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
 
@@ -52,12 +49,15 @@ def _track(stage: str, number: int) -> str:
 
 
 def prepare_write(plan: WritePlan, literal: bytes | memoryview, runs: DigestRuns = NO_RUNS) -> PreparedWrite:
-    """Hand a plan to the native core, to be used for any number of snapshots.
+    """Hand a plan to the native core, for any number of snapshots.
 
     Args:
-        plan: What goes where.
+        plan: The plan.
         literal: The bytes between the records' data, end to end.
-        runs: What to digest of the sources while they are checksummed.
+        runs: The stretches of sources to digest.
+
+    Raises:
+        NativeError: The plan contradicts itself.
     """
     return _native.WritePlan(
         source_nbytes=plan.source_nbytes,
@@ -131,62 +131,65 @@ def _native_call(call: Callable[[], _T], name_record: Callable[[int], str] | Non
 
 
 class WriteJob:
-    """One container being captured and written. Thread-safe."""
+    """One container that is being captured and written. Thread-safe."""
 
     def __init__(self, job: _native.WriteJob) -> None:
         self._job = job
 
     @property
     def made(self) -> bool:
-        """Whether it has made its file: not one that was there before."""
+        """Whether the job has created its file. False if the file existed before, which fails the job."""
         return self._job.made
 
     def wait_made(self) -> None:
-        """Wait until its file exists. Raises what failed."""
+        """Wait until the job has created its file. Raises the error of a failed job."""
         _native_call(self._job.wait_made)
 
     @property
     def captured(self) -> bool:
-        """Whether all sources have been copied off their memory."""
+        """Whether all sources have been copied."""
         return self._job.captured
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Wait until all sources are copied; False when ``timeout`` seconds pass first. Raises what failed."""
+        """Wait until all sources are copied; False after ``timeout`` seconds. Raises the error of a failed job."""
         return _native_call(lambda: self._job.wait_captured(timeout))
 
     def wait_checksummed(self, timeout: float | None = None) -> bool:
         """Wait until all checksums and digests are known, which is before the last extents are written.
 
-        False when ``timeout`` seconds pass first. Raises what failed.
+        Returns False after ``timeout`` seconds. Raises the error of a failed job.
         """
         return _native_call(lambda: self._job.wait_checksummed(timeout))
 
     def gate(self, streams: Sequence[tuple[int, int]]) -> None:
-        """Return once the sources may change for work enqueued on ``streams``, given as (device, stream handle).
+        """Return when the sources may be changed by the CPU and by work enqueued on ``streams``.
 
-        Never raises for a failed job: nothing more is read then.
+        A failed job reads nothing more, and raises no error here.
+
+        Args:
+            streams: Pairs of device number and stream handle.
         """
         _native_call(lambda: self._job.gate(streams))
 
     def torn(self) -> list[int]:
-        """Sources whose captured bytes are not those of the time of ``submit_write``; call it after capture."""
+        """Numbers of the sources that changed between ``submit_write`` and their capture. Call it after capture."""
         return self._job.torn()
 
     def checksums(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """CRC-32 of each source, and of each chunk of each source end to end; call it once checksummed."""
+        """CRC-32 of each source, and CRC-32 of each chunk of all sources end to end. Call it once checksummed."""
         sources, chunks = self._job.checksums()
         return np.frombuffer(sources, "<u4"), np.frombuffer(chunks, "<u4")
 
     def digests(self) -> np.ndarray[Any, Any]:
-        """The digests that the plan's runs contribute to; call it once checksummed."""
+        """The digests that the plan's runs contribute to. Call it once checksummed."""
         return np.frombuffer(self._job.digests(), "<u4")
 
     def finish(self, tail: bytes) -> None:
-        """Append the tail, sync the file to stable storage, and close it."""
+        """Wait until the extents are written, append the tail, sync the file, and close it. Raises the job's error."""
         _native_call(lambda: self._job.finish(tail))
 
     def abort(self) -> None:
-        """Stop at once; returns when no memory of the caller's is touched any more. Idempotent."""
+        """Stop at once; returns when the job no longer accesses the caller's memory. Idempotent."""
         self._job.abort()
 
     def stats(self) -> dict[str, Any]:
@@ -194,7 +197,7 @@ class WriteJob:
         return self._job.stats()
 
     def timeline(self) -> list[Span]:
-        """What was done when, so far."""
+        """The spans of work so far."""
         return [
             Span(stage, _track(stage, number), begin, end, nbytes)
             for stage, number, begin, end, nbytes in self._job.timeline()
@@ -202,7 +205,7 @@ class WriteJob:
 
 
 class ReadJob:
-    """One container being read into place. Thread-safe."""
+    """One container that is being read into its destinations. Thread-safe."""
 
     def __init__(self, job: _native.ReadJob, plan: ReadPlan, name_record: Callable[[int], str]) -> None:
         self._job = job
@@ -210,27 +213,31 @@ class ReadJob:
         self._name_record = name_record
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is read, and verified as planned; False when ``timeout`` seconds pass first.
+        """Wait until everything is read and verified as planned; False after ``timeout`` seconds.
+
+        Destinations may be partly overwritten when it raises.
 
         Raises:
-            CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
+            CorruptError: Bytes do not match their checksum.
+            FormatError: The file ends too early.
             StorageError: Reading failed.
+            DeviceError: A copy to a device failed.
         """
         return _native_call(lambda: self._job.wait(timeout), self._name_record)
 
     def stats(self) -> dict[str, Any]:
         """Bytes needed, read and unverified, bytes and seconds of each stage, the backend and whether I/O was direct.
 
-        A wanted byte of the file is needed once, however many destinations it goes to. Read are the bytes that the
-        system was asked for: past the page cache with the whole pages around them; through it without those, and
-        without what else the kernel takes in, which other readers find there.
+        ``bytes_needed`` counts each wanted byte of the file once, however many destinations it goes to. ``bytes_read``
+        counts the bytes that system calls asked for. With direct I/O these include the whole pages around wanted bytes.
+        Through the page cache they do not include what the kernel reads ahead.
         """
         wanted = {"bytes_needed": self._plan.needed_nbytes, "bytes_unverified": int(self._plan.unverified_length.sum())}
         return self._job.stats() | wanted
 
 
 class Executor:
-    """The native executor with its host cache; after a fork the child gets a fresh one at first use. Thread-safe."""
+    """The native executor with its host cache. Thread-safe. After a fork, the child makes a new one at first use."""
 
     def __init__(
         self,
@@ -265,13 +272,13 @@ class Executor:
         return self._native
 
     def _forget(self) -> None:
-        # the parent's threads and ring do not exist in the child, and what ends them must not run there
+        # the parent's threads and rings do not exist in the child, so the child must not try to end them
         if self._native is not None:
             self._native.abandon()
             self._native = None
 
     def prepare(self, device: int, nbytes: int) -> None:
-        """Page-lock so many bytes of the host cache for a CUDA device, in the background, before they are needed.
+        """Allocate ``nbytes`` of the host cache in the background and page-lock them for a CUDA device.
 
         Raises:
             DeviceError: There is no such device.
@@ -281,13 +288,13 @@ class Executor:
         _native_call(lambda: core.reserve(nbytes))
 
     def submit_write(self, path: Path, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
-        """Start capturing; eager sources are captured when this returns. Where it raises, it leaves no file.
+        """Start a write job; eager sources are captured when this returns. If it raises, it leaves no file.
 
         Args:
-            path: The container to create, in the background; it must not exist. Where that fails, so does the job.
+            path: The container, which must not exist. It is created in the background; if that fails, the job fails.
             prepared: The plan.
-            sources: The memory of the plan's sources.
-            witness: For each source, 1 to take fingerprints.
+            sources: The memory of the plan's sources. It must stay alive until it is captured or the job is aborted.
+            witness: For each source, 1 to take the fingerprints that :meth:`WriteJob.torn` compares.
         """
         core = self._core()
         return WriteJob(_native_call(lambda: core.submit_write(os.fsencode(path), prepared, *sources, witness)))
@@ -300,40 +307,49 @@ class Executor:
         name_record: Callable[[int], str],
         ahead: ReadAhead | None = None,
     ) -> ReadJob:
-        """Start reading a container's ranges into ``dests``, the memory of the plan's destinations.
+        """Start reading a container's ranges into memory.
 
-        ``name_record`` names a storage record for the error when its bytes are wrong. What ``ahead`` has read of the
-        same file is not read again, as far as the extents are the same.
+        Args:
+            path: The container.
+            plan: What to read.
+            dests: The memory of the plan's destinations. It must stay alive until the job is done.
+            name_record: Gives the key of a record by its number, for errors.
+            ahead: A read-ahead of the same file. Extents of it that are also in the plan are not read again.
         """
         core, prepared = self._core(), _prepare_read(plan)
         job = _native_call(lambda: core.submit_read(os.fsencode(path), prepared, *dests, ahead))
         return ReadJob(job, plan, name_record)
 
     def read_ahead(self, path: Path, plan: ReadPlan) -> ReadAhead:
-        """Begin to read a file's extents before it is known where they go; the plan has no destinations.
+        """Begin to read a file's extents into the host cache, before their destinations are known.
 
-        They stay in the host cache until a job takes them, or until it is closed, which it must be. What the page cache
-        has is left out, what fails is found when it is read again, and nothing is read while another one is open.
+        They stay in the host cache until :meth:`submit_read` takes them or the result is closed. The caller must close
+        it. Extents in the page cache are not read. An error is not reported here: the extent is read again by the job.
+        Nothing is read while another read-ahead is open.
+
+        Args:
+            path: The container.
+            plan: A plan without destinations, of at most :attr:`most_ahead` extents.
         """
         core, prepared = self._core(), _prepare_read(plan)
         return _native_call(lambda: core.read_ahead(os.fsencode(path), prepared))
 
     @property
     def most_ahead(self) -> int:
-        """How many extents are worth reading ahead: half of the host cache is left to others."""
+        """Most extents to read ahead. They take at most half of the host cache."""
         blocks: int = self._options["cache_bytes"] // self.block
         return min(_AHEAD * int(self._options["queue_depth"]), blocks // 2)
 
     def extent_nbytes(self, path: Path) -> int:
-        """How long an extent of a file should be at most: a block has room for the pages around it.
+        """Longest extent in bytes for reading a file: a block, less room for alignment to pages on both sides.
 
-        Of a file in memory half of that: what all workers have at hand then stays in the processor's caches.
+        For a file in memory, half a block is used, so that the data of all workers stays in the processor's caches.
         """
         in_memory = _native_call(lambda: _native.in_memory(os.fsencode(path)))
         return (self.block // 2 if in_memory else self.block) - 2 * PAGE
 
     def close(self) -> None:
-        """Wait for running jobs and give the host cache back. Idempotent."""
+        """Wait for running jobs and release the host cache. Idempotent."""
         self._closed = True
         if self._native is not None:
             self._native.close()
@@ -341,7 +357,7 @@ class Executor:
 
 
 def columns(buffers: Sequence[Buffer]) -> Columns:
-    """Where buffers are, as the native core wants it: addresses, device numbers, stream handles."""
+    """The buffers as columns for the native core: addresses, device numbers, stream handles."""
     return (
         np.array([b.pointer for b in buffers], np.uint64),
         np.array([b.device for b in buffers], np.int32),

@@ -1,4 +1,4 @@
-"""An executor as the settings want it."""
+"""Making an executor from settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from datastates.executor.executor import Executor
 
 
 def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
-    """An executor as set, or with no larger a cache than ``nbytes`` of state need."""
+    """Make an executor.
+
+    Args:
+        settings: The settings.
+        nbytes: Bytes of the state, if known. The host cache is then no larger than they need, but at least two blocks.
+    """
     cache = automatic_cache() if settings.host_cache == "auto" else settings.host_cache
     if nbytes is not None:
         cache = min(cache, -(-nbytes // settings.block) * settings.block)

@@ -1,4 +1,4 @@
-"""When what was done for a snapshot: spans of its stages, their sums, and a trace that Perfetto and Chrome show."""
+"""The timeline of a snapshot: spans of its stages, their sums, and a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ WAITS_FOR = {
     "sync": "tail",
     "commit": "sync",
 }
-"""The stages of a snapshot in their order, each with what it waits for when it is not busy."""
+"""The stages of a snapshot in order, each with the stage that it waits for when it is not busy."""
 
 
 class Span(NamedTuple):
     """One piece of work.
 
     Attributes:
-        stage: What was done, one of :data:`WAITS_FOR`.
-        track: Which thread, CUDA stream or slot of a ring did it.
+        stage: Its stage, one of :data:`WAITS_FOR`.
+        track: The thread, CUDA stream or slot of a ring that did it.
         begin, end: Seconds on the monotonic clock.
-        nbytes: How many bytes it was done to, 0 where that says nothing.
+        nbytes: Number of bytes processed; 0 where that does not apply.
     """
 
     stage: str
@@ -46,10 +46,10 @@ class Stage:
     """The sum of one stage's spans.
 
     Attributes:
-        seconds: From its first begin to its last end.
-        busy_seconds: For how much of that at least one span was under way.
+        seconds: Time from its first begin to its last end.
+        busy_seconds: The part of that time in which at least one span was running.
         nbytes: Bytes of all spans.
-        waits_for: What it waited for in the rest of the time; empty where it waits for nothing.
+        waits_for: The stage that it waited for during the rest; empty if it waits for none.
     """
 
     seconds: float
@@ -59,17 +59,17 @@ class Stage:
 
     @property
     def waited_seconds(self) -> float:
-        """For how long it had nothing to do."""
+        """Time in which no span was running, between the first begin and the last end."""
         return self.seconds - self.busy_seconds
 
     @property
     def gbps(self) -> float | None:
-        """10⁹ bytes for each second it was busy; None where bytes say nothing."""
+        """10⁹ bytes per busy second; None for a stage without bytes or without busy time."""
         return self.nbytes / self.busy_seconds / 1e9 if self.nbytes and self.busy_seconds else None
 
 
 def stages(spans: Sequence[Span]) -> dict[str, Stage]:
-    """The sums of every stage that has spans, in the stages' order."""
+    """The sum of each stage that has spans, in the order of the stages."""
     by_stage: dict[str, list[Span]] = {name: [] for name in WAITS_FOR}
     for span in spans:
         by_stage[span.stage].append(span)
@@ -85,9 +85,14 @@ def _sum(name: str, spans: list[Span]) -> Stage:
 
 
 def chrome_trace(spans: Sequence[Span], *, process: int, name: str) -> dict[str, Any]:
-    """The spans in the Trace Event Format, one row a track, rows in the order of their first work.
+    """The spans in the Trace Event Format of the Chrome project, one row for each track.
 
-    Source of the layout: the Trace Event Format document of the Chrome project; times are microseconds.
+    Rows are ordered by their first span. Times are in microseconds.
+
+    Args:
+        spans: The spans.
+        process: Number of the process that the rows belong to.
+        name: Name of the process.
     """
     ordered = sorted(spans, key=lambda s: s.begin)
     rows = {track: row for row, track in enumerate(dict.fromkeys(s.track for s in ordered))}

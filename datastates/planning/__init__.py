@@ -1,4 +1,4 @@
-"""Pure plans: sizes become offsets and extents of a file, wanted ranges become reads. No I/O, no framework."""
+"""Plans of saves and restores: offsets and extents from sizes, reads from wanted ranges. No I/O, no framework."""
 
 from datastates.planning.plans import Chunks, ReadPlan, WritePlan
 from datastates.planning.read import plan_ahead, plan_read

@@ -1,4 +1,4 @@
-"""Which of the ranks that hold a part alike writes it: decided by each of them alone, and by all alike. Pure."""
+"""Which of the ranks that hold the same part writes it. Each rank decides without communication. Pure function."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from collections.abc import Sequence
 
 
 def owners(parts: Sequence[tuple[str, int, tuple[int, ...]]]) -> list[int]:
-    """The rank that writes each part, such that the ranks of each set of replicas write about as many bytes.
+    """Choose the rank that writes each part, so that the ranks of each set of replicas write about as many bytes.
 
-    The largest part goes first, each to the rank with the least so far, ties to the lower rank; each set of replicas is
-    taken by itself. So the answer does not depend on the order of ``parts``, nor on parts that other sets hold, and
-    no rank of a set writes more than its fair share of the set's bytes and one part.
+    Each set of replicas is handled by itself, largest part first. A part goes to the rank with the fewest bytes so far,
+    and at a tie to the lower rank. The result therefore depends neither on the order of ``parts`` nor on the parts of
+    other sets. No rank of a set writes more than its fair share of the set's bytes plus one part.
 
-    Ranks that describe a set's parts alike give the same answer without a word. Those that do not (a key that only some
-    of them have, another size) may each think that another writes, or that they do themselves: then the commit
-    finds a gap in that tensor or two claims of one range, and fails with its key.
+    Ranks that describe a set's parts in the same way get the same result. If their descriptions differ (a key that only
+    some of them have, or another size), several of them or none may write a part. The commit then finds two claims of
+    one range or a gap in a tensor, and fails with its key.
 
     Args:
-        parts: For each part its full key, its size in bytes, and the ranks that hold it alike.
+        parts: For each part its full key, its size in bytes, and the ranks that hold it.
+
+    Returns:
+        The writing rank of each part.
 
     Raises:
         ValueError: A part is held by no rank.
@@ -30,7 +33,7 @@ def owners(parts: Sequence[tuple[str, int, tuple[int, ...]]]) -> list[int]:
         sets.setdefault(tuple(sorted(replicas)), []).append(i)
     result = [0] * len(parts)
     for ranks, members in sets.items():
-        loads = [(0, rank) for rank in ranks]  # ascending, so a heap already
+        loads = [(0, rank) for rank in ranks]  # ascending, which is a heap
         for i in sorted(members, key=lambda i: (-parts[i][1], parts[i][0])):
             load, rank = loads[0]
             result[i] = rank

@@ -1,4 +1,4 @@
-"""Plans as columns of numbers: what planner, container and executor hand each other."""
+"""Plans as columns of numbers, which the planner, the container and the executor exchange."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from datastates._base.columns import I32, I64, U8, U32, U64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """Where every byte of a container's records goes, and in which pieces it gets there.
+    """The layout of a container file, and the pieces in which it is written.
 
-    Sources are the memory buffers of the snapshot, in the caller's order; records are the same in the file's order. All
-    offsets and lengths are in bytes.
+    A source is a memory buffer of the snapshot. A record is a source in the file; sources are numbered in the caller's
+    order, records in the file's order. Literal bytes are the file's bytes between the records' data. An extent is a
+    contiguous range of the file that is captured and written as a unit. All offsets and lengths are in bytes.
 
     Attributes:
-        order: For each record of the file, the source it holds.
+        order: For each record, the number of its source.
         source_nbytes: Length of each source.
         eager: 1 for each source that must be captured before ``snapshot()`` returns.
-        header_offset: For each record, where its local header begins; the header ends where the data begins.
-        data_offset: For each record, where its data begins.
-        end: One past the last descriptor: where the tail begins.
-        extent_offset, extent_length: The extents: contiguous ranges of the file from 0 to ``end``.
-        extent_piece: Extent ``i`` is made of the pieces from ``extent_piece[i]`` to ``extent_piece[i + 1]``.
-        piece_source: A piece's source, or -1: a piece of the literal bytes between the records' data.
-        piece_source_offset: Where in the source, or in the literal, the piece begins.
-        piece_extent_offset: Where in its extent the piece begins.
-        piece_length: Its length.
-        patch_extent, patch_offset, patch_source: Where, in which extent, the CRC-32 of which source is filled in.
-        literal_offset, literal_length: Where each stretch of literal bytes is in the file; they are kept end to end.
+        header_offset: File offset of each record's local header, which ends where the record's data begins.
+        data_offset: File offset of each record's data.
+        end: End of the last record's descriptor, where the tail begins.
+        extent_offset, extent_length: The extents, which tile the file from 0 to ``end``.
+        extent_piece: Extent ``i`` consists of the pieces from ``extent_piece[i]`` to before ``extent_piece[i + 1]``.
+        piece_source: Source of each piece, or -1 for a piece of the literal bytes.
+        piece_source_offset: Offset of the piece in its source, or in the literal bytes laid end to end.
+        piece_extent_offset: Offset of the piece in its extent.
+        piece_length: Length of the piece.
+        patch_extent, patch_offset, patch_source: Places where a source's CRC-32 is filled in: the extent, the offset in
+            it, and the source.
+        literal_offset, literal_length: Each stretch of literal bytes in the file.
     """
 
     order: I64
@@ -55,20 +57,20 @@ class WritePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestRuns:
-    """Stretches of sources that are parts of logical tensors, for the tensors' digests; by source, then by offset.
+    """Stretches of sources that contribute to the digests of logical tensors, sorted by source, then by offset.
 
-    A stretch is made of runs of one length: end to end in the source, and equally far apart in the logical tensor. A
-    run contributes its raw CRC-32, shifted by the bytes that follow it in the tensor; digests are exclusive ors of
-    contributions. All lengths and offsets are in bytes.
+    A stretch consists of runs of equal length. The runs are contiguous in the source, and equally spaced in the logical
+    tensor. Each run contributes its raw CRC-32, shifted by the number of bytes that follow it in the tensor. A digest
+    is the exclusive or of its contributions. All lengths and offsets are in bytes.
 
     Attributes:
-        digests: How many digests there are.
-        source: The source that a stretch lies in.
-        offset, length: Where in it, and how long.
+        digests: Number of digests.
+        source: Source of each stretch.
+        offset, length: Offset of the stretch in its source, and its length.
         run_length: Length of each of its runs.
         after: Bytes of the logical tensor that follow the first run.
-        step: Bytes of the logical tensor from one run's begin to the next one's.
-        digest: The digest it contributes to.
+        step: Distance in the logical tensor from the beginning of one run to that of the next.
+        digest: Number of the digest that the stretch contributes to.
     """
 
     digests: int
@@ -83,19 +85,19 @@ class DigestRuns:
 
 _NONE = np.zeros(0, np.uint64)
 NO_RUNS = DigestRuns(0, np.zeros(0, np.int32), _NONE, _NONE, _NONE, _NONE, _NONE, np.zeros(0, np.uint32))
-"""Nothing to digest beside the records themselves."""
+"""No digests other than the records' own checksums."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """The chunks of a file's records that are checksummed each, in file order; lengths and offsets in bytes.
+    """The checksummed chunks of a file's records, in file order; lengths and offsets in bytes.
 
     Attributes:
-        record: Which record a chunk belongs to.
-        offset: Where in the file it begins.
-        length: Its length.
-        crc: Its CRC-32.
-        checked: Whether the checksums are known; of files of others they are not.
+        record: Number of the record that each chunk belongs to.
+        offset: File offset of each chunk.
+        length: Length of each chunk.
+        crc: CRC-32 of each chunk.
+        checked: Whether the checksums are known. They are not for files without an index of chunk checksums.
     """
 
     record: I32
@@ -109,24 +111,26 @@ class Chunks:
 class ReadPlan:
     """Which ranges of a container to read, and where their bytes go; offsets and lengths in bytes.
 
+    An extent is a range of the file that is handled as a unit. Its spans are read; its pieces are copied to
+    destinations; its checks are chunks that are verified.
+
     Attributes:
-        extent_offset, extent_length: Ranges of the file that are handled at once, ascending.
-        extent_span: Of extent ``i`` the spans from ``extent_span[i]`` to ``extent_span[i + 1]`` are read.
-        span_offset, span_length: A span, within its extent. An extent of one span is read as a whole; of others what
-            is between the spans is left out.
-        extent_piece: Extent ``i`` serves the pieces from ``extent_piece[i]`` to ``extent_piece[i + 1]``.
-        piece_dest: A piece's destination.
-        piece_dest_offset: Where in the destination the piece goes.
-        piece_extent_offset: Where in the extent it begins.
-        piece_length: Its length.
-        extent_check: Extent ``i`` is verified by the checks from ``extent_check[i]`` to ``extent_check[i + 1]``.
-        check_offset, check_length: A checked chunk, within a span of its extent.
-        check_crc: Its CRC-32.
-        check_record: The record it belongs to, to name it when it is wrong.
+        extent_offset, extent_length: The extents in the file, ascending.
+        extent_span: Extent ``i`` has the spans from ``extent_span[i]`` to before ``extent_span[i + 1]``.
+        span_offset, span_length: Each span, within its extent. An extent of one span is read as a whole. Bytes between
+            two spans are not read.
+        extent_piece: Extent ``i`` has the pieces from ``extent_piece[i]`` to before ``extent_piece[i + 1]``.
+        piece_dest: Destination of each piece.
+        piece_dest_offset: Offset of the piece in its destination.
+        piece_extent_offset: Offset of the piece in its extent.
+        piece_length: Length of the piece.
+        extent_check: Extent ``i`` has the checks from ``extent_check[i]`` to before ``extent_check[i + 1]``.
+        check_offset, check_length: Each checked chunk, within a span of its extent.
+        check_crc: CRC-32 of the chunk.
+        check_record: Record of the chunk, which the error names if the CRC-32 differs.
         dest_nbytes: Length of each destination.
-        needed_nbytes: Bytes of the file that are wanted, each counted once.
-        unverified_offset, unverified_length: Stretches of the file that are wanted and read, and under no check;
-            disjoint and ascending.
+        needed_nbytes: Number of wanted bytes of the file, each counted once.
+        unverified_offset, unverified_length: Wanted stretches of the file that no check covers, disjoint and ascending.
     """
 
     extent_offset: U64

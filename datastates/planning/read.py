@@ -1,4 +1,4 @@
-"""Planning a restore: from wanted ranges of a file to reads. Pure: no I/O, no clock."""
+"""Planning a restore: turns wanted ranges of a file into reads. Pure functions: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from datastates.planning.plans import Chunks, ReadPlan
 from datastates.state import parts
 
 GAP = 64 * 1024
-"""Bytes between two wanted ranges that are cheaper to read than to skip, where there is leave to."""
+"""Longest gap in bytes between two wanted ranges that is read over, as that is cheaper than a second read."""
 WASTE = 32
-"""One byte that nobody wants may be read for so many that are wanted. With the whole pages that direct I/O reads, and
-the frames between large records, it stays below 1.05 bytes for each wanted one."""
+"""Number of wanted bytes for which one unwanted byte may be read. With the whole pages that direct I/O reads, and the
+frames between large records, less than 1.05 bytes are read for each wanted byte."""
 
 
 def plan_chunks(data_offset: U64, nbytes: U64, crcs: np.ndarray) -> Chunks:
-    """The checksummed chunks of records that lie at ``data_offset`` in ascending order, from their stored CRCs."""
+    """Make the chunks of a file's records.
+
+    Args:
+        data_offset: File offset of each record's data, ascending.
+        nbytes: Length of each record in bytes.
+        crcs: CRC-32 of each chunk, in file order.
+    """
     lengths = nbytes.astype(np.int64)
     counts = -(-lengths // CHUNK)
     record = np.repeat(np.arange(len(lengths)), counts)
@@ -41,31 +47,32 @@ def plan_read(
     extent_nbytes: int,
     spare_nbytes: int = 0,
 ) -> ReadPlan:
-    """Plan the reading of file ranges into destinations, verified as far as that takes little more than is wanted.
+    """Plan the reading of file ranges into destinations, and verify what costs few unwanted bytes.
 
-    Every chunk that a wanted byte lies in is read as a whole and verified, and gaps of up to :data:`GAP` are read over,
-    as long as no more than one byte for :data:`WASTE` wanted ones is read in vain. Beyond that, the chunks of which the
-    largest part is wanted are verified, and of the others the wanted bytes alone are read, unverified: the plan says
-    which. Only the frames between wanted records that stand next to each other are read over whatever they amount to: a
-    file of many small records consists of them.
+    A chunk can only be verified if all of it is read. The plan therefore has a budget of unwanted bytes: one byte
+    for :data:`WASTE` wanted ones, but at least ``spare_nbytes``. If the budget suffices, every chunk with a wanted byte
+    is read as a whole and verified. If not, the chunks with the largest wanted share are verified. Of the others only
+    the wanted bytes are read, and the plan lists them as unverified. What is left of the budget is used to read over
+    gaps of up to :data:`GAP`, shortest first. Frames between consecutive chunks that are read whole are always read
+    over, because a file of many small records consists largely of frames; they count against the budget.
 
-    Of chunks without checksums the wanted bytes alone are read, and gaps of as many bytes in all: half of the columns
-    of a matrix are many stretches, and cost by their number.
+    Of chunks without checksums only the wanted bytes are read. There the budget for gaps is the number of wanted bytes:
+    half of the columns of a matrix, for example, are many short stretches, whose cost is their number.
 
-    A large record that goes to host memory has extents of its own, so that it can be read straight into place. Small
-    stretches with gaps between them that are not read over share an extent.
+    A large record that can be read straight into its destination has extents of its own. Small stretches share an
+    extent, even with gaps between them that are not read.
 
     Args:
-        file_offset: Where each wanted range begins in the file; each lies within one record.
-        nbytes: Its length.
-        dest: The destination it goes to; several ranges may want the same bytes.
-        dest_offset: Where in the destination it goes.
-        dest_nbytes: Length of each destination.
-        in_place: For each destination, 1 where the storage can be read straight into it.
-        whole: For each destination, 1 where all that it gets must be verified, whatever that takes, if it can be.
+        file_offset: File offset of each wanted range. A range lies within one record; ranges may overlap.
+        nbytes: Length of each range in bytes.
+        dest: Number of the destination that each range goes to.
+        dest_offset: Offset of each range in its destination, in bytes.
+        dest_nbytes: Length of each destination in bytes.
+        in_place: For each destination, 1 if the storage can be read straight into it.
+        whole: For each destination, 1 if all of its chunks that have checksums must be verified, at any cost.
         chunks: The file's chunks.
-        extent_nbytes: The longest extent, at least one chunk and a gap.
-        spare_nbytes: Bytes that may be read in vain in any case, so that little states are verified as a whole.
+        extent_nbytes: Longest extent in bytes; more than a chunk and a gap.
+        spare_nbytes: Unwanted bytes that may be read in any case, so that a small state is verified completely.
     """
     order = np.argsort(file_offset, kind="stable")
     order = order[nbytes[order] > 0]
@@ -105,7 +112,7 @@ def plan_read(
     spans = np.flatnonzero(begins)
     checks = np.flatnonzero(verified)
 
-    # a range is served by every extent that it meets
+    # each extent that a range intersects has a piece of it
     which, extent = _pairs(
         np.searchsorted(extent_end, begin, side="right"), np.searchsorted(extent_begin, end, side="left")
     )
@@ -137,14 +144,14 @@ def plan_read(
 
 
 def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, extent_nbytes: int) -> ReadPlan:
-    """The first extents of what :func:`plan_read` makes of a file that is wanted whole, without destinations.
+    """Plan the first extents of a file that is wanted whole, as :func:`plan_read` does, but without destinations.
 
     Args:
         chunks: The file's first chunks.
-        count: How many extents at most.
-        complete: Whether these are all the chunks that it has: else the last extent may be a longer one.
+        count: Largest number of extents.
+        complete: Whether these are all chunks of the file. If not, the last extent is left out, as it may be longer.
         in_place: Whether the storage can be read straight into all destinations.
-        extent_nbytes: As there.
+        extent_nbytes: Longest extent in bytes; see :func:`plan_read`.
     """
     zero = np.zeros(len(chunks.offset) + 1, np.uint64)
     whole = plan_read(
@@ -177,7 +184,7 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, ex
 
 
 def _coverage(first: np.ndarray, last: np.ndarray, n: int, weight: np.ndarray | int = 1) -> np.ndarray:
-    """For each of ``n`` chunks, the weights of the ranges that meet it: those from ``first`` to before ``last``."""
+    """For each of ``n`` chunks, the total weight of the ranges on it; a range covers ``first`` to before ``last``."""
     marks = np.zeros(n + 1, np.int64)
     np.add.at(marks, first, weight)
     np.add.at(marks, last, -weight)
@@ -185,14 +192,14 @@ def _coverage(first: np.ndarray, last: np.ndarray, n: int, weight: np.ndarray | 
 
 
 def _pairs(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each number of a row with each of the numbers from its ``low`` to before its ``high``, as two columns."""
+    """All pairs ``(i, j)`` with ``low[i] <= j < high[i]``, as two columns."""
     counts = high - low
     which = np.repeat(np.arange(len(low)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - low, counts)
 
 
 def bytes_between(begin: I64, end: I64, low: I64, high: I64) -> I64:
-    """How many bytes of disjoint stretches, given ascending, lie in each range from ``low`` to before ``high``."""
+    """Number of bytes of disjoint, ascending stretches in each range from ``low`` to before ``high``."""
     before = np.cumsum(end - begin) - (end - begin)
 
     def below(position: I64) -> I64:
@@ -203,7 +210,7 @@ def bytes_between(begin: I64, end: I64, low: I64, high: I64) -> I64:
 
 
 def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int) -> tuple[np.ndarray, int]:
-    """Which chunks to verify when ``left`` bytes may be read in vain, and how many then are."""
+    """Choose the chunks to verify with a budget of ``left`` unwanted bytes; also returns how many of them it costs."""
     wasted = nbytes - wanted
     verified = must | (wasted == 0)
     spent = int(wasted[verified].sum())
@@ -216,10 +223,10 @@ def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int)
 def _segments(
     stretches: tuple[I64, I64], chunks: tuple[np.ndarray, np.ndarray, np.ndarray], verified: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-    """What to read, in file order: the chunks to be verified, and what is wanted of the others.
+    """The segments to read, in file order: the chunks to verify, and the wanted bytes of the others.
 
-    Chunks are given, and segments returned, as their begins, ends and the numbers of the chunks; with the segments,
-    which of them are chunks to be verified.
+    Chunks and segments are columns of begins, ends and chunk numbers. The second result marks the segments that are
+    chunks to verify.
     """
     begin, end, number = chunks
     which, chunk = _pairs(
@@ -236,9 +243,9 @@ def _segments(
 
 
 def _bridges(begin: np.ndarray, end: np.ndarray, chunk: np.ndarray, complete: np.ndarray, left: int) -> np.ndarray:
-    """Which gaps between segments to read over: frames, and as many more, the shortest first, as ``left`` allows.
+    """Mark the gaps between segments to read over: all frames, then the shortest gaps up to ``left`` bytes in total.
 
-    Frames lie between segments that are ``complete`` chunks; all those that are verified are.
+    A frame is the gap between two consecutive chunks that are both read whole (``complete``).
     """
     gap = begin[1:] - end[:-1]
     frame = complete[1:] & complete[:-1] & (np.diff(chunk) == 1)
@@ -257,7 +264,7 @@ def _extent_starts(
     bridged: np.ndarray,
     extent_nbytes: int,
 ) -> np.ndarray:
-    """Which of the segments begin a new extent."""
+    """Numbers of the segments that begin a new extent."""
     if not len(begin):
         return np.zeros(0, np.int64)
     size = np.zeros(int(record.max()) + 1, np.int64)
@@ -265,12 +272,12 @@ def _extent_starts(
     alone = in_place & (size[record] > CHUNK)
     new_record = np.append(True, record[1:] != record[:-1])
     breaks = new_record & (alone | np.append(False, alone[:-1]))
-    # a gap that is not read over parts two extents, but for those among small stretches
+    # a gap that is not read over begins a new extent, except between two small stretches
     span = np.cumsum(np.append(True, ~bridged)) - 1
     small = np.bincount(span, end - begin) < GAP
     gap = begin[1:] - end[:-1]
     breaks |= np.append(True, (gap > GAP) | (~bridged & ~(small[span[1:]] & small[span[:-1]])))
-    # within a run, cut where the distance from its begin crosses a multiple of what fits with one more chunk and gap
+    # cut a run where the distance from its begin crosses a multiple of the longest extent less a chunk and a gap
     run = np.cumsum(breaks) - 1
     distance = begin - begin[breaks][run]
     slot = distance // (extent_nbytes - CHUNK - GAP)

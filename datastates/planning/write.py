@@ -1,4 +1,4 @@
-"""Planning a save: from the sizes of shards to offsets and extents of a file. Pure: no I/O, no clock."""
+"""Planning a save: turns the sizes of buffers into offsets and extents of a file. Pure functions: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from datastates.planning.plans import WritePlan
 
 
 def file_order(source_nbytes: U64, eager: U8) -> I64:
-    """For each record of the file, the source it holds.
+    """For each record of the file, the number of its source.
 
-    Eager sources come first, so that ``snapshot()`` captures one prefix of the file; then the largest first, so that
-    the copy engine is busy at once and the small ones share the last extents.
+    Eager sources come first, so that ``snapshot()`` captures a prefix of the file. Within eager and lazy sources the
+    largest come first, so that the copy engine is busy at once and small sources share the last extents.
     """
     return np.lexsort((-source_nbytes.astype(np.int64), eager == 0))
 
@@ -33,10 +33,11 @@ def plan_write(
     Args:
         source_nbytes: Length of each source in bytes.
         eager: 1 for each source that must be captured inside ``snapshot()``.
-        header_nbytes: Length of the shortest local header of the first, second, … record of the file; headers are
-            padded up to the data's alignment.
-        block_nbytes: The longest extent in bytes, a multiple of :data:`~datastates._base.sizes.PAGE`.
-        crc_places: Where a record's CRC-32 stands, from its descriptor's begin; beyond the last descriptor it does not.
+        header_nbytes: Shortest length in bytes of each record's local header, in the file's order. Headers are padded
+            up to the alignment of the data.
+        block_nbytes: Longest extent in bytes, a multiple of :data:`~datastates._base.sizes.PAGE`.
+        crc_places: Offsets from a record's descriptor at which its CRC-32 is filled in. Places at or after the end of
+            the last descriptor are left out.
     """
     order = file_order(source_nbytes, eager)
     sizes = source_nbytes.astype(np.int64)[order]
@@ -46,7 +47,7 @@ def plan_write(
     header_offset = np.concatenate(([0], descriptor[:-1] + DESCRIPTOR)) if len(sizes) else data_offset
     end = int(descriptor[-1]) + DESCRIPTOR if len(sizes) else 0
 
-    # the file is literal, data, literal, data, …, literal: a literal is a descriptor and the next record's header
+    # the file is literal, data, literal, data, …, literal; a literal is a descriptor and the next record's header
     literal_offset = np.concatenate(([0], descriptor)) if len(sizes) else descriptor
     literal_length = np.concatenate((data_offset, [end])) - literal_offset if len(sizes) else descriptor
     starts = np.empty(2 * len(sizes) + (1 if len(sizes) else 0), np.int64)
@@ -55,7 +56,7 @@ def plan_write(
     lengths[0::2], lengths[1::2] = literal_length, sizes
     segment_source = np.full(len(starts), -1, np.int64)
     segment_source[1::2] = order
-    base = np.zeros_like(starts)  # where a segment's first byte is in its source or in the literal
+    base = np.zeros_like(starts)  # offset of a segment's first byte in its source or in the literal
     base[0::2] = np.cumsum(literal_length) - literal_length
     filled = lengths > 0
     starts, segment_source, base = starts[filled], segment_source[filled], base[filled]
@@ -64,7 +65,7 @@ def plan_write(
     patch_source = np.repeat(order, len(crc_places))[patch < end]
     patch = patch[patch < end]
     cuts = _cuts(end, patch, block_nbytes)
-    # a piece is a segment, or what is left of it between two cuts: most cuts fall inside of one
+    # a piece is a segment, or a part of it between two cuts; most cuts fall inside a segment
     before = np.searchsorted(starts, cuts[:-1])
     inside = np.flatnonzero(np.append(starts, end)[before] != cuts[:-1])
     piece_start = np.insert(starts, before[inside], cuts[:-1][inside])
@@ -95,9 +96,9 @@ def plan_write(
 
 
 def _place(sizes: np.ndarray, alignment: np.ndarray, overhead: np.ndarray) -> np.ndarray:
-    """Offset of each record's data: after the previous record's data, a descriptor and its own header, aligned.
+    """Offset of each record's data: after the previous record's data and descriptor and its own header, aligned.
 
-    Within a run of equal alignment every offset is a multiple of it, so the run is one cumulative sum.
+    Within a run of records of equal alignment all offsets are multiples of it, so one cumulative sum gives them.
     """
     offsets = np.empty(len(sizes), np.int64)
     position = -DESCRIPTOR  # no descriptor stands before the first header
@@ -112,7 +113,7 @@ def _place(sizes: np.ndarray, alignment: np.ndarray, overhead: np.ndarray) -> np
 
 
 def _cuts(end: int, checksums: np.ndarray, block_nbytes: int) -> np.ndarray:
-    """Page-aligned places to cut ``[0, end)`` into extents, none of them inside a checksum field of four bytes."""
+    """Page-aligned cuts of ``[0, end)`` into extents; no cut is inside a checksum field, which has four bytes."""
     cuts = [0]
     while end - cuts[-1] > block_nbytes:
         cut = cuts[-1] + block_nbytes
@@ -126,7 +127,7 @@ def _cuts(end: int, checksums: np.ndarray, block_nbytes: int) -> np.ndarray:
 
 
 def reorder_chunks(crcs: np.ndarray, plan: WritePlan) -> U32:
-    """Chunk checksums of the sources end to end, as those of the records end to end."""
+    """Reorder chunk checksums from the order of the sources to the order of the records."""
     counts = -(-plan.source_nbytes.astype(np.int64) // CHUNK)
     first = np.cumsum(counts) - counts
     ordered = counts[plan.order]

@@ -1,4 +1,4 @@
-"""The live state: keys, element types, parts of logical tensors, arrays in memory. No I/O."""
+"""The live state: keys, element types, parts of logical tensors, arrays in memory. No file I/O."""
 
 from datastates.state.arrays import array_shard
 from datastates.state.dtypes import DType

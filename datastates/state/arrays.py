@@ -1,7 +1,6 @@
-"""Arrays of torch, NumPy and CuPy as memory: where they lie, how they are strided, and how to make one like another.
+"""Arrays of torch, NumPy and CuPy as memory: their addresses, devices, shapes and strides.
 
-The only module that looks inside arrays. It imports none of the frameworks by itself: an array of a framework that
-has not been imported cannot exist.
+This module imports none of the frameworks. An array of a framework exists only where the user has imported it.
 """
 
 from __future__ import annotations
@@ -9,14 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
 from datastates.state import dressed, dtensors, dtypes
-from datastates.state.shards import HOST, ArrayRef, Buffer, Shard
+from datastates.state.shards import HOST, ArrayRef, Buffer, Described, Shard
 from datastates.state.streams import current_stream
 from datastates.state.strides import is_dense, span
 
@@ -24,10 +23,10 @@ from datastates.state.strides import is_dense, span
 def kind_of(value: Any) -> str | None:
     """``"torch"``, ``"numpy"`` or ``"cupy"`` for an array that can be stored as plain memory, else None.
 
-    None is also the answer for sparse, quantized, nested and meta tensors, for subclasses of tensors and arrays, and
-    for element types that are not in :data:`datastates.state.dtypes.ALL`: those are pickled. A DTensor is an array of
-    torch: what of it lies in memory here is its local tensor. So is a subclass of parameters that torch pickles as
-        those.
+    The result is None for sparse, quantized, nested and meta tensors, for subclasses of tensors and arrays, and for
+    element types that are not in :data:`datastates.state.dtypes.ALL`. Those are pickled. Two kinds of subclass are
+    ``"torch"``: DTensors, of which the local tensor is stored, and subclasses of ``torch.nn.Parameter`` that torch
+    pickles as parameters.
     """
     torch: Any = loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -57,13 +56,13 @@ def _torch_dtype(dtype: Any) -> dtypes.DType | None:
 
 
 def _numpy_dtype(dtype: Any) -> dtypes.DType | None:
-    # the type strings of what ml_dtypes registers, such as "<V2", say nothing
+    # the type strings of ml_dtypes' types, such as "<V2", do not identify them
     return dtypes.BY_NUMPY.get(dtype.str) or dtypes.BY_NUMPY.get(dtype.name)
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """An array seen as memory: which storage, where in it, how strided. Of a DTensor, its local tensor."""
+    """An array as memory: its address, storage, shape and strides. For a DTensor, those of its local tensor."""
 
     kind: str
     dtype: dtypes.DType
@@ -85,7 +84,9 @@ def _view(array: Any) -> _View:
     if kind is None and array is whole:
         raise TypeError(f"not an array that can be stored as memory: {type(array).__name__}")
     if kind is None:
-        raise ProviderError(f"a DTensor of what cannot be stored as memory: {type(array).__name__} on {array.device}")
+        raise ProviderError(
+            f"a DTensor whose local tensor cannot be stored as memory: {type(array).__name__} on {array.device}"
+        )
     if kind == "torch":
         if array.is_conj() or array.is_neg():
             array = array.detach().resolve_conj().resolve_neg()
@@ -126,19 +127,18 @@ def _compact(view: _View) -> _View:
 def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> list[Shard]:
     """Describe whole arrays as shards; arrays that share memory share a buffer.
 
-    Views of one storage keep sharing it when together they use at least half of the bytes between the first and the
-    last; a view that is mostly gaps is stored as a contiguous copy of its own, so that no bytes but the state's are
-    saved.
+    Views of one storage share a buffer if together they use at least half of the bytes between the first and the last.
+    Otherwise a view with many gaps is stored as a contiguous copy, so that the gaps are not saved.
 
     Args:
-        keys: Their names within the provider.
-        values: The arrays. A DTensor becomes this rank's part of it; other arrays beside DTensors are taken to be alike
-            on all ranks of their meshes.
-        lazy: For each, whether it stays unchanged until the snapshot is captured.
+        keys: Keys of the arrays within the provider.
+        values: The arrays. A DTensor is described as this rank's part of it. Other arrays in a list with DTensors are
+            assumed to be the same on all ranks of the DTensors' meshes.
+        lazy: For each array, whether it stays unchanged until the snapshot is captured.
 
     Raises:
-        TypeError: A value is not a plain array; the message says which.
-        ProviderError: What is local of a DTensor is no part that can be described; the message names the key.
+        TypeError: A value is not a plain array; the message names its key.
+        ProviderError: The local part of a DTensor cannot be described; the message names its key.
     """
     views = list(map(_view_of, keys, values))
     groups: dict[tuple[int, int, int], list[int]] = {}
@@ -185,7 +185,7 @@ def _describe(
 
 
 def _clusters(views: list[_View], members: list[int]) -> list[list[int]]:
-    """Cut the views of one storage into groups that share a buffer; may replace sparse views by copies."""
+    """Cut the views of one storage into groups that share a buffer; may replace views in ``views`` by copies."""
     if len(members) == 1 and is_dense(views[members[0]].shape, views[members[0]].stride):
         return [members]
     if _is_mostly_used([views[i] for i in members]):
@@ -219,30 +219,37 @@ def array_shard(key: str, array: object, *, lazy: bool | None = None) -> Shard:
     """Describe one whole array as a shard.
 
     Args:
-        key: Its name within the provider.
-        array: A torch, NumPy or CuPy array.
-        lazy: Whether it stays unchanged until the snapshot is captured. By default torch and CuPy arrays are lazy and
-            NumPy arrays, which nothing guards, are not.
+        key: Key of the array within the provider.
+        array: A torch, NumPy or CuPy array. A DTensor is described as this rank's part of it.
+        lazy: Whether it stays unchanged until the snapshot is captured. The default is True for torch and CuPy arrays,
+            and False for NumPy arrays, which may change at any time.
+
+    Raises:
+        TypeError: ``array`` is not an array that can be stored as plain memory.
+        ProviderError: The local part of a DTensor cannot be described.
     """
     return shards_of([key], [array], [is_lazy_kind(array) if lazy is None else lazy])[0]
 
 
 def destination(key: str, array: object) -> Shard:
-    """Describe a live array to restore into, of a DTensor this rank's part: nothing is copied, whatever its strides."""
+    """Describe a live array to restore into, or this rank's part of a DTensor; the shard's buffer is no copy.
+
+    The buffer is None where the array's elements do not fill their memory exactly.
+    """
     view = _view_of(key, array)
     meshes = dtensors.Meshes([array]) if dtensors.is_dtensor(array) else dtensors.NO_MESHES
     return _describe(key, view, array, _own_place(view, array), meshes)
 
 
 def _own_place(view: _View, array: object) -> Buffer | None:
-    """An array's memory, where its elements and nothing else lie in it; else None."""
+    """An array's memory if its elements fill it exactly, else None."""
     if view.array is not dtensors.local(array) or not is_dense(view.shape, view.stride):
         return None
     return Buffer(view.pointer, view.end - view.pointer, view.device, current_stream(view.kind, view.device), array)
 
 
-class Destinations(Sequence[Shard]):
-    """Live arrays to restore into, and object shards after them; an array is described when it is asked for.
+class Destinations(Described):
+    """Live arrays to restore into, then object shards; an array is described only when its item is read.
 
     Attributes:
         keys: The arrays' keys within the provider.
@@ -251,42 +258,36 @@ class Destinations(Sequence[Shard]):
     """
 
     def __init__(self, keys: Sequence[str], values: Sequence[object], objects: Sequence[Shard] = ()) -> None:
-        """Join them; ``keys`` and ``values`` are of the same length."""
-        self.keys = keys
+        """Take the arrays and objects; ``keys`` and ``values`` have the same length."""
+        super().__init__(len(keys), objects)
+        self._keys = keys
         self.values = values
-        self.objects = objects
 
-    def __len__(self) -> int:
-        return len(self.keys) + len(self.objects)
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys of the array shards."""
+        return self._keys
 
-    @overload
-    def __getitem__(self, i: int) -> Shard: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[Shard]: ...
-    def __getitem__(self, i: int | slice) -> Shard | Sequence[Shard]:
-        if isinstance(i, slice):
-            return [self[k] for k in range(*i.indices(len(self)))]
-        i = range(len(self))[i]
-        if i >= len(self.keys):
-            return self.objects[i - len(self.keys)]
-        return destination(self.keys[i], self.values[i])
+    def array(self, i: int) -> Shard:
+        """Describe the array of that number."""
+        return destination(self._keys[i], self.values[i])
 
 
 def fits(ref: ArrayRef, array: Any) -> bool:
-    """Whether a live array has the element type and the shape, of a DTensor the global one, of a stored one."""
+    """Whether a live array has the element type and the shape of a stored one; a DTensor by its global shape."""
     return (_view(array).dtype.name, tuple(array.shape)) == (ref.dtype, ref.shape)
 
 
 def place(shard: Shard, stride: Sequence[int]) -> Buffer | None:
-    """Where bytes stored with those strides can be read to; None when they must be copied into the shard's array."""
-    if shard.buffer is not None and shard.buffer.owner is shard.source:  # it is what `destination` described
+    """The memory of the shard's array, if bytes stored with these strides can be read straight into it; else None."""
+    if shard.buffer is not None and shard.buffer.owner is shard.source:  # `destination` made the shard
         return shard.buffer if shard.stride == stride else None
     view = _view(shard.source)
     return _own_place(view, shard.source) if view.stride == stride else None
 
 
 def memory(array: Any) -> Buffer:
-    """The memory of a fresh array of torch's, wherever it is, or of NumPy's, from its first element on."""
+    """The memory of a new contiguous array of torch, on any device, or of NumPy."""
     if kind_of(array) != "torch":
         return Buffer(array.ctypes.data, array.nbytes, owner=array)
     device = array.device.index if array.is_cuda else HOST
@@ -294,22 +295,25 @@ def memory(array: Any) -> Buffer:
 
 
 def is_lazy_kind(array: object) -> bool:
-    """The default laziness of an array: what an optimizer step updates is lazy, a NumPy array is not."""
+    """Whether an array is lazy by default: torch and CuPy arrays are, NumPy arrays are not."""
     return not isinstance(array, np.ndarray)
 
 
 def address(array: Any) -> int:
-    """Where an array's first element is in memory."""
+    """Address of an array's first element."""
     return int(dtensors.local(array).data_ptr() if kind_of(array) == "torch" else _view(array).pointer)
 
 
 def memory_of(values: Sequence[Any]) -> list[object]:
-    """What keeps the memory of torch's tensors alive, whatever other memory a tensor is given meanwhile."""
+    """The storages of the torch tensors among some values.
+
+    A storage keeps its memory alive, even if its tensor is given other memory (``tensor.data = ...``).
+    """
     torch: Any = loaded("torch")
     if torch is None:
         return []
     types = set(map(type, values))
-    if not types <= {torch.Tensor, torch.nn.Parameter}:  # the usual ones need not be sorted out
+    if not types <= {torch.Tensor, torch.nn.Parameter}:  # the usual classes need no filter
         values = [dtensors.local(value) for value in values if isinstance(value, torch.Tensor)]
     return list(map(torch.Tensor.untyped_storage, values))
 

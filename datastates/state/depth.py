@@ -1,4 +1,4 @@
-"""Values nested as deeply as ``torch.save`` takes them: pickling in Python takes several calls a level."""
+"""Room for deeply nested values: pickling in Python takes several calls for each level."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 DEEPEST = 1000
-"""Containers within containers, at most. ``torch.save`` takes 496 with the interpreter's usual limit."""
+"""Levels of nested containers that are allowed for. ``torch.save`` takes 496 with Python's default recursion limit."""
 _CALLS_A_LEVEL = 8
 
 _lock = threading.Lock()
@@ -18,7 +18,10 @@ _usual = 0
 
 @contextlib.contextmanager
 def deeper() -> Iterator[None]:
-    """Room for calls that many levels deep: the limit is the process's, and is put back when the last one is done."""
+    """Raise Python's recursion limit for :data:`DEEPEST` levels. Thread-safe.
+
+    The limit belongs to the process. It is restored when the last thread has left the context.
+    """
     global _inside, _usual
     with _lock:
         _inside += 1

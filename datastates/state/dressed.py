@@ -1,23 +1,24 @@
-"""Tensors that are more than their elements: of a subclass, or with attributes of their own."""
+"""Tensors with more than their elements: of a subclass, or with attributes set on them."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from datastates._base.loaded import loaded
+
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is a tensor of torch, of whatever class."""
-    torch: Any = sys.modules.get("torch")
+    """Whether a value is a torch tensor of any class."""
+    torch = loaded("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 @functools.cache
 def _is_usual(kind: Any) -> bool:
-    """Whether torch pickles a class of tensors as plain ones or as parameters: it keeps no subclass of those."""
-    torch: Any = sys.modules["torch"]
+    """Whether torch pickles tensors of a class as plain tensors or parameters, without the subclass."""
+    torch = loaded("torch")
     parameter = torch.nn.Parameter
     return kind is torch.Tensor or (issubclass(kind, parameter) and kind.__reduce_ex__ is parameter.__reduce_ex__)
 
@@ -26,7 +27,7 @@ is_usual: Callable[[Any], bool] = _is_usual
 
 
 def attributes_of(values: Sequence[Any]) -> list[dict[str, Any]] | None:
-    """What plain tensors and parameters have beside their elements, live; None where no one has anything."""
+    """The live ``__dict__`` of each plain tensor or parameter, ``{}`` for other values; None if all are empty."""
     found: list[Any] = [getattr(value, "__dict__", None) for value in values]
     if not any(found):
         return None
@@ -35,38 +36,42 @@ def attributes_of(values: Sequence[Any]) -> list[dict[str, Any]] | None:
 
 
 def as_parameter(tensor: Any, requires_grad: bool) -> Any:
-    """A parameter over a tensor's memory; one that is a parameter, as it is."""
-    torch: Any = sys.modules["torch"]
+    """A parameter over a tensor's memory; a parameter is returned as it is."""
+    torch = loaded("torch")
     parameter = torch.nn.Parameter
     return tensor if isinstance(tensor, parameter) else parameter(tensor.detach(), requires_grad)
 
 
 def set_attributes(array: object, attributes: dict[str, Any]) -> None:
-    """Give a tensor attributes; they are noted only, and no code of the tensor's runs."""
+    """Put attributes into a tensor's ``__dict__``; no code of the tensor runs."""
     vars(array).update(attributes)
 
 
 def take_attributes(live: object, restored: object) -> None:
-    """Give a live tensor what a restored one has beside its elements."""
+    """Copy the attributes of a restored tensor to a live one."""
     if live is not restored and is_tensor(live) and is_tensor(restored):
         set_attributes(live, *(attributes_of([restored]) or [{}]))
 
 
 def memory(parts: tuple[Any, ...]) -> Any:
-    """The plain tensor over the memory of a subclass, of which torch says how to pickle it; None for others."""
-    torch: Any = sys.modules["torch"]
+    """The plain tensor over the memory of a tensor of a subclass; None where torch pickles it in another way.
+
+    Args:
+        parts: What the tensor's ``__reduce_ex__`` returns.
+    """
+    torch = loaded("torch")
     if parts[0] is not torch._tensor._rebuild_from_type_v2:
         return None
     function, _, arguments, _ = parts[1]
     if function not in (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3):
         return None
     storage, *rest = arguments
-    if isinstance(storage, torch.UntypedStorage):  # which torch itself only rebuilds with a typed one around it
+    if isinstance(storage, torch.UntypedStorage):  # the rebuild functions need a typed storage
         storage = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
     return function(storage, *rest)
 
 
 def is_uninitialized(tensor: object) -> bool:
-    """Whether a tensor is one of a lazy module that has seen no input yet."""
-    torch: Any = sys.modules["torch"]
+    """Whether a tensor belongs to a lazy module that has seen no input yet, so that it has no shape."""
+    torch = loaded("torch")
     return bool(torch.nn.parameter.is_lazy(tensor))

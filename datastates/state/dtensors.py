@@ -1,4 +1,4 @@
-"""torch's DTensors: the local tensor, and which part of the logical tensor it is."""
+"""torch's DTensors: their local tensors, and which part of the logical tensor each rank holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from datastates.errors import ProviderError
 
 
 class DTensorPart(NamedTuple):
-    """What a rank holds of a logical tensor; the fields are those of :class:`datastates.state.shards.Shard`."""
+    """The part of a logical tensor that a rank holds; see the same fields of :class:`datastates.state.shards.Shard`."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...] | None
@@ -24,7 +24,7 @@ class DTensorPart(NamedTuple):
 
 @functools.cache
 def is_class(cls: Any) -> bool:
-    """Whether that is torch's DTensor, or a class of its kind."""
+    """Whether a class is torch's DTensor or a subclass of it."""
     return any(c.__name__ == "DTensor" and c.__module__.startswith("torch.distributed") for c in cls.__mro__)
 
 
@@ -35,28 +35,29 @@ def is_dtensor(value: object) -> bool:
 
 
 def is_parameter(dtensor: Any) -> bool:
-    """Whether a DTensor was made a parameter, which leaves its class as it was."""
+    """Whether a DTensor is a parameter; making it one does not change its class."""
     return bool(getattr(dtensor, "_is_param", False))
 
 
 def local(value: Any) -> Any:
-    """A DTensor's local tensor, other values as they are."""
+    """A DTensor's local tensor; other values are returned as they are."""
     if not is_dtensor(value):
         return value
-    tensor = value._local_tensor  # to_local() would make an autograd node, in some microseconds
-    return tensor.wait() if hasattr(tensor, "wait") else tensor  # of a collective that may still be under way
+    tensor = value._local_tensor  # to_local() would make an autograd node, which takes microseconds
+    return tensor.wait() if hasattr(tensor, "wait") else tensor  # the result of a collective that may still run
 
 
 class Meshes:
-    """The device meshes of DTensors that belong together, and which ranks hold the same parts by them.
+    """The device meshes of the DTensors of one state, and which ranks hold the same parts.
 
-    The ranks of a mesh run the same program. So a plain array beside DTensors is taken to be alike on all ranks of
-    their meshes; and of a DTensor whose mesh is one slice of a wider mesh (parameters without tensor parallelism
-    among others with it), the other slices are taken to hold the same. No rank is asked: the same answer everywhere.
+    The ranks of a mesh run the same program, which allows two assumptions. A plain array in a state with DTensors is
+    the same on all ranks of their meshes. If the mesh of a DTensor is one slice of a wider mesh, the other slices hold
+    the same tensor; an example are parameters without tensor parallelism among parameters with it. Each rank derives
+    the answer without communication, and all ranks get the same one.
     """
 
     def __init__(self, values: Sequence[object]) -> None:
-        """The meshes of those values that are DTensors."""
+        """Collect the meshes of those values that are DTensors."""
         found = {id(mesh): mesh for mesh in (v.device_mesh for v in values if is_dtensor(v))}  # type: ignore[attr-defined]
         self._ranks: dict[int, I64] = {i: np.array(mesh.mesh.tolist(), np.int64) for i, mesh in found.items()}
         self.ranks = _ascending(np.concatenate(list(map(np.ravel, self._ranks.values())))) if found else ()
@@ -66,12 +67,12 @@ class Meshes:
         """This rank's part of one of the DTensors, or of a plain array among them.
 
         Args:
-            key: Its key, for messages.
+            key: Key of the array, for messages.
             value: The array.
-            shape: Shape of what lies in memory.
+            shape: Shape of the array in memory; for a DTensor, of its local tensor.
 
         Raises:
-            ProviderError: What is local is no box of the logical tensor.
+            ProviderError: The local tensor is not one box of the logical tensor.
         """
         if not is_dtensor(value):
             return DTensorPart(shape, (0,) * len(shape), None, self.ranks)
@@ -79,7 +80,7 @@ class Meshes:
         shape = tuple(value.shape)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            return DTensorPart(shape, None, (0, 0), ())  # torch gives ranks outside of the mesh an empty vector
+            return DTensorPart(shape, None, (0, 0), ())  # ranks outside of the mesh hold an empty vector
         _refuse_what_is_no_box(key, value, coordinate)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -87,27 +88,27 @@ class Meshes:
         if held != tuple(size):
             raise ProviderError(
                 f"{key!r} is a DTensor of shape {shape} with a local tensor of shape {held}, where its placements "
-                f"{placements} say {tuple(size)}: it is sharded unevenly in a way of its own, or its shape is another "
-                "(DTensor.from_local takes it as shape=)"
+                f"{placements} say {tuple(size)}: it is sharded in another uneven way, or its shape is wrong "
+                "(DTensor.from_local takes the right one as shape=)"
             )
         known = (id(mesh), placements)
         if known not in self._known:
             ranks = self._ranks[id(mesh)]
             for d, placement in enumerate(placements):
                 if not placement.is_replicate() and (np.diff(ranks, axis=d) < 0).any():
-                    # torch's collectives go by the ranks' numbers, and its offsets by their places in the mesh
+                    # torch's collectives go by rank numbers, but its offsets by positions in the mesh
                     raise ProviderError(
                         f"{key!r} is a DTensor split over a mesh dimension along which ranks do not ascend, {mesh}: "
-                        "which part is whose is not certain with torch"
+                        "torch does not say for certain which rank holds which part"
                     )
-            # along a mesh dimension that splits it only this rank's coordinate has the same part, along others all
+            # along a mesh dimension that splits the tensor only this coordinate has the part, along the others all do
             along = [slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True)]
             alike = ranks[tuple(along)]
             self._known[known] = _ascending(self._in_all_slices(ranks, alike))
         return DTensorPart(shape, tuple(offset), None, self._known[known])
 
     def _in_all_slices(self, mesh: I64, alike: I64) -> I64:
-        """Ranks of one mesh, and those that stand where they stand in the other slices of the widest mesh around it."""
+        """Ranks of one mesh, with the ranks at the same positions in the other slices of the widest mesh around it."""
         around = [wide for wide in self._ranks.values() if wide.size > mesh.size and np.isin(mesh, wide).all()]
         if not around:
             return alike
@@ -115,7 +116,7 @@ class Meshes:
         at = np.argwhere(np.isin(wide, mesh))
         along = [d for d in range(wide.ndim) if len(np.unique(at[:, d])) > 1]
         if math.prod(wide.shape[d] for d in along) != mesh.size:
-            return alike  # ranks of the wider mesh, but no slice of it
+            return alike  # the ranks belong to the wider mesh, but are no slice of it
         slices: I64 = np.moveaxis(wide, along, range(len(along))).reshape(mesh.size, -1)
         return slices[np.isin(slices, alike).any(axis=1)]
 
@@ -124,7 +125,7 @@ NO_MESHES = Meshes([])
 
 
 def _ascending(ranks: Any) -> tuple[int, ...]:
-    """Ranks as a shard names its replicas: none when there is only this one."""
+    """Ranks as ``Shard.replicas`` has them: unique and ascending, or empty for a single rank."""
     unique: list[int] = np.unique(ranks).astype(int).tolist()
     return tuple(unique) if len(unique) > 1 else ()
 
@@ -164,12 +165,13 @@ def _refuse_what_is_no_box(key: str, dtensor: Any, coordinate: Sequence[int]) ->
 
 
 def stretches(size: int, splits: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Which indices of a dimension are left to a rank, as maximal stretches: first index and one past the last.
+    """The indices of a dimension that a rank holds, as maximal stretches: first index and one past the last.
 
     Args:
         size: Length of the dimension.
-        splits: For each mesh dimension that splits it, in order: into how many chunks, which of them is the rank's, and
-            into how many pieces it is cut before, of each of which the rank gets that chunk (``_StridedShard``).
+        splits: For each mesh dimension that splits it, in order: the number of chunks, the number of the rank's chunk,
+            and the split factor of ``_StridedShard``. What earlier splits left is first cut into as many pieces
+            as the factor says, and the rank gets its chunk of each piece.
     """
     held = [(0, size)]
     for count, at, factor in splits:
@@ -184,7 +186,7 @@ def stretches(size: int, splits: Sequence[tuple[int, int, int]]) -> list[tuple[i
 
 
 def _chunk(held: Sequence[tuple[int, int]], count: int, at: int) -> list[tuple[int, int]]:
-    """One chunk of stretches that lie end to end, cut as ``torch.chunk`` cuts."""
+    """One of ``count`` chunks of some stretches laid end to end, cut as ``torch.chunk`` does."""
     length = -(-sum(end - begin for begin, end in held) // count)
     low, high = at * length, (at + 1) * length
     cut = []
@@ -197,11 +199,11 @@ def _chunk(held: Sequence[tuple[int, int]], count: int, at: int) -> list[tuple[i
     return cut
 
 
-# --- thousands at once, at every snapshot
+# --- for thousands of values at every snapshot
 
 
 def unwrap(values: Sequence[Any], classes: set[type]) -> list[Any]:
-    """Values with the local tensors in the place of DTensors; ``classes`` are those of the DTensors among them."""
+    """The values, with each DTensor replaced by its local tensor; ``classes`` are the DTensors' classes."""
     tensors = [v._local_tensor if type(v) in classes else v for v in values]
     if any(hasattr(t, "wait") for t in set(map(type, tensors))):
         return list(map(local, values))
@@ -209,14 +211,17 @@ def unwrap(values: Sequence[Any], classes: set[type]) -> list[Any]:
 
 
 def versions(values: Sequence[Any], classes: set[type]) -> list[int]:
-    """For each value torch's count of what was done to it as a DTensor: 0 for other values, and without a count."""
+    """The version counter of each DTensor itself, not of its local tensor; 0 for other values and without a counter."""
     try:
         return [v._version if type(v) in classes else 0 for v in values]
-    except RuntimeError:  # tensors of the inference mode have none
+    except RuntimeError:  # tensors made in inference mode have none
         return [v._version if type(v) in classes and not v.is_inference() else 0 for v in values]
 
 
 def specs(values: Sequence[Any], classes: set[type]) -> list[object]:
-    """What tells a DTensor from others of the same local tensor, and keeps no tensor alive; None for other values."""
+    """What tells apart DTensors over the same local tensor: their specs (None for other values), then parameter flags.
+
+    The result keeps no tensor alive.
+    """
     found = [v._spec if type(v) in classes else None for v in values]
     return [*found, *(type(v) in classes and getattr(v, "_is_param", False) for v in values)]

@@ -15,10 +15,10 @@ class DType:
     Attributes:
         code: Its number in a container's index.
         name: torch's name for it, without the ``torch.`` prefix.
-        itemsize: Bytes an element.
-        storage: torch's legacy storage class, used in ``data.pkl``; None for the newer types, which torch writes with
-            an untyped storage and the dtype beside it.
-        numpy: NumPy's type string; or the same name, where ml_dtypes gives NumPy such a type; None where neither does.
+        itemsize: Bytes of an element.
+        storage: torch's legacy storage class, used in ``data.pkl``. None for the newer types, which torch writes as an
+            untyped storage and a dtype.
+        numpy: NumPy's type string, or the name of a type of ml_dtypes. None where neither has the type.
     """
 
     code: int

@@ -1,9 +1,10 @@
 """Paths into nested containers as unambiguous strings.
 
-A key is the path's components joined by ``/``, escaped like a JSON pointer (RFC 6901): ``~`` as ``~0``, ``/`` as
-``~1``. Integers (list positions, the optimizer's parameter numbers) stand as they are; a *string* that looks like an
-integer is marked ``~2``; any other dictionary key is its ``repr``, marked ``~3``; the empty string is ``~4``, so that
-the empty key is free to mean the root. ``{0: a, "0": b}`` gives the two keys ``0`` and ``~20``.
+A key is the path's components joined by ``/``. Strings are escaped like a JSON pointer (RFC 6901): ``~`` as ``~0``, and
+``/`` as ``~1``. An integer, such as a list position or an optimizer's parameter number, is written in decimal. A
+*string* that looks like an integer gets the prefix ``~2``. The empty string is ``~4``, so that the empty key can mean
+the root. Any other dictionary key is its ``repr`` with the prefix ``~3``. For example, ``{0: a, "0": b}`` has the keys
+``0`` and ``~20``.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ _INTEGER = re.compile(r"-?[0-9]+\Z")
 
 
 def component(part: object) -> str:
-    """Write one path component; pure and injective over int, str and what ``repr`` tells apart."""
+    """Write one path component. Different ints, strs and ``repr``s give different components."""
     if type(part) is str:
         if not part:
             return "~4"
         text = part.replace("~", "~0").replace("/", "~1") if "~" in part or "/" in part else part
-        # what follows the digits in order can be no integer
+        # a first character above "9" rules out an integer
         return "~2" + text if part[0] <= "9" and _INTEGER.match(part) else text
     if type(part) is int:
         return str(part)
@@ -27,7 +28,7 @@ def component(part: object) -> str:
 
 
 def parts(key: str) -> list[str | int]:
-    """Take a key apart; raises ValueError for a component that was neither a string nor an integer."""
+    """Split a key into its components; raises ValueError for one that was neither a string nor an integer."""
     result: list[str | int] = []
     for text in key.split("/"):
         if _INTEGER.match(text):
@@ -41,5 +42,5 @@ def parts(key: str) -> list[str | int]:
 
 
 def join(prefix: str, part: object) -> str:
-    """Append a component to a key; an empty prefix is the root."""
+    """Append a component to the key ``prefix``; the empty prefix is the root."""
     return f"{prefix}/{component(part)}" if prefix else component(part)

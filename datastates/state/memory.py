@@ -1,4 +1,4 @@
-"""Memory for arrays, and arrays over memory: allocated, viewed, assigned."""
+"""Allocating memory for arrays, viewing memory as arrays, and assigning arrays to each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from datastates.state.strides import span
 
 
 def allocate(kind: str, nbytes: int) -> Any:
-    """Host memory as an array of bytes: of torch for torch arrays, where it is installed, else of NumPy."""
+    """Allocate host memory as an array of bytes: a torch tensor if ``kind`` is ``"torch"`` and torch is installed.
+
+    Otherwise it is a NumPy array.
+    """
     if kind == "torch":
         with contextlib.suppress(ImportError):
             import torch
@@ -26,7 +29,12 @@ def allocate(kind: str, nbytes: int) -> Any:
 
 
 def view(block: Any, ref: ArrayRef, offset: int) -> Any:
-    """The array that lies in allocated bytes at an offset.
+    """View allocated bytes as an array.
+
+    Args:
+        block: What :func:`allocate` returned.
+        ref: The array's type, shape and strides.
+        offset: Where the array begins in the block, in bytes.
 
     Raises:
         ImportError: The element type needs torch or ml_dtypes and neither is installed.
@@ -46,20 +54,20 @@ def view(block: Any, ref: ArrayRef, offset: int) -> Any:
 
 
 def strided(array: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
-    """NumPy's ``as_strided``; strides in bytes. As plain memory: it knows ml_dtypes' types by no name."""
+    """NumPy's ``as_strided``, also for the types of ml_dtypes, which it does not know; strides in bytes."""
     plain = array.view(np.dtype((np.void, array.itemsize)))
     return np.lib.stride_tricks.as_strided(plain, shape, strides).view(array.dtype)
 
 
 def with_grad(array: Any, requires_grad: bool) -> Any:
-    """A torch tensor told to require a gradient, where its type can; other arrays as they are."""
+    """Make a torch tensor require a gradient if asked and if its type allows it; other arrays are returned as is."""
     if requires_grad and kind_of(array) == "torch" and (array.is_floating_point() or array.is_complex()):
         return array.detach().requires_grad_()
     return array
 
 
 def empty(ref: ArrayRef) -> Any:
-    """A host array like a stored one, for when nothing live stands for it; contents are undefined.
+    """Allocate a host array like a stored one; its contents are undefined.
 
     Raises:
         ImportError: The element type needs torch or ml_dtypes and neither is installed.
@@ -85,11 +93,11 @@ def _host_dtype(ref: ArrayRef) -> Any:
 
 
 def assign(destination: Any, source: Any) -> None:
-    """Copy one array into another of the same shape and dtype, of any library and any strides."""
+    """Copy one array into another of the same shape and dtype; libraries and strides may differ."""
     destination, source = dtensors.local(destination), dtensors.local(source)
     if kind_of(source) == "cupy" and kind_of(destination) != "cupy":
         source = source.get()
-    # a repeated element is copied once: neither library writes through a stride of 0, and it may be repeated often
+    # copy an element that a stride of 0 repeats only once: the libraries do not write through such strides
     # (the dots make a view of a 0-d array, too)
     once = (*(slice(0, 1) if s == 0 else slice(None) for s in _view(destination).stride), ...)
     if _view(source).stride == _view(destination).stride:
@@ -108,7 +116,7 @@ def assign(destination: Any, source: Any) -> None:
 
 
 def note_rewritten(values: Sequence[object]) -> None:
-    """Count a change in place of each of torch's tensors among those, which it has not seen."""
+    """Increment the version counters of the torch tensors among some values, which torch has not seen change."""
     torch: Any = loaded("torch")
     for value in values:
         if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():

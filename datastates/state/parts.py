@@ -1,7 +1,7 @@
-"""Parts of logical tensors: boxes and flat ranges, what two of them share, and whether they tile a tensor. Pure.
+"""Parts of logical tensors: boxes and flat ranges, their intersections and unions. Pure functions.
 
-All positions, lengths and boundaries are in elements. An element's position in a part counts in the part's own
-row-major order, whatever its strides in memory are.
+All positions, lengths and bounds are in elements. Positions in a part count in the part's own row-major order, whatever
+its strides in memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which elements of a logical tensor one holds: a box of it, or a range of it flattened row-major.
+    """A part of a logical tensor: a box of it, or a range of its row-major flattening.
 
     Attributes:
         global_shape: Shape of the logical tensor.
-        shape: Elements of this part along each dimension; of a flat range its length alone.
+        shape: Elements of this part along each dimension; for a flat range, its length alone.
         offset: Where the box begins; None for a flat range.
         flat: First and one past the last element of a flat range; None for a box.
     """
@@ -37,16 +37,16 @@ class Part:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Part:
-        """The part that is everything, as a box."""
+        """The whole tensor as a box."""
         return cls(shape, shape, (0,) * len(shape))
 
     def __str__(self) -> str:
-        """Equal for equal parts of one logical tensor, told in the same way."""
+        """A text that is equal for two parts of a tensor if they are equal and of the same kind."""
         return f"elements {self.flat[0]} to {self.flat[1]}" if self.flat is not None else f"{self.offset}+{self.shape}"
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of its elements."""
         return math.prod(self.shape)
 
     @property
@@ -61,9 +61,9 @@ class Part:
         return self.numel > 0 and not any(begin or ())
 
     def runs(self) -> tuple[I64, I64]:
-        """Begins and lengths of its maximal stretches in the flattened logical tensor, ascending.
+        """Begins and lengths of the part's contiguous stretches in the flattened logical tensor, ascending.
 
-        Where a stretch lies in the part is the sum of the lengths before it.
+        A stretch's position in the part is the sum of the lengths before it.
         """
         if self.flat is not None or self.is_whole:
             first, n = self.flat[0] if self.flat is not None else 0, self.numel
@@ -74,7 +74,7 @@ class Part:
 
 
 def grid(sizes: Sequence[int], steps: Sequence[int], first: int = 0) -> I64:
-    """``first`` plus every sum of one multiple below ``sizes[d]`` of each ``steps[d]``, the last dimension fastest."""
+    """The positions ``first + sum(i[d] * steps[d])`` for all indices ``i`` of an array of ``sizes``, row-major."""
     result = np.array([first], np.int64)
     for n, step in zip(sizes, steps, strict=True):
         result = (result[:, None] + np.arange(n, dtype=np.int64) * step).ravel()
@@ -84,16 +84,16 @@ def grid(sizes: Sequence[int], steps: Sequence[int], first: int = 0) -> I64:
 def _shared_box(
     a_shape: Sequence[int], b_shape: Sequence[int], a_begin: Sequence[int], b_begin: Sequence[int], size: Sequence[int]
 ) -> _Runs:
-    """Stretches that one box of ``size`` has both in an array of ``a_shape`` and in one of ``b_shape``.
+    """The stretches of a box of ``size`` that are contiguous both in an array of ``a_shape`` and in one of ``b_shape``.
 
-    ``a_begin`` and ``b_begin`` say where the box begins in each.
+    The box begins at the index ``a_begin`` of the one and ``b_begin`` of the other.
     """
     if 0 in size:
         return _NONE, _NONE, _NONE
-    inner = len(size)  # from here on the box has everything that either array has
+    inner = len(size)  # from this dimension on the box spans both arrays
     while inner and size[inner - 1] == a_shape[inner - 1] == b_shape[inner - 1]:
         inner -= 1
-    outer = max(inner - 1, 0)  # and of this dimension it takes one stretch
+    outer = max(inner - 1, 0)  # along this dimension it is one stretch
     at = []
     for shape, begin in ((a_shape, a_begin), (b_shape, b_begin)):
         steps = row_major(shape)
@@ -116,9 +116,9 @@ def _check_same_tensor(source: Part, dest: Part) -> None:
 
 
 def intersect(source: Part, dest: Part) -> _Runs:
-    """What two parts of one logical tensor share, as stretches: ``(source_at, dest_at, length)``.
+    """The elements that two parts of one logical tensor share, as stretches: ``(source_at, dest_at, length)``.
 
-    Positions are in each part's own row-major order; ``dest_at`` ascends, and so does ``source_at``.
+    Positions are in each part's own row-major order. Both columns of positions ascend.
 
     Raises:
         ValueError: The logical tensors have different shapes.
@@ -146,12 +146,12 @@ def intersect(source: Part, dest: Part) -> _Runs:
 
 
 def _is_beyond(part: Part, other: Part) -> bool:
-    """Whether all of ``part`` lies behind all of ``other`` in the flattened tensor, or one is empty."""
+    """Whether all of ``part`` lies behind all of ``other`` in the flattened tensor, or ``part`` is empty."""
     return part.numel == 0 or _bounds(part)[0] >= _bounds(other)[1]
 
 
 def _bounds(part: Part) -> tuple[int, int]:
-    """First element of the flattened tensor in a part, and one past the last."""
+    """First and one past the last element of a part in the flattened tensor."""
     if part.flat is not None:
         return part.flat
     steps, offset = row_major(part.global_shape), part.offset or ()
@@ -165,8 +165,9 @@ class Block:
 
     Attributes:
         size: Elements along each dimension.
-        source, dest: Where it begins in each part: an index of a box, the position alone of a flat range.
-        steps: How far apart elements are in a part that is a flat range, along each dimension.
+        source, dest: Where it begins in each part: an index if the part is a box, a position if it is a flat range.
+        steps: Distances of neighbouring elements along each dimension, in a part that is a flat range; empty where both
+            parts are boxes.
     """
 
     size: tuple[int, ...]
@@ -176,9 +177,9 @@ class Block:
 
 
 def blocks(source: Part, dest: Part) -> Iterator[Block]:
-    """What two parts share, as few boxes; for copying between arrays of any strides.
+    """The elements that two parts share, as boxes; for copying between arrays of any strides.
 
-    There is one at most where both parts are of one kind, and ``2 * ndim - 1`` where a box and a flat range meet.
+    Two boxes share at most one box, and so do two flat ranges. A box and a flat range share at most ``2 * ndim - 1``.
 
     Raises:
         ValueError: The logical tensors have different shapes.
@@ -199,7 +200,7 @@ def blocks(source: Part, dest: Part) -> Iterator[Block]:
     if box.flat is not None:
         yield Block((int(length[0]),), (int(source_at[0]),), (int(dest_at[0]),), (1,))
         return
-    # what a flat range takes of a box is one range of the box's own order, though not of the flat range's
+    # the shared elements are one range in the box's own order, but not in the flat range's
     assert box.offset is not None
     assert other.flat is not None
     steps = tuple(row_major(box.global_shape))
@@ -209,7 +210,7 @@ def blocks(source: Part, dest: Part) -> Iterator[Block]:
 
 
 def _boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Begins and sizes of the boxes that make up a range of an array's row-major order; ``2 * ndim - 1`` at most."""
+    """Begins and sizes of the boxes that make up a range of an array's row-major order; at most ``2 * ndim - 1``."""
     if len(shape) <= 1:
         yield ((begin,), (end - begin,)) if shape else ((), ())
         return
@@ -229,7 +230,7 @@ def _boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tu
 
 
 def uncovered(dest: Part, sources: Sequence[Part]) -> int:
-    """How many elements of ``dest`` none of ``sources``, which may overlap, has.
+    """Number of elements of ``dest`` that no part of ``sources`` has; sources may overlap.
 
     Raises:
         ValueError: The logical tensors have different shapes.
@@ -245,7 +246,7 @@ def uncovered(dest: Part, sources: Sequence[Part]) -> int:
 
 
 def union(begin: I64, end: I64) -> tuple[I64, I64]:
-    """The disjoint stretches that ranges, given by ascending begin, make together; ranges that touch are joined."""
+    """The union of ranges as disjoint stretches; ``begin`` must ascend, and ranges that touch are joined."""
     furthest = np.maximum.accumulate(end)
     new = np.flatnonzero(begin[1:] > furthest[:-1]) + 1
     return begin[np.append(0, new)[: len(begin)]], furthest[np.append(new - 1, len(end) - 1)[: len(end)]]

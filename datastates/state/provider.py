@@ -1,4 +1,4 @@
-"""What state providers are asked, and what they are given back: :class:`StateProvider`, :class:`Saved`."""
+"""The interface of state providers: :class:`StateProvider`, and :class:`Saved`, which they restore from."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ from typing import TypeAlias
 from datastates.state.shards import ArrayLeaf, ArrayRef, Shard, StoredArray
 
 Encoder: TypeAlias = Callable[[Callable[[ArrayLeaf], StoredArray]], bytes]
-"""Finishes a serialization, given where the provider's array shards are stored."""
+"""Finishes a serialization in the background, and returns bytes as :func:`datastates.dumps` writes them.
+
+Its argument is a function that says where an array shard of the provider is stored; ``dumps`` takes it as ``locate``.
+"""
 
 
 class Saved(ABC):
-    """What a checkpoint holds for one provider; handed to :meth:`StateProvider.destinations`."""
+    """What a checkpoint holds for one provider; the argument of :meth:`StateProvider.destinations`.
+
+    Keys are those of shards within the provider. Used on the thread that calls ``restore()``.
+    """
 
     strict: bool
-    """Whether the caller wants every difference refused; the engine does that, from what is reported."""
+    """Whether the caller of ``restore()`` refuses all differences. The engine raises the error for those reported."""
 
     @abstractmethod
     def arrays(self) -> Mapping[str, ArrayRef]:
-        """The stored arrays by their key within the provider, each a logical tensor.
+        """The stored arrays by key, each as its whole logical tensor.
 
-        Of a checkpoint of several ranks, those are listed that the rank of this number had; all others are found by
-        their keys as well.
+        In a checkpoint of several ranks, iteration and ``len`` cover the arrays of one rank: the one with this rank's
+        number or, if that has nothing of this provider, another one. A look-up by key finds the arrays of all ranks.
         """
 
     @abstractmethod
     def every_key(self) -> Sequence[str]:
-        """Keys of all stored arrays, whichever rank had them. Of many ranks this takes long."""
+        """Keys of the stored arrays of all ranks. This is slow for many ranks."""
 
     @abstractmethod
     def objects(self) -> Sequence[str]:
@@ -42,77 +48,109 @@ class Saved(ABC):
         unexpected: Sequence[str] = (),
         mismatched: Mapping[str, str] | None = None,
     ) -> None:
-        """Say, by key, what only the live state has, what only the checkpoint has, and what differs and how."""
+        """Report differences between the live state and the checkpoint. Several calls add up.
+
+        Args:
+            missing: Keys that only the live state has.
+            unexpected: Keys that only the checkpoint has.
+            mismatched: For each key that differs, a sentence that says how.
+        """
 
     @abstractmethod
     def structure(self, key: str) -> object:
-        """A stored object's containers and plain values, with an :class:`ArrayRef` for each array.
+        """Read a stored object's containers and plain values, with an :class:`ArrayRef` for each array.
 
-        An object of another class is left unbuilt: :class:`datastates.container.pickle_reader.Unbuilt` stands for it.
+        Objects of other classes are not built: :class:`datastates.container.pickle_reader.Unbuilt` stands for each.
+
+        Args:
+            key: One of :meth:`objects`.
 
         Raises:
-            TrustError: It needs a class that the caller has not trusted.
-            CorruptError: Its bytes do not match their checksum.
+            TrustError: The object needs a class that the caller does not trust.
+            CorruptError: The object's bytes do not match their checksum.
+            FormatError: The object cannot be decoded.
         """
 
 
 class StateProvider(ABC):
-    """One piece of training state: what to keep, and how to take it back.
+    """One piece of training state: what to save, and how to restore it.
 
-    Subclass it, name your shards in :meth:`shards`, and handle your objects in :meth:`serialize` and :meth:`restore`;
-    ``datastates.testing.ProviderTests`` checks a subclass. All methods are called on the thread that calls
-    ``snapshot()`` or ``restore()``, but :meth:`serialize` of a lazy object shard, and the callable that
-    :meth:`serialize` may return, run on the engine's own thread.
+    A subclass describes its shards in :meth:`shards`, and handles its objects in :meth:`serialize` and :meth:`restore`.
+    ``datastates.testing.ProviderTests`` checks a subclass.
+
+    The methods are called on the thread that calls ``snapshot()`` or ``restore()``, with two exceptions, which run on a
+    background thread: :meth:`serialize` of a lazy object shard, and the callable that :meth:`serialize` may return.
     """
 
     per_rank: bool = False
-    """Whether the state belongs to the rank rather than to the model: each rank's is kept apart, under its number."""
+    """Whether the state belongs to the rank, not to the model. If so, each rank's state is stored under its number."""
 
     def __init__(self, name: str) -> None:
-        """Name the provider; names are unique within a checkpoint and become the top-level keys of its ``data.pkl``."""
+        """Name the provider.
+
+        Args:
+            name: Unique within a checkpoint. It becomes a top-level key of ``data.pkl``.
+
+        Raises:
+            TypeError: The name is not a string.
+        """
         if not isinstance(name, str):
             raise TypeError(f"a provider's name is a string, not {type(name).__name__}")
         self.name = name
 
     @abstractmethod
     def shards(self) -> Sequence[Shard]:
-        """Describe the state and copy nothing: sources on save, destinations on restore.
+        """Describe the state without copying it: the sources of a save, or the destinations of a restore.
 
-        Each Shard names its key, dtype, global shape, this process's part of it, and nbytes (None: known only
-        after serializing).
-        REQUIRES on save: a shard marked lazy stays unchanged until Snapshot.captured.
+        It is called at every ``snapshot()`` and, by the default :meth:`destinations`, at every ``restore()``. A lazy
+        shard must stay unchanged until ``Snapshot.captured``, except by an update that waits for the gate.
+
+        Returns:
+            The shards. No two array shards may have the same key, nor two object shards. An object may not have an
+            array's key, and an object with the empty key allows no other object.
         """
 
     def knowledge(self) -> object:
-        """What :meth:`shards` has found out about the form of the state, for :meth:`learn`; None for nothing.
+        """What :meth:`shards` found out about the form of the state, for :meth:`learn`; None for nothing.
 
-        The engine keeps it from one snapshot to the next, so it holds no arrays and nothing that holds them.
+        The engine keeps it from one snapshot to the next. It must not hold arrays, nor anything that holds arrays.
         """
         return None
 
     def learn(self, knowledge: object) -> None:
         """Take the :meth:`knowledge` of the provider that had this class and name in the last snapshot.
 
-        It spares a new provider object the work of describing a known state. The state may be another one: what was
-        learned is compared with the state before it is used. Called before :meth:`shards`, on a provider that knows
-        nothing yet.
+        It saves a new provider object the work of describing a state that is already known. The state may have changed,
+        so :meth:`shards` must compare the knowledge with the state before using it. The engine calls this before
+        :meth:`shards`, on a provider whose own knowledge is None.
         """
         del knowledge
 
     def serialize(self, shard: Shard) -> bytes | Encoder:
         """Serialize one object shard with :func:`datastates.dumps`.
 
-        Called inside ``snapshot()``, or in the background when the shard is lazy. What is expensive and no longer
-        depends on live state may be left to a returned callable, which runs in the background; it is given a function
-        that says where an array shard of this provider is stored, for objects that refer to arrays.
+        It is called inside ``snapshot()``, or in the background if the shard is lazy.
+
+        Args:
+            shard: One of the object shards that :meth:`shards` returned.
+
+        Returns:
+            The bytes from :func:`datastates.dumps`, or an :data:`Encoder`. An encoder runs in the background. It does
+            work that no longer depends on live state, and it can write references to the provider's array shards.
         """
         raise NotImplementedError(f"{type(self).__name__} has object shards but no serialize()")
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
-        """The shards to restore into, in sight of what the checkpoint holds; by default those of :meth:`shards`.
+        """The shards to restore into, given what the checkpoint holds; by default those of :meth:`shards`.
 
-        Override it where the state decides by what was saved (an optimizer that has no state yet). Differences are
-        reported to ``saved``, and only shards that it holds are returned; shapes and dtypes are compared by the engine.
+        Override it where the destinations depend on what was saved, as for an optimizer that has no state yet. The
+        engine compares shapes and dtypes.
+
+        Args:
+            saved: What the checkpoint holds. Differences in keys must be reported to it.
+
+        Returns:
+            The shards, without those that the checkpoint does not hold.
         """
         shards = self.shards()
         known = {*saved.arrays(), *saved.objects()}
@@ -121,16 +159,23 @@ class StateProvider(ABC):
         return [shard for shard in shards if shard.key in known]
 
     def restore(self, shard: Shard, value: object) -> None:
-        """Take one object shard back; arrays are in place by then.
+        """Restore one object shard. It is called after all arrays have been restored.
 
-        ``shard`` is the one that :meth:`destinations` gave; ``value`` what :func:`datastates.dumps` was given in
-        :meth:`serialize`.
+        Args:
+            shard: An object shard that :meth:`destinations` returned.
+            value: The value that :meth:`serialize` passed to :func:`datastates.dumps`. Its arrays are the live arrays
+                that were restored. An :class:`ArrayRef` stands for an array that was not restored.
         """
         raise NotImplementedError(f"{type(self).__name__} has object shards but no restore()")
 
 
 def walk_unique(providers: Sequence[StateProvider]) -> Iterator[StateProvider]:
-    """The providers, each checked to be one and to have a name of its own; raises TypeError or ValueError."""
+    """Iterate over providers, and check each one.
+
+    Raises:
+        TypeError: ``providers`` is no list or other iterable, or an item is no StateProvider with a name.
+        ValueError: Two providers have the same name.
+    """
     seen: set[str] = set()
     if isinstance(providers, (Mapping, str, StateProvider)) or not isinstance(providers, Iterable):
         raise TypeError(f"providers: a list of StateProviders is wanted, not a {type(providers).__name__}")
@@ -144,3 +189,11 @@ def walk_unique(providers: Sequence[StateProvider]) -> Iterator[StateProvider]:
             raise ValueError(f"two providers are named {provider.name!r}")
         seen.add(provider.name)
         yield provider
+
+
+def stored_name(provider: StateProvider, rank: int, ranks: int) -> str:
+    """The name that a provider's state is stored under.
+
+    State of a rank's own bears the rank's number where several ranks save.
+    """
+    return f"{provider.name}@{rank:05d}" if provider.per_rank and ranks > 1 else provider.name

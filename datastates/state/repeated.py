@@ -1,4 +1,4 @@
-"""Describing the same arrays again and again: what has not changed since the last time is not looked at anew."""
+"""Describing the same arrays at every snapshot: an unchanged layout is recognized and reused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datastates.state.strides import span
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """What was described last: addresses, but no array, so that no memory is kept alive."""
+    """The last description. It has addresses but no arrays, so it keeps no memory alive."""
 
     keys: Sequence[str]
     lazy: Sequence[bool]
@@ -31,7 +31,7 @@ class Known:
     def serves(
         self, keys: Sequence[str], lazy: Sequence[bool], values: Sequence[object], seen: tensor_scan.Look
     ) -> bool:
-        """Whether it describes these arrays as well."""
+        """Whether the description holds for these arrays, too."""
         return (
             keys == self.keys
             and lazy == self.lazy
@@ -43,20 +43,20 @@ class Known:
 
 
 class Describer:
-    """Describes a provider's arrays, and gives the same layout again while nothing but their contents changes.
+    """Describes a provider's arrays, and returns the same layout as long as only their contents change.
 
     Not thread-safe.
 
     Attributes:
-        known: What was described last, which another describer can take; None when it cannot be known again.
+        known: The last description, which can be given to another describer; None if it cannot be recognized again.
     """
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Begin without a description."""
         self.known: Known | None = None
 
     def again(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Shards | None:
-        """The arrays as shards if they are those of the last time, or the same memory anew; else None."""
+        """The arrays as shards if the last description holds for them, else None."""
         seen = None if self.known is None else tensor_scan.look(values, memory=True)
         if self.known is not None and seen is not None and self.known.serves(keys, lazy, values, seen):
             return Shards(self.known.layout, values, versions=seen.versions, memory=seen.memory)
@@ -85,31 +85,31 @@ class Describer:
 
 
 class Knowledge:
-    """What the providers of the last snapshot found out, by name: new provider objects take it over."""
+    """The knowledge of the last snapshot's providers by name, for new provider objects."""
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Begin without knowledge."""
         self._known: dict[str, tuple[type, object]] = {}
 
     def teach(self, providers: Sequence[StateProvider]) -> None:
-        """Hand it to those that know nothing by themselves."""
+        """Hand it to those providers that have no knowledge of their own."""
         for provider in providers:
             kind, known = self._known.get(provider.name, (None, None))
             if kind is type(provider) and provider.knowledge() is None:
                 provider.learn(known)
 
     def take(self, providers: Sequence[StateProvider]) -> None:
-        """Keep what these know now, and nothing else."""
+        """Replace it by the knowledge of these providers."""
         found = ((provider, provider.knowledge()) for provider in providers)
         self._known = {p.name: (type(p), known) for p, known in found if known is not None}
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Whether there is any knowledge."""
         return bool(self._known)
 
 
 def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> list[Shard | None]:
-    """Shards, without the arrays, for torch tensors that are contiguous and have a storage of their own; else None."""
+    """For each contiguous torch tensor with a storage of its own, a shard without the array; for others None."""
     seen = tensor_scan.layout(values)
     if seen is None:
         return [None] * len(values)
@@ -150,13 +150,13 @@ def _alone(keys: Sequence[str], values: Sequence[Any], lazy: Sequence[bool]) -> 
 
 
 def _are_live(shards: Sequence[Shard]) -> bool:
-    """Whether all buffers are the arrays' own memory and nothing else: no copies, no gaps between views."""
+    """Whether all buffers are exactly the arrays' own memory: no copies, and no gaps between views."""
     members: dict[int, tuple[Buffer, list[Shard]]] = {}
     for shard in shards:
         if shard.buffer is None or arrays.address(shard.source) != shard.buffer.pointer + shard.buffer_offset:
             return False
         if "complex" in str(shard.dtype):
-            return False  # it may be conjugated the next time, unseen
+            return False  # it may be conjugated the next time, which `look` does not see
         members.setdefault(id(shard.buffer), (shard.buffer, []))[1].append(shard)
     for _, views in members.values():
         end = 0

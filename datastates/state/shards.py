@@ -1,8 +1,9 @@
-"""What a state is made of: :class:`Buffer`, :class:`Shard`, and the arrays inside of objects."""
+"""The description of a state: :class:`Shard`, :class:`Buffer`, and references to arrays inside objects."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
@@ -20,8 +21,8 @@ class ArrayLeaf:
         key: The key, within the provider, of the array shard that holds it.
         requires_grad: torch's flag.
         parameter: Whether it is a ``torch.nn.Parameter``.
-        kind: The subclass of tensors that it is of.
-        attributes: What it has beside its elements.
+        kind: Its class, if that is a subclass of tensors; else None.
+        attributes: The attributes that were set on it; None for none.
     """
 
     key: str
@@ -33,15 +34,15 @@ class ArrayLeaf:
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """Where the elements of an array are in the container, as ``data.pkl`` says it.
+    """The place of an array's elements in the container, as written in ``data.pkl``.
 
     Attributes:
         record: Name of the storage record (the part after ``data/``).
-        dtype: Element type.
-        offset: Elements from the record's begin.
+        dtype: Name of the element type.
+        offset: Elements from the beginning of the record to the array's first element.
         shape: Elements along each dimension.
         stride: Elements to step along each dimension.
-        elements: Elements of that type in the whole record.
+        elements: Number of elements of that type in the whole record.
         requires_grad: torch's flag.
     """
 
@@ -60,14 +61,15 @@ HOST = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """A range of memory that one record of the container holds; shards that share it share the record.
+    """A range of memory, which one record of the container stores. Shards that share it share the record.
 
     Attributes:
         pointer: Address of the first byte, on the host or on the device.
-        nbytes: Its length in bytes.
+        nbytes: Length in bytes.
         device: CUDA device number, or :data:`HOST`.
-        stream: Handle of the CUDA stream whose earlier work produced the contents; unused for host memory.
-        owner: What keeps the memory alive; held until the snapshot is captured.
+        stream: Handle of the CUDA stream on which the contents were written; 0 is the legacy default stream. Copies
+            wait for the work that is on it. Unused for host memory.
+        owner: An object that keeps the memory alive. A snapshot holds it until the memory is captured.
     """
 
     pointer: int
@@ -79,31 +81,33 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One part of the state: an array, or part of one, or an object that must be serialized.
+    """One piece of the state: an array, a part of an array, or an object that must be serialized.
 
-    An array shard lies in ``buffer`` at ``buffer_offset`` with ``shape`` and ``stride``. It is the whole of its logical
-    tensor, or one part of it: a box (``offset`` says where in ``global_shape``) or a flat range (``flat`` counts
-    elements of the flattened logical tensor, as ZeRO partitions do; then ``shape`` is one-dimensional).
+    An array shard lies in ``buffer`` at ``buffer_offset``, with ``shape`` and ``stride``. It is a part of its logical
+    tensor, which has the shape ``global_shape``. The part is a box or a flat range. A box begins at the index
+    ``offset``; the whole tensor is a box at zeros. A flat range is the elements ``flat[0]`` to ``flat[1]`` of the
+    row-major flattened tensor, as in ZeRO partitions; its ``shape`` is one-dimensional. Exactly one of ``offset`` and
+    ``flat`` is None. An object shard needs ``key``, ``lazy`` and ``source`` only; see :func:`object_shard`.
 
     Attributes:
-        key: Name within the provider, unique there among arrays and among objects. It is the path below the provider's
-            name, of components joined by ``/`` (:func:`datastates.state.keys.join` makes one): what ``load()`` nests
-            by, what errors name, and what a restore finds the contents by, on any number of ranks. So it is the same at
-            each snapshot and on each rank. Of an object shard, the empty key means: the provider's whole value.
-        dtype: A name out of :data:`datastates.state.dtypes.BY_NAME`; None for an object.
-        kind: Which library's array it is: ``"torch"``, ``"numpy"`` or ``"cupy"``; ``"object"`` for an object.
-        shape: Elements along each dimension, of this part.
-        stride: Elements to step along each dimension.
-        global_shape: Shape of the logical tensor.
-        offset: Where the box begins in it; None for a flat range.
+        key: Name within the provider, unique there. It is a path of components joined by ``/``, see
+            :func:`datastates.state.keys.join`. ``load()`` nests values by it, errors name it, and a restore finds the
+            contents by it on any number of ranks. It must therefore be the same at each snapshot and on each rank. The
+            empty key of an object shard means that the object is the provider's whole value.
+        dtype: A name of :data:`datastates.state.dtypes.BY_NAME`; None for an object.
+        kind: The array's library: ``"torch"``, ``"numpy"`` or ``"cupy"``; ``"object"`` for an object.
+        shape: Shape of this part, in elements.
+        stride: Elements to step along each dimension; never negative.
+        global_shape: Shape of the logical tensor, in elements.
+        offset: Index in the logical tensor at which the box begins; None for a flat range.
         flat: First and one past the last element of a flat range; None for a box.
-        replicas: The ranks, this one among them, ascending, that hold this very part alike: one of them writes it.
-            Empty when no other does.
-        lazy: True when it stays unchanged until ``Snapshot.captured``; False when it must be copied inside
-            ``snapshot()`` because the forward pass, or anybody, may change it at any time.
-        buffer: The memory it lies in; None for an object.
-        buffer_offset: Bytes from the buffer's begin to the first element.
-        source: The array or object itself.
+        replicas: The ranks that hold the same part with the same contents, ascending, with this rank among them. One of
+            them writes it. Empty if no other rank holds it.
+        lazy: True if it stays unchanged until ``Snapshot.captured``. False if it may change at any time, for example in
+            the forward pass; ``snapshot()`` then copies it before it returns.
+        buffer: The memory that it lies in; None for an object.
+        buffer_offset: Bytes from the beginning of the buffer to the first element, a multiple of the element size.
+        source: The live array or object.
     """
 
     key: str
@@ -132,22 +136,63 @@ class Shard:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the elements; None for an object: known only after serializing."""
+        """Bytes of the elements; None for an object, whose size is known only after it has been serialized."""
         return None if self.dtype is None else math.prod(self.shape) * dtypes.BY_NAME[self.dtype].itemsize
 
 
-class Shards(Sequence[Shard]):
-    """Array shards, what they look like kept apart from the arrays themselves, and object shards after them.
+class Described(Sequence[Shard], ABC):
+    """Array shards that are made when they are asked for, and object shards after them."""
 
-    A provider that gives the very same ``layout`` again says that nothing but the contents of its arrays has changed:
-    not a key, a type, a shape, an address or a stream. A snapshot then asks no array for anything.
+    def __init__(self, count: int, objects: Sequence[Shard]) -> None:
+        """Keep the object shards; ``count`` is the number of arrays."""
+        self.objects = objects
+        self._count = count
+
+    @property
+    @abstractmethod
+    def keys(self) -> Sequence[str]:
+        """The keys of the array shards."""
+
+    @abstractmethod
+    def array(self, i: int) -> Shard:
+        """Make the array shard of that number."""
+
+    def __len__(self) -> int:
+        return self._count + len(self.objects)
+
+    @overload
+    def __getitem__(self, i: int) -> Shard: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Shard]: ...
+    def __getitem__(self, i: int | slice) -> Shard | Sequence[Shard]:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        return self.array(i) if i < self._count else self.objects[i - self._count]
+
+
+def keys_of(shards: Sequence[Shard]) -> Sequence[str]:
+    """The keys of the array shards among some shards."""
+    return shards.keys if isinstance(shards, Described) else [shard.key for shard in shards if not shard.is_object]
+
+
+def objects_of(shards: Sequence[Shard]) -> Sequence[Shard]:
+    """The object shards among some shards."""
+    return shards.objects if isinstance(shards, Described) else [shard for shard in shards if shard.is_object]
+
+
+class Shards(Described):
+    """Array shards, whose layout is kept apart from the live arrays, then object shards.
+
+    A provider that returns the same ``layout`` object again states that only the contents of its arrays have changed:
+    no key, type, shape, address or stream. The next snapshot then skips the inspection of the arrays.
 
     Attributes:
-        layout: The array shards without ``source``, their buffers without ``owner``: it keeps no memory alive.
-        sources: For each of them, the live array.
-        versions: For each of them, torch's count of its changes in place; -1 without one.
-        memory: What keeps the memory of all of them alive, whatever other memory they are given; None where a snapshot
-            is to ask them.
+        layout: The array shards without ``source``, and with buffers without ``owner``, so it keeps no memory alive.
+        sources: The live array of each.
+        versions: torch's version counter of each array's changes in place; -1 for an array without one.
+        memory: Objects that keep the memory of all arrays alive, even if an array is given other memory. None if the
+            snapshot is to ask the arrays for them.
         objects: The object shards.
     """
 
@@ -160,33 +205,33 @@ class Shards(Sequence[Shard]):
         versions: I64,
         memory: Sequence[object] | None = None,
     ) -> None:
-        """Join them; ``layout``, ``sources`` and ``versions`` are of the same length."""
+        """Take the parts; ``layout``, ``sources`` and ``versions`` have the same length."""
+        super().__init__(len(layout), objects)
         self.layout = layout
         self.sources = sources
-        self.objects = objects
         self.versions = versions
         self.memory = memory
 
-    def __len__(self) -> int:
-        return len(self.layout) + len(self.objects)
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys of the array shards."""
+        return [shard.key for shard in self.layout]
 
-    @overload
-    def __getitem__(self, i: int) -> Shard: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[Shard]: ...
-    def __getitem__(self, i: int | slice) -> Shard | Sequence[Shard]:
-        if isinstance(i, slice):
-            return [self[k] for k in range(*i.indices(len(self)))]
-        i = range(len(self))[i]
-        if i >= len(self.layout):
-            return self.objects[i - len(self.layout)]
+    def array(self, i: int) -> Shard:
+        """The array shard of that number, with its live array."""
         shard, source = self.layout[i], self.sources[i]
         buffer = shard.buffer and replace(shard.buffer, owner=source)
         return replace(shard, source=source, buffer=buffer)
 
 
 def object_shard(key: str = "", *, lazy: bool = False, source: object = None) -> Shard:
-    """Describe an object that :meth:`StateProvider.serialize` turns into bytes."""
+    """Describe an object that :meth:`StateProvider.serialize` turns into bytes.
+
+    Args:
+        key: Key of the object within the provider; the empty key means that it is the provider's whole value.
+        lazy: False to serialize it inside ``snapshot()``; True to do so in the background, before the gate opens.
+        source: The live object, for use by the provider.
+    """
     return Shard(key=key, dtype=None, kind="object", lazy=lazy, source=source)
 
 
@@ -195,13 +240,13 @@ class ArrayRef:
     """An array as a checkpoint describes it, before it has been read.
 
     Attributes:
-        key: The stored shard's key within its provider; one of them where several shards are the same memory.
-        kind: Which library it came from.
-        dtype: Its element type's name.
+        key: The stored shard's key within its provider. Where several shards are the same memory, one of their keys.
+        kind: The library that it came from: ``"torch"``, ``"numpy"`` or ``"cupy"``.
+        dtype: Name of its element type.
         shape: Elements along each dimension.
         stride: Elements to step along each dimension.
-        requires_grad: As torch knows it; False for other kinds.
-        parameter: Whether it is a ``torch.nn.Parameter`` where an object refers to it.
+        requires_grad: torch's flag; False for other kinds.
+        parameter: Whether the object that refers to it has it as a ``torch.nn.Parameter``.
     """
 
     key: str
@@ -213,11 +258,11 @@ class ArrayRef:
     parameter: bool = False
 
     def as_parameter(self, requires_grad: bool) -> ArrayRef:
-        """It as a parameter."""
+        """The same array as a parameter."""
         return replace(self, requires_grad=requires_grad, parameter=True)
 
 
 def full_key(provider: str, key: str) -> str:
-    """A shard's key within the checkpoint: the provider's name, then the key."""
+    """A shard's key within the checkpoint: the escaped name of the provider, ``/``, and the shard's key."""
     name = keys.component(provider)
     return f"{name}/{key}" if key else name

@@ -1,4 +1,4 @@
-"""The streams of a device that arrays are written on."""
+"""The CUDA streams on which torch and CuPy enqueue work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datastates.state.shards import HOST
 
 
 def current_stream(kind: str, device: int) -> int:
-    """Handle of the stream on which that library now enqueues work for a device; 0 for host memory."""
+    """Handle of the stream on which a library (``"torch"`` or ``"cupy"``) now enqueues work; 0 for host memory."""
     if device == HOST:
         return 0
     if kind == "torch":
@@ -25,7 +25,7 @@ def current_stream(kind: str, device: int) -> int:
 
 
 def streams(devices: I32) -> U64:
-    """For tensors on those devices, the handles of the streams on which torch now enqueues work."""
+    """For each device number, the handle of the stream on which torch now enqueues work; 0 for host memory."""
     result = np.zeros(len(devices), np.uint64)
     for device in set(devices.tolist()):
         result[devices == device] = current_stream("torch", device)
@@ -33,13 +33,13 @@ def streams(devices: I32) -> U64:
 
 
 def current_device() -> int | None:
-    """The CUDA device that torch now uses; None before its first use of CUDA."""
+    """The number of torch's current CUDA device; None if torch has not initialized CUDA."""
     torch: Any = loaded("torch")
     return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else None
 
 
 def consumer_streams(devices: Sequence[int]) -> list[tuple[int, int]]:
-    """Every (device, stream) on which the imported libraries would enqueue the next update."""
+    """Each (device, stream) on which the imported libraries would now enqueue an update."""
     torch: Any = loaded("torch")
     kinds = [*(["torch"] if torch and torch.cuda.is_initialized() else []), *(["cupy"] if loaded("cupy") else [])]
     return sorted({(d, current_stream(kind, d)) for kind in kinds for d in devices})

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 
 
 def row_major(shape: Sequence[int]) -> list[int]:
-    """Row-major strides."""
+    """Row-major strides of a shape."""
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
 def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie in memory one after the other in row-major order."""
+    """Whether the elements are contiguous in memory, in row-major order."""
     return 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, stride, row_major(shape), strict=True))
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from a strided array's first to one past its last; 0 when it has none."""
+    """Number of elements from the first to the last element of a strided array, gaps included; 0 if it is empty."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill their span exactly, each once (a permutation of a contiguous array)."""
+    """Whether the elements fill their span without gaps or repetition, as in a permuted contiguous array."""
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
         if step != expected:

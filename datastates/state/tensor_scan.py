@@ -1,9 +1,8 @@
-"""Many tensors of torch looked at in one native pass, by way of DLPack: where they lie, and how they are laid out."""
+"""Addresses and layouts of many torch tensors, read in one native pass through DLPack."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,23 +11,26 @@ import numpy as np
 
 from datastates import _native
 from datastates._base.columns import I32, I64, U8, U64
+from datastates._base.loaded import loaded
 from datastates.state import dtensors, dtypes
 from datastates.state.shards import HOST
 
 ITEMSIZES: U64 = np.array([dtype.itemsize for dtype in dtypes.ALL], np.uint64)
-"""Bytes an element, by the number of its type."""
+"""Bytes of an element, by the number of its type."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """What one pass over many tensors saw.
+    """The result of one pass over many tensors.
 
     Attributes:
-        places: Where they lie and how they are laid out: types, addresses, devices, element types, shapes, strides.
-        addresses: For each, where its first element is.
-        versions: For each, torch's count of its changes in place, the free witness of D7; -1 without one.
-        memory: For each, what keeps its memory alive, whatever other memory it is given; empty where not asked for.
-        specs: Which parts DTensors are; None where there are none.
+        places: The tensors' types, addresses, devices, element types, shapes and strides, encoded. It is equal for two
+            lists exactly if all of these are equal.
+        addresses: Address of each tensor's first element.
+        versions: torch's version counter of each tensor's changes in place; -1 for a tensor without one.
+        memory: For each tensor, an object that keeps its memory alive, even if the tensor is given other memory. Empty
+            if not asked for.
+        specs: What :func:`datastates.state.dtensors.specs` gives; None if there are no DTensors.
     """
 
     places: bytes
@@ -39,17 +41,24 @@ class Look:
 
 
 def look(values: Sequence[object], *, memory: bool = False) -> Look | None:
-    """Look at torch tensors, in some hundred nanoseconds each; None for other arrays, and for torch before 2.10.
+    """Look at torch tensors, in some hundred nanoseconds each.
 
-    It does not see whether a tensor is conjugated or negated. ``memory``: ask for what keeps their memory alive, too.
+    It does not see whether a tensor is conjugated or negated.
+
+    Args:
+        values: The tensors.
+        memory: Whether to fill in ``Look.memory``.
+
+    Returns:
+        None if a value is no torch tensor, or cannot be exchanged by DLPack's C API, which torch has from 2.10 on.
     """
-    torch: Any = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None and values:
         return None
     keeper = torch.Tensor.untyped_storage if memory and values else None
     sharded: set[type] = set()
     seen = _native.look(list(values), keeper, (torch.Tensor, torch.nn.Parameter) if values else ())
-    if seen is None:  # one is of another type: these, the usual ones, need not be sorted out
+    if seen is None:  # a value is of another type than these two usual ones
         types = set(map(type, values))
         if not all(issubclass(t, torch.Tensor) for t in types):
             return None
@@ -61,7 +70,7 @@ def look(values: Sequence[object], *, memory: bool = False) -> Look | None:
     counts = np.frombuffer(versions, np.int64)
     specs: list[object] | None = None
     if sharded:
-        # what is done to a DTensor counts as a change of it, and not of its local tensor
+        # an operation on a DTensor increments its own counter, not its local tensor's
         counts = counts + dtensors.versions(values, sharded)
         specs = dtensors.specs(values, sharded)
     return Look(places, np.frombuffer(addresses, np.int64), counts, kept, specs)
@@ -69,14 +78,14 @@ def look(values: Sequence[object], *, memory: bool = False) -> Look | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """How many tensors lie in memory, in columns like those of an index.
+    """Memory layouts of many tensors, in columns like those of a container's index.
 
     Attributes:
-        address: Where the first element is.
+        address: Address of the first element.
         device: CUDA device number, or :data:`~datastates.state.shards.HOST`.
         dtype: Number of the element type.
         ndim: Number of dimensions.
-        dims, strides: Shapes and strides in elements, tensors end to end.
+        dims, strides: Shapes and strides in elements, of all tensors end to end.
     """
 
     address: U64
@@ -88,11 +97,13 @@ class Layout:
 
 
 def layout(values: Sequence[Any]) -> Layout | None:
-    """How torch tensors are laid out, in some hundred nanoseconds each; None for all that :func:`look` cannot see.
+    """Read the layouts of torch tensors, in some hundred nanoseconds each.
 
-    None, too, when one is of complex numbers, which may be conjugated, or stands for the negative of its memory.
+    Returns:
+        None if a value is of another class than ``torch.Tensor`` and ``torch.nn.Parameter``, or cannot be exchanged by
+        DLPack's C API. None as well for complex tensors, which may be conjugated, and for negated ones.
     """
-    torch: Any = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or not set(map(type, values)) <= {torch.Tensor, torch.nn.Parameter}:
         return None
     seen = _native.layout(list(values))
@@ -114,7 +125,7 @@ def layout(values: Sequence[Any]) -> Layout | None:
 
 
 def _mapped(words: I64, meaning: Callable[[int], int | None]) -> I64 | None:
-    """What each word means; None when one has no meaning."""
+    """The meaning of each word; None if a word has none."""
     known = list(map(meaning, words.tolist()))
     return None if None in known else np.array(known, np.int64)
 
@@ -126,13 +137,13 @@ def _exchanged_devices(word: int) -> int | None:
 
 @functools.cache
 def _exchanged_dtypes() -> Callable[[int], int | None]:
-    """DLPack's words for the element types, as torch writes them, to our numbers."""
-    torch: Any = sys.modules.get("torch")
+    """A function from DLPack's word for an element type, as torch writes it, to the type's number."""
+    torch = loaded("torch")
     codes: dict[int, int] = {}
     for dtype in dtypes.ALL:
         seen = None
         if hasattr(torch, dtype.name) and "complex" not in dtype.name:
-            # a view: in deterministic mode torch fills what is made empty, and cannot for every type
+            # a view, because in deterministic mode torch.empty() fills the tensor, which fails for some types
             seen = _native.layout([torch.empty(0, dtype=torch.uint8, device="cpu").view(getattr(torch, dtype.name))])
         if seen is not None:
             codes[int(np.frombuffer(seen[2], np.int64)[0])] = dtype.code
@@ -140,7 +151,13 @@ def _exchanged_dtypes() -> Callable[[int], int | None]:
 
 
 def contiguous(ndim: U8, dims: U64, strides: U64) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
-    """For each of many shapes, laid end to end, its number of elements, and whether they lie one after the other."""
+    """For each of many tensors, its number of elements, and whether it is contiguous in row-major order.
+
+    Args:
+        ndim: Number of dimensions of each tensor.
+        dims: Shapes, end to end.
+        strides: Strides in elements, end to end.
+    """
     starts = np.cumsum(ndim, dtype=np.int64) - ndim
     count, result = np.ones(len(ndim), np.int64), np.ones(len(ndim), bool)
     for n in set(ndim.tolist()) - {0}:
@@ -155,8 +172,8 @@ def contiguous(ndim: U8, dims: U64, strides: U64) -> tuple[I64, np.ndarray[Any, 
 
 
 def any_negated(tensors: Sequence[object]) -> bool:
-    """Whether one of torch's tensors stands for the negative of what its memory says."""
-    torch: Any = sys.modules.get("torch")
+    """Whether a torch tensor has its negative bit set: its values are the negatives of those in its memory."""
+    torch = loaded("torch")
     sharded = set(filter(dtensors.is_class, set(map(type, tensors))))
     found = dtensors.unwrap(tensors, sharded) if sharded else tensors
     return any(map(torch.Tensor.is_neg, found)) if found else False

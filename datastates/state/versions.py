@@ -1,4 +1,4 @@
-"""Versions of torch's tensors: whether one was written since."""
+"""Version counters of torch tensors, which tell whether a tensor was changed in place."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from datastates.state.tensor_scan import look
 
 
 def has_version(array: object) -> bool:
-    """Whether torch counts an array's changes in place: it does for all tensors but those of its inference mode."""
+    """Whether torch counts an array's changes in place, which it does for all tensors but those of inference mode."""
     torch: Any = loaded("torch")
     return torch is not None and isinstance(array, torch.Tensor) and not array.is_inference()
 
 
 def witness(tensors: Sequence[Any]) -> tuple[I64, I64]:
-    """Versions and addresses of torch's tensors, as :class:`~datastates.state.tensor_scan.Look` has them."""
+    """Versions and addresses of torch tensors, as in :class:`~datastates.state.tensor_scan.Look`."""
     seen = look(tensors)
     if seen is not None:
         return seen.versions, seen.addresses

@@ -1,4 +1,4 @@
-"""The conformance suite for state providers, and the comparison that it uses."""
+"""The test suite for state providers, and the comparison of states that it uses."""
 
 from datastates.testing.equality import equal
 from datastates.testing.provider_tests import ProviderTests

@@ -10,16 +10,26 @@ from datastates.state import arrays
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two nested values are equal: the same types, keys and order, and arrays that agree in every bit.
+    """Whether two nested values are equal: the same types, keys and order of keys, and arrays that agree in every bit.
 
-    Arrays may lie on different devices and have different strides. NaNs of the same bits are equal; objects of other
-    classes are compared by ``==``.
+    Two arrays are equal if their library, dtype, shape and bits are. Their devices and strides may differ. NaNs of
+    the same bits are equal. Dicts, lists and tuples are compared item by item, other objects by ``==``.
+
+    Args:
+        a: One value.
+        b: The other.
     """
     return difference(a, b) is None
 
 
 def difference(a: Any, b: Any, at: str = "state") -> str | None:
-    """The first place where :func:`equal` finds two nested values different, and both values there; None if nowhere."""
+    """Describe the first place where :func:`equal` finds two nested values different; None if they are equal.
+
+    Args:
+        a: One value.
+        b: The other.
+        at: Name of the values, which the description begins with.
+    """
     kind = arrays.kind_of(a)
     if kind is not None or type(a) is not type(b):
         is_equal = kind is not None and kind == arrays.kind_of(b) and _same_bits(a, b)
@@ -33,7 +43,7 @@ def difference(a: Any, b: Any, at: str = "state") -> str | None:
             return f"{at}: {len(a)} items are not {len(b)}: {_shown(a)}, {_shown(b)}"
         pairs = enumerate(zip(a, b, strict=True))
         return next(filter(None, (difference(x, y, f"{at}[{i}]") for i, (x, y) in pairs)), None)
-    if isinstance(a, np.ndarray):  # of strings, objects, dates: what is pickled
+    if isinstance(a, np.ndarray):  # of strings, objects or dates, which are pickled
         is_equal = a.dtype == b.dtype and np.array_equal(a, b)
     else:
         is_equal = bool(a == b) or (isinstance(a, float) and a != a and b != b)

@@ -1,4 +1,4 @@
-"""The suite that every state provider must pass; subclass it in your own tests, where pytest collects it."""
+"""The tests that every state provider must pass; subclass them in a file that pytest collects."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from datastates.testing.equality import difference
 
 
 class ProviderTests:
-    """What a provider promises, as tests: ``class TestMine(ProviderTests)`` with the three methods below.
+    """Tests of what a provider promises.
+
+    Write ``class TestMine(ProviderTests)`` and define :meth:`provider`, :meth:`perturb` and :meth:`state`.
 
     Attributes:
-        trust: Classes that its objects may be of, as for ``restore(trust=...)``.
+        trust: Trusted classes of the provider's objects, as for ``restore(trust=...)``; none by default.
     """
 
     trust: Trust = ()
 
     def provider(self) -> StateProvider:
-        """A provider over new live state; every call makes the same state anew."""
+        """Return a provider over new live state. Each call makes a new state with the same values."""
         raise NotImplementedError
 
     def perturb(self, provider: Any) -> None:
-        """Change all of the provider's live state, in place where training would."""
+        """Change all of the provider's live state, in place where training changes it in place."""
         raise NotImplementedError
 
     def state(self, provider: Any) -> object:
-        """A copy of the live state: numbers, strings, arrays and nested containers of them."""
+        """Return a copy of the live state: numbers, strings, arrays and nested containers of them."""
         raise NotImplementedError
 
     def _save(self, provider: StateProvider, path: Path) -> None:
         datastates.snapshot([provider], path).wait_committed()
 
     def test_perturbing_changes_the_state(self) -> None:
-        """The suite's own footing: without it the tests below could not fail."""
+        """``perturb()`` changes what ``state()`` returns; otherwise the other tests could not fail."""
         provider = self.provider()
         before = self.state(provider)
         self.perturb(provider)
@@ -47,7 +49,7 @@ class ProviderTests:
         assert found is not None, f"perturb() changed nothing: state() gives {before!r:.400} before and after"
 
     def test_describing_changes_nothing(self) -> None:
-        """``shards()`` may be called at any time, and says the same each time."""
+        """``shards()`` changes no state, and describes the same each time."""
         provider = self.provider()
         before = self.state(provider)
         first, second = provider.shards(), provider.shards()
@@ -56,24 +58,24 @@ class ProviderTests:
         _check(before, self.state(provider))
 
     def test_keys_are_unique(self) -> None:
-        """No two shards of a kind share a key, and each array says what part of which shape it is."""
+        """No two arrays share a key, nor two objects, and each array is either a box or a flat range."""
         shards = self.provider().shards()
         keys = [(s.key, "object" if s.is_object else "array") for s in shards]
         twice = sorted({key for key in keys if keys.count(key) > 1})
         assert not twice, f"shards() gave several shards of one key: {twice}"
         for s in shards:
             is_placed = s.is_object or (s.offset is None) != (s.flat is None)
-            assert is_placed, f"shard {s.key!r}: one of offset and flat is None, not {s.offset} and {s.flat}"
+            assert is_placed, f"shard {s.key!r}: offset or flat must be None, and not both: {s.offset}, {s.flat}"
 
     def test_saving_changes_nothing(self, tmp_path: Path) -> None:
-        """A snapshot reads the state and leaves it alone."""
+        """A snapshot does not change the state."""
         provider = self.provider()
         before = self.state(provider)
         self._save(provider, tmp_path / "saved")
         _check(before, self.state(provider))
 
     def test_restores_what_was_saved(self, tmp_path: Path) -> None:
-        """The state comes back after it has changed."""
+        """A restore brings the saved state back after it has changed."""
         provider = self.provider()
         before = self.state(provider)
         self._save(provider, tmp_path / "saved")
@@ -82,7 +84,7 @@ class ProviderTests:
         _check(before, self.state(provider))
 
     def test_restores_into_a_new_process_state(self, tmp_path: Path) -> None:
-        """The state comes back in a provider that never saved it."""
+        """A restore brings the saved state into another provider object, as in a new process."""
         provider = self.provider()
         before = self.state(provider)
         self._save(provider, tmp_path / "saved")
@@ -92,7 +94,7 @@ class ProviderTests:
         _check(before, self.state(other))
 
     def test_snapshot_keeps_the_state_of_its_call(self, tmp_path: Path) -> None:
-        """What changes right after ``snapshot()``, past the gate for what is lazy, is not in the checkpoint."""
+        """A change right after ``snapshot()``, or after the gate if there is lazy state, is not in the checkpoint."""
         provider = self.provider()
         before = self.state(provider)
         with datastates.Checkpointer(tmp_path) as checkpointer:
@@ -104,14 +106,14 @@ class ProviderTests:
         _check(before, self.state(provider))
 
     def test_loads_without_the_provider(self, tmp_path: Path) -> None:
-        """The checkpoint opens as plain nested values, under the provider's name."""
+        """``load()`` opens the checkpoint without the provider and finds its state under the provider's name."""
         provider = self.provider()
         self._save(provider, tmp_path / "saved")
         found = list(datastates.load(tmp_path / "saved", trust=self.trust))
         assert found == [provider.name], f"the checkpoint holds {found}, not {[provider.name]}"
 
     def test_absence_is_an_error_that_changes_nothing(self, tmp_path: Path) -> None:
-        """A checkpoint without this provider is refused by name."""
+        """A restore of a checkpoint without this provider raises RestoreError with missing keys, changing nothing."""
         self._save(_Stranger(), tmp_path / "saved")
         provider = self.provider()
         before = self.state(provider)
@@ -122,7 +124,7 @@ class ProviderTests:
 
 
 def _check(expected: object, found: object, at: str = "state()") -> None:
-    """Fail by naming the first field that differs, with the value that is wanted and the one that is there."""
+    """Fail if the values differ; the message names the first difference, with the wanted and the found value."""
     said = difference(expected, found, at)
     assert said is None, f"{said} (wanted, then found)"
 
