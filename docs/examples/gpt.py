@@ -108,7 +108,8 @@ def train(directory: Path, kill: bool) -> dict[str, object]:
             RngProvider(),
             PickledObjectProvider("losses", get=lambda: losses, set=losses.update),
         ]
-        start = checkpointer.restore(providers) or 0
+        restored = checkpointer.restore(providers)
+        start = restored.step if restored else 0
         for step in range(start, STEPS):
             at = torch.randint(len(text) - CONTEXT - 1, (BATCH,))
             rows = torch.stack([text[i : i + CONTEXT + 1] for i in at.tolist()]).to(device)
