@@ -8,6 +8,7 @@ from datastates.config import IoSettings, Settings
 from datastates.container.pickle_writer import dumps
 from datastates.errors import DatastatesError
 from datastates.restoring.mapping import Checkpoint
+from datastates.restoring.restored import Restored
 from datastates.saving.report import Report
 from datastates.saving.snapshot import Snapshot
 from datastates.state.arrays import array_shard
@@ -24,6 +25,7 @@ __all__ = [
     "DatastatesError",
     "IoSettings",
     "Report",
+    "Restored",
     "Settings",
     "Shard",
     "Snapshot",

@@ -14,8 +14,8 @@ from datastates.executor.executor import Executor
 from datastates.ranks.world import World, world_of
 from datastates.restoring.fallback import check
 from datastates.restoring.fallback import restore as restore_newest
-from datastates.restoring.in_place import Restored
 from datastates.restoring.meeting import Meeting
+from datastates.restoring.restored import Restored
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
 

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from datastates import _calls
 from datastates._base import paths
 from datastates._base.paths import PathLike
-from datastates._calls import check_order, checked_step, meeting_of, open_world, restore_by, world_beside
 from datastates.commit import directories, health
 from datastates.commit.ballot import Ballot
 from datastates.config import IoSettings, RankSettings
@@ -20,9 +20,10 @@ from datastates.errors import (
 from datastates.executor.make import make_executor
 from datastates.ranks.together import meet
 from datastates.restoring import loading
-from datastates.restoring.in_place import Restored, Verify
 from datastates.restoring.mapping import Checkpoint
 from datastates.restoring.provider_view import Trust
+from datastates.restoring.restore import Verify
+from datastates.restoring.restored import Restored
 from datastates.restoring.stored import Stored
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving.engine import take_one
@@ -52,9 +53,9 @@ def snapshot(
     name = "snapshot"
     with telling(lambda: paths.local(path).parent, options, partial(refuse_to_meet, name)):
         settings = RankSettings.of(options)
-        check_order(providers)
-        target, step = paths.local(path), checked_step(step)
-    world = open_world(settings, target.parent)
+        _calls.check_order(providers)
+        target, step = paths.local(path), _calls.checked_step(step)
+    world = _calls.open_world(settings, target.parent)
 
     def prepare() -> None:
         if target.exists():
@@ -99,15 +100,15 @@ def restore(
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
     """
     name = "restore"
-    with telling(lambda: world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
+    with telling(lambda: _calls.world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
         settings = RankSettings.of(options)
-        check_order(providers)
+        _calls.check_order(providers)
         given = paths.local(path)
-    with contextlib.closing(open_world(settings, world_beside(given))) as world:
-        restored = restore_by(
+    with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
+        restored = _calls.restore_by(
             given,
             providers,
-            partial(meeting_of, world, name, settings.rank_timeout),
+            partial(_calls.meeting_of, world, name, settings.rank_timeout),
             lambda n: make_executor(settings, n),
             step=step,
             fallback=fallback,
@@ -144,7 +145,7 @@ def load(path: PathLike, *, step: int | None = None, trust: Trust = (), **option
 @contextlib.contextmanager
 def _kept(path: PathLike, step: int | None) -> Iterator[Path]:
     """What a path means, kept from deletion; an error that says that it is damaged names one that looks whole."""
-    given, wish = paths.local(path), None if step is None else checked_step(step)
+    given, wish = paths.local(path), None if step is None else _calls.checked_step(step)
     with directories.kept(given, wish) as found:
         if wish is not None and found.is_file() and (saved := Stored.of_file(found).head.step) != wish:
             raise CheckpointNotFoundError(f"{found} is of step {saved}, not of step {wish}")

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from datastates import _calls
 from datastates._base import files, paths
 from datastates._base.paths import PathLike
-from datastates._calls import check_order, checked_step, meeting_of, open_world, restore_by
 from datastates.commit import directories
 from datastates.commit.ballot import Ballot
 from datastates.config import Settings
@@ -27,8 +27,9 @@ from datastates.errors import (
 )
 from datastates.executor.make import make_executor
 from datastates.ranks.together import meet
-from datastates.restoring.in_place import Restored, Verify
 from datastates.restoring.provider_view import Trust
+from datastates.restoring.restore import Verify
+from datastates.restoring.restored import Restored
 from datastates.restoring.telling import refuse_to_meet, telling
 from datastates.saving.engine import Engine
 from datastates.saving.snapshot import Snapshot
@@ -75,7 +76,7 @@ class Checkpointer:
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:
             undo.callback(executor.close)
-            world = open_world(self.settings, self.directory)
+            world = _calls.open_world(self.settings, self.directory)
             undo.callback(world.close)
             meet(world, self._name, self.directory, self._clear_debris, timeout=self.settings.rank_timeout)
             undo.pop_all()
@@ -127,10 +128,10 @@ class Checkpointer:
         ballot = Ballot(self._engine.world, name, sequence, timeout=self.settings.rank_timeout)
         failure = None
         try:
-            ballot.step = step = checked_step(step)
+            ballot.step = step = _calls.checked_step(step)
             if (failure := self._failure()) is not None:
                 raise failure
-            check_order(providers)
+            _calls.check_order(providers)
             begin = time.monotonic()
             self._wait_for_room()
             if self._termination is not None:
@@ -221,7 +222,7 @@ class Checkpointer:
                 warning and ``passed_over`` of the result say so. Not with ``step``, nor with ``strict=False``.
 
         Returns:
-            The step, an int that also says what was left as it was, and what was read; None when there is none.
+            The step, what was left as it was, and what was read; None when there is no checkpoint.
 
         Raises:
             RestoreError: The checkpoint and the live state do not fit, on this rank or another; nothing has changed.
@@ -234,10 +235,10 @@ class Checkpointer:
         """
         self._raise_if_closed()
         name, executor = f"{self._name}/restore/{next(self._restores)}", self._engine.executor
-        return restore_by(
+        return _calls.restore_by(
             self.directory,
             providers,
-            partial(meeting_of, self._engine.world, name, self.settings.rank_timeout),
+            partial(_calls.meeting_of, self._engine.world, name, self.settings.rank_timeout),
             lambda _: executor,
             self.wait,  # what it finds must not depend on how fast the storage is
             step=step,

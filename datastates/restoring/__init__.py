@@ -1,10 +1,11 @@
 """The way up: a checkpoint is opened, compared, and read into live state, arrays or a mapping."""
 
-from datastates.restoring.in_place import Restored, restore
 from datastates.restoring.loading import load
 from datastates.restoring.mapping import Checkpoint
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.reads import Reads
+from datastates.restoring.restore import Restore
+from datastates.restoring.restored import Restored
 from datastates.restoring.stored import Stored
 
-__all__ = ["Checkpoint", "Meeting", "Reads", "Restored", "Stored", "load", "restore"]
+__all__ = ["Checkpoint", "Meeting", "Reads", "Restore", "Restored", "Stored", "load"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,6 +9,7 @@ from typing import Any
 
 import msgpack
 
+from datastates._base.loaded import loaded
 from datastates.errors import RestoreError, SettingsError
 from datastates.planning import owners
 from datastates.restoring.meeting import Meeting
@@ -75,14 +75,12 @@ def agree(meeting: Meeting, wanted: Callable[[], Mapping[PartKey, int]]) -> list
         readers = owners.owners([(f"{place[0]} {place[1]}", nbytes, who) for who, place, nbytes in shared])
         return msgpack.packb([[place, who, reader] for (who, place, _), reader in zip(shared, readers, strict=True)])
 
-    own, error = b"", None
-    try:
+    def own() -> bytes:
         distributed = _distributed()
         places = [[key, part, nbytes] for (key, part), nbytes in wanted().items()]
-        own = msgpack.packb([distributed.get_rank(), distributed.get_world_size(), places])
-    except Exception as failure:
-        error = failure
-    answer = msgpack.unpackb(meeting.settle("share", error, own, decide))
+        return msgpack.packb([distributed.get_rank(), distributed.get_world_size(), places])
+
+    answer = msgpack.unpackb(meeting.settle("share", own, decide))
     return [Share((key, part), tuple(who), reader) for (key, part), who, reader in answer]
 
 
@@ -108,14 +106,14 @@ def broadcast(shares: Sequence[Share], shards: Mapping[PartKey, Shard]) -> None:
 
 def _distributed() -> Any:
     """torch.distributed; raises SettingsError where it cannot send."""
-    distributed: Any = sys.modules.get("torch.distributed")
+    distributed: Any = loaded("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         raise SettingsError("replicas: 'broadcast' needs torch.distributed to be initialized; 'read' does without")
     return distributed
 
 
 def _send(distributed: Any, array: Any, reader: int, group: Any) -> None:
-    torch: Any = sys.modules["torch"]
+    torch: Any = loaded("torch")
     tensor = dtensors.local(array).detach()
     # as bytes: not every backend knows every element type
     flat = tensor.contiguous()

@@ -14,9 +14,10 @@ import msgpack
 from datastates.commit import health
 from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
 from datastates.executor.executor import Executor
-from datastates.restoring import in_place
-from datastates.restoring.in_place import Restored
+from datastates.restoring.choose import advised, open_together
 from datastates.restoring.meeting import Meeting
+from datastates.restoring.restore import Restore
+from datastates.restoring.restored import Restored
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
@@ -46,11 +47,11 @@ def restore(
     Args:
         providers: What to restore.
         candidates: The checkpoints to choose from, the newest at the end; called on the coordinator.
-        executor: As for :func:`datastates.restoring.in_place.restore`.
+        executor: As for :class:`~datastates.restoring.restore.Restore`.
         meetings: The meeting of the n-th attempt, from 0.
         step: Which one is wanted; None for the newest.
         fallback: Pass over those that are damaged.
-        **how: As for :func:`datastates.restoring.in_place.restore`.
+        **how: As for :class:`~datastates.restoring.restore.Restore`.
 
     Raises:
         FormatError: With ``fallback``, all are damaged.
@@ -71,16 +72,16 @@ def restore(
     for attempt in itertools.count():
         meeting = meetings(attempt)
         with contextlib.ExitStack() as reading:
-            stored = in_place.open_together(meeting, step, find, reading, fallback=fallback)
+            stored = open_together(meeting, step, find, reading, fallback=fallback)
             if stored is None:
                 return None
             path = stored.head.path
             if not fallback:
-                with in_place.advised(path, step):
-                    return in_place.restore(stored, providers, executor, meeting, **how)
+                with advised(path, step):
+                    return Restore(stored, providers, executor, meeting, **how).run()
             result, error = None, None
             try:
-                result = in_place.restore(stored, providers, executor, meeting, **how)
+                result = Restore(stored, providers, executor, meeting, **how).run()
             except RanksMissingError:
                 raise
             except Exception as failure:
@@ -93,7 +94,7 @@ def restore(
             raise error
         result.passed_over = passed
         if passed:
-            _log.warning("restored step %d, as what is newer is damaged: %s", result, _listed(passed))
+            _log.warning("restored step %d, as what is newer is damaged: %s", result.step, _listed(passed))
         return result
     raise AssertionError("attempts do not end")
 
@@ -114,8 +115,10 @@ def _agree(
             _log.warning("%s is damaged, and an older checkpoint is restored: %s", path, damaged[path])
         return msgpack.packb([again, {other.name: text for other, text in damaged.items()}])
 
-    own = msgpack.packb([_vote(error), str(error).encode(errors="replace").decode()])
-    again, passed = msgpack.unpackb(meeting.settle("fallback", None, own, decide))
+    def own() -> bytes:
+        return msgpack.packb([_vote(error), str(error).encode(errors="replace").decode()])
+
+    again, passed = msgpack.unpackb(meeting.settle("fallback", own, decide))
     return again, passed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import msgpack
 import numpy as np
@@ -13,6 +13,7 @@ from datastates._base.columns import U64
 from datastates.errors import CommitError, RanksMissingError, RestoreError, StorageError
 from datastates.ranks.world import World
 
+_T = TypeVar("_T")
 _FINE, _FAILED = b"+", b"-"
 
 
@@ -35,6 +36,21 @@ class Held:
     contribution: int
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a checkpoint fits one rank.
+
+    Attributes:
+        wanted: Hashes of the keys that this rank restores.
+        names: The providers that it has, by the names they are stored under.
+        is_vain: Whether nothing fits here, though something is wanted; None where nothing is wanted.
+    """
+
+    wanted: U64
+    names: list[str]
+    is_vain: bool | None
+
+
 def _told(error: Exception) -> bytes:
     """What other ranks are told of an error: its text, and the files that it misses."""
     text = (str(error) or type(error).__name__).encode(errors="replace").decode()
@@ -54,18 +70,31 @@ class Meeting:
         self.rank, self.ranks = world.rank, world.size
 
     def settle(
-        self, stage: str, error: Exception | None, data: bytes, decide: Callable[[dict[int, bytes]], bytes]
+        self, stage: str, own: Callable[[], bytes], decide: Callable[[dict[int, bytes]], bytes] = lambda _: b""
     ) -> bytes:
-        """Go on together or not at all: returns what the coordinator makes of every rank's data.
+        """Do a stage on all ranks, and go on together or not at all.
+
+        Args:
+            stage: Its name, the same on all ranks.
+            own: Does this rank's part, and returns its data. What it raises is told to the other ranks.
+            decide: Called on the coordinator with the data of every rank.
+
+        Returns:
+            What ``decide`` returned, on every rank.
 
         Raises:
-            Exception: ``error``, once the others know of it.
+            Exception: What ``own`` raised, once the others know of it.
             RestoreError: Another rank has failed at this stage, or ``decide`` has; the same on all ranks. It names the
                 files that those miss.
             CommitError: The same, once the live state may have been changed.
             RanksMissingError: Some did not come in time.
         """
-        said = _FINE + data if error is None else _FAILED + _told(error)
+        error = None
+        try:
+            said = _FINE + own()
+        except Exception as failure:
+            error = failure
+            said = _FAILED + _told(failure)
 
         def outcome(told: dict[int, bytes]) -> bytes:
             failed = {rank: msgpack.unpackb(t[1:]) for rank, t in sorted(told.items()) if t[:1] == _FAILED}
@@ -93,9 +122,24 @@ class Meeting:
         reasons, lost = msgpack.unpackb(answer[1:])
         raise CommitError(reasons) if self._has_begun else RestoreError(reasons, lost=lost)
 
+    def together(self, stage: str, action: Callable[[], _T]) -> _T:
+        """Do something on all ranks, and return this rank's result; raises as :meth:`settle` does."""
+        results = []
+
+        def own() -> bytes:
+            results.append(action())
+            return b""
+
+        self.settle(stage, own)
+        return results[0]
+
     def refuse(self, error: Exception) -> NoReturn:
         """Raise what keeps this rank from beginning, once the others know of it."""
-        self.settle("choose", error, b"", lambda _: b"")
+
+        def fail() -> bytes:
+            raise error
+
+        self.settle("choose", fail)
         raise error
 
     def choose(self, wish: str, pick: Callable[[], bytes]) -> bytes:
@@ -107,25 +151,23 @@ class Meeting:
                 raise RestoreError(f"the ranks are to restore different steps: {said}")
             return pick()
 
-        return self.settle("choose", None, wish.encode(), decide)
+        return self.settle("choose", wish.encode, decide)
 
-    def compare(
-        self,
-        error: Exception | None,
-        wanted: U64,
-        names: Iterable[str],
-        is_vain: bool | None,
-        find: Callable[[U64, set[str]], list[str]],
-    ) -> tuple[list[str], bool]:
-        """Whether the checkpoint fits all; returns the keys that no rank wants, and whether nothing of it fits any.
+    def compare(self, own: Callable[[], Fit], find: Callable[[U64, set[str]], list[str]]) -> tuple[list[str], bool]:
+        """Whether the checkpoint fits all ranks.
 
         Args:
-            error: Why it does not fit this rank.
-            wanted: Hashes of what this rank takes.
-            names: The providers that it has, by the names they are stored under.
-            is_vain: Whether nothing fits here, though something is wanted; None where nothing is wanted.
-            find: Given what all want and have, gives the keys; called on the coordinator.
+            own: Returns how it fits this rank; raises where it does not.
+            find: Called on the coordinator with the hashes and the names of all ranks. Returns the keys of those names
+                that no rank wants.
+
+        Returns:
+            What ``find`` returned, and whether nothing fits any rank.
         """
+
+        def encoded() -> bytes:
+            fit = own()
+            return msgpack.packb([fit.wanted.tobytes(), fit.names, fit.is_vain])
 
         def decide(told: dict[int, bytes]) -> bytes:
             fields = [msgpack.unpackb(data) for data in told.values()]
@@ -134,34 +176,36 @@ class Meeting:
             keys = find(every, {name for _, known, _ in fields for name in known})
             return msgpack.packb([keys, True in said and False not in said])
 
-        answer = self.settle("compare", error, msgpack.packb([wanted.tobytes(), list(names), is_vain]), decide)
+        answer = self.settle("compare", encoded, decide)
         self._has_begun = True
         unwanted, in_vain = msgpack.unpackb(answer)
         return unwanted, in_vain
 
-    def finish(self, error: Exception | None, doubtful: Iterable[str]) -> list[str]:
-        """That all have read it; returns the keys that any rank has read without checksums."""
+    def finish(self, read: Callable[[], list[str]]) -> list[str]:
+        """Read on all ranks. Takes and returns keys that were read without checksums: of this rank, and of any."""
 
         def decide(told: dict[int, bytes]) -> bytes:
             return msgpack.packb(sorted({key for data in told.values() for key in msgpack.unpackb(data)}))
 
-        keys: list[str] = msgpack.unpackb(self.settle("finish", error, msgpack.packb(list(doubtful)), decide))
+        keys: list[str] = msgpack.unpackb(self.settle("finish", lambda: msgpack.packb(read()), decide))
         return keys
 
     def digest(
-        self, error: Exception | None, held: Iterable[Held], stored: Callable[[str], int | None]
+        self, held: Callable[[], Iterable[Held]], stored: Callable[[str], int | None]
     ) -> tuple[list[str], list[str]]:
         """Compare digests of what all ranks hold together with what was saved.
 
         Args:
-            error: Why this rank cannot say what it holds.
-            held: What this rank holds.
+            held: Returns what this rank holds.
             stored: The digest of a key as it was saved; called on the coordinator.
 
         Returns:
-            Keys whose contents are not what was saved, and those of which that cannot be told: because a digest was not
-            saved, or because the ranks do not hold all elements, each once or all alike.
+            Keys whose contents are not what was saved, and keys for which that is unknown. It is unknown where no
+            digest was saved, or where the ranks do not hold all elements, each once or all alike.
         """
+
+        def encoded() -> bytes:
+            return msgpack.packb([[h.key, h.part, h.numel, h.total, h.contribution] for h in held()])
 
         def decide(told: dict[int, bytes]) -> bytes:
             parts: dict[str, dict[str, set[tuple[int, int, int]]]] = {}
@@ -182,6 +226,5 @@ class Meeting:
                     wrong.append(key)
             return msgpack.packb([wrong, unknown])
 
-        own = [[h.key, h.part, h.numel, h.total, h.contribution] for h in held]
-        wrong, unknown = msgpack.unpackb(self.settle("digest", error, msgpack.packb(own), decide))
+        wrong, unknown = msgpack.unpackb(self.settle("digest", encoded, decide))
         return wrong, unknown

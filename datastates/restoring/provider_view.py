@@ -23,7 +23,7 @@ from datastates.state import dressed, memory, streams, tensor_scan
 from datastates.state.arrays import Destinations
 from datastates.state.parts import uncovered
 from datastates.state.provider import Saved
-from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key
+from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key, keys_of, objects_of
 
 Trust = Collection[str] | str
 """``"all"``, or the classes, as ``module.qualname``, that objects in a checkpoint may be of."""
@@ -83,8 +83,6 @@ class SavedState(Saved):
         missing, unexpected: Full keys of what only the live state has, and of what only the checkpoint has.
         mismatched: By full key, what differs.
         lost: By full key, what is missing of an array because a container is.
-        wanted: Hashes of the keys of all that is restored.
-        shards: The array shards that are restored.
     """
 
     def __init__(self, stored: Stored, base: Container, name: str, *, strict: bool, trust: Trust) -> None:
@@ -95,9 +93,10 @@ class SavedState(Saved):
         self.unexpected: list[str] = []
         self.mismatched: dict[str, str] = {}
         self.lost: dict[str, str] = {}
-        self.wanted: list[int] = []
-        self.shards: list[Shard] = []
-        self._alike: Destinations | None = None
+        self._asked_arrays: Sequence[str] = ()
+        self._asked_objects: list[str] = []
+        self._shards: list[Shard] = []  # the array shards that are restored, where they are compared one by one
+        self._alike: Destinations | None = None  # all of them, where they are compared in columns
         self._stored = stored
         self._base = base
         self._trust = trust
@@ -195,24 +194,23 @@ class SavedState(Saved):
         Returns:
             The live arrays, by the keys that stand for their places.
         """
+        self._asked_arrays, self._asked_objects = keys_of(shards), [shard.key for shard in objects_of(shards)]
         if not received and isinstance(shards, Destinations) and self._plan_alike(shards, reads):
             return dict(zip(self.rows.names_of(shards.keys), shards.values, strict=True))
-        self.rows.make([shard.key for shard in shards if not shard.is_object])
+        self.rows.make(self._asked_arrays)
         for shard in shards:
             if shard.is_object and shard.key in self._objects:
-                self.wanted.append(object_hash(full_key(self.name, shard.key)))
                 continue
             row = None if shard.is_object else self.find(shard.key)
             if row is None:
                 raise ProviderError(f"destinations() gave {shard.key!r}, which the checkpoint does not hold")
-            self.wanted.append(key_hash(full_key(self.name, shard.key)))
             if (difference := _difference(row, shard)) is not None:
                 self.report(mismatched={shard.key: difference})
             elif full_key(self.name, shard.key) in received or self._plan_parts(row, shard, reads):
-                self.shards.append(shard)
-        keys = [shard.key for shard in self.shards if shard.key in self.rows]
+                self._shards.append(shard)
+        keys = [shard.key for shard in self._shards if shard.key in self.rows]
         named = dict(zip(keys, self.rows.names_of(keys), strict=True))
-        return {named.get(shard.key, shard.key): shard.source for shard in self.shards}
+        return {named.get(shard.key, shard.key): shard.source for shard in self._shards}
 
     def _plan_parts(self, row: Row, shard: Shard, reads: Reads) -> bool:
         """Read a live part out of the parts that were saved; False when not all of it is there."""
@@ -254,28 +252,28 @@ class SavedState(Saved):
     @property
     def restored(self) -> Sequence[Shard]:
         """The array shards that are restored."""
-        return self.shards if self._alike is None else [s for s in self._alike if not s.is_object]
+        return self._shards if self._alike is None else [s for s in self._alike if not s.is_object]
 
     @property
     def takes_something(self) -> bool | None:
         """Whether any array is restored or, where there are no arrays, an object; None where nothing is wanted."""
-        if self.shards or (self._alike is not None and self._alike.keys):
+        if self._shards or (self._alike is not None and self._alike.keys):
             return True
         if self.missing or self.mismatched or self.lost:
             return False
-        return True if self.wanted or self._alike is not None else None
+        return True if self._asked_arrays or self._asked_objects or self._alike is not None else None
 
     @property
     def rewritten(self) -> Sequence[object]:
         """The live arrays that are restored."""
-        return [s.source for s in self.shards] if self._alike is None else self._alike.values
+        return [s.source for s in self._shards] if self._alike is None else self._alike.values
 
-    def want_all(self) -> None:
-        """Note the hashes of what was planned in columns, for other ranks to know of."""
-        for key in self._alike.keys if self._alike is not None else ():
-            self.wanted.append(key_hash(full_key(self.name, key)))
-        if self._alike is not None:
-            self.wanted += [object_hash(full_key(self.name, shard.key)) for shard in self._alike.objects]
+    def wanted(self) -> Iterator[int]:
+        """Hashes of the keys of all that the provider asked for."""
+        for key in self._asked_arrays:
+            yield key_hash(full_key(self.name, key))
+        for key in self._asked_objects:
+            yield object_hash(full_key(self.name, key))
 
 
 def _difference(row: Row, shard: Shard) -> str | None:

@@ -17,7 +17,7 @@ from datastates.executor.executor import Columns, columns
 from datastates.planning import owners
 from datastates.state import arrays, versions
 from datastates.state.dtypes import BY_NAME
-from datastates.state.provider import StateProvider, walk_unique
+from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.repeated import Knowledge
 from datastates.state.shards import HOST, Buffer, Shard, Shards, full_key
 
@@ -90,11 +90,6 @@ class Collected:
     objects: list[tuple[int, Shard]]
 
 
-def name_on(provider: StateProvider, rank: int, ranks: int) -> str:
-    """What a provider's state is stored under: state of one's own bears the rank's number where there are several."""
-    return f"{provider.name}@{rank:05d}" if provider.per_rank and ranks > 1 else provider.name
-
-
 def collect(
     providers: Sequence[StateProvider],
     last: Structure | None = None,
@@ -140,7 +135,7 @@ def collect(
     if len(keys) < len(objects):
         p, key = next(k for k in keys if sum((p, s.key) == k for p, s in objects) > 1)
         raise ProviderError(f"two shards have the key {full_key(chosen[p].name, key)!r}")
-    names = tuple(name_on(p, rank, ranks) for p in chosen)
+    names = tuple(stored_name(p, rank, ranks) for p in chosen)
     layouts = tuple(shards.layout if isinstance(shards, Shards) else None for shards in described)
     structure = last
     if last is None or names != last.names or None in layouts or not all(map(operator.is_, layouts, last.layouts)):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 from typing import Any
 
+from datastates._base.loaded import loaded
 from datastates.saving.snapshot import Snapshot
 
 _pending: weakref.WeakKeyDictionary[Snapshot, bool] = weakref.WeakKeyDictionary()
@@ -20,7 +20,7 @@ def guard(snapshot: Snapshot, *, automatic: bool) -> None:
     global _hook
     with _lock:
         _pending[snapshot] = automatic
-        if automatic and _hook is None and "torch" in sys.modules:
+        if automatic and _hook is None and loaded("torch") is not None:
             from torch._compile import _disable_dynamo
             from torch.optim.optimizer import register_optimizer_step_pre_hook
 

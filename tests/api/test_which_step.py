@@ -28,9 +28,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def restored(path: Path, **options: Any) -> int:
     state = {"a": np.zeros(5, np.int64)}
-    step = ds.restore([HostTensorProvider("m", state)], path, **options)
+    step = ds.restore([HostTensorProvider("m", state)], path, **options).step
     assert step == state["a"][0]
-    return int(step)
+    return step
 
 
 def restored_by_a_checkpointer(path: Path, **options: Any) -> int:

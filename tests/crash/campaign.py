@@ -129,7 +129,7 @@ def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
                 disarm()
                 restored = ckpt.restore(state.providers)
             disarm()
-            check(restored == newest.step, f"restored step {restored}, the newest is {newest.step}")
+            check(restored is not None and restored.step == newest.step, f"{restored}, the newest is {newest.step}")
             wrong = differences(state.contents(), expected_of(newest))
             check(not wrong, f"restored differently: {wrong}")
             told.say("restored", newest.number)

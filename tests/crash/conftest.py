@@ -130,9 +130,10 @@ def resume(training: ModuleType, audit: Callable[[Path], list[int]]) -> Callable
             assert directories.debris(root) == []
             assert directories.committed(root) == before
             restored = ckpt.restore(providers)
-            assert restored == (max(before) if before else None)
-            assert training.differences(state, restored or 0) == []
-            step = (restored or 0) + 1
+            begin = restored.step if restored else 0
+            assert begin == max(before, default=0)
+            assert training.differences(state, begin) == []
+            step = begin + 1
             with ckpt.gate():
                 training.update(state, step)
             ckpt.snapshot(providers, step=step)

@@ -74,7 +74,7 @@ def test_the_error_names_the_newest_that_is_whole(root: Path, damage: Callable[[
         ds.restore(providers(0), root)
     with pytest.raises(DatastatesError, match=f"step-00000085.*{advice}"):
         ds.load(root)
-    assert newest(root, step=100)[0] == 100
+    assert newest(root, step=100)[0].step == 100
     assert np.array_equal(ds.load(root, step=100)["model"]["a"], array_of(100))
 
 
@@ -96,7 +96,7 @@ def test_a_fallback_takes_the_newest_that_is_whole_and_says_so(
     truncate(root / "step-00000100")
     with caplog.at_level(logging.WARNING, "datastates"):
         restored, array = newest(root, fallback=True)
-    assert restored == 80
+    assert restored.step == 80
     assert list(restored.passed_over) == ["step-00000085", "step-00000100"]
     assert np.array_equal(array, array_of(80))
     assert "restored step 80, as what is newer is damaged: step-00000085: " in caplog.text
@@ -104,7 +104,7 @@ def test_a_fallback_takes_the_newest_that_is_whole_and_says_so(
 
 def test_a_fallback_of_what_is_whole_takes_the_newest(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     restored, array = newest(root, fallback=True)
-    assert (restored, restored.passed_over) == (85, {})
+    assert (restored.step, restored.passed_over) == (85, {})
     assert np.array_equal(array, array_of(85))
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
@@ -162,9 +162,9 @@ with ds.Checkpointer(sys.argv[1], **options) as ckpt:
     restore = """
 with ds.Checkpointer(sys.argv[1], **options) as ckpt:
     restored = ckpt.restore(providers(0), fallback=True)
-    assert restored == 80 and list(restored.passed_over) == ["step-00000100"], restored
+    assert restored.step == 80 and list(restored.passed_over) == ["step-00000100"], restored
     assert np.array_equal(arrays["a"], np.full(100_000, 80.0))
-    assert ckpt.restore(providers(0), step=80) == 80
+    assert ckpt.restore(providers(0), step=80).step == 80
 """
     ranks(2, RANKS + save, tmp_path / "run")
     file = tmp_path / "run" / "step-00000100" / f"rank-{damaged:05d}.pt"

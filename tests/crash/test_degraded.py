@@ -52,7 +52,7 @@ with ds.Checkpointer(root, host_cache="2MiB", block="1MiB", **dict(s.split("=") 
     snap.wait_committed()
     print(snap.report.backend, snap.report.direct)
     arrays["a"][:] = 0
-    assert ckpt.restore([HostTensorProvider("model", arrays)]) == 1
+    assert ckpt.restore([HostTensorProvider("model", arrays)]).step == 1
 assert np.array_equal(arrays["a"], np.arange(500_000))
 assert np.array_equal(ds.load(root)["model"]["a"], np.arange(500_000))
 """
@@ -70,7 +70,7 @@ def save_and_restore(root: Path, **options: Any) -> ds.Report:
         snapshot = ckpt.snapshot([HostTensorProvider("model", arrays_of(3))], step=1)
         snapshot.wait_committed()
         live = arrays_of(0)
-        assert ckpt.restore([HostTensorProvider("model", live)]) == 1
+        assert ckpt.restore([HostTensorProvider("model", live)]).step == 1
     assert np.array_equal(live["a"], arrays_of(3)["a"])
     return snapshot.report
 

@@ -76,7 +76,7 @@ def main(directory: str, steps: int) -> None:
         print("running", flush=True)
         for _ in range(3):  # so that the points of reading are passed thrice
             restored = ckpt.restore(providers)
-        begin = restored or 0
+        begin = restored.step if restored else 0
         if wrong := differences(state, begin):
             sys.exit(f"restored step {begin} is wrong at {wrong}")
         taken: list[ds.Snapshot] = []

@@ -16,7 +16,7 @@ from datastates.commit.claims import claims_of, whole_claims
 from datastates.container import archive, checksums
 from datastates.container.file import open_container
 from datastates.providers import PickledObjectProvider
-from datastates.restoring.in_place import Restored
+from datastates.restoring.restored import Restored
 
 LAYOUTS = ("rows", "columns", "ranges", "grid", "whole", "mixed")
 SHAPES = {"w": (96, 40), "b": (33,), "odd": (7, 3, 5), "scalar": (), "none": (0, 4), "one": (1, 1)}
@@ -77,7 +77,7 @@ def check(outcomes: list[Any], n: int, step: int = 3) -> None:
     for rank, outcome in enumerate(outcomes):
         assert not isinstance(outcome, Exception), outcome
         restored, state = outcome
-        assert (int(restored), state.model.wrong(step)) == (step, [])
+        assert (restored.step, state.model.wrong(step)) == (step, [])
         assert restored.unexpected_keys == []
         assert restored.mismatched_keys == {}
         assert state.loop == {"rank": rank if rank < n else 0}

@@ -144,8 +144,10 @@ def run(directory: Path, words: list[str]) -> None:
             if IS_CONFUSED and "/" in word:
                 arm(word.partition("/")[2])
             found = ckpt.restore([state, *rest])
-            said: dict[str, object] = {"step": found, "epoch": loop["epoch"]}
-            return said if found is None else {**said, "wrong": state.wrong(found), "missing": found.missing_keys}
+            if found is None:
+                return {"step": None, "epoch": loop["epoch"]}
+            wrong = state.wrong(found.step)
+            return {"step": found.step, "epoch": loop["epoch"], "wrong": wrong, "missing": found.missing_keys}
         step, _, wrong = word.partition("/")
         loop["epoch"] = int(step)
         return {"committed": save(ckpt, int(step), state, rest, wrong if IS_CONFUSED else "")}

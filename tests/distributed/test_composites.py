@@ -43,7 +43,7 @@ def _restore(threads: Any, directory: Path, provider: ds.StateProvider, strict: 
             return ckpt.restore([provider], strict=strict)
 
     (outcome,) = threads(1, one)
-    assert isinstance(outcome, int), outcome
+    assert isinstance(outcome, ds.Restored), outcome
     return outcome
 
 

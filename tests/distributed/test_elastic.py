@@ -11,7 +11,7 @@ from elastic_state import LAYOUTS, SHAPES, check, live_nbytes, reseal, restore, 
 
 import datastates as ds
 from datastates.errors import CorruptError
-from datastates.restoring import in_place
+from datastates.restoring import restore as restoring
 from datastates.restoring.stored import Stored
 from datastates.state.shards import Shard
 
@@ -78,7 +78,7 @@ def test_contents_that_only_the_digest_knows_to_be_wrong_are_named(
     owner = next(r for r in range(3) if Stored.open(tmp_path / "c").container(r).index.shards.row(0).part.numel)
     reseal(tmp_path / "c", owner, "model/w", at=5)
     outcomes = restore(threads, tmp_path / "c", live, 4)
-    assert [o[0] for o in outcomes] == [3] * 4  # all checksums are right
+    assert [restored.step for restored, _ in outcomes] == [3] * 4  # all checksums are right
     outcomes = restore(threads, tmp_path / "c", live, 4, verify="digest")
     for error in outcomes:
         assert isinstance(error, CorruptError), error
@@ -93,7 +93,7 @@ def test_memory_that_changes_behind_the_read_is_found(
 ) -> None:
     """On one rank of several: with replicas, too, which then differ."""
     save(threads, tmp_path / "c", "columns", 2, shapes={"w": (64, 64), "v": (50,)})
-    taken = in_place.contribution
+    taken = restoring.contribution
 
     def flipped(shard: Shard) -> int:
         source: Any = shard.source
@@ -103,7 +103,7 @@ def test_memory_that_changes_behind_the_read_is_found(
         return taken(shard)
 
     spoiled: list[str] = []
-    monkeypatch.setattr(in_place, "contribution", flipped)
+    monkeypatch.setattr(restoring, "contribution", flipped)
     outcomes = restore(threads, tmp_path / "c", live, 3, {"w": (64, 64), "v": (50,)}, verify="digest")
     assert [(type(e), getattr(e, "key", None)) for e in outcomes] == [(CorruptError, "model/v")] * 3
     monkeypatch.undo()
@@ -113,14 +113,14 @@ def test_an_error_in_taking_the_digest_is_told_to_all(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(threads, tmp_path / "c", "rows", 2)
-    taken = in_place.contribution
+    taken = restoring.contribution
 
     def failing(shard: Shard) -> int:
         if shard.offset is not None and shard.offset[:1] == (32,):
             raise ds.DatastatesError("no copy")
         return taken(shard)
 
-    monkeypatch.setattr(in_place, "contribution", failing)
+    monkeypatch.setattr(restoring, "contribution", failing)
     outcomes = restore(threads, tmp_path / "c", "rows", 3, verify="digest")
     assert [str(e) for e in outcomes] == ["rank 1: no copy", "no copy", "rank 1: no copy"]
 

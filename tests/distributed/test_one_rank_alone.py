@@ -53,12 +53,12 @@ def leave():
 EARLY = {
     "a setting": 'attempt("first", **({"nonsense": 1} if RANK == FAILING else {}))',
     "the executor": """
-made = checkpoint.make_executor
+made = checkpointer.make_executor
 def fail(*_):
     raise OSError("no memory")
-checkpoint.make_executor = fail if RANK == FAILING else made
+checkpointer.make_executor = fail if RANK == FAILING else made
 attempt("first")
-checkpoint.make_executor = made
+checkpointer.make_executor = made
 """,
 }
 

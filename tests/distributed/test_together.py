@@ -10,6 +10,7 @@ from elastic_state import SMALL, Rank, save
 import datastates as ds
 from datastates.errors import CommitError, RestoreError
 from datastates.providers import PickledObjectProvider
+from datastates.restoring.restored import Restored
 from datastates.state.shards import Shard
 
 
@@ -23,11 +24,11 @@ class Refusing(PickledObjectProvider):
 def test_an_object_that_one_rank_cannot_take_back_fails_on_all(threads: Any, tmp_path: Path) -> None:
     save(threads, tmp_path / "step-00000003", "rows", 3)
 
-    def one(rank: int) -> tuple[Exception | int | None, int | None]:
+    def one(rank: int) -> tuple[Exception | Restored | None, Restored | None]:
         state = Rank("rows", rank, 3)
         loop = Refusing("loop", lambda: None, lambda _: None) if rank == 1 else state.providers[1]
         with ds.Checkpointer(tmp_path, **SMALL) as ckpt:
-            first: Exception | int | None = None
+            first: Exception | Restored | None = None
             try:
                 first = ckpt.restore([state.model, loop, state.providers[2]])
             except (LookupError, ds.DatastatesError) as error:
@@ -43,4 +44,4 @@ def test_an_object_that_one_rank_cannot_take_back_fails_on_all(threads: Any, tmp
         assert isinstance(error, CommitError), error
         assert not isinstance(error, RestoreError)
         assert str(error) == "rank 1: no room"
-    assert [step for _, step in outcomes] == [3] * 3
+    assert [restored.step for _, restored in outcomes] == [3] * 3

@@ -376,11 +376,11 @@ def take(folder: Path, layout: str, case: str) -> None:
     run = LAYOUTS[layout](2)
     for _ in range(2):
         with ds.Checkpointer(folder / case / "ckpts", host_cache="8MiB", block="1MiB", rank_timeout=30) as ckpt:
-            step = ckpt.restore(run.providers(), verify="digest")
-        assert step == STEPS
-        assert step.unverified_keys == []
+            restored = ckpt.restore(run.providers(), verify="digest")
+        assert restored.step == STEPS
+        assert restored.unverified_keys == []
         drawn = expected["draws"].get(str(rank))  # none when there was no such rank
-        assert step.missing_keys == (["rng"] if drawn is None else []), step.missing_keys
+        assert restored.missing_keys == (["rng"] if drawn is None else []), restored
         assert drawn is None or torch.equal(torch.rand(3), drawn)
         run.taken()
         same(run.logical(), expected["now"])
@@ -416,7 +416,7 @@ def gate(folder: Path, layout: str) -> None:
         _native.clear_faults()
         ckpt.wait()
         for step, expected in calls.items():
-            assert ckpt.restore(run.providers(), step=step, verify="digest") == step
+            assert ckpt.restore(run.providers(), step=step, verify="digest").step == step
             same(run.logical(), expected)
 
 

@@ -228,7 +228,7 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
         model, optimizer = model_and_optimizer(fused=True)
         providers = [from_stateful("m", model), from_stateful("o", optimizer), RngProvider()]
         with ds.Checkpointer(tmp_path / "ck") as checkpointer:
-            start = (checkpointer.restore(providers) or 0) if resume else 0
+            start = checkpointer.restore(providers).step if resume else 0
             for step in range(start, steps):
                 train_step(model, optimizer)
                 if step == 3 and not resume:

@@ -21,7 +21,8 @@ from datastates.executor.executor import Executor
 from datastates.planning import read, write
 from datastates.planning.plans import Chunks, ReadPlan
 from datastates.providers import from_state_dict
-from datastates.restoring import in_place
+from datastates.restoring import restore as restoring
+from datastates.restoring.restore import Restore
 from datastates.state.provider import StateProvider
 
 BLOCK = 1 << 20
@@ -101,7 +102,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
         return ahead
 
     monkeypatch.setattr(Executor, "read_ahead", read_ahead)
-    monkeypatch.setattr(in_place, "current_device", lambda: None)  # where there is one, other tests have used it
+    monkeypatch.setattr(restoring, "current_device", lambda: None)  # where there is one, other tests have used it
     return seen
 
 
@@ -126,14 +127,14 @@ def test_what_was_read_ahead_is_not_read_again(tmp_path: Path, begun: Begun, mon
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot([provider_of(saved)], step=1).wait_committed()
         path = drop_from_cache(tmp_path)
-        real = in_place._find
+        real = Restore._compare
 
-        def find(*arguments: Any, **options: Any) -> None:
+        def compare(restore: Restore) -> Any:
             # not the small ones: they lie beside the index, with which they came into the page cache
             overwrite(path, [extent for extent in begun[0][0] if extent[1] > 100_000])
-            real(*arguments, **options)
+            return real(restore)
 
-        monkeypatch.setattr(in_place, "_find", find)
+        monkeypatch.setattr(Restore, "_compare", compare)
         restored = ckpt.restore([provider_of(live)])
         assert restored is not None
         assert all(torch.equal(live[key], saved[key]) for key in saved)
@@ -167,7 +168,7 @@ def test_what_does_not_fit_changes_nothing_and_leaves_the_cache_free(tmp_path: P
         assert len(begun) == 3
         assert all(torch.equal(live[key], before[key]) for key in before)
         ckpt.snapshot([provider_of(live)], step=2).wait_committed()
-        assert ckpt.restore([provider_of(live)], step=2) == 2
+        assert ckpt.restore([provider_of(live)], step=2).step == 2
 
 
 def test_a_state_that_lies_elsewhere_is_read_as_it_is(tmp_path: Path, begun: Begun) -> None:
@@ -189,7 +190,7 @@ def test_nothing_is_read_ahead_where_not_all_is_wanted(
     states = {"little": {"a": torch.ones(9)}, "nothing": {}}
     saved = [provider_of(states.get(why, state_of(1))), from_state_dict("rest", {"b": torch.ones(4), "text": "x"})]
     if why == "a device":
-        monkeypatch.setattr(in_place, "current_device", lambda: 0)
+        monkeypatch.setattr(restoring, "current_device", lambda: 0)
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot(saved, step=1).wait_committed()
         drop_from_cache(tmp_path)
@@ -198,7 +199,7 @@ def test_nothing_is_read_ahead_where_not_all_is_wanted(
 
 
 def test_a_container_without_arrays_is_restored(tmp_path: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "AHEAD_MINIMUM", 0)
+    monkeypatch.setattr(restoring, "AHEAD_MINIMUM", 0)
     live: dict[str, Any] = {"text": "before"}
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot([from_state_dict("rest", {"text": "saved"})], step=1).wait_committed()

@@ -183,7 +183,7 @@ def test_only_what_is_asked_for_is_restored(tmp_path: Path) -> None:
     providers = [HostTensorProvider("a", {"t": a}), HostTensorProvider("b", {"t": b})]
     ds.snapshot(providers, tmp_path / "c").wait_committed()
     a.zero_(), b.zero_()
-    assert ds.restore(providers[:1], tmp_path / "c") == 0
+    assert ds.restore(providers[:1], tmp_path / "c").step == 0
     assert (a.sum(), b.sum()) == (2, 0)
 
 
@@ -225,14 +225,14 @@ def test_a_checkpointer_restores_the_newest_or_the_one_named(tmp_path: Path) -> 
         assert checkpointer.latest() is None
         for state["n"] in (1, 2, 3):
             checkpointer.snapshot([provider], step=10 * state["n"]).wait_committed()
-        assert checkpointer.restore([provider], step=20) == 20
+        assert checkpointer.restore([provider], step=20).step == 20
         assert state["n"] == 2
-        assert checkpointer.restore([provider]) == 30
+        assert checkpointer.restore([provider]).step == 30
         assert state["n"] == 3
         assert (checkpointer.steps(), checkpointer.latest()) == ([10, 20, 30], 30)
         with pytest.raises(CheckpointNotFoundError, match="step 15"):
             checkpointer.restore([provider], step=15)
-    assert ds.restore([provider], tmp_path) == 30
+    assert ds.restore([provider], tmp_path).step == 30
 
 
 def test_load_takes_a_directory_a_checkpoint_and_a_file(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_a_path_that_is_no_text_is_restored_from(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
     ds.snapshot([HostTensorProvider("s", {"a": np.arange(5.0)})], path, step=3).wait_committed()
     live = {"a": np.zeros(5)}
-    assert ds.restore([HostTensorProvider("s", live)], path) == 3
+    assert ds.restore([HostTensorProvider("s", live)], path).step == 3
     assert live["a"].tolist() == [0, 1, 2, 3, 4]
 
 

@@ -1,4 +1,4 @@
-"""Resuming on another number of ranks: straight from the files of those that saved."""
+"""Resumes on another number of ranks, straight from the files of the ranks that saved."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.errors import RestoreError
 from datastates.executor.make import make_executor
 from datastates.ranks.world import world_of
-from datastates.restoring import in_place
 from datastates.restoring.meeting import Meeting
+from datastates.restoring.restore import Restore
 from datastates.saving import gate
 from datastates.state.shards import ArrayRef
 
@@ -33,37 +33,40 @@ def load_checkpoint(
     load_module_strict: bool = True,
     load_lr_scheduler_states: bool = True,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint that was saved on any number of data-parallel ranks; called by all ranks, as DeepSpeed's own.
+    """Load a checkpoint that any number of data-parallel ranks saved. All ranks call it together.
 
-    Each rank reads of the files of all ranks what it holds now of the master weights and the optimizer's state, and
-    verifies it; where a stretch is cut so short that its checksums would take much more to read, the keys are logged.
-    Everything else DeepSpeed loads itself. Names, shapes and types are compared on all ranks before anything is
-    changed.
+    Each rank reads its present part of the master weights and the optimizer's state from the files of all ranks, and
+    verifies it. Ranges that are too short to verify, because reading what their checksums cover would take much longer,
+    are not verified, and their keys are logged. DeepSpeed itself loads everything else. Names, shapes and types are
+    compared on all ranks before anything is changed.
 
     Args:
         engine: A DeepSpeed engine with ZeRO-1, ZeRO-2 or ZeRO-3.
-        load_dir: Where the checkpoints are.
-        tag: Which one; by default the one that ``latest`` names.
-        load_module_strict: Whether the module must have all that the checkpoint has of it, and no more.
-        load_lr_scheduler_states: Whether the scheduler is to go on where it was.
+        load_dir: The directory of the checkpoints.
+        tag: The tag of the checkpoint; by default the one that ``latest`` names.
+        load_module_strict: Whether the module must have the same names as the stored one.
+        load_lr_scheduler_states: Whether to restore the state of the scheduler.
 
     Returns:
-        The file of the module, and the client's state; None for both where there is no ``latest``.
+        The path of the module's file, and the client's state; None for both if no tag is given and no ``latest`` is
+        there.
 
     Raises:
-        RestoreError: The checkpoint and the engine do not fit, or are of a kind that this is not for: pipelines, model
+        RestoreError: The checkpoint does not fit the engine, or one of them is not supported: pipelines, model
             parallelism, experts, state on NVMe. Nothing has been changed.
-        FormatError: A file is of another program (the message says what to do), or damaged.
+        FormatError: Another program wrote a file (the message says what to do), or a file is damaged.
         CorruptError: Contents do not match their checksum; the message names them. The engine's state is spoilt then.
         CheckpointNotFoundError: There is no checkpoint of that tag.
         StorageError: A file is missing or cannot be read; the message names it.
+        CommitError: Loading failed on another rank; the message says why.
+        ValueError: ``load_dir`` is the address of a store instead of a file path.
     """
     paths.refuse_address(load_dir)
     ours = binding.engine_of(engine)
     settings = DeepSpeedSettings.of_entry(None) if ours is None else ours.settings
     if ours is not None:
         ours.wait()
-    gate.pass_all()  # what is loaded is about to be copied over the training state
+    gate.pass_all()  # loading overwrites the training state: pending snapshots capture it first
     with contextlib.ExitStack() as closing:
         world = world_of(None, None, Path("deepspeed-load"), settings.rank_timeout)
         closing.callback(world.close)
@@ -82,7 +85,7 @@ def load_checkpoint(
 
 
 def _agree_on_tag(meeting: Meeting, folder: Path, wish: str | None) -> str | None:
-    """The tag, the same on all ranks: ``latest`` is read by one of them."""
+    """The tag, the same on all ranks: one rank reads ``latest``."""
 
     def decide(told: dict[int, bytes]) -> bytes:
         if len(wishes := set(told.values())) > 1:
@@ -94,28 +97,27 @@ def _agree_on_tag(meeting: Meeting, folder: Path, wish: str | None) -> str | Non
         except FileNotFoundError:
             return b""
 
-    return meeting.settle("tag", None, (wish or "").encode(), decide).decode() or None
+    return meeting.settle("tag", (wish or "").encode, decide).decode() or None
 
 
 def _open(meeting: Meeting, engine: Any, path: Path, *, strict: bool) -> tuple[LiveZero, SavedZero]:
-    """Both sides, as far as they can be compared without the optimizer's states; all ranks or none go on."""
-    error = None
-    try:
+    """Open engine and checkpoint, and compare their kinds and modules; all ranks go on, or none."""
+
+    def compared() -> tuple[LiveZero, SavedZero]:
         live, saved = LiveZero(engine), SavedZero(path)
         if (live.stage == 3) != (saved.stage == 3):
             raise RestoreError(f"{path} was saved with ZeRO-{saved.stage}, the engine has ZeRO-{live.stage}")
         _compare_modules(engine, saved, strict=strict)
-    except Exception as failure:
-        error = failure
-    meeting.settle("open", error, b"", lambda _: b"")
-    return live, saved
+        return live, saved
+
+    return meeting.together("open", compared)
 
 
 def _compare_modules(engine: Any, saved: SavedZero, *, strict: bool) -> None:
     live, stored = engine.module.state_dict(), saved.module
     missing = [name for name in live if name not in stored] if strict else []
     unexpected = [name for name in stored if name not in live] if strict else []
-    # with ZeRO-3 parameters are empty here, and are compared by their fragments
+    # with ZeRO-3 parameters are empty here: the restore compares their partitions
     compared = live.keys() & (stored.keys() if saved.stage < 3 else saved.buffer_names)
     mismatched = {}
     for name in sorted(compared):
@@ -138,7 +140,7 @@ def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepS
     providers = [live.provider()]
     if saved.has_frozen:
         providers.append(live.frozen_provider())
-    result = in_place.restore(
+    result = Restore(
         saved.stored(),
         providers,
         lambda nbytes: make_executor(settings, nbytes),
@@ -147,14 +149,9 @@ def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepS
         trust="all",
         verify="checksum",
         replicas="read",
-    )
-    plain: list[Any] = []
-    error = None
-    try:
-        plain = [saved.plain(share.scalar_source) for share in live.shares]
-    except Exception as failure:
-        error = failure
-    meeting.settle("plain", error, b"", lambda _: b"")  # before DeepSpeed's collectives
+    ).run()
+    # before DeepSpeed's collectives
+    plain = meeting.together("plain", lambda: [saved.plain(share.scalar_source) for share in live.shares])
     for share, states in zip(live.shares, plain, strict=True):
         live.put(share, states)
     _log.info(
@@ -165,7 +162,7 @@ def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepS
 
 @contextlib.contextmanager
 def _handing_over(engine: Any, live: LiveZero, saved: SavedZero) -> Iterator[None]:
-    """Let DeepSpeed find the checkpoint as if this number of ranks had saved it."""
+    """Let DeepSpeed find the checkpoint as if as many ranks as there are now had saved it."""
     model = str(saved.model_path(live.rank % saved.ranks))
     own = engine.checkpoint_engine
     engine.checkpoint_engine = _AsSavedHere(own, model, live, saved)
@@ -178,10 +175,10 @@ def _handing_over(engine: Any, live: LiveZero, saved: SavedZero) -> Iterator[Non
 
 
 class _AsSavedHere:
-    """In the place of an engine's checkpoint engine: the files that it would find, had this number of ranks saved.
+    """Replaces an engine's checkpoint engine, and returns files as if the present number of ranks had saved them.
 
-    Of the optimizer it gives the live state, which has been restored: DeepSpeed copies it onto itself, and derives from
-    it whatever it derives from what it loads.
+    For the optimizer's file it returns the live state, which is restored already. DeepSpeed copies it onto itself and
+    derives the same things from it as from a loaded file.
     """
 
     def __init__(self, own: Any, model: str, live: LiveZero, saved: SavedZero) -> None:
@@ -191,7 +188,7 @@ class _AsSavedHere:
         self._saved = saved
 
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
-        """What DeepSpeed asks for: the module's file, or this rank's of the optimizer."""
+        """The contents of the module's file, or of this rank's optimizer file."""
         if path != self._model:
             return {"optimizer_state_dict": {**self._live.state(), **self._saved.globals}}
         state: dict[str, Any] = self._own.load(path, map_location=map_location)

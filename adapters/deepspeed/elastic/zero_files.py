@@ -1,7 +1,7 @@
-"""The files of one checkpoint of DeepSpeed's, as parts of logical tensors: which rank's file has what of which.
+"""The files of one DeepSpeed checkpoint as parts of logical tensors: which rank's file holds which range.
 
-A flat tensor in a rank's file holds ranges of many parameters. Where they lie follows from the parameters' shapes and
-the number of ranks, so that a file is opened only once something of it is wanted.
+A flat tensor in a rank's file holds ranges of many parameters. Their places follow from the parameters' shapes and the
+number of ranks, so a file is opened only when it is needed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ GROUPS = "param_groups"
 
 
 class StateFile:
-    """One file that this package saved for DeepSpeed, opened: its value, with what stands for each array.
+    """An opened file that this package saved for DeepSpeed.
 
     Attributes:
         container: The file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open it.
+        """Open the file.
 
         Raises:
-            FormatError: Another program wrote it, or it is damaged; the message names it, and says what to do.
-            StorageError: It cannot be read.
+            FormatError: Another program wrote the file, or it is damaged; the message names it and says what to do.
+            StorageError: The file cannot be read.
         """
         try:
             self.container = open_container(path)
@@ -60,36 +60,36 @@ class StateFile:
 
     @property
     def attempt(self) -> object:
-        """What all files of one checkpoint have in common, and no other has."""
+        """A name that all files of one checkpoint share, and no others."""
         return self.container.index.identity["attempt"]
 
     @cached_property
     def structure(self) -> dict[str, Any]:
-        """Its value with an ArrayRef for each array; objects of other classes are left unbuilt."""
+        """The file's value with an ArrayRef for each array; objects of other classes are not built."""
         value: dict[str, Any] = self._saved.structure("")  # type: ignore[assignment]
         return value
 
     @cached_property
     def value(self) -> dict[str, Any]:
-        """Its value with an ArrayRef for each array."""
+        """The file's value with an ArrayRef for each array."""
         value: dict[str, Any] = self._saved.build("", {})  # type: ignore[assignment]
         return value
 
     def row(self, ref: ArrayRef) -> Row:
-        """Where an array of it is."""
+        """Where an array of the file is."""
         return self._saved.rows[ref.key]
 
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """One of the flat tensors that each rank has, of all ranks.
+    """A flat tensor that is cut over all ranks.
 
     Attributes:
         parameters: Names and logical shapes, in their order.
-        ranks: How many ranks there were.
-        partition: Elements that each rank has of the parameters laid end to end, as ZeRO-1 and ZeRO-2 cut them; None:
-            each parameter is cut by itself, as in ZeRO-3.
-        states: Names of the arrays that lie so, each with a row that tells the type, and a shape of () for a number.
+        ranks: The number of ranks that saved.
+        partition: With ZeRO-1 and ZeRO-2, which lay all parameters end to end: elements of each rank's partition. None
+            with ZeRO-3, which cuts each parameter by itself.
+        states: The states with this layout, by name. The row of each gives its type; the shape of a number is ().
     """
 
     parameters: tuple[tuple[Name, tuple[int, ...]], ...]
@@ -98,7 +98,7 @@ class Flat:
     states: Mapping[str, Row]
 
     def layout(self, rank: int) -> FlatLayout:
-        """What one rank has of it."""
+        """The layout of one rank's partition."""
         if self.partition is None:
             return FlatLayout.each_split(self.parameters, rank, self.ranks)
         return FlatLayout.concatenated(self.parameters, rank, self.ranks, alignment=self.partition)
@@ -112,7 +112,7 @@ class Flat:
         return begins
 
     def holders(self, name: Name, shape: tuple[int, ...], begin: int, end: int) -> range:
-        """The ranks that have the elements from ``begin`` to before ``end`` of a parameter; at least one element."""
+        """The ranks that have elements ``begin`` to ``end - 1`` of a parameter; the range must not be empty."""
         if self.partition is None:
             at, length = 0, -(-prod(shape) // self.ranks)
         else:
@@ -122,7 +122,7 @@ class Flat:
 
 
 Arrays = Sequence[Mapping[str, Row]]
-"""The arrays in one rank's file, by state, for each flat tensor."""
+"""For each flat tensor, the arrays in one rank's file, by state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +134,13 @@ class _Tensor:
 
 
 class Section:
-    """What a checkpoint holds for one provider: flat tensors in one file of each rank.
+    """The part of a checkpoint for one provider: flat tensors, in one file of each rank.
 
     Attributes:
-        name: The provider's.
+        name: The provider's name.
         flats: The flat tensors.
-        groups: What ``param_groups`` is to be.
+        groups: The value of the object ``param_groups``.
+        tensors: The logical tensors, by full key.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Section:
         groups: Sequence[Any],
         open_rank: Callable[[int], tuple[Container, Arrays]],
     ) -> None:
-        """``open_rank`` opens a rank's file, and says where in it the arrays are."""
+        """``open_rank`` opens a rank's file and returns it with its arrays."""
         self.name = name
         self.flats = flats
         self.groups = groups
@@ -167,7 +168,7 @@ class Section:
         return full_key(self.name, key_of(parameter, state))
 
     def describe(self, key: str) -> Row | None:
-        """The logical tensor of a full key, as a row of no elements; a number as it is."""
+        """A row without elements that describes the logical tensor of a full key; the row itself for a number."""
         tensor = self.tensors.get(key)
         if tensor is None:
             return None
@@ -177,7 +178,7 @@ class Section:
         return replace(row, key=key, shape=(0,), stride=(1,), global_shape=tensor.shape, box=None, flat=(0, 0))
 
     def sources(self, key: str, begin: int, end: int) -> Iterator[tuple[Container, Row]]:
-        """The rows that have some elements of a logical tensor. Of a number, that of the parameter's first element."""
+        """Files and rows with elements ``begin`` to ``end - 1``; of a number, that of the parameter's first element."""
         tensor = self.tensors[key]
         for rank in self.flats[tensor.flat].holders(tensor.name, tensor.shape, begin, end):
             source, rows = self._of_rank(rank)
@@ -222,34 +223,34 @@ class Section:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Groups(Container):
-    """A file as the one that holds the object ``param_groups``, and no array."""
+    """A file in the role of the container that holds the object ``param_groups`` and no arrays."""
 
     opcodes: bytes
 
     def read_object(self, stored: StoredObject) -> bytes:
-        """The opcodes, made of what has been read and verified."""
+        """The pickle opcodes of the groups, which were read and verified before."""
         del stored
         return self.opcodes
 
 
 class ZeroFiles(Stored):
-    """A checkpoint of DeepSpeed's as one of logical tensors, for :func:`datastates.restoring.in_place.restore`."""
+    """A checkpoint of DeepSpeed's as one of logical tensors, for :class:`datastates.restoring.restore.Restore`."""
 
     def __init__(self, path: Path, ranks: int, first: Container, sections: Sequence[Section]) -> None:
-        """Describe it.
+        """Describe the checkpoint.
 
         Args:
             path: Its folder.
-            ranks: How many ranks saved it.
+            ranks: The number of ranks that saved it.
             first: Any file of it.
-            sections: What it holds for each provider.
+            sections: Its part for each provider.
         """
         super().__init__(Head(path, 0, "", ranks, None, None))
         self._first = first
         self._sections = {section.name: section for section in sections}
 
     def base(self, provider: str, rank: int) -> Container | None:
-        """The same for all ranks."""
+        """The file in the role of the provider's container, the same for all ranks; None for another provider."""
         del rank
         section = self._sections.get(provider)
         if section is None:
@@ -264,22 +265,22 @@ class ZeroFiles(Stored):
         return next((s for s in self._sections.values() if full in s.tensors), None)
 
     def find(self, full: str) -> Row | None:
-        """The logical tensor of that full key; opens no file."""
+        """A row that describes the logical tensor of a full key; opens no file."""
         section = self._section(full)
         return None if section is None else section.describe(full)
 
     def sources(self, like: Row, part: Part) -> list[tuple[Container, Row]]:
-        """As of every checkpoint."""
+        """Files and rows that hold elements of a part of a logical tensor."""
         section, (begin, end) = self._section(like.key), span_of(part)
         return [] if section is None or begin == end else list(section.sources(like.key, begin, end))
 
     def every_key(self, provider: str) -> list[str]:
-        """The keys of all arrays of a provider; opens no file."""
+        """The keys of all arrays of a provider, within it; opens no file."""
         section = self._sections[provider]
         return [key_of(tensor.name, tensor.state) for tensor in section.tensors.values()]
 
     def strangers(self, wanted: U64, providers: Any) -> list[str]:
-        """Full keys of what these providers have and nobody wants."""
+        """Full keys that these providers have and no rank wants."""
         taken = set(wanted.tolist())
         found = []
         for name in providers:
@@ -288,11 +289,11 @@ class ZeroFiles(Stored):
         return sorted(found)
 
     def has_lost(self, full: str, rank: int) -> bool:
-        """A file that is missing is an error when it is opened."""
+        """False: opening a missing file is an error."""
         del full, rank
         return False
 
     def digest(self, full: str) -> int | None:
-        """Not known of logical tensors."""
+        """None: DeepSpeed's files have no digests of logical tensors."""
         del full
         return None

@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine with ZeRO holds on this rank, said by logical parameter."""
+"""The state that a DeepSpeed engine with ZeRO holds on this rank, described by logical parameter."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class LiveZero:
 
     Attributes:
         stage: 1, 2 or 3.
-        rank, ranks: This rank among those that share the optimizer's state, and how many they are.
-        shares: The flat partitions that it steps.
+        rank: This rank's number among the ranks that share the optimizer's state.
+        ranks: The number of those ranks.
+        shares: The flat partitions that the optimizer steps.
     """
 
     def __init__(self, engine: Any) -> None:
-        """Describe it; copies nothing.
+        """Describe the optimizer; nothing is copied.
 
         Raises:
-            RestoreError: The engine is of a kind whose checkpoints cannot be loaded on another number of ranks.
+            RestoreError: Checkpoints of such an engine cannot be loaded on another number of ranks.
         """
         from deepspeed import comm
 
@@ -47,7 +48,7 @@ class LiveZero:
         optimizer = self._optimizer
         if any(any(paddings) for paddings in getattr(optimizer, "round_robin_bit16_padding", ())):
             raise RestoreError("zero_optimization.parameter_alignment is set: not on another number of ranks")
-        # the order of the flat buffer, which is not that of the parameter group with round_robin_gradients
+        # the order of the flat buffer: with round_robin_gradients, parameter groups have another
         groups = zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
         for i, (parameters, flat) in enumerate(groups):
             named = [(self._name(p), tuple(p.shape)) for p in parameters]
@@ -63,17 +64,17 @@ class LiveZero:
             yield _partition(layout, flat, optimizer.sub_group_to_group_id[i])
 
     def provider(self) -> ShardedZeroProvider:
-        """The master weights and the optimizer's state."""
+        """The provider of the master weights and the optimizer's state."""
         return ShardedZeroProvider(OPTIMIZER, self.shares, optimizer=self._optimizer.optimizer)
 
     def frozen(self) -> dict[str, Any]:
-        """With ZeRO-3 this rank's fragments of the parameters that are not trained, by name."""
+        """With ZeRO-3, this rank's fragments of frozen parameters, by name."""
         trained = {name for share in self.shares for name in share.names}
         named = ((self._name(p), p) for p in self._engine.module.parameters() if hasattr(p, "ds_id"))
         return {name: p.ds_tensor.detach() for name, p in named if name not in trained}
 
     def frozen_provider(self) -> ShardedZeroProvider:
-        """Those fragments."""
+        """The provider of those fragments."""
         shapes = {self._name(p): tuple(p.ds_shape) for p in self._engine.module.parameters()}
         shares = [
             Partition(FlatLayout.each_split([(name, shapes[name])], self.rank, self.ranks), {FRAGMENT: fragment})
@@ -82,12 +83,12 @@ class LiveZero:
         return ShardedZeroProvider(FROZEN, shares)
 
     def put(self, share: Partition, plain: Any) -> None:
-        """Give a partition the states that are no arrays."""
+        """Put states that are no arrays into a partition's optimizer state."""
         if plain:
             self._optimizer.optimizer.state[share.parameter].update(plain)
 
     def state(self) -> dict[str, Any]:
-        """The state dict that DeepSpeed would save, over the live tensors."""
+        """The state dict that DeepSpeed would save; its tensors are the live ones."""
         state: dict[str, Any] = self._optimizer.state_dict()
         return state
 
@@ -96,7 +97,7 @@ def _partition(layout: FlatLayout, flat: Any, group: int) -> Partition:
     if layout.numel != flat.numel():
         raise RestoreError(
             f"the flat partition of {layout.parameters[0][0]!r} and others has {flat.numel()} elements where "
-            f"{layout.numel} are expected: this version of DeepSpeed lays it out otherwise"
+            f"{layout.numel} are expected: this version of DeepSpeed has another layout"
         )
     return Partition(layout, {MASTER: flat}, parameter=flat, group=group)
 

@@ -1,4 +1,4 @@
-"""A checkpoint folder of DeepSpeed's with ZeRO, opened: what its ranks had, said by logical parameter."""
+"""Opens a DeepSpeed checkpoint folder with ZeRO: the state of its ranks, described by logical parameter."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from datastates.providers.optimizer.flat_layout import Name
 from datastates.state.shards import ArrayRef
 
 OPTIMIZER, FROZEN = "optimizer", "frozen"
-"""Names of providers: the optimizer's state with the master weights, and parameters that are not trained."""
+"""Names of providers: the optimizer's state with the master weights, and the frozen parameters."""
 MASTER, FRAGMENT = "fp32", "fragment"
 """Names of states: the master weights, and a frozen parameter itself."""
 GLOBALS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""What DeepSpeed's optimizer keeps that is alike on all ranks."""
+"""Values of DeepSpeed's optimizer that are the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What one rank's optimizer file has, for each flat tensor: arrays, and what the optimizer keeps beside them."""
+    """The contents of one rank's optimizer file: for each flat tensor, its arrays and its other states."""
 
     container: Container
     arrays: Arrays
@@ -33,22 +33,22 @@ class _Held:
 
 
 class SavedZero:
-    """One checkpoint that a DeepSpeed engine with ZeRO-1, ZeRO-2 or ZeRO-3 saved by this package.
+    """A checkpoint that a DeepSpeed engine with ZeRO-1, ZeRO-2 or ZeRO-3 saved with this package.
 
     Attributes:
         path: Its folder.
         stage: 1, 2 or 3.
-        ranks: How many ranks saved it.
-        globals: Of :data:`GLOBALS` those that it has.
+        ranks: The number of ranks that saved it.
+        globals: Those values of :data:`GLOBALS` that it has.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the files of rank 0; the others when something of them is wanted.
+        """Open the files of rank 0. Those of other ranks are opened when they are needed.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
-            FormatError: A file is of another program or damaged.
-            RestoreError: It is of a kind that cannot be loaded on another number of ranks.
+            FormatError: A file is damaged, or another program wrote it.
+            RestoreError: Such a checkpoint cannot be loaded on another number of ranks.
             StorageError: A file cannot be read.
         """
         self.path = path
@@ -78,11 +78,11 @@ class SavedZero:
         raise CheckpointNotFoundError(f"{self.path} holds no checkpoint of a DeepSpeed engine with ZeRO")
 
     def optimizer_path(self, rank: int) -> Path:
-        """The file with a rank's state of the optimizer."""
+        """The file with a rank's optimizer state."""
         return self.path / f"{self._prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     def model_path(self, rank: int) -> Path:
-        """The file with a rank's module; ZeRO-1 and ZeRO-2 have one for all."""
+        """The file with a rank's module; with ZeRO-1 and ZeRO-2, one file for all ranks."""
         name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
         return self.path / f"{name}_model_states.pt"
 
@@ -119,7 +119,7 @@ class SavedZero:
             raise FormatError(f"{self.optimizer_path(0)}: its groups are not those of {self.model_path(0)}")
 
     def _partition(self, zero: Mapping[str, Any], i: int) -> int:
-        """Elements of each rank's partition of a group, padding included: rank 0 has padding only if it is alone."""
+        """Elements of each rank's partition of a group, with padding. Rank 0 has padding only if it is alone."""
         saved = self._held[0].arrays[i][MASTER].shape[0]
         return max(saved + (int(zero["group_paddings"][i]) if self.ranks == 1 else 0), 1)
 
@@ -147,13 +147,13 @@ class SavedZero:
 
     @property
     def module(self) -> Mapping[str, Any]:
-        """The module's state dict, with an ArrayRef for each array; that of rank 0 with ZeRO-3."""
+        """The module's state dict, with an ArrayRef for each array; with ZeRO-3, rank 0's."""
         module: Mapping[str, Any] = self._model.structure["module"]
         return module
 
     @property
     def buffer_names(self) -> frozenset[str]:
-        """Of the module, those that are not parameters."""
+        """Names of the module's buffers."""
         return frozenset(self._model.structure["buffer_names"])
 
     @cached_property
@@ -179,7 +179,7 @@ class SavedZero:
     def _frozen(self) -> Section | None:
         shapes = self._model.structure["frozen_param_shapes"]
         if self.stage < 3 or shapes is None:
-            return None  # ZeRO-1 and ZeRO-2 have them in the module
+            return None  # with ZeRO-1 and ZeRO-2 the module has them
         parameters = _shapes(shapes)
         first = self._fragments(self._model)
         flats = [Flat((p,), self.ranks, None, found) for p, found in zip(parameters, first, strict=True)]
@@ -196,16 +196,16 @@ class SavedZero:
 
     @property
     def has_frozen(self) -> bool:
-        """Whether it holds fragments of frozen parameters."""
+        """Whether the checkpoint holds fragments of frozen parameters."""
         return self._frozen is not None
 
     def stored(self) -> ZeroFiles:
-        """It as logical tensors, for the providers :data:`OPTIMIZER` and, where there are such, :data:`FROZEN`."""
+        """The checkpoint as logical tensors, for the providers :data:`OPTIMIZER` and, if needed, :data:`FROZEN`."""
         sections = [self._optimizer] if self._frozen is None else [self._optimizer, self._frozen]
         return ZeroFiles(self.path, self.ranks, self._held[0].container, sections)
 
     def plain(self, name: Name) -> Mapping[str, object]:
-        """States of the optimizer that are no arrays, as the rank with the parameter's first element had them."""
+        """The states of a parameter that are no arrays, from the rank that had its first element."""
         for i, flat in enumerate(self._optimizer.flats):
             shape = dict(flat.parameters).get(name)
             if shape is not None and self._held[0].plain[i]:

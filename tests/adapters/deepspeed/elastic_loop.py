@@ -20,7 +20,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from datastates.adapters.deepspeed import load_checkpoint
 from datastates.errors import CheckpointNotFoundError, CommitError, CorruptError, DatastatesError, RestoreError
-from datastates.restoring import in_place
+from datastates.restoring.restore import Restore
 
 ROOT = Path(sys.argv[1])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -218,17 +218,17 @@ class counted:
     """What restoring has read meanwhile."""
 
     def __enter__(self) -> list[Any]:
-        self._own, tallies = in_place.restore, []
+        self._own, tallies = Restore.run, []
 
-        def restore(*args: Any, **kwargs: Any) -> Any:
-            tallies.append(self._own(*args, **kwargs))
+        def run(restore: Restore) -> Any:
+            tallies.append(self._own(restore))
             return tallies[-1]
 
-        in_place.restore = restore
+        Restore.run = run
         return tallies
 
     def __exit__(self, *_: object) -> None:
-        in_place.restore = self._own
+        Restore.run = self._own
 
 
 def refuse(case: str) -> None:

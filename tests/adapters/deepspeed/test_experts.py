@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 EXPERTS = """
 from deepspeed.moe.layer import MoE
-
-pytestmark = pytest.mark.long
 
 root = Path(sys.argv[1])
 WIDTH = 384

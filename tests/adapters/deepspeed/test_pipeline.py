@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 PIPELINE = """
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-
-pytestmark = pytest.mark.long
 
 root = Path(sys.argv[1])
 WIDTH = 512

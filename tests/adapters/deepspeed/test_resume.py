@@ -8,11 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.long
 
-QUICK = ("2-bf16", "3-fp32")
-CASES = [
-    pytest.param(case, marks=() if case in QUICK else pytest.mark.long)
-    for case in (f"{stage}-{dtype}" for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp32"))
-]
+CASES = [f"{stage}-{dtype}" for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp32")]
 PAIRS = ("torch ours", "ours torch", "ours ours")  # who wrote, and who reads
 SEVERAL = """
 root = Path(sys.argv[1])
@@ -63,7 +59,7 @@ def runs(
     """What the ranks of the runs that went on, and of those that were resumed, have said: all cases asked for."""
     root = tmp_path_factory.mktemp("resume")
     asked = [vars(item).get("callspec") for item in request.session.items if item.path == request.path]
-    cases = sorted({call.params["case"] for call in asked if call} or QUICK)
+    cases = sorted({call.params["case"] for call in asked if call} or CASES)
     return [*map(said, module_train(2, SAVE, root, *cases))], [*map(said, module_train(2, RESUME, root, *cases))]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SAVE = """
 root = Path(sys.argv[1])
 for stage in (1, 2, 3):
@@ -75,8 +77,6 @@ for stage in (1, 2, 3):
 TENSORS = """
 from deepspeed.utils import zero_to_fp32
 from safetensors.torch import load_file
-
-pytestmark = pytest.mark.long
 
 for stage in (2, 3):
     root = Path(sys.argv[1]) / f"untied-{stage}"

@@ -1,0 +1,59 @@
+"""Which checkpoint to restore: the coordinator finds it, all ranks open it, and none deletes it meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from datastates.commit import directories, health, manifest
+from datastates.restoring.meeting import Meeting
+from datastates.restoring.stored import Head, Stored
+
+
+def advised(path: Path, wish: int | None) -> contextlib.AbstractContextManager[None]:
+    """Let an error about a damaged newest checkpoint name an older one that looks whole.
+
+    Does nothing where the user wished for a step.
+    """
+    if wish is not None:
+        return contextlib.nullcontext()
+    return health.advice(path, "take it with step={step}, or let fallback=True do it")
+
+
+def open_together(
+    meeting: Meeting,
+    wish: int | None,
+    find: Callable[[], Path | None],
+    reading: contextlib.ExitStack,
+    *,
+    fallback: bool,
+) -> Stored | None:
+    """Open the checkpoint that the coordinator finds, on all ranks, and keep it from being deleted meanwhile.
+
+    Args:
+        meeting: The meeting of the ranks.
+        wish: The step that is wanted, None for the newest.
+        find: Called on the coordinator. Returns where the checkpoint is, or None.
+        reading: The checkpoint can be deleted once this is closed.
+        fallback: Whether ``find`` passes over damaged checkpoints.
+    """
+
+    def pick() -> bytes:
+        if (path := directories.keep(find, reading)) is None:
+            return b""
+        with advised(path, wish):
+            return Head.of(path, manifest.open(path)).encode()
+
+    words = f"step {wish}" if wish is not None else "the newest that is whole" if fallback else "the newest"
+    head = meeting.choose(words, pick)
+    if not head:
+        return None
+    stored = Stored(Head.decode(head))
+
+    def keep() -> None:
+        if meeting.rank:
+            reading.enter_context(directories.reading(stored.head.path))
+
+    meeting.together("open", keep)
+    return stored

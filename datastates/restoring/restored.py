@@ -1,0 +1,87 @@
+"""What a restore did, and what it says of what does not fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from datastates.errors import RestoreError
+from datastates.restoring.stored import Stored
+
+_log = logging.getLogger("datastates")
+_SHOWN = 8
+
+
+@dataclass(slots=True)
+class Restored:
+    """The result of a restore.
+
+    Attributes:
+        step: The step that was restored.
+        missing_keys: Keys that the state has and the checkpoint lacks. Of state that each rank has for itself they are
+            no error: a rank that the checkpoint did not have keeps its own.
+        unexpected_keys: Keys that the checkpoint has and the state lacks.
+        mismatched_keys: Keys whose shape, dtype or container type differs, each with the difference.
+        unverified_keys: Keys whose contents were compared with neither a checksum nor a digest.
+        needed_nbytes: Bytes of the files that this rank wanted.
+        read_nbytes: Bytes that this rank read for them.
+        passed_over: With ``fallback=True``, the newer checkpoints that are damaged: the name of each directory, and
+            what is wrong with it.
+    """
+
+    step: int
+    missing_keys: list[str] = field(default_factory=list)
+    unexpected_keys: list[str] = field(default_factory=list)
+    mismatched_keys: dict[str, str] = field(default_factory=dict)
+    unverified_keys: list[str] = field(default_factory=list)
+    needed_nbytes: int = 0
+    read_nbytes: int = 0
+    passed_over: dict[str, str] = field(default_factory=dict)
+
+
+def misfit(stored: Stored, result: Restored, lost: Mapping[str, str]) -> RestoreError:
+    """The error that names what does not fit; ``lost`` says of missing keys what is missing of them."""
+    return RestoreError(
+        f"{stored.head.path} does not fit the live state: {_differences(stored, result, lost)}",
+        missing=result.missing_keys,
+        unexpected=result.unexpected_keys,
+        mismatched=[f"{key}: {what}" for key, what in result.mismatched_keys.items()],
+        lost=[str(path) for _, path in sorted(stored.lost.items())] if result.missing_keys else (),
+    )
+
+
+def warn_of_rest(stored: Stored, result: Restored, lost: Mapping[str, str]) -> None:
+    """Log a warning that names what a restore leaves as it was, if anything."""
+    counts = len(result.missing_keys), len(result.unexpected_keys), len(result.mismatched_keys)
+    if any(counts):
+        _log.warning(
+            "%s is restored in part: %d missing, %d unexpected and %d mismatched keys are left out: %s",
+            *(stored.head.path, *counts, _differences(stored, result, lost)),
+        )
+
+
+def warn_of_unverified(keys: Sequence[str]) -> None:
+    """Log a warning that names what nothing could be compared with, if anything."""
+    if keys:
+        _log.warning("read without checksums, and no digest to compare with: %s", sorted(keys)[:_SHOWN])
+
+
+def shortened(texts: Sequence[str], separator: str = ", ") -> str:
+    """The first of some texts, and how many more there are."""
+    rest = f"{separator}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return separator.join(texts[:_SHOWN]) + rest
+
+
+def _differences(stored: Stored, result: Restored, lost: Mapping[str, str]) -> str:
+    parts = []
+    if result.missing_keys:
+        files = ", ".join(path.name for _, path in sorted(stored.lost.items())[:_SHOWN])
+        why = f" as {files} is missing" if files else ""
+        keys = [f"{key!r} ({lost[key]})" if key in lost else repr(key) for key in result.missing_keys]
+        parts.append(f"the checkpoint lacks {shortened(keys)}{why}")
+    if result.unexpected_keys:
+        parts.append(f"the live state lacks {shortened(list(map(repr, result.unexpected_keys)))}")
+    if result.mismatched_keys:
+        parts.append(shortened([f"{key!r}: {what}" for key, what in result.mismatched_keys.items()], "; "))
+    return "; ".join(parts)
