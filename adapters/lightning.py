@@ -1,4 +1,4 @@
-"""Lightning: a ``CheckpointIO`` whose checkpoints are Lightning's own files, captured while training goes on."""
+"""Lightning: a ``CheckpointIO`` that saves Lightning's own files while training goes on."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ except ImportError:
 _log = logging.getLogger("datastates")
 _STATE = ("state_dict", "optimizer_states")
 _PENDING = re.compile(r"\.")
-"""Begins the name of what is written before it gets its own."""
+"""Beginning of the temporary name under which a checkpoint is written."""
 _one_at_a_time = threading.RLock()
-"""A wrapper may save on a thread of its own, and remove on the training thread."""
+"""A wrapper may save on a thread of its own, while checkpoints are removed on the training thread."""
 
 
 def is_state(key: str, tensor: torch.Tensor) -> bool:
-    """The default: large tensors of the module and of its optimizers; what callbacks and loops keep is copied."""
+    """The default for ``lazy``: large tensors of the module and its optimizers, not of callbacks and loops."""
     section, *path = key.split("/")
     return section in _STATE and "param_groups" not in path and tensor.nbytes >= LARGE_RECORD
 
 
 class DataStatesCheckpointIO(CheckpointIO):
-    """``Trainer(plugins=[DataStatesCheckpointIO()])``: checkpoints are captured and written while training goes on.
+    """Saves checkpoints while training goes on, as ``Trainer(plugins=[DataStatesCheckpointIO()])``.
 
-    Each is one file that ``torch.load``, and Lightning without this package, reads. It gets its name once it is on
-    stable storage. What Lightning removes is removed once all that was saved before is, and only if that has succeeded.
+    Each checkpoint is one file that ``torch.load``, and Lightning without this package, reads. The file gets its name
+    once it is on stable storage. A checkpoint that Lightning removes is removed once all checkpoints that were begun
+    before have ended, and only if the last of them has succeeded.
 
-    Large tensors under ``state_dict`` and ``optimizer_states`` are captured lazily: every torch optimizer's update
-    waits for that. Everything else is copied at once.
+    Large tensors under ``state_dict`` and ``optimizer_states`` are captured lazily: every torch optimizer's step waits
+    until they are captured. Everything else is copied inside ``save_checkpoint()``.
     """
 
     def __init__(self, *, lazy: Lazy = is_state, **options: Any) -> None:
-        """Take settings; threads and memory are taken by the first save.
+        """Take the settings; the first save allocates threads and memory.
 
         Args:
             lazy: Given the key of a tensor in Lightning's checkpoint, such as ``state_dict/layer.weight``, and the
@@ -58,26 +59,31 @@ class DataStatesCheckpointIO(CheckpointIO):
             **options: Fields of :class:`~datastates.adapters.torch_files.FileSettings`.
 
         Raises:
-            SettingsError: An option is unknown or impossible; the message names it.
+            SettingsError: An option is unknown or its value is invalid; the message names it.
         """
         super().__init__()
         self.lazy = lazy
         self.files = TorchFiles(FileSettings.of(options))
         self.snapshots: dict[Path, Snapshot] = {}
-        """The last checkpoints that were begun: *committed* there means that the file is on stable storage."""
+        """The snapshots of the last checkpoints, by file. *Committed* means that the file is on stable storage."""
         self._last_failed = False
         self._swept: set[Path] = set()
         self._thread = threading.get_ident()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Begin to save a checkpoint; returns once what may change at any time is copied.
+        """Begin to save a checkpoint; returns once everything that may change at any time is copied.
 
-        On a thread that is not the one of training, as under Lightning's ``AsyncCheckpointIO``, it returns once the
-        file has its name, and raises what failed: such a wrapper waits for its thread, and not for this plugin.
+        On another thread than the training thread, as under Lightning's ``AsyncCheckpointIO``, it returns once the file
+        has its name, and raises failures: such a wrapper waits for its thread and not for this plugin.
+
+        Args:
+            checkpoint: Lightning's checkpoint: nested containers with tensors in them.
+            path: The file, which may begin with ``file://``.
+            storage_options: Must be None.
 
         Raises:
             TypeError: There are ``storage_options``.
-            ValueError: ``path`` is on no file system of this machine.
+            ValueError: ``path`` is the address of a store instead of a file path.
             ProviderError: Something in the checkpoint does not pickle; the message names it.
             DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed; nothing is saved.
         """
@@ -121,17 +127,21 @@ class DataStatesCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint, verified where this package has written it, and otherwise as ``torch.load`` does.
+        """Read a checkpoint. A file of this package is verified; any other file is read by ``torch.load``.
 
         Args:
             path: The file.
-            map_location: As of ``torch.load``; without it, in host memory.
-            weights_only: False trusts every class in the file; True and None those that torch's ``safe_globals`` name.
+            map_location: As of ``torch.load``; by default tensors are in host memory.
+            weights_only: False trusts every class in the file. True and None trust those in torch's ``safe_globals``.
+
+        Returns:
+            Lightning's checkpoint.
 
         Raises:
-            FileNotFoundError: There is none.
-            CorruptError: It does not match its checksums; the message names the tensor.
-            TrustError: It holds an object of a class that is not trusted.
+            FileNotFoundError: There is no such file.
+            CorruptError: The file does not match its checksums; the message names the tensor.
+            FormatError: The file is one of this package's, and damaged.
+            TrustError: The file holds an object of a class that is not trusted.
         """
         file = _local(path)
         self.files.wait()
@@ -146,7 +156,11 @@ class DataStatesCheckpointIO(CheckpointIO):
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint once those that were begun before have their names; it stays if the last has failed."""
+        """Remove a checkpoint once those begun before have ended; keep it if the last of them failed.
+
+        Args:
+            path: The file or folder.
+        """
         file = _local(path)
 
         def remove(_: BaseException | None) -> None:
@@ -161,10 +175,10 @@ class DataStatesCheckpointIO(CheckpointIO):
             self.files.then(f"removing {file}", None, remove)
 
     def teardown(self) -> None:
-        """Wait until all checkpoints have their names, and give threads and memory back; a later save takes them again.
+        """Wait until all checkpoints have ended, then free threads and memory; a later save allocates them again.
 
         Raises:
-            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and nobody has been told.
+            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
         """
         self.files.close()
 
@@ -173,7 +187,7 @@ def _local(path: Any) -> Path:
     return paths.local(os.fspath(path).removeprefix("file://"))
 
 
-with contextlib.suppress(ImportError):  # the Trainer of the other package looks for a class of its own
+with contextlib.suppress(ImportError):  # the Trainer of pytorch_lightning checks for that package's class
     from lightning_fabric.plugins import CheckpointIO as _OfTheOther
 
     if not issubclass(DataStatesCheckpointIO, _OfTheOther):

@@ -1,4 +1,4 @@
-"""Files that ``torch.load`` reads, captured while training goes on: for frameworks that save whole state dicts."""
+"""Saves whole state dicts as files that ``torch.load`` reads, while training goes on. For frameworks that do so."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _log = logging.getLogger("datastates")
 _TAIL = 4096
 
 Lazy = Callable[[str, torch.Tensor], bool]
-"""Given the key of a tensor in what is saved (``state_dict/layer.weight``), whether only an optimizer changes it."""
+"""Given a tensor and its key (``state_dict/layer.weight``), whether only an optimizer step changes it."""
 
 
 class FileSettings(IoSettings):
-    """How checkpoints are made: the fields of :class:`~datastates.config.IoSettings`, and these."""
+    """Settings of checkpoints: the fields of :class:`~datastates.config.IoSettings`, and these."""
 
     on_error: Literal["raise", "warn"] = Field(
         "raise", description="Raise the failure of a checkpoint at a later save or at the end, or only log it."
@@ -49,7 +49,7 @@ class FileSettings(IoSettings):
 
 
 class _Held(TreeProvider):
-    """A state dict on its way into a file; its framework puts it back."""
+    """A state dict on its way into a file. The framework that saved it restores it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -70,13 +70,13 @@ class _Held(TreeProvider):
 
 
 class TorchFiles:
-    """Writes such files in the background, and does in order what is to be done once they are written.
+    """Writes files in the background, and runs what follows each checkpoint (renames, removals, votes) in order.
 
-    Used on the training thread. Threads and memory are taken by the first file, and again after :meth:`close`.
+    Used on one thread at a time. Threads and memory are allocated by the first file, and again after :meth:`close`.
     """
 
     def __init__(self, settings: FileSettings) -> None:
-        """Nothing is started yet."""
+        """Take the settings; nothing is started yet."""
         self.settings = settings
         self.failures = 0
         """How many checkpoints have failed so far."""
@@ -88,22 +88,22 @@ class TorchFiles:
     def _start(self) -> Engine:
         if self._engine is not None:
             if os.getpid() != self._process:
-                raise SnapshotAbandonedError("this process was forked off one that saves, and cannot save with it")
+                raise SnapshotAbandonedError("this process was forked from one that saves, so it cannot save")
             return self._engine
-        # a thread for each file in flight: with fewer, a gate would wait for the storage of others
+        # a thread for each file in flight: with fewer, the gate would wait for the storage of others
         self._engine = Engine(make_executor(self.settings), SoloWorld(), threads=1024, auto_gate=True)
         self._process = os.getpid()
         self._writers: dict[str, tuple[_Held, Saver]] = {}
-        # one thread: checkpoints get their names in the order in which they were begun; its exit hook waits for them
+        # one thread: checkpoints end in the order in which they began; its exit hook waits for them
         self._in_order = ThreadPoolExecutor(1, thread_name_prefix="datastates-files")
         return self._engine
 
     def begin(self) -> None:
-        """Begin a checkpoint: wait until there is room for it.
+        """Begin a checkpoint: wait until fewer than ``max_in_flight`` are under way.
 
         Raises:
-            DatastatesError: With ``on_error="raise"``, the one ``max_in_flight`` before has failed; nothing is begun.
-                Where several ranks save together, all of them raise at the same call.
+            DatastatesError: With ``on_error="raise"``, a checkpoint that the call waited for has failed; nothing is
+                begun. Where several ranks save together, all of them raise at the same call.
         """
         self._start()
         while len(self._saves) >= self.settings.max_in_flight:
@@ -114,16 +114,19 @@ class TorchFiles:
             raise failure
 
     def write(self, kind: str, state: Any, path: Path, lazy: Lazy) -> Snapshot:
-        """Begin to write one file; returns once what is not lazy is copied.
+        """Begin to write one file; returns once everything that is not lazy is copied.
 
         Args:
-            kind: Files of one kind have the same structure from one checkpoint to the next.
+            kind: A name for files that have the same structure in each checkpoint.
             state: Nested dicts, lists and tuples, with tensors in them.
-            path: Where; a file that nobody looks for yet.
+            path: The file, under a temporary name.
             lazy: Which tensors are captured while training goes on.
 
+        Returns:
+            The snapshot of the file.
+
         Raises:
-            ProviderError: Something in it does not pickle; the message names it.
+            ProviderError: Something in ``state`` does not pickle; the message names it.
         """
         begin, engine = time.monotonic(), self._start()
         held, saver = self._writers.setdefault(kind, (_Held(kind), Saver(engine.executor, 0, 1, bare=True)))
@@ -138,10 +141,14 @@ class TorchFiles:
     def then(
         self, name: str, snapshots: Sequence[Snapshot] | None, act: Callable[[BaseException | None], None]
     ) -> None:
-        """End a checkpoint: do something in the background, after all that was to be done before, once it is written.
+        """Run ``act`` in the background, once the files are written and everything passed here before has run.
 
-        ``act`` is given what has failed, and raises it; what it raises is told later. ``snapshots`` are this rank's
-        files; None where it is about no checkpoint, and nothing is told.
+        Args:
+            name: What this is, for the log.
+            snapshots: The files of this rank's checkpoint. None: ``act`` ends no checkpoint. Its failure is logged. If
+                nothing is under way, it runs at once instead, and its failure is raised, too.
+            act: Called with the error of a file, or None; it must raise that error. What it raises is a failure of the
+                checkpoint, which :meth:`begin` or :meth:`close` raises later.
         """
 
         def end() -> None:
@@ -164,15 +171,15 @@ class TorchFiles:
             self._saves.append(ended)
 
     def wait(self) -> None:
-        """Wait until everything begun is done; failures are told by :meth:`begin` and :meth:`close`."""
+        """Wait until everything begun has ended; :meth:`begin` and :meth:`close` raise the failures."""
         while self._engine is not None and self._under_way:
             self._under_way.pop(0).exception()
 
     def close(self) -> None:
-        """Wait, and give threads and memory back. Idempotent.
+        """Wait until everything begun has ended, and free threads and memory. Idempotent.
 
         Raises:
-            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and nobody has been told.
+            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
         """
         if self._engine is None or os.getpid() != self._process:
             return
@@ -183,19 +190,31 @@ class TorchFiles:
         self.finish()
 
     def finish(self) -> None:
-        """Wait until every checkpoint has ended; raises as :meth:`close` does, and a failure once."""
+        """Wait until every checkpoint has ended; raises as :meth:`close` does, each failure once."""
         saves, self._saves = self._saves, []
         self._tell(next(filter(None, [save.exception() for save in saves]), None))
 
 
 def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> Any:
-    """Read such a file, verified; FormatError where it is damaged."""
+    """Read a file of this package, and verify it.
+
+    Args:
+        path: The file.
+        settings: How to read.
+        map_location: Where tensors are to be; see :func:`placed`.
+        trust: Classes that may be loaded.
+
+    Raises:
+        FormatError: The file is damaged.
+        CorruptError: A tensor does not match its checksum; the message names it.
+        TrustError: The file needs a class that is not trusted.
+    """
     gate.pass_all()  # what is loaded is about to be copied over the training state
     return loading.load(path, lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location))
 
 
 def is_ours(file: Path) -> bool:
-    """Whether this package wrote a file; raises FormatError where it did, but its index is damaged."""
+    """Whether this package wrote a file; raises FormatError if it did and the file's index is damaged."""
     try:
         open_container(file)
     except FormatError:
@@ -209,10 +228,13 @@ def is_ours(file: Path) -> bool:
 
 
 def placed(map_location: Any) -> Callable[[Any], Any]:
-    """Where an array of bytes on the CPU is to be, by a device, its name, a dict of names or a callable.
+    """A function that moves an array of bytes from the CPU to where ``map_location`` says.
+
+    Args:
+        map_location: As of ``torch.load``: a device, its name, a dict of names or a callable. None: the CPU.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: ``map_location`` is something else.
     """
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu", "cpu")
@@ -227,7 +249,7 @@ def placed(map_location: Any) -> Callable[[Any], Any]:
 
 
 def _moved(block: Any, storage: Any) -> Any:
-    if storage is None:  # torch's default, where the callable does not care
+    if storage is None:  # as in torch: the callable leaves the storage where it is
         return block
     untyped = getattr(storage, "_untyped_storage", storage)
     return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)

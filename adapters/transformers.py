@@ -1,4 +1,4 @@
-"""transformers: the checkpoints of a ``Trainer``, in its own files, captured while training goes on."""
+"""transformers: saves the checkpoints of a ``Trainer``, in its own files, while training goes on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _METHODS = ("_get_output_dir", "_load_best_model", "_save", "_save_checkpoint", 
 
 
 class TrainerSettings(FileSettings):
-    """How a Trainer's checkpoints are made: as :class:`~datastates.adapters.torch_files.FileSettings`, and this."""
+    """Settings of a Trainer's checkpoints: those of :class:`~datastates.adapters.torch_files.FileSettings`, and one."""
 
     rank_timeout: float = Field(
         600.0, gt=0, description="Seconds that a rank waits for the others to have written; then it names the missing."
@@ -36,19 +36,23 @@ class TrainerSettings(FileSettings):
 
 
 def attach(trainer: Any, **options: Any) -> TrainerCheckpoints:
-    """Let a Trainer save lazily, whenever it saves by itself; all else about it stays as it is.
+    """Let a Trainer save its checkpoints lazily. Nothing else about the Trainer changes.
 
-    Its checkpoints are the folders it writes by itself, with the weights in ``pytorch_model.bin``, so that
+    Checkpoints are the Trainer's usual folders, with the weights in ``pytorch_model.bin``.
     ``trainer.train(resume_from_checkpoint=True)`` and ``from_pretrained`` read them, with or without this package. A
-    folder gets its name once all in it is on stable storage; ``save_total_limit`` deletes old ones after that.
+    folder gets its name once everything in it is on stable storage. After that, ``save_total_limit`` deletes old ones.
 
     Args:
-        trainer: A ``transformers.Trainer``, before ``train()``. On several ranks all attach.
+        trainer: A ``transformers.Trainer``, before ``train()``. On several ranks, all must attach.
         **options: Fields of :class:`TrainerSettings`.
 
+    Returns:
+        The checkpoints that the Trainer begins, with their snapshots.
+
     Raises:
-        SettingsError: An option is unknown or impossible; the message names it.
-        ValueError: This Trainer saves in a way that is not known here, or is attached by now; the message says what.
+        SettingsError: An option is unknown or its value is invalid; the message names it.
+        ValueError: This Trainer saves in a way that is not supported, or ``attach()`` was called for it already; the
+            message says which.
     """
     settings = TrainerSettings.of(options)
     paths.refuse_address(trainer.args.output_dir)
@@ -56,7 +60,7 @@ def attach(trainer: Any, **options: Any) -> TrainerCheckpoints:
     args = trainer.args
     attached = isinstance(getattr(getattr(trainer, "_save_checkpoint", None), "__self__", None), TrainerCheckpoints)
     for refused, why in (
-        (attached, "it does by now, attach() has been called for it"),
+        (attached, "attach() has been called for it already"),
         (unknown, f"this version of transformers ({transformers.__version__}) has no {', '.join(unknown)}"),
         (trainer.is_deepspeed_enabled, 'with DeepSpeed, give its JSON file the entry "datastates_ckpt" instead'),
         (trainer.is_fsdp_enabled, "with FSDP the Trainer writes files of torch.distributed.checkpoint"),
@@ -66,7 +70,7 @@ def attach(trainer: Any, **options: Any) -> TrainerCheckpoints:
             "this version of transformers deletes old ones in another way",
         ),
         (args.push_to_hub, "push_to_hub copies files before they are written"),
-        (args.save_on_each_node and args.world_size > 1, "save_on_each_node: each node's folder is one of its own"),
+        (args.save_on_each_node and args.world_size > 1, "save_on_each_node: each node would have a folder of its own"),
     ):
         if refused:
             raise ValueError(f"{type(trainer).__name__} cannot save lazily: {why}")
@@ -74,7 +78,7 @@ def attach(trainer: Any, **options: Any) -> TrainerCheckpoints:
 
 
 class _AtEnd(transformers.TrainerCallback):
-    """Waits at the end of training."""
+    """Closes the checkpoints at the end of training."""
 
     def __init__(self, checkpoints: TrainerCheckpoints) -> None:
         self._checkpoints = checkpoints
@@ -84,13 +88,13 @@ class _AtEnd(transformers.TrainerCallback):
 
 
 class TrainerCheckpoints:
-    """What :func:`attach` gives: the checkpoints that a Trainer has begun."""
+    """The checkpoints that a Trainer has begun; :func:`attach` makes it. Used on the training thread."""
 
     def __init__(self, trainer: Any, settings: TrainerSettings) -> None:
-        """Take the place of what the Trainer saves with."""
+        """Replace the methods with which the Trainer saves."""
         self.files = TorchFiles(settings)
         self.snapshots: dict[Path, list[Snapshot]] = {}
-        """The last checkpoints that were begun, with those of this rank's large files."""
+        """The last checkpoints that were begun: for each folder, the snapshots of this rank's large files."""
         self._trainer = trainer
         self._timeout = settings.rank_timeout
         self._world: World | None = None
@@ -107,14 +111,14 @@ class TrainerCheckpoints:
         trainer.add_callback(_AtEnd(self))
 
     def wait(self) -> None:
-        """Wait until every checkpoint has its name."""
+        """Wait until every checkpoint has ended: it has its name, or has failed."""
         self.files.wait()
 
     def close(self) -> None:
-        """Wait, and give threads and memory back; the next checkpoint takes them again.
+        """Wait until every checkpoint has ended, then free threads and memory; the next one allocates them again.
 
         Raises:
-            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and nobody has been told.
+            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
         """
         try:
             self.files.close()
@@ -124,11 +128,11 @@ class TrainerCheckpoints:
             self._world = None
 
     def _save(self, model: Any, trial: Any) -> None:
-        """In the place of ``Trainer._save_checkpoint``."""
+        """Replaces ``Trainer._save_checkpoint``."""
         del model
         trainer, state = self._trainer, self._trainer.state
         name = f"trainer/{self._number}"
-        self._number += 1  # before anything can fail here: all ranks are to count alike
+        self._number += 1  # before anything can fail: all ranks must count alike
         self.files.begin()
         root = Path(trainer._get_output_dir(trial=trial)).absolute()
         if self._world is None:
@@ -149,7 +153,7 @@ class TrainerCheckpoints:
         try:
             pending = manifest.begin(root / f".{final.name}", attempt)
             self._write(staged, trial, snapshots)
-        except Exception as error:  # the other ranks are not to wait for this one
+        except Exception as error:  # the other ranks must not wait for this one
             spoiled = error
         limit, kept = trainer.args.save_total_limit, state.best_model_checkpoint
 
@@ -163,12 +167,12 @@ class TrainerCheckpoints:
             except OSError:
                 _put_back(old, final)
                 raise
-            (final / manifest.LOCK).unlink()  # not before: without it, it passes for abandoned
+            (final / manifest.LOCK).unlink()  # not earlier: a folder without a lock counts as abandoned
             files.sync_directory(root)
             shutil.rmtree(old, ignore_errors=True)
             try:
                 trainer_utils.rotate_checkpoints(str(root), limit, kept and str(Path(kept).absolute()), use_mtime=True)
-            except OSError as error:  # this checkpoint stands
+            except OSError as error:  # this checkpoint stands nevertheless
                 _log.warning("an old checkpoint could not be deleted: %s", error)
             return b""
 
@@ -192,14 +196,14 @@ class TrainerCheckpoints:
             raise spoiled
 
     def _write(self, folder: Path, trial: Any, snapshots: list[Snapshot]) -> None:
-        """Write small files now, as the Trainer does, and begin with the large ones."""
+        """Write the small files now, as the Trainer does, and begin to write the large ones."""
         trainer, args = self._trainer, self._trainer.args
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
         if args.should_save:
             module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
             if hasattr(module, "peft_config"):
-                trainer.save_model(str(folder), _internal_call=True)  # adapters are small
+                trainer.save_model(str(folder), _internal_call=True)  # PEFT adapters are small
             else:
                 trainer._save(str(folder), state_dict={})
                 for name in (transformers.utils.SAFE_WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME):
@@ -229,19 +233,19 @@ class TrainerCheckpoints:
 
 
 def _sweep(root: Path) -> None:
-    """Remove what interrupted runs left in a folder, and put back what one had moved out of the way."""
+    """Remove what interrupted runs left in a folder, and put back a checkpoint that one had moved aside."""
     try:
         for old in root.glob(f".{trainer_utils.PREFIX_CHECKPOINT_DIR}-*.partial-*{_OLD}"):
             replaced = root / old.name[1:].partition(".partial-")[0]
             if directories.is_live(old.with_name(old.name.removesuffix(_OLD))):
                 continue  # another run is between two renames
             if not replaced.exists():
-                _put_back(old, replaced)  # the run ended there
+                _put_back(old, replaced)  # the run ended between two renames
                 continue
             _log.warning("removing what an interrupted run left: %s", old)
             shutil.rmtree(old, ignore_errors=True)
         directories.sweep(root, _PENDING)
-    except OSError as error:  # no reason for this rank to fail where the others go on
+    except OSError as error:  # this rank must not fail for that, as the others go on
         _log.warning("what an interrupted run left could not be removed: %s", error)
 
 
@@ -251,16 +255,16 @@ def _put_back(old: Path, final: Path) -> None:
 
 
 def _is_state(key: str, _: torch.Tensor) -> bool:
-    return key.startswith("state/")  # a scheduler changes what is in the groups
+    return key.startswith("state/")  # a scheduler changes the values in param_groups
 
 
 def _synced(folder: Path) -> BaseException | None:
-    """Put this rank's small files on stable storage; what kept them from it."""
+    """Put a folder and its files on stable storage; returns the error that prevented it, or None."""
     try:
         for path in (folder, *folder.rglob("*")):
             try:
                 fd = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:  # another rank's, which is still at it
+            except FileNotFoundError:  # a temporary file of another rank, which is still writing
                 continue
             try:
                 os.fsync(fd)

@@ -1,4 +1,4 @@
-"""State providers: what each kind of training state is, and how it is taken back."""
+"""State providers: each describes one kind of training state and restores it."""
 
 from datastates.providers.arrays import DTensorProvider, GpuTensorProvider, HostTensorProvider
 from datastates.providers.nested.state_dict import from_state_dict, from_stateful

@@ -13,16 +13,16 @@ from datastates.state.shards import HOST, Shard, Shards
 
 
 class ArraysProvider(StateProvider):
-    """Named arrays, captured lazily unless said otherwise, and restored in place; subclasses say where they may lie."""
+    """Named arrays, captured lazily by default and restored in place. Subclasses say in which memory they may lie."""
 
     def __init__(self, name: str, tensors: Mapping[str, Any], *, lazy: bool = True) -> None:
-        """Keep the mapping: it is asked for its arrays at each snapshot.
+        """Keep the mapping, which every snapshot and restore reads anew.
 
         Args:
             name: Top-level key in the checkpoint.
             tensors: Arrays by key, of torch, NumPy or CuPy.
-            lazy: Whether they stay unchanged until the snapshot is captured; an update that is not a torch optimizer's
-                must then be guarded by ``Checkpointer.gate()``.
+            lazy: True: the arrays stay unchanged until the snapshot is captured. Torch optimizers wait for that; call
+                ``Checkpointer.gate()`` before any other update. False: ``snapshot()`` copies the arrays.
         """
         super().__init__(name)
         self._tensors = tensors
@@ -39,16 +39,16 @@ class ArraysProvider(StateProvider):
         """Raise TypeError for an array that does not belong here."""
 
     def knowledge(self) -> object:
-        """Where the arrays lie."""
+        """The addresses and layouts of the arrays."""
         return self._describer.known
 
     def learn(self, knowledge: object) -> None:
-        """Take it."""
+        """Take what an earlier provider found out."""
         assert isinstance(knowledge, Known)
         self._describer.known = knowledge
 
     def shards(self) -> Sequence[Shard]:
-        """One shard for each array; raises TypeError for one that is elsewhere."""
+        """One shard for each array; raises TypeError for an array in memory that this provider does not take."""
         tensors = self.tensors()
         keys, values = list(tensors.keys()), list(tensors.values())
         shards = self._describer.describe(keys, values, [self._lazy] * len(keys))
@@ -60,7 +60,7 @@ class ArraysProvider(StateProvider):
         return shards
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
-        """The live arrays that the checkpoint holds; what lies where is of no matter to them."""
+        """The live arrays that the checkpoint holds, in whatever memory they lie."""
         stored, tensors = saved.arrays(), self.tensors()
         saved.report(
             missing=[key for key in tensors if key not in stored],
@@ -71,19 +71,25 @@ class ArraysProvider(StateProvider):
 
 
 class GpuTensorProvider(ArraysProvider):
-    """Arrays in GPU memory, of torch or CuPy."""
+    """Arrays in GPU memory, of torch or CuPy, by name.
+
+    ``snapshot()`` raises TypeError for an array in host memory.
+    """
 
     def check(self, shard: Shard) -> None:
-        """Refuse host memory."""
+        """Raise TypeError for an array in host memory."""
         if shard.buffer is not None and shard.buffer.device == HOST:
             raise TypeError(f"{self.name}/{shard.key} is not on a GPU")
 
 
 class HostTensorProvider(ArraysProvider):
-    """Arrays in host memory, of torch (pinned or not) or NumPy."""
+    """Arrays in host memory, of torch (pinned or not) or NumPy, by name.
+
+    ``snapshot()`` raises TypeError for an array in GPU memory.
+    """
 
     def check(self, shard: Shard) -> None:
-        """Refuse GPU memory."""
+        """Raise TypeError for an array in GPU memory."""
         if shard.buffer is not None and shard.buffer.device != HOST:
             raise TypeError(f"{self.name}/{shard.key} is not in host memory")
 
@@ -93,29 +99,29 @@ class _Module(Protocol):
 
 
 class DTensorProvider(ArraysProvider):
-    """DTensors by name, placed in whatever way: each rank describes the part that it holds, and who else holds it.
+    """DTensors by name. Each rank describes the part that it holds, and which other ranks hold the same part.
 
-    Arrays of other kinds may be among them: they are taken to be alike on all ranks of the DTensors' meshes.
+    Other arrays may be among them. They are taken to be the same on all ranks of the DTensors' meshes.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, Any] | _Module, *, lazy: bool = True) -> None:
-        """Keep the mapping: it is asked for its DTensors at each snapshot.
+        """Keep the mapping or module, which every snapshot and restore reads anew.
 
         Args:
             name: Top-level key in the checkpoint.
-            tensors: DTensors by key, or a module: its parameters by their names.
-            lazy: Whether they stay unchanged until the snapshot is captured; an update that is not a torch optimizer's
-                must then be guarded by ``Checkpointer.gate()``.
+            tensors: DTensors by key; or a module, for its parameters by name.
+            lazy: True: the arrays stay unchanged until the snapshot is captured. Torch optimizers wait for that; call
+                ``Checkpointer.gate()`` before any other update. False: ``snapshot()`` copies the arrays.
         """
         super().__init__(name, cast(Any, tensors), lazy=lazy)
 
     def tensors(self) -> Mapping[str, Any]:
-        """The mapping, or the module's parameters now."""
+        """The mapping, or the module's present parameters."""
         source: Any = self._tensors
         if not hasattr(source, "state_dict"):
             return super().tensors()
-        # state_dict() first takes parameters back that FSDP has gathered for a forward pass
+        # state_dict() first reshards parameters that FSDP has gathered for a forward pass
         return {key: value for key, value in source.state_dict(keep_vars=True).items() if arrays.is_parameter(value)}
 
     def check(self, shard: Shard) -> None:
-        """On the host and on GPUs alike."""
+        """Accept host memory and GPU memory."""

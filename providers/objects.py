@@ -4,42 +4,48 @@ from __future__ import annotations
 
 import importlib
 import random
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from datastates._base.loaded import loaded
 from datastates.providers.nested.tree import TreeProvider
 from datastates.state import memory
 from datastates.state.provider import Saved
 
 
 class PickledObjectProvider(TreeProvider):
-    """Any value that pickles, asked for and copied inside ``snapshot()``.
+    """Any value that pickles. ``snapshot()`` asks for the value and copies it before it returns.
 
-    Numbers, strings, arrays and nested containers load back without trust; objects of other classes need ``trust``.
-    Arrays come back in host memory, those of CuPy as NumPy's.
+    Numbers, strings, arrays and nested containers load back without ``trust``. Objects of other classes need it.
+    Restored arrays are in host memory; CuPy arrays come back as NumPy arrays.
     """
 
     def __init__(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
-        """Keep the two callables: ``get`` gives the value at each snapshot, ``set`` takes it back on restore."""
+        """Keep the two callables.
+
+        Args:
+            name: Top-level key in the checkpoint.
+            get: Returns the value. It is called at each snapshot.
+            set: Takes the restored value. It is called on restore.
+        """
         super().__init__(name)
         self._get = get
         self._set = set
 
     def value(self) -> object:
-        """What ``get`` gives now."""
+        """The value that ``get`` returns now."""
         return self._get()
 
     def is_lazy(self, key: str, array: object) -> bool:
-        """Never: anybody may change such a value at any time."""
+        """False: such a value may change at any time."""
         del key, array
         return False
 
     def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
-        """Fresh arrays for all: the value is built anew and handed to ``set``."""
+        """A fresh array for each stored one: restore builds a new value and hands it to ``set``."""
         del stored
         known = saved.arrays()
         return [(key, memory.empty(known[key])) for key in self.listed(saved)]
@@ -50,23 +56,26 @@ class PickledObjectProvider(TreeProvider):
 
 
 class RngProvider(PickledObjectProvider):
-    """The states of Python's, NumPy's, torch's and CUDA's global generators; of torch's only where it is imported.
+    """The states of the global random generators of Python, NumPy, torch and CUDA.
 
-    CUDA generators are restored by device number; a checkpoint of more devices than this machine has leaves the rest
-    out and warns. Generators that are objects of their own (``numpy.random.default_rng()``) belong into a provider of
-    their own.
+    The states of torch are saved where torch is imported, those of CUDA where CUDA is initialized. CUDA generators are
+    restored by device number. If the checkpoint has more devices than this machine, the rest is left out with a
+    warning. Each rank saves its own states.
+
+    Generator objects, such as ``numpy.random.default_rng()`` returns, are not included: give them a provider of their
+    own.
     """
 
     per_rank = True
 
     def __init__(self, name: str = "rng") -> None:
-        """Name the provider."""
+        """Name the provider: ``name`` is the top-level key in the checkpoint."""
         super().__init__(name, _get, _set)
 
 
 def _get() -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
-    torch: Any = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None:
         state["torch"] = torch.get_rng_state()
         if torch.cuda.is_available() and torch.cuda.is_initialized():

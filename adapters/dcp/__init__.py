@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on this package's engine: a storage writer and reader, a stager, and ``async_save``."""
+"""torch.distributed.checkpoint with this package's engine: storage writer and reader, stager, and ``async_save``."""
 
 import torch.distributed.checkpoint.filesystem as _filesystem
 

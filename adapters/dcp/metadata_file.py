@@ -1,4 +1,4 @@
-"""``.metadata``: the file that makes a directory a checkpoint of torch.distributed.checkpoint, replaced at once."""
+"""``.metadata``, the file that makes a directory a checkpoint of torch.distributed.checkpoint: read, replace."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _publishing = threading.Lock()
 
 
 def path_of(directory: Path, rank: int | None) -> Path:
-    """Where it is; that of one rank where the ranks save without each other."""
+    """The path of ``.metadata``; with ``rank``, of that rank's own file, where ranks save without collectives."""
     return directory / (FILE if rank is None else f"__{rank}{FILE}")
 
 
 def read(path: Path) -> Metadata | None:
-    """What is there; None when there is nothing, or nothing that can be read. It is a pickle, as torch's own is."""
+    """Unpickle the metadata; None if the file is missing, unreadable or holds something else."""
     try:
         found = pickle.loads(path.read_bytes())
     except FileNotFoundError:
@@ -41,7 +41,7 @@ def read(path: Path) -> Metadata | None:
 
 
 def files(metadata: Metadata | None) -> set[str]:
-    """The files that a checkpoint consists of besides."""
+    """The names of the files that a checkpoint's metadata refers to."""
     storage = getattr(metadata, "storage_data", None) or {}
     return {info.relative_path for info in storage.values()}
 
@@ -49,21 +49,26 @@ def files(metadata: Metadata | None) -> set[str]:
 def publish(
     path: Path, metadata: Metadata, results: Iterable[Sequence[WriteResult]], storage_meta: StorageMeta | None
 ) -> tuple[Metadata, StorageError | None]:
-    """Let a directory be the checkpoint that was written to it: the old one or the new one, whatever happens.
+    """Commit a checkpoint: replace ``.metadata`` atomically, then delete the files of the checkpoint before.
 
-    The files of the old one are deleted after that.
+    Args:
+        path: The file to replace.
+        metadata: The metadata that the planner made.
+        results: Where each rank wrote each item.
+        storage_meta: What names the save.
 
     Returns:
-        What is stored; and what made it uncertain that it survives a power failure: then the files of both are kept.
+        The stored metadata, and None. The second is an error instead if the new ``.metadata`` may not survive a power
+        failure: then the files of both checkpoints are kept.
 
     Raises:
-        StorageError: It could not be written; the old one stands.
+        StorageError: ``.metadata`` could not be written; the checkpoint before stands.
     """
-    made = copy.copy(metadata)  # with what a planner of another framework has added to it
+    made = copy.copy(metadata)  # keeps attributes that another framework's planner added
     made.storage_data = {result.index: result.storage_data for each in results for result in each}
     made.storage_meta = storage_meta
     made.version = CURRENT_DCP_VERSION
-    new = path.with_name(f"{path.name}.tmp")  # as torch calls it
+    new = path.with_name(f"{path.name}.tmp")  # the name that torch uses
     with _publishing:
         old = files(read(path))
         new.unlink(missing_ok=True)
@@ -80,6 +85,6 @@ def publish(
             return made, error
     for name in old - files(made):
         if Path(name).name == name:
-            with contextlib.suppress(OSError):  # it is no part of a checkpoint any more
+            with contextlib.suppress(OSError):  # no checkpoint needs the file any more
                 (path.parent / name).unlink()
     return made, None

@@ -1,4 +1,4 @@
-"""DeepSpeed: lazy checkpoints in DeepSpeed's own files, and their restore on another number of ranks."""
+"""DeepSpeed: saves lazy checkpoints in DeepSpeed's own files, and loads them on another number of ranks."""
 
 from datastates.adapters.deepspeed.attach import attach
 from datastates.adapters.deepspeed.checkpoint_engine import CheckpointEngine

@@ -1,4 +1,4 @@
-"""Lazy checkpoints for versions of DeepSpeed that do not know the JSON file's entry."""
+"""Lazy checkpoints for versions of DeepSpeed that do not know the entry in the JSON file."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 
 
 def attach(engine: Any, **settings: Any) -> CheckpointEngine:
-    """Let a DeepSpeed engine save as it does with ``datastates_ckpt`` in its JSON file, which it reads from 0.18.1 on.
+    """Let a DeepSpeed engine save as with the entry ``datastates_ckpt`` of its JSON file.
 
-    To be called on all ranks alike, between ``deepspeed.initialize()`` and the first save or load.
+    DeepSpeed reads that entry from 0.18.1 on; earlier versions need this call. Call it on all ranks, between
+    ``deepspeed.initialize()`` and the first save or load.
 
     Args:
-        engine: What ``deepspeed.initialize()`` returned.
-        settings: The fields of :class:`~datastates.adapters.deepspeed.settings.DeepSpeedSettings`.
+        engine: The engine that ``deepspeed.initialize()`` returned.
+        settings: Fields of :class:`~datastates.adapters.deepspeed.settings.DeepSpeedSettings`.
 
     Returns:
-        The engine that saves from now on, also to be found as ``engine.checkpoint_engine.ckpt_engine``.
+        The checkpoint engine that saves from now on. It is also ``engine.checkpoint_engine.ckpt_engine``.
 
     Raises:
-        SettingsError: A setting is impossible; the message names it.
-        RuntimeError: This version of DeepSpeed has another interface than those known here.
-        ValueError: The JSON file asks for another checkpoint engine than torch's.
+        SettingsError: A setting is unknown or its value is invalid; the message names it.
+        RuntimeError: The interface of this version of DeepSpeed is not supported; the message says why.
+        ValueError: The JSON file asks for another checkpoint engine than torch's, or this one is attached already.
     """
     present = type(engine.checkpoint_engine).__name__
     if present != "TorchCheckpointEngine":

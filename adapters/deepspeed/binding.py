@@ -1,11 +1,11 @@
-"""Binds DeepSpeed to this package: what its own engine for ``datastates_ckpt`` leaves out.
+"""Binds DeepSpeed to this package. It adds what DeepSpeed's own engine for ``datastates_ckpt`` leaves out.
 
-That engine reports to be decoupled but hands no checkpoint to DeepSpeed's commit, so that ``latest`` is never written;
-and DeepSpeed itself truncates ``latest`` in place, before other ranks have written their files. So here
+That engine claims to be decoupled but hands no checkpoint to DeepSpeed's commit, so ``latest`` is never written. And
+DeepSpeed itself truncates ``latest`` in place, before other ranks have written their files. Therefore:
 
-- its ``create``, ``commit`` and ``cleanup`` are handed on to :class:`~.checkpoint_engine.CheckpointEngine`, and
-- ``DeepSpeedEngine.save_checkpoint`` is told that ``latest`` is not its to write, and says where a save begins and
-  ends; ``load_checkpoint`` and ``destroy`` wait for the saves that are under way.
+- The engine's ``create``, ``commit`` and ``cleanup`` call :class:`~.checkpoint_engine.CheckpointEngine`.
+- ``DeepSpeedEngine.save_checkpoint`` does not write ``latest``, and reports where a save begins and ends.
+- ``load_checkpoint`` and ``destroy`` wait for the saves that are under way.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _BOUND = "_datastates_bound"
 
 
 def bind(*, entry: bool) -> None:
-    """Bind the DeepSpeed that is installed. Idempotent.
+    """Bind the installed DeepSpeed. Idempotent.
 
-    ``entry``: bind also what it makes for the JSON file's entry, which not every version knows.
+    Args:
+        entry: Whether to bind also the class that DeepSpeed makes for the JSON file's entry; not every version has it.
 
     Raises:
-        RuntimeError: Its interface is another than the one known here; the message says what.
+        RuntimeError: The interface of this version is not supported; the message says what differs.
     """
     engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     if _BOUND not in vars(engine):
@@ -58,13 +59,13 @@ def _bind_entry() -> None:
     _check(own, save=["state_dict", "path"], load=["path", "map_location"])
     for name in ("create", "commit", "cleanup", "is_decoupled", "get_commit_info", "preserves_storage_sharing"):
         setattr(own, name, vars(Calls)[name])
-    # the collector may run it on any thread, one that a checkpoint waits for among them: destroy() is what waits
+    # its __del__ would wait, perhaps on a thread that a checkpoint needs, for that checkpoint: destroy() waits instead
     own.__del__ = lambda self: None
     setattr(own, _BOUND, True)
 
 
 def interface() -> Any:
-    """The class that the checkpoint engines of this DeepSpeed derive from."""
+    """The base class of checkpoint engines in the installed DeepSpeed."""
     return importlib.import_module(_INTERFACE).CheckpointEngine
 
 
@@ -102,42 +103,42 @@ def _unknown(what: str) -> RuntimeError:
 
 
 class Calls:
-    """What DeepSpeed calls, handed on to the :class:`~.checkpoint_engine.CheckpointEngine` beside it."""
+    """The methods that DeepSpeed calls. They call the :class:`~.checkpoint_engine.CheckpointEngine` beside them."""
 
     ckpt_engine: Any
 
     def create(self, info: Any) -> None:
-        """``info``: a ``CheckpointCommitInfo``; up to 0.17.0, the tag."""
+        """Begin a checkpoint. ``info``: a ``CheckpointCommitInfo``; up to 0.17.0, the tag."""
         self.ckpt_engine.create(getattr(info, "tag", info))
 
     def save(self, state_dict: Any, path: str) -> None:
-        """One file."""
+        """Save one file."""
         self.ckpt_engine.save(state_dict, path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """One file."""
+        """Load one file."""
         return self.ckpt_engine.load(path, map_location)
 
     def commit(self, info: Any) -> Any:
-        """``info``: as of :meth:`create`; or None, from an optimizer step."""
+        """End a checkpoint. ``info``: as of :meth:`create`; or None, from an optimizer step."""
         return None if info is None else self.ckpt_engine.commit(getattr(info, "tag", info))
 
     def cleanup(self) -> None:
-        """Called twice: by ``destroy()`` and as this goes."""
+        """Close the engine. DeepSpeed may call this more than once."""
         engine = getattr(self, "ckpt_engine", None)
-        if engine is not None:  # None where making it has failed
+        if engine is not None:  # None if its construction failed
             engine.close()
 
     def is_decoupled(self) -> bool:
-        """Whether ``save_checkpoint()`` is to return before the checkpoint is complete."""
+        """Whether ``save_checkpoint()`` returns before the checkpoint is complete."""
         engine = getattr(self, "ckpt_engine", None)
         return engine is not None and engine.settings.enabled
 
     def get_commit_info(self) -> None:
-        """Nothing for an optimizer step to commit: that goes on in the background."""
+        """None: an optimizer step has nothing to commit, as that happens in the background."""
 
     def preserves_storage_sharing(self) -> bool:
-        """DeepSpeed clones views of large storages for those that do."""
+        """Whether files store whole storages. For an engine that does, DeepSpeed clones views of large storages."""
         return not self.ckpt_engine.settings.enabled
 
 
@@ -145,7 +146,7 @@ class Calls:
 
 
 def engine_of(engine: Any) -> Any:
-    """The CheckpointEngine of a DeepSpeed engine, if it has one and that is enabled."""
+    """The CheckpointEngine of a DeepSpeed engine; None if it has none, or a disabled one."""
     found = getattr(getattr(engine, "checkpoint_engine", None), "ckpt_engine", None)
     return found if found is not None and found.settings.enabled else None
 
@@ -178,7 +179,7 @@ def _saving(original: Any) -> Any:
 
 
 def _refuse_ungated(engine: Any) -> None:
-    """Refuse, on all ranks alike, what steps its optimizer in other ways than by torch's ``step()``."""
+    """Refuse, on all ranks, engines that step their optimizer in another way than by torch's ``step()``."""
     offload = engine._config.zero_config.offload_optimizer
     for wrong, what in (
         (getattr(engine, "zenflow", False), "zero_optimization.zenflow"),
@@ -207,7 +208,7 @@ def _moving(original: Any) -> Any:
     @functools.wraps(original)
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (ours := engine_of(self)) is not None:
-            ours.wait_captured()  # what is moved is freed
+            ours.wait_captured()  # moving frees memory that may still be read
         return original(self, *args, **kwargs)
 
     return move

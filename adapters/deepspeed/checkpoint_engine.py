@@ -1,4 +1,4 @@
-"""The engine that DeepSpeed saves its files with, and loads them."""
+"""The checkpoint engine with which DeepSpeed saves and loads its files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("datastates")
 
 
 class _Writer:
-    """What is kept from one checkpoint to the next for a file of one name."""
+    """Provider and saver for files of one name, kept from one checkpoint to the next."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.provider = StateFileProvider(name)
@@ -44,34 +44,35 @@ class _Writer:
 class CheckpointEngine:
     """Saves DeepSpeed's files lazily, and loads them. DeepSpeed makes one for each of its engines.
 
-    ``save_checkpoint()`` returns once it has copied what may change at any time; parameters and optimizer states are
-    captured while training goes on, and the first optimizer step waits for that, by a hook that torch calls before
-    every step of every optimizer. In the background each rank writes its files under other names. Once all ranks have
-    them on stable storage, they get their names, and then ``latest`` is replaced.
+    ``save_checkpoint()`` returns once it has copied everything that may change at any time. Parameters and optimizer
+    states are captured while training goes on. The next optimizer step waits until they are captured, by a hook that
+    torch calls before every step of every optimizer. In the background each rank writes its files under temporary
+    names. Once all files of all ranks are on stable storage, they get their names, and then ``latest`` is replaced.
 
-    Not thread-safe: to be called on the training thread, as DeepSpeed does. Its :attr:`saves` may be asked on any.
+    Not thread-safe: call it on the training thread, as DeepSpeed does. The objects in :attr:`saves` may be used on any
+    thread.
     """
 
     def __init__(self, deepspeed_config: Any, rank: int, *, settings: DeepSpeedSettings | None = None) -> None:
-        """Make it for one DeepSpeed engine; all ranks make theirs in the same order.
+        """Make an engine for one DeepSpeed engine. All ranks must make theirs in the same order.
 
         Args:
-            deepspeed_config: A ``DeepSpeedConfig``; its ``datastates_config.config`` is the JSON file's entry, see
+            deepspeed_config: A ``DeepSpeedConfig``. Its ``datastates_config.config`` is the JSON file's entry; see
                 :class:`~datastates.adapters.deepspeed.settings.DeepSpeedSettings`.
-            rank: This process's rank among all.
-            settings: In the place of that entry, where :func:`~datastates.adapters.deepspeed.attach` makes it.
+            rank: The global rank of this process.
+            settings: Settings to use instead of the entry; :func:`~datastates.adapters.deepspeed.attach` gives them.
 
         Raises:
-            SettingsError: The entry is impossible; the message names the field.
-            RuntimeError: This version of DeepSpeed has another interface than those known here.
+            SettingsError: The entry is invalid; the message names the field.
+            RuntimeError: The interface of this version of DeepSpeed is not supported.
         """
         binding.bind(entry=settings is None)
         self.settings = settings or DeepSpeedSettings.of_entry(deepspeed_config.datastates_config.config)
         self.rank = rank
         self.saves: list[Save] = []
-        """The last checkpoints that were begun, oldest first: as many as may be in flight."""
+        """The last checkpoints that were begun, oldest first; at most ``max_in_flight`` of them."""
         self.failures = 0
-        """How many checkpoints have failed so far."""
+        """The number of checkpoints whose failure was noticed so far."""
         self._numbers = itertools.count()
         self._opened: Save | None = None
         self._spoiled: Exception | None = None
@@ -82,7 +83,7 @@ class CheckpointEngine:
         self._world: World = SoloWorld()
         self._closed = False
         self._process = os.getpid()
-        # one thread: checkpoints end in the order in which they were begun; its exit hook waits for them
+        # one thread: checkpoints end in the order in which they began; its exit hook waits for them
         self._ending = ThreadPoolExecutor(1, thread_name_prefix="datastates-deepspeed")
         if self.settings.enabled:
             self._world = world_of(None, None, Path("deepspeed"), self.settings.rank_timeout)
@@ -97,22 +98,31 @@ class CheckpointEngine:
     # --- saving
 
     def begin(self, engine: Any, latest: Path | None) -> None:
-        """Note that a DeepSpeed engine begins ``save_checkpoint()``; ``latest`` is the file that is to name it."""
+        """Note that a DeepSpeed engine begins ``save_checkpoint()``.
+
+        Args:
+            engine: The DeepSpeed engine.
+            latest: The file that will name the checkpoint; None if no file will.
+        """
         self._context = engine, latest
 
     def create(self, tag: str) -> None:
-        """Begin a checkpoint.
+        """Begin a checkpoint. Waits while ``max_in_flight`` are under way.
+
+        Args:
+            tag: DeepSpeed's tag.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed; nothing is begun. All ranks
-                raise the same at the same call.
+                raise at the same call.
+            SnapshotAbandonedError: This process was forked from the one that saves.
         """
         if not self.settings.enabled:
             return
         self._refuse_children()
-        name = f"save/{next(self._numbers)}"  # before anything can fail here: all ranks are to count alike
+        name = f"save/{next(self._numbers)}"  # before anything can fail: all ranks must count alike
         if self._opened is not None:
-            self.seal(CommitError(f"the checkpoint {self._opened.tag} was not given to its end"))
+            self.seal(CommitError(f"the checkpoint {self._opened.tag} was begun and not finished"))
         self._wait_for_room()
         latest = self._context[1] if self._context else None
         self._opened = Save(name, tag, latest, self._world, self.settings.rank_timeout)
@@ -123,7 +133,7 @@ class CheckpointEngine:
 
     def _refuse_children(self) -> None:
         if os.getpid() != self._process:
-            raise SnapshotAbandonedError(f"this process was forked off rank {self.rank}, which saves its checkpoints")
+            raise SnapshotAbandonedError(f"this process was forked from rank {self.rank}, so it cannot save")
 
     def _wait_for_room(self) -> None:
         while len(self.saves) >= self.settings.max_in_flight:
@@ -139,14 +149,19 @@ class CheckpointEngine:
                 raise failure
 
     def save(self, state_dict: dict[Any, Any], path: str) -> None:
-        """Begin to write one file of the checkpoint; copies now what is not lazy.
+        """Begin to write one file of the checkpoint; copies everything that is not lazy before it returns.
 
-        Within ``save_checkpoint()`` an error is raised at the end of that: before, other ranks would wait for this one.
+        Within ``save_checkpoint()``, an error is raised at the end of that call: if it were raised earlier, other ranks
+        would wait for this one.
+
+        Args:
+            state_dict: What the file is to hold.
+            path: The file.
 
         Raises:
             TypeError: ``state_dict`` is no dict.
-            ValueError: The path is the address of a store.
-            ProviderError: Something in it does not pickle; the message names it.
+            ValueError: ``path`` is the address of a store instead of a file path.
+            ProviderError: Something in ``state_dict`` does not pickle; the message names it.
         """
         if not self.settings.enabled:
             torch.save(state_dict, path)
@@ -164,7 +179,7 @@ class CheckpointEngine:
             raise TypeError(f"{path}: a state dict is wanted, not a {type(state_dict).__name__}")
         called = time.monotonic()
         assert self._engine is not None
-        # by itself where nobody has begun a checkpoint: then other ranks need not save anything
+        # a file outside of a checkpoint is saved alone: other ranks need not save anything
         save = self._opened or Save("alone", "", None, SoloWorld(), self.settings.rank_timeout)
         final = Path(path).absolute()
         writer = self._writers.get(final.name)
@@ -188,10 +203,10 @@ class CheckpointEngine:
                 raise save.exception
 
     def commit(self, tag: str) -> bool:
-        """End a checkpoint that is not one of ``save_checkpoint()``: ``save_16bit_model``; waits until it is complete.
+        """End a checkpoint outside of ``save_checkpoint()``, as of ``save_16bit_model``; wait until it is complete.
 
         Raises:
-            DatastatesError: It has failed.
+            DatastatesError: With ``on_error="raise"``, it has failed.
         """
         del tag
         if self._context is None and self._opened is not None:
@@ -202,7 +217,7 @@ class CheckpointEngine:
         return True
 
     def give_up(self, error: BaseException) -> None:
-        """End a checkpoint that :meth:`commit` was to end, where this rank has raised before: all are told now."""
+        """End a checkpoint as failed, and tell all ranks, where this rank has raised before :meth:`commit`."""
         save = self._opened
         self.seal(error)
         if save is not None:
@@ -210,29 +225,39 @@ class CheckpointEngine:
             self.failures += save.undelivered() is not None
 
     def seal(self, given_up: BaseException | None = None) -> None:
-        """Note that all files of the checkpoint have been given, or why not; the rest goes on in the background.
+        """Note that all files of the checkpoint have been passed to :meth:`save`; the rest goes on in the background.
 
-        Raises the error of a :meth:`save` that was put off, unless there is another one.
+        Raises the first error that :meth:`save` has deferred, unless ``given_up`` is given.
+
+        Args:
+            given_up: Why this rank did not pass all files. Then the checkpoint fails on all ranks.
         """
         self._context = None
         spoiled, self._spoiled = self._spoiled, None
         opened, self._opened = self._opened, None
         if opened is not None:
             why = given_up or spoiled
-            if why is not None and not isinstance(why, Exception):  # an interrupt is not to be raised once more later
+            if why is not None and not isinstance(why, Exception):  # an interrupt must not be raised again later
                 why = CommitError(f"the checkpoint {opened.tag} was interrupted: {type(why).__name__}")
             try:
                 self._ending.submit(opened.finish, why)
-            except RuntimeError:  # the interpreter is ending, and begins no work any more
+            except RuntimeError:  # the interpreter is ending and starts no more work
                 opened.finish(why)
         if spoiled is not None and given_up is None:
             raise spoiled
 
     def wait(self, persist: bool = True) -> bool:
-        """Wait until the training state may change, or, to ``persist``, until every checkpoint is complete.
+        """Wait for the checkpoints under way.
+
+        Args:
+            persist: True: wait until every checkpoint is complete. False: until the training state may change.
+
+        Returns:
+            True.
 
         Raises:
-            DatastatesError: With ``on_error="raise"``, one has failed and nobody has been told.
+            DatastatesError: With ``on_error="raise"`` and ``persist``, a checkpoint has failed and this was not raised
+                yet.
         """
         self._refuse_children()
         if persist:
@@ -246,7 +271,7 @@ class CheckpointEngine:
         return True
 
     def wait_captured(self) -> None:
-        """Wait until nothing reads the training state's memory any more; a failure is told elsewhere."""
+        """Wait until nothing reads the memory of the training state any more. Raises no failures."""
         for save in list(self.saves):
             for snapshot in save.snapshots.values():
                 with contextlib.suppress(Exception):
@@ -255,16 +280,19 @@ class CheckpointEngine:
     # --- loading
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read a file that this or any other engine saved, as ``torch.load`` does, with every class trusted.
+        """Read a file that this or another engine saved, as ``torch.load`` does. Every class is trusted.
 
         Args:
             path: The file.
-            map_location: As of ``torch.load``. What this engine saved is on the CPU by default.
+            map_location: As of ``torch.load``. By default, tensors of a file that this engine saved are on the CPU.
+
+        Returns:
+            The object in the file.
 
         Raises:
-            CorruptError: It is one of this engine's, and does not match its checksums; the message names the tensor.
-            FormatError: It is no file of torch's; the message names it.
-            StorageError: It cannot be read.
+            CorruptError: A file that this engine saved does not match its checksums; the message names the tensor.
+            FormatError: The file is damaged, or torch cannot read it; the message names it.
+            StorageError: The file cannot be read.
         """
         file = paths.local(path)
         self.wait_for(file)
@@ -277,7 +305,7 @@ class CheckpointEngine:
             raise FormatError(f"{path}: {type(error).__name__}: {error}") from error
 
     def wait_for(self, file: Path) -> None:
-        """Wait until a file that is being written has its name."""
+        """Wait until the checkpoint that writes a file has ended; return at once if none does."""
         for save in list(self.saves):
             if save is not self._opened and file.absolute() in save.snapshots:
                 save.wait()
@@ -285,10 +313,10 @@ class CheckpointEngine:
     # --- ending
 
     def close(self) -> None:
-        """Wait until every checkpoint is complete, and give threads and memory back. Idempotent.
+        """Wait until every checkpoint is complete, then free threads and memory. Idempotent.
 
         Raises:
-            DatastatesError: With ``on_error="raise"``, a checkpoint failed and nobody has been told.
+            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
         """
         if self._closed or os.getpid() != self._process:
             return
@@ -296,7 +324,7 @@ class CheckpointEngine:
         atexit.unregister(self._close_at_exit)
         try:
             if self._opened is not None:
-                self.seal(CommitError(f"the checkpoint {self._opened.tag} was not given to its end"))
+                self.seal(CommitError(f"the checkpoint {self._opened.tag} was begun and not finished"))
             self.wait()
         finally:
             self._ending.shutdown(wait=True)
@@ -305,7 +333,7 @@ class CheckpointEngine:
             self._world.close()
 
     def _close_at_exit(self) -> None:
-        """Let the other ranks hear how the last checkpoint ended: this process may host the Store that they ask."""
+        """Close before this process ends: it may host the Store in which other ranks look up how a checkpoint ended."""
         try:
             self.close()
         except Exception:

@@ -1,4 +1,4 @@
-"""One file of a DeepSpeed checkpoint: its state dict as a provider, and what of it may be captured lazily."""
+"""One file of a DeepSpeed checkpoint: its state dict as a provider, and which of its tensors are lazy."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from datastates.providers.nested.tree import TreeProvider
 from datastates.state.provider import Saved
 
-# what DeepSpeed keeps its parameters and its optimizer's state under; all else in such a file is small or the client's
+# keys of DeepSpeed's parameters and optimizer states; everything else in such a file is small or the client's
 _STATE = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
 
 
 def buffer_storages(module: Any) -> frozenset[int]:
-    """Addresses of the storages of a module's buffers: the forward pass may change them."""
+    """Addresses of the storages of a module's buffers, which the forward pass may change."""
     found = (buffer.untyped_storage().data_ptr() for buffer in module.buffers())
     return frozenset(address for address in found if address)
 
 
 class StateFileProvider(TreeProvider):
-    """The state dict of one file, for saving: DeepSpeed itself puts it back.
+    """The state dict of one file, for saving only: DeepSpeed itself restores it.
 
-    Lazy is what only an optimizer step changes: parameters and the states of optimizers. Everything else is copied at
-    once: buffers, what is in the optimizer's parameter groups, and what the client added. Files with a tensor for each
-    key (a pipeline's layers, experts) hold parameters and buffers only.
+    Parameters and optimizer states are lazy, as only an optimizer step changes them. Everything else is copied at once:
+    buffers, tensors in the optimizer's parameter groups, and what the client added. Files without DeepSpeed's usual
+    keys (a pipeline's layers, experts) hold only parameters and buffers.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,7 +35,7 @@ class StateFileProvider(TreeProvider):
         self._has_sections = False
 
     def hold(self, state: dict[Any, Any], buffers: frozenset[int]) -> None:
-        """Take the state dict of the next checkpoint, and which storages the forward pass may change."""
+        """Take the next checkpoint's state dict, and the addresses of storages that the forward pass may change."""
         self._state, self._buffers = state, buffers
         self._has_sections = any(section in state for section in _STATE)
 
@@ -57,11 +57,11 @@ class StateFileProvider(TreeProvider):
         return array.untyped_storage().data_ptr() not in self._buffers
 
     def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
-        """See the class."""
+        """Raise NotImplementedError: DeepSpeed restores its files."""
         self._refuse()
 
     def accept(self, value: Any) -> None:
-        """See the class."""
+        """Raise NotImplementedError: DeepSpeed restores its files."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""One checkpoint of DeepSpeed on its way: files that appear together, then ``latest``."""
+"""One checkpoint of DeepSpeed under way: its files get their names together, then ``latest`` is written."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _PENDING = re.compile(r"\.")
 
 
 def begin_file(final: Path) -> manifest.Pending:
-    """Make and lock a folder beside a file, to write it in: ``file`` of it is what to write; raises StorageError."""
+    """Make and lock a folder beside a file, with the path in it to write to (``files[0]``); raises StorageError."""
     pending = manifest.begin(final.with_name(f".{final.name}"))
     pending.file(f".{final.name}")  # DeepSpeed's patterns do not match it
     return pending
 
 
 def sweep(root: Path) -> None:
-    """Remove what killed runs were writing in a folder and in those in it; not what any run is writing."""
+    """Remove what killed runs left in a folder and its subfolders; leave what a live run is writing."""
     try:
         folders = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))]
     except OSError as error:
@@ -42,8 +42,8 @@ def sweep(root: Path) -> None:
     for folder in folders:
         try:
             directories.sweep(folder, _PENDING)
-        except OSError as error:  # no reason for this rank to fail where the others go on
-            if error.errno not in (errno.EACCES, errno.EPERM):  # somebody else's
+        except OSError as error:  # this rank must not fail for that, as the others go on
+            if error.errno not in (errno.EACCES, errno.EPERM):  # another user's folder
                 _log.warning("what an interrupted run left could not be removed: %s", error)
 
 
@@ -55,25 +55,26 @@ class _File:
 
     @property
     def partial(self) -> Path:
-        """Where it is written."""
+        """The path at which it is written."""
         return self.pending.files[0]
 
 
 class Save:
-    """One ``save_checkpoint()``: its files are captured, written, and named together once all ranks have written.
+    """One ``save_checkpoint()``: files are captured and written, and get their names once all ranks have written.
 
-    Thread-safe for its users; what is for the checkpoint engine is called by one thread at a time.
+    The properties and :meth:`wait` are thread-safe. The checkpoint engine calls the other methods, from one thread at a
+    time.
     """
 
     def __init__(self, name: str, tag: str, latest: Path | None, world: World, timeout: float) -> None:
-        """Begin with no file.
+        """Begin without files.
 
         Args:
-            name: What all ranks call this save, and no other.
+            name: A name that all ranks give to this save and to no other.
             tag: DeepSpeed's tag.
-            latest: The file that is to name the tag in the end; None: none.
+            latest: The file that will name the tag in the end; None if no file will.
             world: The ranks.
-            timeout: Seconds to wait for them.
+            timeout: Seconds to wait for the other ranks.
         """
         self.tag = tag
         """DeepSpeed's tag."""
@@ -92,50 +93,53 @@ class Save:
 
     @property
     def snapshots(self) -> dict[Path, Snapshot]:
-        """This rank's files, each with its snapshot: *committed* there means that the file is on stable storage."""
+        """The snapshots of this rank's files. *Committed* means that the file is on stable storage."""
         return {file.final: file.snapshot for file in self._files}
 
     @property
     def reports(self) -> dict[Path, Report]:
-        """What each of this rank's files cost so far."""
+        """The reports of this rank's files so far."""
         return {path: snapshot.report for path, snapshot in self.snapshots.items()}
 
     @property
     def stall_seconds(self) -> float:
-        """What training waited for on this rank so far: for copies inside ``save_checkpoint()``, and at the gate."""
+        """Seconds that training on this rank waited so far: for copies in ``save_checkpoint()``, and at the gate."""
         return sum(report.stall_seconds for report in self.reports.values())
 
     @property
     def ended(self) -> bool:
-        """Whether the checkpoint is complete, ``latest`` written, or has failed."""
+        """Whether the checkpoint is complete, with ``latest`` written, or has failed."""
         return self._ended.is_set()
 
     @property
     def exception(self) -> BaseException | None:
-        """Why it has failed; None as long as it has not."""
+        """Why the checkpoint has failed; None if it has not."""
         return self._failure
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended; False when ``timeout`` seconds pass first."""
+        """Wait until the checkpoint has ended; False if ``timeout`` seconds pass first."""
         return self._ended.wait(timeout)
 
     # --- for the checkpoint engine
 
     def add(self, snapshot: Snapshot, pending: manifest.Pending, final: Path) -> None:
-        """Take one file along, which is written in what :func:`begin_file` made for it."""
+        """Add a file, which is written in the folder that :func:`begin_file` made for it."""
         self._files.append(_File(snapshot, pending, final))
 
     def undelivered(self) -> BaseException | None:
-        """Its failure, once."""
+        """The checkpoint's failure at the first call that finds one; else None."""
         if self._delivered:
             return None
         self._delivered = self._failure is not None
         return self._failure
 
     def finish(self, given_up: BaseException | None = None) -> None:
-        """Wait until this rank's files are written, and name them with the other ranks; a failure lands on this.
+        """Wait until this rank's files are written, and name them together with the other ranks.
 
-        ``given_up``: what kept this rank from giving all of its files.
+        Never raises: a failure becomes :attr:`exception`.
+
+        Args:
+            given_up: Why this rank did not add all of its files.
         """
         try:
             self._finish(given_up)
@@ -160,7 +164,7 @@ class Save:
         errors.append(self._attempt(lambda: replaced.extend(f for f in self._files if f.final.exists())))
         folders = {file.final.parent for file in self._files}
         if self._agree("written", next(filter(None, errors), None), bool(replaced)):
-            # else a crash between two renames would leave files of two checkpoints beside each other
+            # otherwise a crash between two renames would leave a mixture of two checkpoints
             self._agree("cleared", self._attempt(lambda: self._remove_old(folders)))
             self._old_are_gone = True
         self._agree("named", self._attempt(lambda: self._rename(folders)), publish=True)
@@ -183,16 +187,16 @@ class Save:
         for file in self._files:
             with files.syscall("rename", file.final):
                 os.rename(file.partial, file.final)
-        for folder in {*folders, *(folder.parent for folder in folders)}:  # those of new tags, too
+        for folder in {*folders, *(folder.parent for folder in folders)}:  # and the parents of new folders
             files.sync_directory(folder)
         for file in self._files:
             manifest.abandon(file.pending)
 
     def _agree(self, stage: str, error: BaseException | None, flag: bool = False, *, publish: bool = False) -> bool:
-        """Hear all ranks; whether any of them raised its flag.
+        """Agree with all ranks that none has failed; returns whether any of them raised its flag.
 
-        ``publish``: write ``latest`` before anybody hears that all is well. Raises this rank's own error, or
-        CommitError where another rank has failed.
+        ``publish``: write ``latest`` before any rank hears of success. Raises this rank's own error, or CommitError if
+        another rank has failed.
         """
 
         def decide(votes: dict[int, bytes]) -> bytes:
@@ -208,7 +212,7 @@ class Save:
 
 
 def _publish(latest: Path, tag: str) -> None:
-    """Let ``latest`` name a tag: the old one or the new one, whatever happens."""
+    """Let ``latest`` name a tag, atomically: whatever happens, it names the old one or the new one."""
     pending = begin_file(latest)
     try:
         (new,) = pending.files

@@ -1,4 +1,4 @@
-"""What stands in DeepSpeed's JSON file below ``"datastates_ckpt"``."""
+"""The settings below ``"datastates_ckpt"`` in DeepSpeed's JSON file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ENTRY = "datastates_ckpt"
 
 
 class DeepSpeedSettings(IoSettings):
-    """How DeepSpeed's checkpoints are made: the fields of :class:`~datastates.config.IoSettings`, and these.
+    """Settings of DeepSpeed's checkpoints: the fields of :class:`~datastates.config.IoSettings`, and these.
 
-    ``true``, ``null`` and ``{}`` in the JSON file mean the defaults.
+    In the JSON file, ``true``, ``null`` and ``{}`` mean the defaults.
     """
 
     enabled: bool = Field(True, description="false: save as DeepSpeed's own torch engine does, without this package.")
@@ -53,7 +53,7 @@ class DeepSpeedSettings(IoSettings):
 
     @classmethod
     def of_entry(cls, entry: object) -> DeepSpeedSettings:
-        """Validate what the JSON file says; raises SettingsError that names each bad field."""
+        """Validate the entry of the JSON file; raises SettingsError, which names each invalid field."""
         if entry is None or entry is True:
             entry = {}
         if not isinstance(entry, dict):

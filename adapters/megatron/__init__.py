@@ -1,8 +1,8 @@
-"""Megatron-Core: lazy checkpoints in Megatron's own files, by strategies for ``megatron.core.dist_checkpointing``."""
+"""Megatron-Core: lazy checkpoints in Megatron's own format, with strategies for ``dist_checkpointing``."""
 
 from megatron.core import __version__ as _version
 
-if tuple(map(int, _version.split(".")[:2])) < (0, 16):  # those before store flattened parts by rules of their own
+if tuple(map(int, _version.split(".")[:2])) < (0, 16):  # earlier versions store flattened parts in another way
     raise ImportError(f"datastates.adapters.megatron needs Megatron-Core 0.16 or later, and this is {_version}")
 
 from datastates.adapters.megatron.load_strategy import DataStatesLoadStrategy

@@ -1,4 +1,4 @@
-"""What Megatron's asynchronous queue is given: a function that only waits, and finalization that tells what failed."""
+"""The request for Megatron's asynchronous queue: a function that only waits, and finalization that raises failures."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger("datastates")
 
 
 def wait_for(token: str) -> None:
-    """Wait until the save of a :func:`token` has ended, or its process has: then its lock is free. Never raises.
+    """Wait until the save of a :func:`token`, or its process, has ended: then its lock is free. Never raises.
 
-    Megatron calls this in a process that it forked or spawned. An error there would stop a persistent worker, for which
-    all ranks then wait without an end, and of a forked one nobody would hear.
+    Megatron calls this in a process that it forked or spawned. An error would stop a persistent worker, for which all
+    ranks would then wait forever. Megatron does not notice an error in a forked process.
     """
     with contextlib.suppress(OSError):
         fd = os.open(token, os.O_RDONLY | os.O_CLOEXEC)
@@ -33,9 +33,9 @@ def wait_for(token: str) -> None:
 
 
 def token(snapshot: Snapshot) -> str:
-    """The name of a lock that this process holds until a snapshot has ended; a forked child does not.
+    """The file name of a lock that this process, but no forked child, holds until a snapshot has ended.
 
-    Where there can be none, the name of nothing: who waits for it then waits in finalization.
+    If no lock file can be made, the name is empty: then only Megatron's finalization waits.
     """
     try:
         fd, name = tempfile.mkstemp(prefix="datastates-save-")
@@ -50,7 +50,7 @@ def token(snapshot: Snapshot) -> str:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that is being forked may have it, too
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that is just being forked may hold it, too
         locks.release(fd)
 
     threading.Thread(target=free, name="datastates-token").start()
@@ -58,10 +58,11 @@ def token(snapshot: Snapshot) -> str:
 
 
 def request(snapshot: Snapshot, async_strategy: str) -> Any:
-    """The ``AsyncRequest`` of the installed version for a snapshot.
+    """Make the installed Megatron's ``AsyncRequest`` for a snapshot.
 
-    Its finalization waits until the snapshot is committed, and raises what has made it fail. What Megatron adds to it
-    afterwards, first of all ``metadata.json``, then does not run: on no rank, as the snapshots of all ranks end alike.
+    Its finalization waits until the snapshot is committed, and raises its failure. Then the finalization functions that
+    Megatron adds afterwards, such as the one that writes ``metadata.json``, do not run. They run on no rank, as the
+    snapshots of all ranks end alike.
     """
     kind = _request_class(async_strategy)
     return kind(wait_for, (token(snapshot),), [snapshot.wait_committed], async_fn_kwargs={}, preload_fn=None)
@@ -69,6 +70,6 @@ def request(snapshot: Snapshot, async_strategy: str) -> Any:
 
 def _request_class(async_strategy: str) -> Any:
     strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
-    if not hasattr(strategies, "get_async_strategy"):  # before 0.17 there is one only
+    if not hasattr(strategies, "get_async_strategy"):  # before 0.17 there is only one class
         return strategies.AsyncRequest
     return strategies.get_async_strategy(async_strategy, "AsyncRequest")[1]

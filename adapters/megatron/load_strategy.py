@@ -1,4 +1,4 @@
-"""The load strategy: ranges of files into the live tensors, verified, planned as Megatron-Core plans them."""
+"""The load strategy: plans as Megatron-Core does, reads ranges of files into the live tensors, and verifies them."""
 
 from __future__ import annotations
 
@@ -28,55 +28,57 @@ from datastates.saving import gate
 
 
 class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
-    """Loads for ``dist_checkpointing.load`` what :class:`DataStatesSaveStrategy` or stock Megatron-Core has saved.
+    """Loads checkpoints of :class:`DataStatesSaveStrategy` or of stock Megatron-Core, for ``dist_checkpointing.load``.
 
-    Only what is needed is read, all of it at once, coalesced, straight into the tensors, and compared with its
-    checksums; :class:`~datastates.adapters.dcp.DataStatesStorageReader` says which of stock files are.
+    It reads only the ranges that are needed, coalesced, straight into the tensors, and verifies them by checksums.
+    :class:`~datastates.adapters.dcp.DataStatesStorageReader` says which parts of stock files it verifies.
 
-    Used on the training thread, by one load at a time.
+    Use it on the training thread, for one load at a time.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Load as these say.
+        """Take the settings.
 
         Args:
             **options: Fields of :class:`~datastates.adapters.dcp.save.writer.WriterSettings`.
 
         Raises:
-            SettingsError: An option is unknown or impossible.
+            SettingsError: An option is unknown or its value is invalid.
         """
         super().__init__()
         self.settings = WriterSettings.of(options)
         self.tally: Tally | None = None
-        """What the last load read, without what torch had to read by itself."""
+        """How much the last load read, without the items that torch's own code read; None before the first load."""
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], async_strategy: str = "mcore"
     ) -> dict[str, Any]:
-        """Load into the tensors of a sharded state dict, in whatever fragments they were saved; all ranks together.
+        """Load into the tensors of a sharded state dict, however they were sharded at the save.
+
+        All ranks call it together.
 
         Args:
-            sharded_state_dict: Megatron's sharded tensors and objects, nested. Data of a tensor that is None is made.
+            sharded_state_dict: Megatron's sharded tensors and objects, nested. A tensor whose data is None is made.
             checkpoint_dir: The checkpoint's directory.
             async_strategy: For Megatron's own strategy only.
 
         Returns:
-            The same structure, with tensors and objects in the place of what described them.
+            The same structure, with tensors and objects in the place of the sharded ones.
 
         Raises:
-            CorruptError: Bytes do not match their checksum; the message names the tensor. Some are overwritten.
+            CorruptError: Bytes do not match their checksum; the message names the tensor. Some tensors are overwritten.
             FormatError: A file is damaged.
             StorageError: Reading failed.
             CheckpointingException: A tensor has another global shape in the checkpoint.
             KeyError: The checkpoint lacks a tensor.
-            CommitError: Another rank could not load its part; on a rank that could not, its own error is raised.
-            ValueError: ``checkpoint_dir`` is in no file system.
+            CommitError: Another rank could not load its part. A rank that could not raises its own error.
+            ValueError: ``checkpoint_dir`` is the address of a store instead of a file path.
         """
         directory, error, loaded = local(checkpoint_dir), None, {}
-        gate.pass_all()  # from here on tensors may be overwritten
+        gate.pass_all()  # tensors may be overwritten from here on: pending snapshots capture them first
         try:
             loaded = self._load(sharded_state_dict, directory)
-        except Exception as failure:  # the others are not to go on without this rank
+        except Exception as failure:  # the other ranks must not go on without this one
             error = failure
         timeout = self.settings.rank_timeout
         world = world_of(None, None, directory, timeout)
@@ -97,7 +99,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
             flatten_sharded_tensors=False,
         )
         reader = DataStatesStorageReader(directory, **self.settings.model_dump(exclude={"rank_timeout"}))
-        # each rank by itself: nothing in a plan to load depends on the others
+        # each rank plans alone: a load plan does not depend on other ranks
         metadata = reader.read_metadata()
         planner.set_up_planner(state, metadata, True)
         reader.set_up_storage_reader(metadata, True)

@@ -1,4 +1,4 @@
-"""Where Megatron's checkpoints are."""
+"""The directories of Megatron's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from datastates._base import paths
 
 
 def local(checkpoint_dir: str | os.PathLike[str]) -> Path:
-    """A checkpoint's directory in a file system; ValueError for the address of a store."""
+    """A checkpoint's directory as a path; raises ValueError for the address of a store."""
     paths.refuse_address(checkpoint_dir)
     return Path(checkpoint_dir)

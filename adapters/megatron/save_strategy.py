@@ -1,4 +1,4 @@
-"""The save strategy: what Megatron-Core describes becomes one container a rank, captured while training goes on."""
+"""The save strategy: each rank saves its part of Megatron's sharded state into one file while training goes on."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from datastates.saving.snapshot import Snapshot
 
 
 class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
-    """Saves for ``dist_checkpointing.save``, synchronously and asynchronously, what stock Megatron-Core loads.
+    """Saves checkpoints that stock Megatron-Core loads, for ``dist_checkpointing.save``, synchronous or asynchronous.
 
-    Each rank that has something to write writes one file, with checksums and an index of its own; ``.metadata`` is put
-    in its place when all have. A subclass of Megatron's strategy, as from 0.17 on ``save`` replaces any other by that.
+    Each rank that has something to write writes one file, with checksums and an index of its own. Once all ranks have
+    written, ``.metadata`` is put in its place. The class derives from Megatron's strategy because from 0.17 on ``save``
+    replaces a strategy of any other class by that one.
 
-    Keep one for all checkpoints: it keeps its plans and its pinned memory. Used by one save at a time, on the training
-    thread of every rank; two saves may be under way, and a further one waits.
+    Keep one strategy for all checkpoints, as it keeps plans and pinned memory. Call it on the training thread of every
+    rank. Two saves may be under way; a further one waits for the older.
     """
 
     def __init__(
@@ -46,50 +47,60 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         lazy: Lazy = is_large,
         **options: Any,
     ) -> None:
-        """Save as these say.
+        """Take the settings.
 
         Args:
-            backend: What ``metadata.json`` calls the format, as in Megatron's strategy.
-            version: Likewise.
-            keep_only_main_replica: False: replicas are told by their place, not by ``replica_id``; as in Megatron's.
-            lazy: Given a sharded tensor's key and its local data, whether only an optimizer's step changes it. By
-                default those of 64 KiB and more.
+            backend: Name of the format in ``metadata.json``, as in Megatron's strategy.
+            version: Version of the format in ``metadata.json``, as in Megatron's strategy.
+            keep_only_main_replica: True: only replicas with ``replica_id`` 0 are saved. False: replicas are recognized
+                by their place in the tensor, and one of them is saved. As in Megatron's strategy.
+            lazy: Given a sharded tensor's key and its local data, whether only an optimizer step changes it. By
+                default, tensors of 64 KiB and more.
             **options: Fields of :class:`~datastates.adapters.dcp.save.writer.WriterSettings`.
 
         Raises:
-            SettingsError: An option is unknown or impossible.
+            SettingsError: An option is unknown or its value is invalid.
         """
         super().__init__(backend, version, keep_only_main_replica)
         self.last: Snapshot | None = None
-        """The last save of this rank: how far it is, and what it cost."""
+        """This rank's last save: its progress and its report; None before the first."""
         self._lazy = lazy
         self._writer = DataStatesStorageWriter(overwrite=True, **options)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Save, and return when all ranks have; raises as the asynchronous save does in its finalization."""
+        """Save, and return once the checkpoint is committed.
+
+        Args:
+            sharded_state_dict: As of :meth:`async_save`.
+            checkpoint_dir: As of :meth:`async_save`.
+
+        Raises:
+            ValueError: ``checkpoint_dir`` is the address of a store instead of a file path.
+            DatastatesError: The save failed on some rank; see :meth:`async_save`.
+        """
         self._begin(sharded_state_dict, checkpoint_dir).wait_committed()
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], async_strategy: str = "mcore"
     ) -> Any:
-        """Begin to save; returns before the tensors are captured, for which every torch optimizer's step waits.
+        """Begin to save; returns before the tensors are captured. Every torch optimizer's step waits until they are.
 
         Args:
             sharded_state_dict: Megatron's sharded tensors and objects, nested; objects are pickled now.
-            checkpoint_dir: The checkpoint's directory; it is there.
-            async_strategy: Whose queue is to take the request, from 0.17 on: ``mcore`` or ``nvrx``.
+            checkpoint_dir: The checkpoint's directory, which must exist.
+            async_strategy: The queue that takes the request, from 0.17 on: ``mcore`` or ``nvrx``.
 
         Returns:
-            The ``AsyncRequest`` to schedule. What fails on one rank, if only in describing its part, is raised by its
-            finalization on all of them: the error itself on that rank, a CommitError that names it on the others.
+            The ``AsyncRequest`` to schedule. If a rank fails, even in describing its part, the finalization raises on
+            all ranks: that rank's own error there, a CommitError with its text on the others.
 
         Raises:
-            ValueError: ``checkpoint_dir`` is in no file system.
+            ValueError: ``checkpoint_dir`` is the address of a store instead of a file path.
         """
         return request(self._begin(sharded_state_dict, checkpoint_dir), async_strategy)
 
     def close(self) -> None:
-        """Wait for saves in flight, and give threads and memory back; the next save takes them again. Idempotent."""
+        """Wait for saves in flight, then free threads and memory. Idempotent; the next save allocates them again."""
         self._writer.close()
 
     def _begin(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Snapshot:
@@ -111,7 +122,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
             by_key, *_ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
             kept = {key: [self._kept(part, live) for part in parts] for key, parts in by_key.items()}
             staged = stage(mcore_to_pyt_state_dict(kept, False), kept=live)
-        except Exception as error:  # the other ranks are to hear of it where they plan
+        except Exception as error:  # the other ranks hear of it while they plan
             staged, planner = stage({}, kept=()), _Failed(error)
         except BaseException as error:  # an interrupt
             session.decline(turn, error)
@@ -120,11 +131,11 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         return self.last
 
     def _kept(self, part: Any, live: list[tuple[str, torch.Tensor]]) -> Any:
-        """A sharded tensor or object as it is now, but for what is lazy: that is noted."""
+        """A sharded tensor with copied data, or live data, noted in ``live``, if it is lazy; an object as it is."""
         if not isinstance(part, ShardedTensor) or part.data is None:
             return part
         data = part.data.detach()
-        if type(data).dequantize is not torch.Tensor.dequantize:  # Transformer Engine's: stored as what it stands for
+        if type(data).dequantize is not torch.Tensor.dequantize:  # Transformer Engine's: stored dequantized
             return replace(part, data=data.dequantize().cpu())
         if not self._lazy(part.key, data):
             return replace(part, data=data.clone())
@@ -133,12 +144,12 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
 
 
 class _Failed(DefaultSavePlanner):
-    """A planner of what could not be described."""
+    """A planner that raises the error with which describing the state failed."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self._error = error
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Raise why."""
+        """Raise the error."""
         raise self._error

@@ -1,4 +1,4 @@
-"""Megatron's training scripts: the module that makes their strategies is given those of this package."""
+"""Installs this package's strategies in the module that makes the strategies of Megatron's training scripts."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from datastates.adapters.dcp.save.staging import Lazy, is_large
 from datastates.adapters.megatron.load_strategy import DataStatesLoadStrategy
 from datastates.adapters.megatron.save_strategy import DataStatesSaveStrategy
 
-# what makes them: functions up to 0.16, the classes from 0.17 on
+# names that make strategies: functions up to 0.16, the classes from 0.17 on
 _SAVE = ("get_default_save_sharded_strategy", "TorchDistSaveShardedStrategy")
 _LOAD = ("get_default_load_sharded_strategy", "TorchDistLoadShardedStrategy")
 
 
 def install(checkpointing: ModuleType | None = None, *, lazy: Lazy = is_large, **options: Any) -> None:
-    """Let a Megatron training script save and load with this package; to be called before it does either.
+    """Let a Megatron training script save and load with this package. Call it before the script does either.
 
-    The names by which the module makes its strategies are replaced there: nothing else, and nothing elsewhere. Its
-    arguments ``--async-save``, ``--ckpt-fully-parallel-save`` and ``--ckpt-fully-parallel-load`` work as ever.
+    It replaces the names by which the module makes its strategies, in that module only. The arguments
+    ``--async-save``, ``--ckpt-fully-parallel-save`` and ``--ckpt-fully-parallel-load`` work as before.
 
     Args:
-        checkpointing: The module that makes them: by default ``megatron.training.checkpointing``.
+        checkpointing: The module that makes the strategies; by default ``megatron.training.checkpointing``.
         lazy: As for :class:`DataStatesSaveStrategy`.
         **options: Fields of :class:`~datastates.adapters.dcp.save.writer.WriterSettings`, for both strategies.
 
     Raises:
-        SettingsError: An option is unknown or impossible.
-        RuntimeError: The module makes its strategies in a way that is not known here.
+        SettingsError: An option is unknown or its value is invalid.
+        RuntimeError: The module does not make its strategies by a known name.
     """
     module: Any = checkpointing or importlib.import_module("megatron.training.checkpointing")
     save = [name for name in _SAVE if hasattr(module, name)]
     load = [name for name in _LOAD if hasattr(module, name)]
     if not save or not load:
         raise RuntimeError(f"install: {module.__name__} makes its strategies in a way that is not known here")
-    DataStatesLoadStrategy(**options)  # to be told of impossible options now
+    DataStatesLoadStrategy(**options)  # raises for invalid options now
 
     @functools.cache
     def saving() -> DataStatesSaveStrategy:
         return DataStatesSaveStrategy(lazy=lazy, **options)
 
-    # what Megatron passes is about its own way to write and to read
+    # Megatron's arguments concern its own way to write and read: drop them
     for name in save:
         setattr(module, name, lambda *_, **__: saving())
     for name in load:

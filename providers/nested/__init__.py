@@ -1,1 +1,1 @@
-"""Nested values, such as a ``state_dict()``: taken apart into arrays and objects, and put together."""
+"""Nested values, such as a ``state_dict()``: splits them into arrays and objects, and puts them together again."""

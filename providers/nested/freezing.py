@@ -1,4 +1,4 @@
-"""Objects copied by pickling them, and a refusal at once of what could be written but not read back."""
+"""Copies objects by pickling them. Refuses, during the save, objects that could be written but not read back."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
 
 
 def _check(value: object) -> None:
-    """Raise PicklingError or FormatError for what a reader refuses, whatever it trusts."""
+    """Raise PicklingError or FormatError for a value that a reader refuses whatever ``trust`` it is given."""
     kind: Any = type(value)
     if (check := _CHECKS.get(kind)) is not None:
         check(value)
     elif isinstance(value, np.dtype):
         _check_dtype(value)
     elif isinstance(value, np.ndarray) and kind.__setstate__ is not np.ndarray.__setstate__:
-        raise pickle.PicklingError("its class has a state of its own, which no reader takes from a file")
+        raise pickle.PicklingError("its class has a __setstate__ of its own, which no reader calls")
 
 
 class _Freeze(pickle.Pickler):
-    """The tensors in objects become shards like all others."""
+    """Pickles objects; ``leaf`` may replace tensors in them by leaves, which become shards."""
 
     def __init__(self, file: io.BytesIO, leaf: Leaf) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -79,15 +79,22 @@ def _frozen(value: object, leaf: Leaf) -> bytes:
         for code, argument, _ in pickletools.genops(data):
             if code.name.startswith("EXT"):
                 module, name = copyreg._inverted_registry[argument]  # type: ignore[attr-defined]
-                raise pickle.PicklingError(f"{module}.{name} has a number of this process (copyreg) and not its name")
+                raise pickle.PicklingError(
+                    f"{module}.{name} is stored as a number (copyreg.add_extension) that only this process knows"
+                )
     return data
 
 
 def freeze(objects: list[object], keys: list[str], leaf: Leaf) -> bytes:
-    """Copy objects at once, what they share with one another once; ``leaf`` says of each thing in them what it becomes.
+    """Copy objects into one pickle. An object that several of them refer to is copied once.
+
+    Args:
+        objects: The objects.
+        keys: The key of each, for messages.
+        leaf: Called with everything in the objects. Returns a leaf to store in its place, or None to pickle it.
 
     Raises:
-        ProviderError: One does not pickle, or could not be read back; the message names its key.
+        ProviderError: An object does not pickle, or could not be read back; the message names its key.
     """
     try:
         return _frozen(objects, leaf)
@@ -98,14 +105,14 @@ def freeze(objects: list[object], keys: list[str], leaf: Leaf) -> bytes:
 
 
 def vet(key: str, item: object, leaf: Leaf = lambda _: None) -> None:
-    """Refuse what does not pickle, or could not be read back; raises ProviderError, which names the key."""
+    """Raise ProviderError, which names the key, if an object does not pickle or could not be read back."""
     try:
         _frozen(item, leaf)
-    except Exception as cause:  # whatever the object's own code raises
+    except Exception as cause:  # the object's own code may raise anything
         raise ProviderError(f"{key!r} ({type(item).__name__}) cannot be pickled: {cause}") from cause
 
 
 def thaw(data: bytes) -> list[object]:
-    """The objects again, in this process."""
+    """Build the objects that :func:`freeze` copied, in this process."""
     made: list[object] = _Thaw(io.BytesIO(data)).load()
     return made

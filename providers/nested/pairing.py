@@ -1,4 +1,4 @@
-"""A stored value beside a live one: what of them belongs together, and what differs."""
+"""Compares a stored value with a live one: which arrays belong together, and what differs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from datastates.state.shards import ArrayRef
 
 @dataclass
 class Differences:
-    """What :func:`pair` found, by key within the provider.
+    """What :func:`pair` found. Keys are those within the provider.
 
     Attributes:
-        pairs: Arrays that both have.
-        missing, unexpected: What only the live value has, and only the stored one.
-        mismatched: What differs otherwise, and how.
-        leaves: Other values that both have.
-        added: Live values with arrays that are stored, but not in that value: another rank had them. With their paths.
+        pairs: Arrays that both values have: the stored one and the live one.
+        missing: Keys that only the live value has.
+        unexpected: Keys that only the stored value has.
+        mismatched: Keys of other differences, each with the difference.
+        leaves: Other values that both have: key, stored value, live value.
+        added: Paths and live values that the stored value lacks, although another rank stored arrays of them.
     """
 
     pairs: list[tuple[ArrayRef, object]] = field(default_factory=list)
@@ -36,9 +37,9 @@ def pair(stored: object, live: object, known: Mapping[str, ArrayRef]) -> Differe
     """Compare a stored value with a live one, container by container.
 
     Args:
-        stored: The stored value, an ArrayRef for each array.
-        live: The live one.
-        known: The stored arrays, whichever rank had them.
+        stored: The stored value, with an ArrayRef for each array.
+        live: The live value.
+        known: The stored arrays of all ranks, by key.
     """
     walk = _Walk(known)
     walk.on(stored, live, "", ())
@@ -46,7 +47,10 @@ def pair(stored: object, live: object, known: Mapping[str, ArrayRef]) -> Differe
 
 
 class _Walk:
-    """Side by side through both. Not a function that calls itself: it would keep all until garbage is collected."""
+    """Walks through both values side by side.
+
+    A class, because a recursive closure would keep both values alive until garbage is collected.
+    """
 
     def __init__(self, known: Mapping[str, ArrayRef]) -> None:
         self.found = Differences()
@@ -88,11 +92,11 @@ class _Walk:
         if arrays.kind_of(v) is None:
             self.found.mismatched[key] = "an array in the checkpoint, none in the live state"
         else:
-            # the same memory may be stored under several keys, and the reference name another of them
+            # several keys may share memory; the reference then may name another of those keys
             self.found.pairs.append((replace(s, key=key) if s.key != key and key in self._known else s, v))
 
     def _seek(self, v: Any, key: str, path: tuple[object, ...] | None) -> None:
-        """Find what another rank had of a live value that the stored one lacks; without a path it cannot be added."""
+        """Look among other ranks' arrays for a live value that the stored one lacks. Without a path it is missing."""
         leaves = list(_leaves(v, key))
         if path is None or not any(arrays.kind_of(leaf) is not None and k in self._known for k, leaf in leaves):
             self.found.missing.append(key)
@@ -114,7 +118,7 @@ def _leaves(value: Any, key: str, above: tuple[int, ...] = ()) -> Iterator[tuple
 
 
 def add(value: Any, path: tuple[Any, ...], item: object) -> None:
-    """Put a value where its path says, in dicts that are made as needed; at the end of a list it is appended."""
+    """Put a value at its path: missing dicts are made, and an index one past the end of a list appends."""
     *above, last = path
     for k in above:
         value = value.setdefault(k, {}) if isinstance(value, dict) else value[k]

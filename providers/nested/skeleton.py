@@ -1,4 +1,4 @@
-"""The containers of a nested value without what is in them, to take a value of the same structure apart quickly."""
+"""The containers of a nested value without their contents, to split a value of the same structure quickly."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ _NO_ATTRIBUTES: dict[str, Any] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Container:
-    """One dict, list or tuple: its type, its keys (their number for a list), and what is in it.
+    """One dict, list or tuple.
 
-    ``all`` is :data:`_ARRAY` or :data:`_PLAIN` when everything in it is that; ``attributes`` are those of an
-    OrderedDict, all of them dicts and plain values.
+    Attributes:
+        kind: Its type.
+        keys: The keys of a dict; the length of a list or tuple.
+        children: For each item :data:`_ARRAY`, :data:`_PLAIN` or a container.
+        all: The child, where all children are the same object (:data:`_ARRAY` or :data:`_PLAIN`, say); else None.
+        attributes: The attributes of an OrderedDict: dicts and plain values only.
     """
 
     kind: type
@@ -32,7 +36,7 @@ class _Container:
 
 
 class _OtherStructureError(Exception):
-    """The value at hand is not of the skeleton's structure."""
+    """The value does not have the skeleton's structure."""
 
 
 class Skeleton:
@@ -43,18 +47,18 @@ class Skeleton:
     """
 
     def __init__(self, root: _Container, keys: list[str], plain: Callable[[object], bool]) -> None:
-        """Made by :meth:`of`."""
+        """Use :meth:`of` to make one."""
         self._root = root
         self.keys = keys
         self._plain = plain
 
     @classmethod
     def of(cls, value: object, plain: Callable[[object], bool]) -> Skeleton | None:
-        """The skeleton of a value; None when there is more to it, or when a dict or list is in it twice.
+        """The skeleton of a value; None if it holds anything else, or the same dict or list twice.
 
         Args:
             value: The value.
-            plain: Says of anything that is neither a container nor an array whether it needs no copy.
+            plain: Whether something that is neither a container nor an array is a plain value, which needs no copy.
         """
         keys: list[str] = []
         seen: set[int] = set()
@@ -62,7 +66,7 @@ class Skeleton:
         def build(item: Any, key: str, depth: int) -> _Container | None:
             if depth > DEEPEST or id(item) in seen or type(item) not in (dict, OrderedDict, list, tuple):
                 return None
-            if type(item) is not tuple:  # which of two equal tuples it is makes no difference
+            if type(item) is not tuple:  # tuples are immutable: an equal one serves as well
                 seen.add(id(item))
             is_mapping = isinstance(item, dict)
             if is_mapping and not all(map(is_plain_key, item)):
@@ -90,9 +94,9 @@ class Skeleton:
         return None if root is None else cls(root, keys, plain)
 
     def strip(self, value: object) -> tuple[list[Any], list[Any]] | None:
-        """The arrays and the plain values of a value of this structure, each in the order of the walk; None for others.
+        """The arrays and the plain values of a value, each in the order of the walk; None if its structure differs.
 
-        What stands where an array stood is taken for one, and is for the caller to check.
+        Whatever stands in the place of an array is returned as one: the caller checks it.
         """
         found: tuple[list[Any], list[Any]] = ([], [])
         seen: list[int] = []
@@ -127,7 +131,7 @@ class Skeleton:
                     self._strip(child, item, found, seen)
 
     def clothe(self, leaves: Sequence[object], plain: Sequence[object]) -> object:
-        """The mirror of :meth:`strip`: the containers anew, around what stands for the arrays, and the plain values."""
+        """The reverse of :meth:`strip`: new containers around the leaves, which stand for arrays, and plain values."""
         return _clothe(self._root, iter(leaves), iter(plain))
 
 
@@ -145,12 +149,12 @@ def _clothe(bones: _Container, leaves: Iterator[object], plain: Iterator[object]
 
 
 def is_plain_key(key: object) -> bool:
-    """Whether a key of a mapping is text or an integer of a usual size, which has a name and can be read back."""
+    """Whether a mapping's key is a string or an integer of at most 64 bits: these have a name and can be read back."""
     return type(key) is str or (type(key) is int and key.bit_length() <= 64)
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """The attributes of an OrderedDict, such as the versions of its modules in a ``state_dict()``; else nothing."""
+    """The attributes of an OrderedDict, such as ``_metadata`` of a ``state_dict()``; empty for other values."""
     return vars(value) if type(value) is OrderedDict else _NO_ATTRIBUTES
 
 

@@ -1,4 +1,4 @@
-"""A nested value that was saved key by key, as :class:`ShardedZeroProvider` saves one."""
+"""Rebuilds a nested value from keys, such as those that :class:`ShardedZeroProvider` saves."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from datastates.state.shards import ArrayRef
 
 @dataclass(eq=False)
 class ByKey:
-    """What the keys of a provider spell: nested dicts, with one object among the arrays.
+    """A value that is stored as arrays and one object, whose keys are the paths in nested dicts.
 
     Attributes:
-        value: The dicts, with an ArrayRef for each array.
+        value: The nested dicts, with an ArrayRef for each array and the object's structure.
         key: The object's key.
-        targets: What has been restored, by key.
+        targets: The restored arrays, by key.
     """
 
     value: dict[Any, Any]
@@ -27,7 +27,7 @@ class ByKey:
 
     @classmethod
     def of(cls, saved: Saved) -> ByKey | None:
-        """What was saved, by all ranks together; None when the keys spell no such value."""
+        """The value that all ranks saved together; None if it has not just one object, or its keys are no paths."""
         objects, known = saved.objects(), saved.arrays()
         if len(objects) != 1:
             return None
@@ -41,7 +41,7 @@ class ByKey:
         return cls(value, objects[0])
 
     def assemble(self, restored: object) -> dict[Any, Any]:
-        """The value, over the arrays and the object that have been restored."""
+        """The value, with the restored arrays in it and the restored object."""
         result: dict[Any, Any] = _over(self.value, self.targets)
         _put(result, self.key, restored)
         return result
@@ -54,7 +54,7 @@ def _over(item: Any, targets: Mapping[str, object]) -> Any:
 
 
 def _put(value: dict[Any, Any], key: str, leaf: object) -> None:
-    """Put a leaf where its key says; raises ValueError where that is below another leaf, or no path."""
+    """Put a leaf at the path that its key spells; raises ValueError if that is no path, or lies below another leaf."""
     *path, last = parts(key)
     for part in path:
         value = value.setdefault(part, {})

@@ -1,11 +1,11 @@
-"""Providers for nested containers and for everything that has ``state_dict`` and ``load_state_dict``."""
+"""Providers for nested containers and for objects with ``state_dict`` and ``load_state_dict``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from datastates._base.loaded import loaded
 from datastates.container.pickle_policy import is_generator
 from datastates.errors import ProviderError
 from datastates.providers.nested.pairing import add, pair
@@ -31,7 +31,7 @@ from datastates.state.shards import ArrayRef
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What :func:`from_stateful` takes: modules, optimizers, schedulers, stateful data loaders."""
+    """An object that :func:`from_stateful` takes: a module, optimizer, scheduler, stateful data loader."""
 
     def state_dict(self) -> Any:
         """The state, as nested containers."""
@@ -46,20 +46,23 @@ def from_state_dict(
     *,
     lazy: bool | Callable[[str], bool] | None = None,
 ) -> TreeProvider:
-    """A provider for nested dicts, lists and tuples: each array becomes a shard, everything else is serialized.
+    """Make a provider for nested dicts, lists and tuples: each array becomes a shard, the rest is serialized.
 
     Restoring writes arrays in place and other values back into the live containers.
 
     Args:
         name: Top-level key in the checkpoint.
-        mapping_or_callable: The live containers, or a callable that returns them anew at each snapshot. Of what a
-            callable builds on the spot only arrays can be restored; other values must then be equal to the stored
-            ones.
-        lazy: Whether arrays stay unchanged until capture, for all of them or by key. By default torch and CuPy arrays
-            do, as the gate guards them, and NumPy arrays do not.
+        mapping_or_callable: The live containers, or a callable that returns them at each snapshot and restore. If
+            the callable builds new containers at each call, only arrays can be restored: all other values must equal
+            the stored ones.
+        lazy: Whether arrays stay unchanged until the snapshot is captured: one answer for all, or a function of the
+            key. By default torch and CuPy arrays are lazy, as the gate guards them, and NumPy arrays are not.
+
+    Returns:
+        The provider. Its keys are the paths in the containers.
 
     Raises:
-        TypeError: It is an object with ``state_dict`` and ``load_state_dict``, for :func:`from_stateful`.
+        TypeError: ``mapping_or_callable`` has ``state_dict`` and ``load_state_dict``: use :func:`from_stateful`.
     """
     if not isinstance(mapping_or_callable, dict | list | tuple) and isinstance(mapping_or_callable, Stateful):
         kind = type(mapping_or_callable).__name__
@@ -70,27 +73,32 @@ def from_state_dict(
 
 
 def from_stateful(name: str, obj: Stateful, *, lazy: bool = True) -> StateProvider:
-    """A provider for anything with ``state_dict`` and ``load_state_dict``, asked anew at each snapshot.
+    """Make a provider for an object with ``state_dict`` and ``load_state_dict``, called at each snapshot and restore.
 
     Parameters of modules and the states of torch optimizers are captured lazily, as only an optimizer step changes
-    them; all other arrays (buffers, a learning rate in a tensor) are copied inside ``snapshot()``. Restoring goes in
-    place where the live tensors match, and through ``load_state_dict`` for everything else (a fresh optimizer has no
-    state yet: that of a DTensor is placed like its parameter).
+    them. ``snapshot()`` copies all other arrays, such as buffers or a learning rate in a tensor.
 
-    What was saved by other ranks, as of other pipeline stages, is found by its keys; of an optimizer's state by the
-    parameters' names (``get_optimizer_state_dict``) only that of the live parameters is taken. A checkpoint of a
-    :class:`~datastates.providers.optimizer.zero.ShardedZeroProvider` restores as well.
+    A restore writes into live tensors that match, and gives everything else to ``load_state_dict``. An optimizer that
+    has no state yet gets its state that way; a DTensor's state is placed like its parameter.
 
-    Of DTensors each rank saves its part; other arrays beside them are taken to be alike on all ranks of their meshes. A
-    ``DistributedDataParallel`` is saved as the module in it, without ``module.`` in front of the keys, so that it comes
-    back with and without: its arrays are alike on all ranks of its process group, but for parameters that it ignores.
+    State that other ranks saved, such as those of other pipeline stages, is found by its keys. Of an optimizer state
+    that is keyed by parameter names (``get_optimizer_state_dict``), only that of live parameters is taken. A
+    checkpoint of a :class:`~datastates.providers.optimizer.zero.ShardedZeroProvider` restores as well.
+
+    Each rank saves its part of a DTensor. Other arrays beside DTensors are taken to be the same on all ranks of the
+    DTensors' meshes. A ``DistributedDataParallel`` is saved as the module in it, without ``module.`` in front of the
+    keys, so the checkpoint also restores into the bare module. Its arrays are taken to be the same on all ranks of its
+    process group, except parameters that it ignores.
 
     Args:
         name: Top-level key in the checkpoint.
         obj: The live object.
-        lazy: Whether parameters and optimizer states stay unchanged until the snapshot is captured; an update that is
-            not a torch optimizer's must be guarded by ``Checkpointer.gate()`` then. False: they are copied inside
-            ``snapshot()``, too, as for an average of weights that is updated after it.
+        lazy: True: parameters and optimizer states stay unchanged until the snapshot is captured. Torch optimizers
+            wait for that; call ``Checkpointer.gate()`` before any other update. False: ``snapshot()`` copies them,
+            too, for example weight averages (EMA) that are updated outside of an optimizer step.
+
+    Returns:
+        The provider.
 
     Raises:
         TypeError: The object lacks one of the two methods.
@@ -106,7 +114,7 @@ class _DataParallel(ReplicatedProvider):
     """The module in a ``DistributedDataParallel``."""
 
     def __init__(self, name: str, wrapped: Any, lazy: bool) -> None:
-        ranks = sys.modules["torch"].distributed.get_process_group_ranks(wrapped.process_group)
+        ranks = loaded("torch").distributed.get_process_group_ranks(wrapped.process_group)
         super().__init__(_StatefulProvider(name, wrapped.module, lazy), ranks)
         self._ignored = {component(key) for key in wrapped.parameters_to_ignore}
 
@@ -137,7 +145,7 @@ class _ContainerProvider(TreeProvider):
         found = pair(cut, live, saved.arrays())
         mismatched = dict(found.mismatched)
         if callable(self._source) and self.value() is not live:
-            # the containers are built anew by each call: a value put into them would be lost
+            # each call builds new containers: a value put into them would be lost
             for key, stored_leaf, leaf in found.leaves:
                 if not same(stored_leaf, leaf):
                     mismatched[key] = (
@@ -154,21 +162,21 @@ class _ContainerProvider(TreeProvider):
 
 
 def _inner(saved: Saved) -> list[tuple[str, object]]:
-    """Fresh arrays for those inside objects of other classes, which are built anew."""
-    stored = saved.arrays()  # a reference is made when it is asked for
+    """Fresh arrays for those inside objects of other classes, as restore builds new objects."""
+    stored = saved.arrays()  # makes each reference on access
     return [(key, memory.empty(stored[key])) for key in stored if is_inner(key)]
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two leaves are equal; what cannot be compared is not."""
+    """Whether two leaves are equal; False if they cannot be compared."""
     try:
         return type(a) is type(b) and bool(a == b)
-    except Exception:  # the object's own comparison decides what it raises
+    except Exception:  # the object's own comparison may raise anything
         return False
 
 
 def merge(live: Any, value: Any) -> object:
-    """Put a restored value into live containers of the same structure; returns what belongs into the parent."""
+    """Put a restored value into live containers of the same structure; returns the item that the parent must hold."""
     if live is value or arrays.kind_of(live) is not None:
         take_attributes(live, value)
         return live
@@ -235,7 +243,7 @@ class _StatefulProvider(TreeProvider):
             return arrays.kind_of(array) == "torch" and arrays.address(array) in self._parameters
         if self._is_module:
             return arrays.is_parameter(array)
-        # a scheduler changes what is in the groups
+        # a scheduler changes the values in param_groups
         return self._is_optimizer and key.startswith("state/") and arrays.is_lazy_kind(array)
 
     def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
@@ -256,16 +264,16 @@ class _StatefulProvider(TreeProvider):
         self._live, self._added = live, found.added
         unwanted = tuple(f"{key}/" for key in left_out)
         kept = dict.fromkeys(key for key in self.listed(saved) if not key.startswith(unwanted))
-        # what does not fit is left to load_state_dict where the stored value has it; what only others had must fit
+        # a live array that does not fit is left to load_state_dict, unless only other ranks had the stored one
         into = {ref.key: array for ref, array in found.pairs if ref.key not in kept or arrays.fits(ref, array)}
-        known = saved.arrays()  # a reference is made when it is asked for
+        known = saved.arrays()  # makes each reference on access
         return [*into.items(), *((key, memory.empty(known[key])) for key in kept if key not in into)]
 
     def _match_optimizer(self, stored: Any, live: object, saved: Saved) -> Sequence[tuple[str, object]]:
         differences = group_differences(stored, live)
         saved.report(mismatched=differences)
         if differences:
-            self._in_place = True  # there is nothing to give to load_state_dict
+            self._in_place = True  # nothing is restored: accept() must not call load_state_dict
             return []
         stored, added = with_all_states(stored, saved)
         into = {ref.key: array for ref, array in pair(stored, live, saved.arrays()).pairs}
@@ -274,7 +282,7 @@ class _StatefulProvider(TreeProvider):
         keys = dict.fromkeys([*self.listed(saved), *(state_key(number, name) for number, name in added)])
         for number, mismatched in other_shapes(stored, self._object).items():
             saved.report(mismatched=mismatched)
-            for name in stored["state"][number]:  # none of them without the others
+            for name in stored["state"][number]:  # a parameter restores all its states or none
                 keys.pop(state_key(number, name), None)
         found = {key: into[key] if key in into else fresh(known[key], like.get(key)) for key in keys}
         found_added = ((number, name, found.get(state_key(number, name))) for number, name in added)
@@ -285,7 +293,7 @@ class _StatefulProvider(TreeProvider):
         if self._in_place:
             return
         if self._is_module:
-            value = merge(self.value(), value)  # what was not restored keeps its live tensor
+            value = merge(self.value(), value)  # tensors that were not restored keep the live ones
         else:
             value = of_live_names(value, self._live)
             for path, item in self._added:
@@ -297,21 +305,21 @@ class _StatefulProvider(TreeProvider):
 
 
 def _is_a(obj: object, name: str) -> bool:
-    """Whether an object is of that class of torch; without torch nothing is."""
-    found: Any = sys.modules.get("torch")
+    """Whether an object is an instance of that class of torch; False if torch is not imported."""
+    found = loaded("torch")
     for part in name.split("."):
         found = getattr(found, part, None)
     return found is not None and isinstance(obj, found)
 
 
 def _variables(obj: Any) -> dict[str, Any] | None:
-    """A module's state with its parameters as such, which tells them from buffers; None for what is not plain torch.
+    """A module's state with its parameters as ``Parameter``s, to tell them from buffers; None where that is not safe.
 
-    A ``state_dict`` of the user's own, further state, and parameters of other classes are left to ``state_dict()``.
+    It is not safe where ``state_dict`` is overridden, or the state holds anything but tensors, parameters and DTensors.
     """
     if not _is_a(obj, "nn.Module") or "state_dict" in vars(obj):
         return None
-    torch: Any = sys.modules["torch"]
+    torch = loaded("torch")
     if type(obj).state_dict is not torch.nn.Module.state_dict:
         return None
     state: dict[str, Any] = obj.state_dict(keep_vars=True)
@@ -325,7 +333,7 @@ def _has_load_hooks(module: Any) -> bool:
 
 
 def _is_live(first: object, second: object) -> bool:
-    """Whether two answers of ``state_dict`` share memory: writing into one changes the object itself."""
+    """Whether two results of ``state_dict()`` share memory: then writing into one changes the object itself."""
     return _pointers(first) == _pointers(second)
 
 

@@ -1,10 +1,9 @@
-"""Nested containers as shards: every array a shard of its own, everything else one object that refers to them."""
+"""Splits a nested value into shards: one for each array, and one object for the rest, which refers to the arrays."""
 
 from __future__ import annotations
 
 import logging
 import operator
-import sys
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from datastates._base.loaded import loaded
 from datastates.container.pickle_policy import is_generator
 from datastates.container.pickle_reader import needs_trust
 from datastates.container.pickle_writer import PROTOCOL, dumps
@@ -30,19 +30,19 @@ from datastates.state.shards import ArrayLeaf, Shard, Shards, StoredArray, objec
 
 _log = logging.getLogger("datastates")
 _told: set[tuple[str, str]] = set()
-"""Of what needs trust, by provider: it is said once in a process."""
+"""Provider and class of everything whose need of trust was logged: that is logged once in a process."""
 
 Lazy = Callable[[str, object], bool]
-"""Says of an array, by its key, whether it stays unchanged until the snapshot is captured."""
+"""Given an array and its key, whether the array stays unchanged until the snapshot is captured."""
 
 _INNER = "~5"
-"""Begins the keys of arrays inside objects of other classes; no path component begins so."""
+"""Prefix of the keys of arrays inside objects of other classes; no path component begins with it."""
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 
 class _Opaque:
-    """Stands in a frozen tree for the i-th object that was copied by pickling it."""
+    """Stands in a frozen tree for an object that was copied by pickling it, by its number among those."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -50,7 +50,7 @@ class _Opaque:
 
 @dataclass(eq=False)
 class Call:
-    """Stands in a frozen tree for an object that is made by calling a function: it pickles as that call."""
+    """Stands in a frozen tree for an object that a function call makes; it pickles as that call."""
 
     function: Any
     arguments: Any
@@ -62,12 +62,12 @@ class Call:
 
 @dataclass
 class Tree:
-    """A value taken apart: its arrays as shards, and a frozen copy of all the rest.
+    """A value split into its arrays, as shards, and a frozen copy of the rest.
 
     Attributes:
         shards: The arrays.
-        root: The containers, copied, with an :class:`~datastates.state.shards.ArrayLeaf` for each array.
-        name: Whose value it is, for messages.
+        root: The copied containers, with an :class:`~datastates.state.shards.ArrayLeaf` for each array.
+        name: The provider's name, for messages.
     """
 
     shards: Sequence[Shard] = ()
@@ -76,10 +76,10 @@ class Tree:
     _opaque: bytes = b""
 
     def thaws(self) -> bool:
-        """Whether the copied objects can be built over stand-ins for the tensors in them."""
+        """Whether the copied objects can be built with leaves in place of the tensors in them."""
         try:
             self._thaw()
-        except Exception:  # whatever the objects' own code makes of a stand-in
+        except Exception:  # the objects' own code may raise anything
             return False
         return True
 
@@ -87,7 +87,7 @@ class Tree:
         return thaw(self._opaque) if self._opaque else []
 
     def encode(self, locate: Callable[[ArrayLeaf], StoredArray]) -> bytes:
-        """Serialize the frozen copy; depends on live state no more."""
+        """Serialize the frozen copy, independently of live state."""
         names: set[str] = set()
         with deeper():
             data = dumps(_fill(self.root, self._thaw(), {}), locate, names)
@@ -100,14 +100,14 @@ class Tree:
 
 @dataclass
 class PlainTree:
-    """A value of a known structure taken apart, with nothing in it but arrays and plain values.
+    """A value of arrays and plain values in known containers, split.
 
     Attributes:
-        skeleton: Its containers.
-        requires_grad, parameter: What :class:`~datastates.state.shards.ArrayLeaf` is to say of each array.
+        skeleton: The containers.
+        requires_grad, parameter: For each array, those fields of its :class:`~datastates.state.shards.ArrayLeaf`.
         plain: The plain values.
-        attributes: What each array has beside its elements; None where no one has anything.
-        tied: Numbers of arrays that are the same object as an earlier one, each with the number of that.
+        attributes: For each array, its Python attributes; None if no array has any.
+        tied: For each array that is the same object as an earlier one: its number, and that of the first.
     """
 
     skeleton: Skeleton
@@ -118,7 +118,7 @@ class PlainTree:
     tied: Sequence[tuple[int, int]] = ()
 
     def encode(self, locate: Callable[[ArrayLeaf], StoredArray]) -> bytes:
-        """Serialize all but the arrays; depends on live state no more."""
+        """Serialize everything but the arrays, independently of live state."""
         leaves = list(map(ArrayLeaf, self.skeleton.keys, self.requires_grad, self.parameter))
         for leaf, attributes in zip(leaves, self.attributes or (), strict=False):
             leaf.attributes = attributes
@@ -129,19 +129,19 @@ class PlainTree:
 
 
 def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: bool = False) -> Tree:
-    """Walk nested dicts, lists and tuples; arrays become shards, everything else is copied now.
+    """Walk nested dicts, lists and tuples: arrays become shards, everything else is copied now.
 
-    Containers that occur twice, or in themselves, do so in the copy. Objects of other classes are copied by pickling
-    them; torch tensors inside them become shards too, which are never lazy.
+    The copy has the same shared and cyclic containers as the value. Objects of other classes are copied by pickling
+    them. Torch tensors inside those become shards, too, and are never lazy.
 
     Args:
         value: The value.
         lazy: Whether an array stays unchanged until the snapshot is captured.
         describer: Describes the arrays.
-        detached: Store parameters as plain tensors, as ``state_dict()`` gives them.
+        detached: Store parameters as plain tensors, as ``state_dict()`` returns them.
 
     Raises:
-        ProviderError: An object does not pickle; the message names its key.
+        ProviderError: An object does not pickle, or a container is nested too deep; the message names its key.
     """
     tree = Tree()
     found: list[tuple[str, object, bool]] = []
@@ -151,7 +151,7 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
     depth = 0
     copies: dict[int, object] = {}
     leaves: dict[int, ArrayLeaf] = {}
-    made: list[object] = []  # lives as long as the walk: of what is freed, another object may get the id
+    made: list[object] = []  # keeps temporary objects alive: a freed object's id may be used again
     open_tuples: set[int] = set()
 
     def inside(key: str) -> str:
@@ -168,7 +168,7 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
             vet(shown(key), {k: None})
         try:
             return join(key, k)
-        except ValueError as error:  # an integer of too many digits
+        except ValueError as error:  # an integer with too many digits
             raise ProviderError(f"{shown(key)!r} has a key without a name: {error}") from error
 
     def leaf(key: str, array: Any, is_lazy: bool) -> ArrayLeaf:
@@ -230,7 +230,7 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
             return tuple.__new__(type(item), parts)
         if is_plain(item):
             return item
-        if dressed.is_tensor(item):  # sparse, meta and the like: torch says which plain tensors they are made of
+        if dressed.is_tensor(item):  # sparse, meta and the like: __reduce_ex__ gives the plain tensors inside
             if dressed.is_uninitialized(item):
                 raise ProviderError(f"{shown(key)!r} is uninitialized: call the lazy module once before it is saved")
             inner_key = inside(key)
@@ -251,8 +251,8 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
     def inner(item: object) -> ArrayLeaf | None:
         if arrays.kind_of(item) != "torch":
             return None
-        if dtensors.is_dtensor(item):  # it could come back as a whole tensor only
-            raise ProviderError("it holds a DTensor, which has its place in plain dicts, lists and tuples")
+        if dtensors.is_dtensor(item):  # it would come back as a plain tensor
+            raise ProviderError("it holds a DTensor: keep DTensors in plain dicts, lists and tuples")
         made = leaf(f"{_INNER}{len(found)}", item, False)
         made.attributes = None if detached else next(iter(dressed.attributes_of([item]) or ()), None)
         return made
@@ -262,7 +262,7 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
         plain = len(found)
         tree._opaque = freeze(opaque, opaque_keys, inner)
         if len(found) > plain and not tree.thaws():
-            # their own code wants real tensors to build them: then the tensors are pickled with them
+            # their own code needs real tensors: pickle the tensors with them
             del found[plain:]
             tree._opaque = freeze(opaque, opaque_keys, lambda _: None)
         if not tree.thaws():
@@ -272,9 +272,9 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
 
 
 def _tied(values: Sequence[object], apart: Sequence[bool]) -> list[tuple[int, int]]:
-    """Numbers of the objects that have come before, each with the number of the first; asked of those that are apart.
+    """Numbers of objects that occurred before, each with the number of the first occurrence.
 
-    What is no parameter and requires no gradient is one by its memory, when it is read.
+    Only those marked ``apart`` are compared: parameters and tensors that require gradients. Others only share memory.
     """
     numbers = [i for i, is_apart in enumerate(apart) if is_apart]
     first: dict[int, int] = {}
@@ -293,17 +293,17 @@ def _is_tuple(item: object) -> bool:
 
 
 def is_plain(item: object) -> bool:
-    """Whether a value is immutable and no container: it needs no copy."""
+    """Whether a value is immutable and no container, so that it needs no copy."""
     if type(item) in _IMMUTABLE:
         return True
-    torch: Any = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and isinstance(item, (torch.Size, torch.dtype, torch.device, torch.layout)):
         return True
     return isinstance(item, np.generic) and not isinstance(item, (np.object_, np.void))
 
 
 def _fill(item: Any, objects: list[object], seen: dict[int, object]) -> object:
-    """Put the copied objects where their stand-ins are; containers keep their identity."""
+    """Put the copied objects in the place of their stand-ins; containers keep their identity."""
     if type(item) is _Opaque:
         return objects[item.number]
     if id(item) in seen:
@@ -330,7 +330,7 @@ def _fill(item: Any, objects: list[object], seen: dict[int, object]) -> object:
 
 
 def _plain_attributes(values: Sequence[object]) -> list[dict[str, Any]] | None:
-    """Copies of what each array has beside its elements, None where no one has anything; empty if not all is plain."""
+    """A copy of each array's Python attributes; None if no array has any, an empty list if some are not plain."""
     live = dressed.attributes_of(values)
     if live is None:
         return None
@@ -338,12 +338,12 @@ def _plain_attributes(values: Sequence[object]) -> list[dict[str, Any]] | None:
 
 
 def is_inner(key: str) -> bool:
-    """Whether a key is that of an array inside an object of another class."""
+    """Whether a key belongs to an array inside an object of another class."""
     return key.startswith(_INNER)
 
 
 def _with(shards: Sequence[Shard], rest: object) -> Sequence[Shard]:
-    """Array shards, and the object that holds all the rest."""
+    """Array shards, then the object shard of the rest."""
     objects = [object_shard(source=rest)]
     if isinstance(shards, Shards):
         return Shards(shards.layout, shards.sources, objects, versions=shards.versions, memory=shards.memory)
@@ -352,12 +352,12 @@ def _with(shards: Sequence[Shard], rest: object) -> Sequence[Shard]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
-    """What a nested value looked like.
+    """The form of a nested value at the last snapshot.
 
     Attributes:
         skeleton: Its containers.
         detached: Whether its parameters were stored as plain tensors.
-        parameter: For each array, whether it was a parameter and stored as one.
+        parameter: For each array, whether it was stored as a parameter.
     """
 
     skeleton: Skeleton
@@ -383,10 +383,10 @@ class _Knowledge:
 
 
 class TreeProvider(StateProvider):
-    """A provider whose state is one nested value; subclasses say where it comes from and goes to."""
+    """A provider whose state is one nested value. Subclasses say where the value comes from and goes to."""
 
     def __init__(self, name: str) -> None:
-        """Nothing is known of the value yet."""
+        """Name the provider: ``name`` is the top-level key in the checkpoint."""
         super().__init__(name)
         self._describer = Describer()
         self._form: _Form | None = None
@@ -401,29 +401,29 @@ class TreeProvider(StateProvider):
         """Whether an array of the live state stays unchanged until the snapshot is captured."""
 
     def _current(self) -> tuple[object, bool]:
-        """The value to save, and whether its parameters are to be stored as plain tensors."""
+        """The value to save, and whether to store its parameters as plain tensors."""
         return self.value(), False
 
     @abstractmethod
     def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
-        """The arrays to restore into, with their keys, given the stored value with an ArrayRef for each array.
+        """The arrays to restore into, with their keys. ``stored`` is the stored value, an ArrayRef for each array.
 
-        Reports what differs.
+        Reports differences to ``saved``.
         """
 
     def knowledge(self) -> object:
-        """The containers, and where the arrays lie."""
+        """The containers, and the addresses and layouts of the arrays."""
         known = self._describer.known
         return None if self._form is None and known is None else _Knowledge(self._form, known)
 
     def learn(self, knowledge: object) -> None:
-        """Take it; what is lazy is this provider's own to say, and is asked anew."""
+        """Take what an earlier provider found out, except which arrays are lazy: this provider decides that anew."""
         assert isinstance(knowledge, _Knowledge)
         self._form, self._describer.known, self._lazy_flags = knowledge.form, knowledge.arrays, None
 
     @deeper()
     def shards(self) -> Sequence[Shard]:
-        """Take the live value apart: its arrays, then the object that holds all the rest."""
+        """Split the live value: a shard for each array, then the object shard of the rest."""
         value, detached = self._current()
         again = self._again(value, detached)
         if again is not None:
@@ -445,7 +445,7 @@ class TreeProvider(StateProvider):
         return _with(shards, _plain_tree(self._form, values, requires_grad, plain, attributes))
 
     def _again(self, value: object, detached: bool) -> Sequence[Shard] | None:
-        """The shards of a value whose structure and memory are those of the last time; None for others."""
+        """The shards, if the value has the same structure and memory as last time; else None."""
         form = self._form
         stripped = None if form is None or form.detached != detached else form.skeleton.strip(value)
         if form is None or stripped is None:
@@ -461,19 +461,19 @@ class TreeProvider(StateProvider):
         return _with(shards, _plain_tree(form, values, requires_grad, plain, attributes))
 
     def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
-        """What :meth:`is_lazy` says of arrays whose keys and types are those of the last time; it is asked once."""
+        """The answers of :meth:`is_lazy` for arrays of the same keys and structure as last time, kept between calls."""
         if self._lazy_flags is None:
             self._lazy_flags = list(map(self.is_lazy, keys, values))
         return self._lazy_flags
 
     def serialize(self, shard: Shard) -> Encoder:
-        """The rest was copied by :meth:`shards`; encoding it is left to the background."""
+        """Return the encoder, which runs in the background: :meth:`shards` has copied the rest."""
         assert isinstance(shard.source, (Tree, PlainTree))
         return shard.source.encode
 
     @deeper()
     def destinations(self, saved: Saved) -> Sequence[Shard]:
-        """What the live state and the stored one have in common, and whatever else the subclass wants."""
+        """The arrays that :meth:`match` chooses, and the object that holds the rest."""
         by_key = None if "" in saved.objects() else ByKey.of(saved)
         if by_key is None and "" not in saved.objects():
             saved.report(mismatched={"": "was not saved as a nested value"})
@@ -487,14 +487,14 @@ class TreeProvider(StateProvider):
 
     @staticmethod
     def listed(saved: Saved) -> Collection[str]:
-        """Keys of the arrays in the stored value, and of those that share memory with one."""
+        """Keys of all arrays in the stored value, including every one that shares memory with another."""
         return saved.arrays() if "" in saved.objects() else saved.every_key()
 
     @deeper()
     def restore(self, shard: Shard, value: object) -> None:
-        """Take back the whole value, in which the arrays have been restored."""
+        """Hand the whole value, with its restored arrays, to :meth:`accept`."""
         self.accept(shard.source.assemble(value) if isinstance(shard.source, ByKey) else value)
 
     @abstractmethod
     def accept(self, value: Any) -> None:
-        """Take back what is not in place by now."""
+        """Restore from ``value`` what is not in place yet."""

@@ -1,1 +1,1 @@
-"""The state of sharded optimizers, as logical tensors."""
+"""Optimizer states that ranks share out, described as logical tensors."""

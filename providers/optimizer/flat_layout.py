@@ -1,4 +1,4 @@
-"""Which elements of which parameters lie where in one rank's flat tensor. Pure: no framework, no memory."""
+"""Where the elements of parameters lie in one rank's flat tensor. Pure computation, without any framework."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Name: TypeAlias = str | int
-"""A parameter's name, or its number as ``Optimizer.state_dict()`` counts."""
+"""A parameter's name, or its number in ``Optimizer.state_dict()``."""
 
 Parameters: TypeAlias = Iterable[tuple[Name, Sequence[int]]]
 """Names and logical shapes, in the order of the concatenation."""
@@ -16,13 +16,14 @@ Parameters: TypeAlias = Iterable[tuple[Name, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A stretch of one parameter within a flat tensor; all numbers count elements.
+    """A range of one parameter that lies in a flat tensor. All numbers count elements.
 
     Attributes:
         name: The parameter.
         shape: Its logical shape.
-        begin, end: The stretch, in the parameter flattened in row-major order.
-        at: Where it begins in the flat tensor.
+        begin: First element of the range, in the parameter flattened in row-major order.
+        end: One past the last element of the range.
+        at: Where the range begins in the flat tensor.
     """
 
     name: Name
@@ -34,15 +35,18 @@ class Slice:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """One rank's flat tensor, described by what it holds of the logical parameters; the rest of it is padding.
+    """Which ranges of the logical parameters lie where in one rank's flat tensor. The rest of the tensor is padding.
 
-    :meth:`concatenated` and :meth:`each_split` make the two common layouts; any other is given slice by slice. Of all
-    ranks' layouts together, the slices must hold every element of every parameter once, and a parameter of no elements
-    once, as an empty slice.
+    :meth:`concatenated` and :meth:`each_split` make the two common layouts. Give any other one slice by slice. The
+    slices of all ranks together must hold every element of every parameter exactly once. A parameter without elements
+    needs one empty slice on one rank.
+
+    Construction raises ValueError if two parameters share a name, or if a slice belongs to no parameter, overlaps or
+    precedes the one before it, or reaches beyond its parameter or the flat tensor.
 
     Attributes:
-        parameters: Names and logical shapes of all parameters that are split so, of this rank or not, in their order.
-        slices: What this rank holds, in the order of the flat tensor.
+        parameters: Names and logical shapes of all parameters that are split together, on any rank, in their order.
+        slices: The ranges that this rank holds, in the order of the flat tensor.
         numel: Elements of the flat tensor, padding included.
     """
 
@@ -51,7 +55,7 @@ class FlatLayout:
     numel: int
 
     def __post_init__(self) -> None:
-        """Check it; raises ValueError that names the parameter."""
+        """Check the layout; see the class for errors."""
         shapes = dict(self.parameters)
         if len(shapes) < len(self.parameters):
             names = [name for name, _ in self.parameters]
@@ -72,17 +76,20 @@ class FlatLayout:
     def concatenated(cls, parameters: Parameters, rank: int, world_size: int, *, alignment: int = 1) -> FlatLayout:
         """All parameters laid end to end, padded at the end, and cut into one equal partition for each rank.
 
-        So do hand-rolled ZeRO-1 loops, and each parameter group of DeepSpeed ZeRO-1 and ZeRO-2 with an ``alignment`` of
-        2; there, the order is that of the flat buffer, which round-robin gradients change.
+        Hand-written ZeRO-1 loops do this. DeepSpeed ZeRO-1 and ZeRO-2 do it for each parameter group, with an
+        ``alignment`` of 2; there, the order is that of the flat buffer, which ``round_robin_gradients`` changes.
 
         Args:
-            parameters: In the order of the concatenation.
-            rank: This rank among those that share the parameters.
-            world_size: How many they are.
-            alignment: The length of a partition is a multiple of it, in elements.
+            parameters: Names and logical shapes, in the order of the concatenation.
+            rank: This rank's number among the ranks that share the parameters.
+            world_size: The number of those ranks.
+            alignment: The length of a partition is a multiple of this, in elements.
+
+        Returns:
+            The layout of this rank's partition.
 
         Raises:
-            ValueError: A number is out of its range, or two parameters have one name.
+            ValueError: A number is out of its range, or two parameters share a name.
         """
         listed = _listed(parameters, rank, world_size)
         if alignment < 1:
@@ -95,7 +102,7 @@ class FlatLayout:
         for name, shape in listed:
             numel = math.prod(shape)
             begin, end = max(first, position), min(last, position + numel)
-            # a parameter of no elements goes where its elements would begin
+            # a parameter without elements goes where its elements would begin
             owner = min(position // partition, world_size - 1) if partition else 0
             if begin < end or (numel == 0 and owner == rank):
                 slices.append(Slice(name, shape, begin - position, end - position, begin - first))
@@ -106,15 +113,18 @@ class FlatLayout:
     def each_split(cls, parameters: Parameters, rank: int, world_size: int) -> FlatLayout:
         """Each parameter padded by itself and cut into equal partitions; a rank's partitions are laid end to end.
 
-        So does DeepSpeed ZeRO-3 with the parameters of each sub-group.
+        DeepSpeed ZeRO-3 does this with the parameters of each sub-group.
 
         Args:
-            parameters: In the order of the concatenation.
-            rank: This rank among those that share the parameters.
-            world_size: How many they are.
+            parameters: Names and logical shapes, in the order of the concatenation.
+            rank: This rank's number among the ranks that share the parameters.
+            world_size: The number of those ranks.
+
+        Returns:
+            The layout of this rank's partitions.
 
         Raises:
-            ValueError: A number is out of its range, or two parameters have one name.
+            ValueError: A number is out of its range, or two parameters share a name.
         """
         listed = _listed(parameters, rank, world_size)
         slices = []
@@ -130,11 +140,11 @@ class FlatLayout:
 
     @property
     def owned(self) -> tuple[Name, ...]:
-        """Parameters whose first element is here: of all ranks, just one has it."""
+        """Parameters whose first element this rank holds. Every parameter is owned by exactly one rank."""
         return tuple(piece.name for piece in self.slices if piece.begin == 0)
 
     def runs(self) -> list[tuple[int, int, list[Slice]]]:
-        """The stretches of the flat tensor without padding in them: begin, end, and the slices that lie there."""
+        """The ranges of the flat tensor without padding: begin, end in elements, and the slices in each."""
         found: list[tuple[int, int, list[Slice]]] = []
         for piece in self.slices:
             end = piece.at + piece.end - piece.begin

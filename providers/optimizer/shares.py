@@ -1,13 +1,13 @@
-"""What one rank holds of an optimizer state that ranks share out: flat partitions, or whole parameters."""
+"""One rank's share of an optimizer state that ranks share out: flat partitions, or whole parameters."""
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
 from datastates.providers.optimizer.flat_layout import FlatLayout, Name, Slice
 from datastates.state import arrays, dtypes
@@ -16,17 +16,17 @@ from datastates.state.shards import ArrayRef, Buffer, Shard
 
 
 def key_of(name: Name, state: str) -> str:
-    """The key of one state of one parameter: where a nested optimizer state dict has it, too."""
+    """The key of one state of one parameter, as in a nested optimizer state dict."""
     return f"state/{component(name)}/{component(state)}"
 
 
 class Share(ABC):
-    """Arrays that the optimizer knows by one parameter, and what they are of the logical states.
+    """The states that the optimizer keeps for one of its parameters, and which parts of logical states they are.
 
     Attributes:
-        tensors: Arrays that are always there, by the state's name.
-        parameter: What the optimizer knows all other states by; None when there are none.
-        group: Number of its parameter group.
+        tensors: Arrays that always exist, by the state's name.
+        parameter: The optimizer's parameter, by which it keeps all other states; None if it keeps none.
+        group: Number of the parameter group.
     """
 
     tensors: Mapping[str, Any]
@@ -36,46 +36,54 @@ class Share(ABC):
     @property
     @abstractmethod
     def names(self) -> Sequence[Name]:
-        """The logical parameters, of this rank or not, whose states are shared out together."""
+        """All logical parameters whose states are shared out together, on any rank."""
 
     @property
     @abstractmethod
     def held(self) -> Sequence[Name]:
-        """Those of them that it has elements of, or at least the one whose scalars it takes."""
+        """The parameters of which this share has elements; if it has none, :attr:`scalar_source` alone."""
 
     @property
     @abstractmethod
     def form(self) -> object:
-        """Equal for two shares that make the same shards of an array."""
+        """An object that is equal for two shares that make the same shards of an array."""
 
     @property
     @abstractmethod
     def scalar_source(self) -> Name:
-        """The parameter whose scalars are taken on restore."""
+        """The parameter from which a restore takes the scalar states."""
 
     @abstractmethod
     def shards(self, state: str, array: Shard) -> list[Shard]:
-        """Of one state's array, described as a whole: what this rank is to save.
+        """The shards that this rank saves of one state's array.
+
+        Args:
+            state: Name of the state.
+            array: The array, described as a whole.
 
         Raises:
-            ProviderError: The array is not of the share's form.
+            ProviderError: The array does not fit the share.
         """
 
     @abstractmethod
     def destinations(self, state: str, array: Any) -> list[Shard]:
-        """Of one state's live array: what to restore into it.
+        """The shards through which a restore fills one state's live array.
+
+        Args:
+            state: Name of the state.
+            array: The live array.
 
         Raises:
-            ProviderError: The array is not of the share's form.
+            ProviderError: The array does not fit the share.
         """
 
     @abstractmethod
     def is_scalar(self, state: str, stored: Mapping[Name, ArrayRef]) -> bool:
-        """Whether a state that is stored for these parameters has one number for each."""
+        """Whether a state is one number for each parameter, given its stored arrays by parameter."""
 
     @abstractmethod
     def fresh(self, ref: ArrayRef) -> Any:
-        """A new array for a state that is stored so and is not a scalar, where the optimizer wants it."""
+        """A new array, on the parameter's device, for a state that is no scalar and is stored as ``ref`` says."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +91,12 @@ class Partition(Share):
     """One rank's flat partition of the states of many parameters.
 
     Attributes:
-        layout: What lies where in the flat arrays.
-        tensors: Arrays that are always there, by the state's name: one-dimensional and contiguous, of ``layout.numel``
-            elements; or of no dimension, for a number that all of the partition has in common. Asked at each snapshot,
-            and restored in place.
-        parameter: The flat tensor by which the optimizer knows its own states of the partition.
-        group: Number of its parameter group.
+        layout: Which parameters lie where in the flat arrays.
+        tensors: Arrays that always exist, by the state's name. Each is one-dimensional and contiguous with
+            ``layout.numel`` elements; or it has no dimension, for a number that the whole partition shares. The mapping
+            is read at each snapshot, and its arrays are restored in place.
+        parameter: The flat tensor that the optimizer steps, and keeps its own states by; None if it keeps none.
+        group: Number of the parameter group, from 0.
     """
 
     layout: FlatLayout
@@ -108,16 +116,16 @@ class Partition(Share):
 
     @property
     def held(self) -> Sequence[Name]:
-        """Those with a slice here; of a partition of padding only, the last of all."""
+        """The parameters that have a slice here; in a partition of padding only, the last of all parameters."""
         return [piece.name for piece in self.layout.slices] or [self.scalar_source]
 
     @property
     def scalar_source(self) -> Name:
-        """The first parameter that the partition has elements of; in one of padding only, the last of all."""
+        """The first parameter that has a slice here; in a partition of padding only, the last of all parameters."""
         return self.layout.slices[0].name if self.layout.slices else self.layout.parameters[-1][0]
 
     def shards(self, state: str, array: Shard) -> list[Shard]:
-        """Flat ranges that lie in buffers without padding; a scalar for each parameter that begins here."""
+        """Flat ranges, in buffers without padding; or, of a scalar, one for each parameter that begins here."""
         if array.shape == ():
             return [replace(array, key=key_of(name, state)) for name in self.layout.owned]
         self._check(state, array)
@@ -132,7 +140,7 @@ class Partition(Share):
         return result
 
     def destinations(self, state: str, array: Any) -> list[Shard]:
-        """Views of the live array, without its padding."""
+        """Views of the live array without its padding; a scalar as it is."""
         whole = arrays.destination(key_of(self.scalar_source, state), array)
         if whole.shape == ():
             return [whole]
@@ -143,14 +151,17 @@ class Partition(Share):
         return [_part(p, state, own, own.buffer, 0) for p, own in zip(self.layout.slices, described, strict=True)]
 
     def is_scalar(self, state: str, stored: Mapping[Name, ArrayRef]) -> bool:
-        """What has no dimension although its parameter has some; of parameters without any, what torch calls step."""
+        """Whether the state of a parameter with dimensions is stored without any.
+
+        If only parameters without dimensions are stored: whether the state is ``step``.
+        """
         for name, shape in self.layout.parameters:
             if shape and name in stored:
                 return stored[name].shape == ()
         return state == "step"
 
     def fresh(self, ref: ArrayRef) -> Any:
-        """Zeros for all of the partition: padding must not hold what training would trip over."""
+        """Zeros for the whole partition: undefined values in the padding could disturb training."""
         return self.parameter.detach().new_zeros(self.layout.numel, dtype=_torch_dtype(ref))
 
     def _check(self, state: str, array: Shard) -> None:
@@ -163,7 +174,7 @@ class Partition(Share):
 
 @dataclass(frozen=True, eq=False)
 class WholeParameter(Share):
-    """The states of one parameter that one rank has whole, each of whatever shape; no ``parameter``: another rank."""
+    """The states of one parameter, all on one rank, of any shapes. ``parameter`` is None on the other ranks."""
 
     name: Name
     parameter: Any
@@ -177,17 +188,17 @@ class WholeParameter(Share):
 
     @property
     def names(self) -> Sequence[Name]:
-        """The one."""
+        """The parameter."""
         return [self.name]
 
     @property
     def held(self) -> Sequence[Name]:
-        """The one."""
+        """The parameter."""
         return [self.name]
 
     @property
     def scalar_source(self) -> Name:
-        """The one."""
+        """The parameter."""
         return self.name
 
     def shards(self, state: str, array: Shard) -> list[Shard]:
@@ -199,15 +210,15 @@ class WholeParameter(Share):
         return [arrays.destination(key_of(self.name, state), array)]
 
     def is_scalar(self, state: str, stored: Mapping[Name, ArrayRef]) -> bool:
-        """What has no dimension."""
+        """Whether the stored array has no dimension."""
         del state
         return stored[self.name].shape == ()
 
     def fresh(self, ref: ArrayRef) -> Any:
-        """An array like the parameter, strides included, where it is of the same shape, as torch itself makes it."""
+        """An uninitialized array; if it has the parameter's shape, with the parameter's strides, as torch makes it."""
         own = self.parameter.detach()
         if ref.shape == tuple(own.shape):
-            return sys.modules["torch"].empty_like(own, dtype=_torch_dtype(ref))
+            return loaded("torch").empty_like(own, dtype=_torch_dtype(ref))
         return own.new_empty(ref.shape, dtype=_torch_dtype(ref))
 
 
@@ -226,4 +237,4 @@ def _part(piece: Slice, state: str, array: Shard, buffer: Buffer | None, buffer_
 
 
 def _torch_dtype(ref: ArrayRef) -> Any:
-    return getattr(sys.modules["torch"], ref.dtype)
+    return getattr(loaded("torch"), ref.dtype)

@@ -1,4 +1,4 @@
-"""What shares make of arrays that were described as wholes: done once, and known again."""
+"""The shards that shares make of whole arrays, kept from one snapshot to the next."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Spread:
     """The shards of some arrays.
 
     Attributes:
-        whole: The arrays as they were described.
-        shards: What is saved of them.
-        index: For each of those, the number of its array.
+        whole: The arrays, described as wholes.
+        shards: The shards to save.
+        index: For each shard, the number of its array.
     """
 
     whole: Sequence[Shard]
@@ -31,10 +31,15 @@ class Spread:
     @classmethod
     @gc_pause.paused()
     def of(cls, shares: Sequence[Share], found: Sequence[tuple[int, str, object]], whole: Sequence[Shard]) -> Spread:
-        """Ask the shares: for each array, ``found`` says the number of its share and the name of its state.
+        """Ask the shares for their shards.
+
+        Args:
+            shares: The shares.
+            found: For each array, the number of its share, the name of its state, and the array.
+            whole: For each array, its description as a whole.
 
         Raises:
-            ProviderError: An array is not of its share's form.
+            ProviderError: An array does not fit its share.
         """
         rows = [
             (i, shard)
@@ -46,12 +51,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Knowledge:
-    """What a provider of shares hands to another one.
+    """What one provider of shares hands to the next.
 
     Attributes:
-        forms: Of its shares.
-        arrays: Where they lie.
-        spread: What the shares made of them.
+        forms: The ``form`` of each share.
+        arrays: The addresses and layouts of the arrays.
+        spread: The shards that the shares made of them.
     """
 
     forms: Sequence[object]

@@ -1,11 +1,11 @@
-"""Nested state dicts of optimizers: of each parameter its states, and for each group the parameters in it."""
+"""Nested state dicts of optimizers, which hold the states of each parameter and the parameters of each group."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
+from datastates._base.loaded import loaded
 from datastates.providers.optimizer.stored_states import StoredStates
 from datastates.state import dtensors, memory
 from datastates.state.keys import component, join
@@ -19,7 +19,7 @@ def state_key(parameter: object, state: str) -> str:
 
 
 def group_differences(stored: Any, live: Any) -> dict[str, str]:
-    """Parameter groups of another number or size: the states would be given to other parameters."""
+    """Differences in the number or size of parameter groups, with which states would go to the wrong parameters."""
     try:
         sizes = [[len(g["params"]) for g in s["param_groups"]] for s in (stored, live)]
     except (KeyError, TypeError):
@@ -37,14 +37,14 @@ _LIKE_PARAMETERS = {
 
 
 def _states(value: Any) -> dict[object, dict[str, Any]]:
-    """The states by parameter, of what torch's optimizers make; nothing of another value."""
+    """The states by parameter of a state dict of torch's optimizers; empty for another value."""
     states = value.get("state") if isinstance(value, dict) else None
     plain = isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())
     return states if plain and states is not None else {}
 
 
 def _with_parameters(stored: Any, optimizer: Any) -> Iterator[tuple[object, Any, dict[str, Any]]]:
-    """What a stored value in the same groups calls each live parameter, the parameter, and its stored states."""
+    """For each live parameter: its name or number in a stored value of the same groups, it, and its stored states."""
     if states := _states(stored):
         numbers = [number for group in stored["param_groups"] for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -53,7 +53,7 @@ def _with_parameters(stored: Any, optimizer: Any) -> Iterator[tuple[object, Any,
 
 
 def sharded_parameters(stored: Any, optimizer: Any) -> dict[str, Any]:
-    """By the keys of an optimizer's stored states, the parameters that they are states of, where those are DTensors."""
+    """The live parameter for the key of each stored state, for parameters that are DTensors."""
     return {
         state_key(number, name): parameter
         for number, parameter, states in _with_parameters(stored, optimizer)
@@ -63,9 +63,9 @@ def sharded_parameters(stored: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def other_shapes(stored: Any, optimizer: Any) -> dict[object, dict[str, str]]:
-    """For each parameter of another shape than when it was saved, the keys of the states that say so, and how.
+    """For each parameter whose shape has changed since the save: keys of the states that show it, with the difference.
 
-    Optimizers of other makers may keep states of any shape: they are not looked at.
+    Only torch's own optimizers are checked: others may keep states of any shape.
     """
     bases = [f"{base.__module__}." for base in type(optimizer).__mro__ if base.__name__ != "Optimizer"]
     found: dict[object, dict[str, str]] = {}
@@ -81,7 +81,7 @@ def other_shapes(stored: Any, optimizer: Any) -> dict[object, dict[str, str]]:
 
 
 def live_where_not_restored(value: Any, live: Any) -> Any:
-    """A restored value in which a parameter that has not got all its states keeps its live ones, if it has any."""
+    """The restored value, but parameters whose states were not all restored keep their live states, if any."""
     kept = {
         number: _states(live).get(number)
         for number, states in _states(value).items()
@@ -94,27 +94,28 @@ def live_where_not_restored(value: Any, live: Any) -> Any:
 
 
 def fresh(ref: ArrayRef, like: Any) -> Any:
-    """An array of undefined contents to restore a state into, like its parameter if that is a DTensor of its shape."""
+    """An uninitialized array to restore a state into: a DTensor if its parameter is one of that shape."""
     if like is None or ref.shape != tuple(like.shape):
         return memory.empty(ref)
-    torch: Any = sys.modules["torch"]
+    torch = loaded("torch")
     return torch.empty_like(like, dtype=getattr(torch, ref.dtype), requires_grad=False)
 
 
 def with_all_states(stored: Any, saved: Saved) -> tuple[Any, list[tuple[object, str]]]:
-    """A stored value with the states that its parameters have, too, from ranks other than the one it is of.
+    """Add to one rank's stored value the states of its parameters that only other ranks saved.
 
-    Returns the value, and the parameters and states that were added.
+    Returns:
+        The value, and the parameter and name of each state that was added.
     """
     try:
         numbers = [number for group in stored["param_groups"] for number in group["params"]]
         listed = {number: dict(states) for number, states in stored["state"].items()}
     except (KeyError, TypeError, AttributeError, ValueError):
-        return stored, []  # not what torch's optimizers make
+        return stored, []  # not a state dict of torch's optimizers
     if len({tuple(listed.get(number, ())) for number in numbers}) <= 1 and (listed or not numbers):
-        return stored, []  # each has what the others have
+        return stored, []  # all parameters have the same states
     known, states = saved.arrays(), StoredStates(saved)
-    look = states.probe if listed else states.find  # without any there are no names to go by
+    look = states.probe if listed else states.find  # probe() needs names of states
     look([number for number in numbers if isinstance(number, (int, str))])
     added = []
     for number in numbers:
@@ -126,9 +127,10 @@ def with_all_states(stored: Any, saved: Saved) -> tuple[Any, list[tuple[object, 
 
 
 def of_live_names(stored: Any, live: Any) -> Any:
-    """A stored value by names, cut down to the live parameters, where those are in the same groups; others as they are.
+    """Cut a stored value that is keyed by parameter names down to the live parameters; return any other value as it is.
 
-    Other ranks may have had, and may have now, other parameters: what a tree says of them is not to be compared.
+    It is also returned as it is where the number of groups differs or a live parameter is in another group. Other ranks
+    may hold, and may have saved, other parameters: those are not compared.
     """
     groups, live_groups = _names(stored), _names(live)
     if groups is None or live_groups is None or len(groups) != len(live_groups):
@@ -147,12 +149,12 @@ def of_live_names(stored: Any, live: Any) -> Any:
 
 
 def states_left_out(stored: Any, cut: Any) -> list[str]:
-    """Keys of the parameters whose states :func:`of_live_names` has left out."""
+    """Keys of the parameters whose states :func:`of_live_names` left out."""
     return [] if cut is stored else [join("state", name) for name in stored["state"] if name not in cut["state"]]
 
 
 def _names(value: Any) -> list[list[str]] | None:
-    """The parameters' names by group, of an optimizer's state by names; None for another value."""
+    """The parameter names of each group, if an optimizer's state is keyed by names; else None."""
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         return None
     groups = value.get("param_groups")

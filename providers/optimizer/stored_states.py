@@ -1,4 +1,4 @@
-"""Which states a checkpoint holds of an optimizer's parameters, whichever ranks had them."""
+"""Which states of an optimizer's parameters a checkpoint holds, from all ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from datastates.state.keys import component
 from datastates.state.provider import Saved
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
-"""What torch's optimizers keep as a number for each parameter; of a part of one, only one rank has saved them."""
+"""States that are one number for each parameter. Where ranks share a parameter out, only one rank saved them."""
 
 
 class StoredStates:
-    """Keys of the form ``state/<parameter>/<state>``, as a nested optimizer state dict has them.
+    """Stored keys of the form ``state/<parameter>/<state>``, as in a nested optimizer state dict.
 
-    What one rank had is listed; that of others is found by key, which does not touch all of many ranks.
+    The checkpoint lists the keys that the rank of this number saved. Keys of other ranks are looked up one by one, as
+    listing those of many ranks takes long.
 
     Attributes:
         of: For each parameter, as a key's component, the keys by state.
         others: Keys of another form.
-        names: The states' names, in order.
+        names: The names of the states, in order.
     """
 
     def __init__(self, saved: Saved) -> None:
-        """Take what is listed."""
+        """Begin with the keys that the checkpoint lists."""
         self._saved = saved
         self._known = saved.arrays()
         self.of: dict[str, dict[str, str]] = {}
@@ -42,8 +43,8 @@ class StoredStates:
                 self.others.append(key)
 
     def probe(self, parameters: Collection[Name]) -> None:
-        """Find what other ranks had of some parameters, by the names of states that are listed."""
-        # where one number of a parameter is listed, so are all
+        """Find states of some parameters that other ranks saved, by the names of the states known so far."""
+        # a rank that lists one number of a parameter lists all of them: names then has them
         numbers = _NUMBERS if self.names.keys().isdisjoint(_NUMBERS) else ()
         for parameter in map(component, parameters):
             for state in (*self.names, *numbers):
@@ -53,7 +54,7 @@ class StoredStates:
         self.names |= dict.fromkeys(state for p in parameters for state in self.of.get(component(p), {}))
 
     def find(self, parameters: Collection[Name]) -> None:
-        """Find all that any rank had of some parameters, through all ranks where names do not tell."""
+        """Find all states of some parameters; go through the keys of all ranks where names do not suffice."""
         listed = bool(self.names)
         self.probe(parameters)
         sure = listed and not self.names.keys().isdisjoint(_NUMBERS)

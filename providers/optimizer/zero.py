@@ -1,4 +1,4 @@
-"""A provider for optimizer states that data-parallel ranks share out, as ZeRO does, described by logical parameter."""
+"""A provider for optimizer states that data-parallel ranks share out, as with ZeRO, keyed by logical parameter."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ Groups = Sequence[MutableMapping[str, Any]]
 
 @dataclass
 class _Found:
-    """What :meth:`ShardedZeroProvider.destinations` makes of a checkpoint.
+    """What :meth:`ShardedZeroProvider.destinations` finds in a checkpoint.
 
     Attributes:
         known: The stored arrays.
         stored: For each parameter, as a key's component, the keys of its stored states.
         parameters: Names in the stored parameter groups.
-        shards: What to restore into.
-        missing, unexpected: Keys.
-        mismatched: Keys, each with the difference.
+        shards: The shards to restore into.
+        missing: Keys that only the live state has.
+        unexpected: Keys that only the checkpoint has.
+        mismatched: Keys that differ otherwise, each with the difference.
     """
 
     known: Mapping[str, ArrayRef]
@@ -57,19 +58,20 @@ class _Found:
 class ShardedZeroProvider(StateProvider):
     """Optimizer state of which each data-parallel rank holds a share: ZeRO-1, ZeRO-2, ZeRO-3.
 
-    Shares are described as ranges of the logical parameters, so that a checkpoint does not depend on how many ranks
-    made it, and padding is not saved. Keys are ``state/<parameter>/<state>``, as in a nested optimizer state dict: what
-    was saved by ``from_stateful(name, optimizer)``, or by ``from_state_dict(name, ...)`` with what
-    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives, restores into shares of the same names,
-    and the other way round.
+    Shares are saved as ranges of the logical parameters, without padding. So a checkpoint does not depend on the number
+    of ranks that saved it. Keys are ``state/<parameter>/<state>``, as in a nested optimizer state dict. A checkpoint of
+    ``from_stateful(name, optimizer)``, or of ``from_state_dict(name, ...)`` with the result of
+    ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, restores into shares of the same parameter
+    names, and the other way round.
 
-    The object ``param_groups`` holds the hyperparameters, and in each group the names of its parameters. Numbers of the
-    optimizer (``step``) are arrays of no dimension, one for each parameter, saved by the rank that has its first
-    element; a flat partition, which has one for all of its parameters, takes that of the first of them. Torch and CuPy
-    arrays are captured lazily: only an optimizer step changes them.
+    The object ``param_groups`` holds the hyperparameters of each group and the names of its parameters. A number of the
+    optimizer (``step``) is saved as an array without dimensions for each parameter, by the rank that has the
+    parameter's first element. A flat partition has one number for all its parameters: a restore takes that of the
+    partition's first parameter. Torch and CuPy arrays are captured lazily, as only an optimizer step changes them;
+    NumPy arrays are copied inside ``snapshot()``.
 
-    Restoring goes in place. An optimizer that has no state yet gets the states that the checkpoint has, and one that
-    has others than those loses them.
+    A restore writes in place. The optimizer then has just the states that the checkpoint has: missing ones are made,
+    others are dropped.
     """
 
     def __init__(
@@ -79,9 +81,11 @@ class ShardedZeroProvider(StateProvider):
 
         Args:
             name: Top-level key in the checkpoint.
-            shares: What this rank holds; no parameter is in two of them.
-            optimizer: The torch optimizer that knows the shares by their parameters.
-            param_groups: Without an optimizer: dicts of hyperparameters and other plain values, restored in place.
+            shares: The shares of this rank, such as :class:`~datastates.providers.Partition`. No parameter is in two
+                of them.
+            optimizer: The torch optimizer that steps the shares' ``parameter``s.
+            param_groups: Without an optimizer: one dict of hyperparameters and other plain values for each group,
+                restored in place. By default, empty dicts.
 
         Raises:
             ValueError: The arguments contradict each other; the message says how.
@@ -117,19 +121,22 @@ class ShardedZeroProvider(StateProvider):
     def from_zero_redundancy(
         cls, name: str, optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None = None
     ) -> ShardedZeroProvider:
-        """The state of a ``torch.distributed.optim.ZeroRedundancyOptimizer``, which shares out whole parameters.
+        """Make a provider for a ``torch.distributed.optim.ZeroRedundancyOptimizer``, which shares out whole parameters.
 
         Nothing is sent between ranks: ``consolidate_state_dict`` is not needed.
 
         Args:
             name: Top-level key in the checkpoint.
-            optimizer: The optimizer. Parameter groups added later are not seen.
-            named_parameters: Of the model, to name the states. By default they are numbered over all groups, as
-                ``Optimizer.state_dict()`` does.
+            optimizer: The optimizer. Parameter groups that are added to it later are not saved.
+            named_parameters: The model's ``named_parameters()``, whose names become the keys. By default parameters
+                are numbered over all groups, as ``Optimizer.state_dict()`` does.
+
+        Returns:
+            The provider.
 
         Raises:
-            ValueError: A parameter has no name, or the optimizer was made with ``overlap_with_ddp=True`` and has not
-                shared the parameters out yet.
+            ValueError: ``named_parameters`` lacks a parameter, or the optimizer was made with
+                ``overlap_with_ddp=True`` and has not shared the parameters out yet.
         """
         if not hasattr(optimizer, "optim"):
             raise ValueError(f"{name!r}: with overlap_with_ddp, parameters are shared out in the first training steps")
@@ -148,24 +155,24 @@ class ShardedZeroProvider(StateProvider):
         return cls(name, shares, optimizer=_ZeroRedundancy(optimizer))
 
     def _own_states(self, share: Share) -> Mapping[str, Any]:
-        """What the optimizer holds for a share: nothing before its first step."""
+        """The states that the optimizer keeps for a share; empty before its first step."""
         return {} if share.parameter is None else self._optimizer.state.get(share.parameter, {})
 
     # --- saving
 
     def knowledge(self) -> object:
-        """Where the arrays lie, and what the shares make of them."""
+        """The addresses and layouts of the arrays, and the shards that the shares make of them."""
         known = self._describer.known
         return None if known is None else Knowledge(self._forms, known, self._spread)
 
     def learn(self, knowledge: object) -> None:
-        """Take it, if the shares are of the same forms."""
+        """Take what an earlier provider found out, if its shares had the same forms."""
         assert isinstance(knowledge, Knowledge)
         if knowledge.forms == self._forms:
             self._describer.known, self._spread = knowledge.arrays, knowledge.spread
 
     def shards(self) -> Sequence[Shard]:
-        """The ranges that this rank holds, then the parameter groups.
+        """The ranges that this rank holds, then the object ``param_groups``.
 
         Raises:
             ProviderError: A state is neither an array nor a number, or an array does not fit its layout.
@@ -190,7 +197,7 @@ class ShardedZeroProvider(StateProvider):
         return Shards(spread.shards, sources, [rest], versions=versions, memory=described.memory)
 
     def _states(self) -> Iterator[tuple[int, str, Any]]:
-        """Number of the share, name of the state, and the array: an optimizer's Python numbers as NumPy's."""
+        """Number of the share, name of the state, and the array; an optimizer's Python number becomes a NumPy array."""
         for number, share in enumerate(self._shares):
             for state, value in share.tensors.items():
                 yield number, state, value
@@ -198,7 +205,7 @@ class ShardedZeroProvider(StateProvider):
                 yield number, state, np.asarray(value) if type(value) in (int, float, bool) else value
 
     def serialize(self, shard: Shard) -> bytes:
-        """The hyperparameters and the names, as ``Optimizer.state_dict()`` has them; tensors of them as numbers."""
+        """The groups as in ``Optimizer.state_dict()``, with parameter names, and numbers in the place of tensors."""
         del shard
         groups = zip(self._optimizer.param_groups, self._group_names, strict=True)
         return dumps([{**_hyperparameters(group), "params": names} for group, names in groups])
@@ -206,7 +213,7 @@ class ShardedZeroProvider(StateProvider):
     # --- restoring
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
-        """The ranges that this rank holds now, whoever held them when they were saved."""
+        """The ranges that this rank holds now, whichever ranks saved them."""
         states = StoredStates(saved)
         states.find([name for share in self._shares if share.parameter is not None for name in share.held])
         found = _Found(saved.arrays(), states.of)
@@ -222,9 +229,9 @@ class ShardedZeroProvider(StateProvider):
         return found.shards
 
     def _match_groups(self, saved: Saved, found: _Found) -> bool:
-        """Find the stored hyperparameters; False when there are none that fit."""
+        """Find the stored hyperparameters; False if there are none, or they do not fit."""
         objects = saved.objects()
-        # a nested state dict holds them in the value that stands for the whole provider
+        # a nested state dict is one object of the empty key, with the groups in it
         key = _GROUPS if _GROUPS in objects else ""
         found.unexpected += [k for k in objects if k != key]
         if key not in objects:
@@ -243,13 +250,13 @@ class ShardedZeroProvider(StateProvider):
         found.parameters = set(group_of)
         found.unexpected += self._strange(found)
         found.shards.append(object_shard(key))
-        # tensors among the hyperparameters of a nested state dict
+        # a nested state dict may have tensors among its hyperparameters
         inner = [k for k in found.known if k.split("/")[0] == _GROUPS]
         found.shards += [arrays.destination(k, memory.empty(found.known[k])) for k in inner]
         return True
 
     def _match_states(self, share: Share, found: _Found) -> None:
-        """Decide by the checkpoint which states a share has: arrays go in place, numbers wait for :meth:`restore`."""
+        """Give a share the states that are stored: arrays are read in place, numbers are set by :meth:`restore`."""
         live = self._own_states(share)
         stored: dict[str, dict[Name, ArrayRef]] = {}
         for name in share.names:
@@ -271,7 +278,7 @@ class ShardedZeroProvider(StateProvider):
                     found.mismatched[key_of(name, state)] = f"an array of shape {tuple(value.shape)}, not a number"
                     continue
                 found.want([arrays.destination(key_of(name, state), value)])
-                # the one stands for those of its other parameters, which are taken all the same: nobody misses them
+                # one number serves the whole share; the others are read, too, so that none counts as unexpected
                 others = [n for n in share.held if n in refs and n != name]
                 found.want(arrays.destination(key_of(n, state), memory.empty(refs[n])) for n in others)
             states[state] = value
@@ -281,9 +288,9 @@ class ShardedZeroProvider(StateProvider):
         self._pending.append((share, states))
 
     def _strange(self, found: _Found) -> list[str]:
-        """What the checkpoint has of parameters that are not here, and of states that a share without optimizer lacks.
+        """Stored keys of parameters that are not in any share, and of states that a share without optimizer lacks.
 
-        What is not of a parameter in the stored groups is another pipeline stage's.
+        Parameters outside of the stored groups are ignored: they belong to another pipeline stage.
         """
         keys: list[str] = []
         for name in found.parameters - self._names:
@@ -295,7 +302,7 @@ class ShardedZeroProvider(StateProvider):
         return keys
 
     def restore(self, shard: Shard, value: Any) -> None:
-        """Put the hyperparameters into the live groups, and the states where the optimizer looks for them."""
+        """Put the hyperparameters into the live groups, and the states into the optimizer's ``state``."""
         stored = value if shard.key == _GROUPS else value[_GROUPS]
         for group, new in zip(self._optimizer.param_groups, stored, strict=True):
             group.update({key: _settled(group.get(key), item) for key, item in new.items() if key != "params"})
@@ -319,25 +326,25 @@ class _Groups:
 
 @dataclass
 class _ZeroRedundancy:
-    """What a ``ZeroRedundancyOptimizer`` steps with: hyperparameters of its own, states of the optimizer inside."""
+    """A ``ZeroRedundancyOptimizer`` as one optimizer: its own parameter groups, the states of the optimizer inside."""
 
     optimizer: Any
 
     @property
     def param_groups(self) -> Groups:
-        """The outer groups: each step begins with copying them to the inner ones."""
+        """The outer groups, which each step copies to the inner ones."""
         groups: Groups = self.optimizer.param_groups
         return groups
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """Those of this rank's parameters."""
+        """The states of this rank's parameters."""
         states: MutableMapping[Any, Any] = self.optimizer.optim.state
         return states
 
 
 def _groups_in(key: str, value: Any) -> list[Any] | None:
-    """The parameter groups in a stored object, where it holds some."""
+    """The parameter groups in a stored object; None if it has no valid ones."""
     if not key:
         value = value.get(_GROUPS) if isinstance(value, dict) else None
     good = isinstance(value, list) and all(
@@ -354,7 +361,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A hyperparameter without tensors: each rank writes its own, and none must be a shard that all of them claim."""
+    """A hyperparameter with numbers in the place of tensors: as shards, several ranks would claim the same key."""
     if type(value) in (tuple, list):
         return type(value)([_plain(key, item) for item in value])
     if arrays.kind_of(value) is None:
@@ -365,7 +372,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def _settled(live: Any, stored: Any) -> Any:
-    """What belongs in the place of a live hyperparameter: a tensor stays the one that it is."""
+    """The new value of a live hyperparameter; a live tensor is filled and kept."""
     if type(live) in (tuple, list) and type(stored) in (tuple, list) and len(live) == len(stored):
         return type(live)([_settled(a, b) for a, b in zip(live, stored, strict=True)])
     stored = stored.item() if arrays.kind_of(stored) is not None else stored
@@ -376,7 +383,7 @@ def _settled(live: Any, stored: Any) -> Any:
 
 
 def _number(live: Any, stored: Any, state: str, parameter: Any, group: Mapping[str, Any]) -> Any:
-    """What belongs in the place of a number of the optimizer's: a tensor or one of Python's, as it has or had it."""
+    """The new value of an optimizer's number: of the live number's type, else as it was saved (tensor or Python)."""
     if arrays.kind_of(live) is not None:
         live.fill_(stored.item())
         return live

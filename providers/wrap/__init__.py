@@ -1,1 +1,1 @@
-"""Providers around others: several as one, and one whose state all ranks hold alike."""
+"""Providers that wrap others: several under one name, or one whose arrays several ranks hold alike."""

@@ -1,4 +1,4 @@
-"""A provider made of others."""
+"""A provider that joins several others under one name."""
 
 from __future__ import annotations
 
@@ -17,37 +17,41 @@ class CompositeProvider(StateProvider):
     def __init__(self, name: str, providers: Sequence[StateProvider]) -> None:
         """Keep the children.
 
+        Args:
+            name: Top-level key in the checkpoint.
+            providers: The children, each with a name of its own.
+
         Raises:
-            TypeError: One is no provider.
-            ValueError: Two share a name, or some hold the model's state and others that of each rank for itself.
+            TypeError: A child is no :class:`~datastates.protocol.StateProvider`.
+            ValueError: Two children share a name, or only some of them are ``per_rank``.
         """
         super().__init__(name)
         self._children = list(walk_unique(providers))
         apart = [child.name for child in self._children if child.per_rank]
         if apart and len(apart) < len(self._children):
             raise ValueError(
-                f"{name!r}: {', '.join(map(repr, apart))} is state of each rank for itself, the rest is the model's: "
-                "they are stored differently and need composites of their own"
+                f"{name!r}: {', '.join(map(repr, apart))} is state of each rank, the other providers hold the model's: "
+                "these are stored differently, so give each kind a CompositeProvider of its own"
             )
         self.per_rank = bool(apart)
 
     def knowledge(self) -> object:
-        """The children's, by name."""
+        """What the children found out, by their names."""
         known = Knowledge()
         known.take(self._children)
         return known or None
 
     def learn(self, knowledge: object) -> None:
-        """Hand it to the children."""
+        """Hand to each child what an earlier child of its name and class found out."""
         assert isinstance(knowledge, Knowledge)
         knowledge.teach(self._children)
 
     def shards(self) -> Sequence[Shard]:
-        """The children's shards, their keys below the children's names."""
+        """The shards of all children; the child's name is put in front of each key."""
         return [_adopt(child, shard) for child in self._children for shard in child.shards()]
 
     def serialize(self, shard: Shard) -> bytes | Encoder:
-        """Ask the child."""
+        """Let the child serialize its object."""
         child, own = _origin(shard)
         result = child.serialize(own)
         if isinstance(result, bytes):
@@ -59,14 +63,14 @@ class CompositeProvider(StateProvider):
         return encode
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
-        """The children's destinations, each in sight of its own part."""
+        """The destinations of all children; each child sees only its part of the checkpoint."""
         names = {component(child.name) for child in self._children}
         strangers = [k for k in (*saved.arrays(), *saved.objects()) if k.split("/")[0] not in names]
         saved.report(unexpected=sorted(strangers))
         return [_adopt(child, shard) for child in self._children for shard in child.destinations(_Part(saved, child))]
 
     def restore(self, shard: Shard, value: object) -> None:
-        """Hand it to the child."""
+        """Hand the object to its child."""
         child, own = _origin(shard)
         child.restore(own, value)
 
@@ -125,7 +129,7 @@ class _Part(Saved):
 
 
 class _Arrays(Mapping[str, ArrayRef]):
-    """The arrays of one child: those that are listed for it, and by their keys those that any rank had."""
+    """The arrays of one child. It lists the arrays of this rank's number, and finds those of any rank by key."""
 
     def __init__(self, arrays: Mapping[str, ArrayRef], child: StateProvider) -> None:
         self._arrays = arrays

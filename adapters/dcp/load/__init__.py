@@ -1,1 +1,1 @@
-"""The storage reader, of this package's files and of torch's own."""
+"""The storage reader, for this package's files and for torch's own."""

@@ -1,7 +1,7 @@
-"""Archives that ``torch.save`` makes of one tensor: where its bytes are, every number checked before it is used. Pure.
+"""Finds the bytes of the tensor in an archive that ``torch.save`` made of one tensor. Every number is checked.
 
-The mirror of :mod:`datastates.container.nested_archives`, for what others wrote. A record's checksum is in the central
-directory only.
+The counterpart of :mod:`datastates.container.nested_archives`, for archives that torch wrote. The checksum of a record
+is taken from the central directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datastates.state import dtypes
 from datastates.state.shards import StoredArray
 from datastates.state.strides import span
 
-# of each what is looked at; APPNOTE 6.3.10
+# only the fields that are used; APPNOTE 6.3.10
 _END = struct.Struct("<4s6xH2IH")
 _LOCATOR = struct.Struct("<4s4xQ4x")
 _END64 = struct.Struct("<4s28x3Q")
@@ -30,10 +30,10 @@ _UNKNOWN = 0xFFFFFFFF
 _ZIP64 = 0x0001
 _ENCRYPTED = 0x0001
 _LARGEST = 1 << 16
-"""Bytes of a directory, or of a pickle: those of one tensor have some hundreds."""
+"""Largest directory or pickle in bytes: those of one tensor have a few hundred."""
 
 Read = Callable[[int, int], bytes]
-"""Reads (offset, length) of an archive, which has to reach so far."""
+"""Reads ``length`` bytes at ``offset`` of an archive, given (offset, length); the archive must reach that far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class ArchivedTensor:
     """A tensor in an archive; lengths and offsets in bytes.
 
     Attributes:
-        array: How it lies in its storage.
+        array: How the tensor lies in its storage.
         offset: Where the storage begins in the archive.
         nbytes: Length of the storage.
-        crc: CRC-32 of the storage; None where torch was told to compute none.
+        crc: CRC-32 of the storage; None if torch was told not to compute one.
     """
 
     array: StoredArray
@@ -62,16 +62,20 @@ class _Entry:
 
 
 def find_tensor(read: Read, nbytes: int) -> ArchivedTensor | None:
-    """Find the tensor in an archive of that length; None where it is none that is known here: torch may know it.
+    """Find the tensor in an archive; None if this reader cannot read it, although torch might.
+
+    Args:
+        read: Reads from the archive.
+        nbytes: The length of the archive.
 
     Raises:
-        FormatError: It contradicts itself.
+        FormatError: The archive contradicts itself, or a small record does not match its checksum.
     """
     found = _directory(read, nbytes)
     if found is None or sys.byteorder != "little":
         return None
     entries, end = found
-    # with torch.serialization.set_crc32_options(False) there is 0 in the place of every checksum
+    # torch.serialization.set_crc32_options(False) writes 0 in the place of every checksum
     checked = any(entry.crc for entry in entries.values())
 
     def small(name: bytes) -> bytes | None:
@@ -91,16 +95,16 @@ def find_tensor(read: Read, nbytes: int) -> ArchivedTensor | None:
         return None
     entry = entries.get(b"data/" + array.record.encode())
     if entry is None:
-        raise FormatError(f"its storage {array.record!r} is not there")
+        raise FormatError(f"its storage {array.record!r} is missing")
     itemsize = dtypes.BY_NAME[array.dtype].itemsize
     if array.elements * itemsize > entry.nbytes or array.offset + span(array.shape, array.stride) > array.elements:
         raise FormatError("its tensor reaches beyond its storage")
     return ArchivedTensor(array, _data(read, entry, end), entry.nbytes, entry.crc if checked else None)
 
 
-@functools.lru_cache(1024)  # layers are alike
+@functools.lru_cache(1024)  # many tensors have the same pickle
 def _unpickled(pickle: bytes) -> StoredArray | None:
-    if b"conj" in pickle or b"neg" in pickle:  # bits that torch sets on a tensor, and that are not in its bytes
+    if b"conj" in pickle or b"neg" in pickle:  # flags of a tensor that its bytes do not show
         return None
     try:
         found = pickle_reader.loads(pickle, lambda array: array)
@@ -110,7 +114,7 @@ def _unpickled(pickle: bytes) -> StoredArray | None:
 
 
 def _directory(read: Read, nbytes: int) -> tuple[dict[bytes, _Entry], int] | None:
-    """The records by name, without the folder that they all are in, and where the directory of them begins."""
+    """The records by name, without their common folder, and where the directory begins; None as :func:`find_tensor`."""
     end = nbytes - _END.size
     if end < 0:
         return None
@@ -123,9 +127,9 @@ def _directory(read: Read, nbytes: int) -> tuple[dict[bytes, _Entry], int] | Non
             end -= _LOCATOR.size + _END64.size
             magic, count, size, begin = _END64.unpack(read(end, _END64.size))
             if magic != b"PK\6\6" or end64 != end:
-                raise FormatError("its end is not where it says")
+                raise FormatError("its zip64 end record is not where the locator says")
     if begin + size != end:
-        raise FormatError("its directory is not where its end says")
+        raise FormatError("its directory is not where its end record says")
     if size > _LARGEST:
         return None
     data, at = read(begin, size), 0
@@ -143,7 +147,7 @@ def _directory(read: Read, nbytes: int) -> tuple[dict[bytes, _Entry], int] | Non
         if method or flags & _ENCRYPTED:
             return None
         if packed != length:
-            raise FormatError("a record is stored in another length than its own")
+            raise FormatError("an uncompressed record has two different lengths")
         entries[name.partition(b"/")[2]] = _Entry(name, header, length, crc)
     if at != size:
         raise FormatError("its directory has more records than it says")
@@ -151,9 +155,10 @@ def _directory(read: Read, nbytes: int) -> tuple[dict[bytes, _Entry], int] | Non
 
 
 def _data(read: Read, entry: _Entry, end: int) -> int:
-    """Where the data of a record begins, given where all records end.
+    """Where the data of a record begins. ``end``: where the last record ends.
 
-    What stands around the data has to agree: where a part of it is read, no checksum tells that it is another place.
+    The headers around the data must agree with the directory: a read of a part of the data has no checksum that would
+    reveal a wrong place.
     """
     at = entry.header + _LOCAL.size
     if at > end:
@@ -163,31 +168,31 @@ def _data(read: Read, entry: _Entry, end: int) -> int:
     after = begin + entry.nbytes
     streamed = _DESCRIPTOR.size if flags & STREAMED else 0
     if magic != b"PK\3\4" or after + streamed > end:
-        raise FormatError("a record is not where its directory says, or reaches beyond it")
+        raise FormatError("a record is not where the directory says, or reaches into the directory")
     header = read(at, name + extra)
     list(_fields(header[name:]))
     agree = header[:name] == entry.name
     if streamed:
         agree &= _DESCRIPTOR.unpack(read(after, streamed)) == (b"PK\7\x08", entry.crc)
     if not agree:
-        raise FormatError("a record is another than its directory says")
+        raise FormatError("the headers of a record do not agree with the directory")
     return begin
 
 
 def _fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
-    """The fields of a header's extra part, by their kinds; torch pads a header with one."""
+    """The fields of a header's extra part: kind and data of each. Torch pads headers with such a field."""
     while extra:
         if len(extra) < 4 or (end := 4 + int.from_bytes(extra[2:4], "little")) > len(extra):
-            raise FormatError("a header is longer or shorter than what is in it")
+            raise FormatError("the extra fields of a header do not fill it exactly")
         yield int.from_bytes(extra[:2], "little"), extra[4:end]
         extra = extra[end:]
 
 
 def _widened(extra: bytes, numbers: tuple[int, ...]) -> Iterator[int]:
-    """Numbers of an entry, those that 32 bits do not hold as its zip64 field says them."""
+    """The numbers of an entry; those too large for 32 bits are taken from its zip64 field."""
     count = numbers.count(_UNKNOWN)
     wide = dict(_fields(extra)).get(_ZIP64, b"") if count else b""
     if len(wide) < 8 * count:
-        raise FormatError("a number is missing in its directory")
+        raise FormatError("a zip64 number is missing in its directory")
     known = iter(struct.unpack_from(f"<{count}Q", wide))
     return (next(known) if number == _UNKNOWN else number for number in numbers)

@@ -1,4 +1,4 @@
-"""A file of this package's as the reader takes it: an opened container, and what lies where in it."""
+"""A file of this package, for the reader: an opened container, and the arrays of each of its records."""
 
 from __future__ import annotations
 
@@ -19,21 +19,30 @@ from datastates.state import arrays
 
 
 class OwnFile:
-    """A file of this package's, and which arrays lie in which of its records."""
+    """A file of this package, and which arrays lie in which of its records."""
 
     def __init__(self, source: Container) -> None:
-        """Of an opened container."""
+        """Index an opened container."""
         self.source = source
         record = source.index.shards.record
         self._rows = np.argsort(record, kind="stable")
         self._first = np.searchsorted(record[self._rows], np.arange(len(source.index.data_offset) + 1))
 
     def queue(self, reads: Reads, item: ReadItem, place: _StorageInfo, planner: LoadPlanner) -> Callable[[], None]:
-        """Plan to read one item, verified; returns what is to be done once it has been read.
+        """Plan to read and verify one item.
+
+        Args:
+            reads: The reads of this load, to add to.
+            item: The item.
+            place: Where the checkpoint's metadata says it is.
+            planner: Names the tensor that the item is read into, or takes its bytes.
+
+        Returns:
+            A function to call once the item has been read.
 
         Raises:
             FormatError: The file holds something else at that place, or nothing.
-            ValueError: It goes to a tensor of another shape.
+            ValueError: The tensor has another shape than the item.
         """
         row = self._row(place.offset, item)
         if item.type != LoadItemType.BYTE_IO:
@@ -43,11 +52,11 @@ class OwnFile:
         return lambda: planner.load_bytes(item, io.BytesIO(data.tobytes()))
 
     def _row(self, offset: int, item: ReadItem) -> Row:
-        """The array that the checkpoint's metadata says is there: an archive begins before its data, bytes with it."""
+        """The array that the metadata says is at ``offset``, where an archive begins, or bare bytes do."""
         index = self.source.index
         is_bytes = item.type == LoadItemType.BYTE_IO
         rows: list[Row] = []
-        # the first record whose data ends behind that
+        # the first record whose data ends at or after the offset
         record = int(np.searchsorted(index.data_offset + index.record_nbytes, np.uint64(offset), "left"))
         if record < len(index.data_offset) and index.header_offset[record] <= offset <= index.data_offset[record]:
             numbers = self._rows[self._first[record] : self._first[record + 1]]

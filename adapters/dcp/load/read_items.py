@@ -1,4 +1,4 @@
-"""What a LoadPlan tells a rank to read: what its items are called, and the memory that they go to."""
+"""The items of a LoadPlan: their names for messages, and the memory that each is read into."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from datastates.state.strides import span
 
 
 def begin_of(item: ReadItem) -> tuple[int, ...]:
-    """Where the stored part that it is taken from begins in its logical tensor."""
+    """Where the item's stored part begins in its logical tensor, in elements along each dimension."""
     return tuple(item.storage_index.offset or ())
 
 
 def name_of(item: ReadItem) -> str:
-    """What that part is called in messages."""
+    """The name of the item's stored part in messages."""
     begin = begin_of(item)
     return f"{item.storage_index.fqn!r}" + (f" of {begin}" if any(begin) else "")
 
 
 def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-    """The tensor that an item goes to.
+    """The tensor that an item is read into.
 
     Raises:
-        ValueError: It has another shape; the message names it.
+        ValueError: The tensor has another shape than the item; the message names it.
     """
     target = planner.resolve_tensor(item).detach()
     if target.shape != item.lengths:
@@ -40,19 +40,19 @@ def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
 
 
 def is_memory(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether bytes of elements of that type can be read to where a tensor has its elements."""
+    """Whether elements of that type can be read straight into a tensor's memory."""
     return target.dtype == dtype and arrays.kind_of(target) is not None
 
 
 class Claims:
-    """Memory that is read into during a load. What shares some of it is not to be read there at the same time."""
+    """Memory that a load reads into. Tensors that share memory must not be read there at the same time."""
 
     def __init__(self) -> None:
-        """None is yet."""
+        """Begin with no memory claimed."""
         self._ranges: dict[torch.device, tuple[list[int], list[int]]] = {}
 
     def claim(self, target: torch.Tensor) -> bool:
-        """Claim all from a tensor's first element to its last; False, and nothing done, where some of it is claimed."""
+        """Claim a tensor's memory, from its first element to its last; False, and no claim, if some of it is taken."""
         begin = target.data_ptr()
         end = begin + span(tuple(target.shape), target.stride()) * target.element_size()
         begins, ends = self._ranges.setdefault(target.device, ([], []))
@@ -68,9 +68,22 @@ class Claims:
 def queue_box(
     reads: Reads, source: Source, row: Row, item: ReadItem, planner: LoadPlanner, claims: Claims | None = None
 ) -> Callable[[], None]:
-    """Plan to read what an item wants of a stored row, a box; returns what is to be done once it has been read.
+    """Plan to read an item from a stored row, which is a box of its logical tensor.
 
-    With ``claims``, what another one claims is filled from a copy then.
+    Args:
+        reads: The reads of this load, to add to.
+        source: The file that has the row.
+        row: The stored row.
+        item: The item.
+        planner: Names the tensor that the item is read into.
+        claims: The memory that is read into. A tensor whose memory is taken is filled from a copy. None: no
+            tensors of this load can share memory.
+
+    Returns:
+        A function to call once the item has been read.
+
+    Raises:
+        ValueError: The tensor has another shape than the item.
     """
     assert row.box is not None
     target = target_of(item, planner)

@@ -1,4 +1,4 @@
-"""The storage reader of torch.distributed.checkpoint: ranges of files into place, verified, instead of whole chunks."""
+"""The storage reader for torch.distributed.checkpoint: reads and verifies just the ranges that are needed."""
 
 from __future__ import annotations
 
@@ -32,30 +32,33 @@ from datastates.saving import gate
 class DataStatesStorageReader(FileSystemReader):
     """Loads checkpoints of :class:`DataStatesStorageWriter`, and those of torch's own writer, for ``dcp.load``.
 
-    Only what is needed is read, all of it at once, coalesced, straight into the tensors. Of this package's files all is
-    compared with its checksums; of torch's the tensors that are wanted as they were stored, where they have one. What
-    torch has written otherwise than by ``torch.save`` of a plain tensor is read as torch reads it.
+    It reads only the ranges that are needed, coalesced, straight into the tensors. Everything that is read from
+    this package's files is verified by checksums. From torch's files, a tensor is verified if it is loaded as a whole
+    and has a checksum. Items that torch did not write by ``torch.save`` of a plain tensor are read by torch's own code.
     """
 
     def __init__(self, path: str | os.PathLike[str] = "", **options: Any) -> None:
-        """Read from ``path``, or from what ``checkpoint_id`` names.
+        """Read from ``path``, or from the ``checkpoint_id`` that is given to ``dcp.load``.
 
         Args:
             path: The checkpoint's directory.
             **options: Fields of :class:`~datastates.config.IoSettings`.
 
         Raises:
-            SettingsError: An option is unknown or impossible.
-            ValueError: The path is the address of a store.
+            SettingsError: An option is unknown or its value is invalid.
+            ValueError: ``path`` is the address of a store instead of a file path.
         """
         paths.refuse_address(path)
         super().__init__(path)
         self.settings = IoSettings.of(options)
         self.tally: Tally | None = None
-        """What the last load read, without what torch had to read by itself."""
+        """How much the last load read, without the items that torch's own code read; None before a load has read."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read which files hold what.
+        """Read ``.metadata``, which says which file holds what.
+
+        Returns:
+            The metadata.
 
         Raises:
             FileNotFoundError: There is no such checkpoint.
@@ -70,14 +73,22 @@ class DataStatesStorageReader(FileSystemReader):
             raise FormatError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan needs into the tensors that the planner names.
+        """Read the items of a plan into the tensors that the planner names. Everything is read when this returns.
+
+        Args:
+            plan: The items.
+            planner: Resolves each item to a tensor, or takes its bytes.
+
+        Returns:
+            A future that is done already.
 
         Raises:
+            ValueError: A tensor has another shape than its item.
             CorruptError: Bytes do not match their checksum; the message names the tensor. Some tensors are overwritten.
             FormatError: A file is damaged.
             StorageError: Reading failed.
         """
-        gate.pass_all()  # loading changes the state, too
+        gate.pass_all()  # loading changes the state: pending snapshots capture it first
         per_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -128,7 +139,7 @@ class DataStatesStorageReader(FileSystemReader):
         return StockFile(path, nbytes, needed, claims)
 
     def _read_by_torch(self, plan: LoadPlan, item: ReadItem, planner: LoadPlanner) -> None:
-        """Read an item as torch does, all that is stored of it; an error then names it."""
+        """Let torch read the whole stored part of an item; an error names the item."""
         try:
             super().read_data(dataclasses.replace(plan, items=[item]), planner)
         except (OSError, ValueError, torch.cuda.OutOfMemoryError):

@@ -1,7 +1,7 @@
-"""A file of torch's own writer as the reader takes it: archives of one tensor each, and bare bytes, one after another.
+"""A file of torch's own writer, for the reader: archives of one tensor each, and bare bytes, one after another.
 
-Such a file has no index. Where a tensor's bytes are, and their one checksum, stands in its archive's directory, at the
-end; what they are, at the begin.
+Such a file has no index. The end of each archive says where the tensor's bytes are and gives their one checksum; the
+beginning gives the tensor's type and shape.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from datastates.state.shards import StoredArray
 from datastates.state.strides import is_dense, span
 
 _END_NBYTES = 1024
-"""Bytes at either end of an archive that have, as torch writes it, all but the tensor."""
+"""Bytes at each end of an archive. In torch's archives they hold everything but the tensor's elements."""
 _WINDOW = 4 << 20
-"""Bytes that are read at most to find the ends of several archives."""
+"""Most bytes in one read for the ends of several archives."""
 _STEP = 32 << 20
-"""Bytes of a tensor on a GPU that are brought back at once, to be verified."""
+"""Bytes of a tensor that are copied to the host at a time, to be verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What of the file can be read in ranges: the storage of a tensor, or bare bytes."""
+    """A range of the file that can be read in parts: the storage of a tensor, or bare bytes."""
 
     key: str
     offset: int
@@ -52,28 +52,28 @@ class _Record:
 
     @property
     def is_filled(self) -> bool:
-        """Whether the tensor's elements lie in all of it."""
+        """Whether the tensor's elements span the whole record."""
         itemsize = dtypes.BY_NAME[self.array.dtype].itemsize
         return self.array.offset == 0 and span(self.array.shape, self.array.stride) * itemsize == self.nbytes
 
 
 class StockFile:
-    """A file of torch's own writer: a :class:`Source` whose records are what is needed of it.
+    """A file of torch's own writer: a :class:`Source` whose records are the needed parts of the file.
 
-    What is wanted as a whole is verified once it is in place. Parts are not: the one checksum is over all of a tensor,
-    and to read all of it for that is what reading ranges is to avoid.
+    A tensor that is read as a whole is verified once it is in place. A part of a tensor is not verified: the checksum
+    covers the whole tensor, and reading all of it would undo the gain of reading ranges.
     """
 
     def __init__(
         self, path: Path, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], claims: Claims
     ) -> None:
-        """Find what is needed in a file; what cannot be read in ranges is left out.
+        """Find the needed items in a file; those that cannot be read in ranges are left to torch.
 
         Args:
-            path: Where it is.
+            path: The file.
             nbytes: Its length.
-            needed: What is wanted of it. Nothing else is looked at.
-            claims: Memory that tensors of all files of one load go to, to be added to.
+            needed: The items to load from it, and where each is. Nothing else is looked at.
+            claims: The memory that one load, from all its files, reads into; this file adds to it.
 
         Raises:
             FormatError: An archive contradicts itself; the message names the tensor.
@@ -89,7 +89,7 @@ class StockFile:
         self.data_offset: U64 = np.array([record.offset for record in self._records], np.uint64)
         self._numbers = {place: number for number, (place, _) in enumerate(found)}
         ends = np.array([record.offset + record.nbytes for record in self._records], np.uint64)
-        if (ends[:-1] > self.data_offset[1:]).any():  # no plan to read is made of those
+        if (ends[:-1] > self.data_offset[1:]).any():  # records overlap: leave all items to torch
             self._numbers = {}
 
     def _find(self, needed: dict[tuple[int, int], ReadItem]) -> Iterator[tuple[tuple[int, int], _Record]]:
@@ -111,7 +111,7 @@ class StockFile:
                 yield (offset, length), record
 
     def name_record(self, record: int) -> str:
-        """The key of what lies in a record."""
+        """The key of the array in a record."""
         return self._records[record].key
 
     def chunks(self, first: int, last: int) -> Chunks:
@@ -123,10 +123,19 @@ class StockFile:
     def queue(
         self, reads: Reads, item: ReadItem, place: _StorageInfo, planner: LoadPlanner
     ) -> Callable[[], None] | None:
-        """Plan to read one item; returns what is to be done once it has been read, None where torch is to read it.
+        """Plan to read one item.
+
+        Args:
+            reads: The reads of this load, to add to.
+            item: The item.
+            place: Where the checkpoint's metadata says it is.
+            planner: Names the tensor that the item is read into.
+
+        Returns:
+            A function to call once the item has been read; None if torch has to read the item.
 
         Raises:
-            ValueError: It goes to a tensor of another shape.
+            ValueError: The tensor has another shape than the item.
         """
         number = self._numbers.get((place.offset, place.length))
         if number is None or place.transform_descriptors:
@@ -141,19 +150,19 @@ class StockFile:
             begin + length > size
             for begin, length, size in zip(item.storage_offsets, item.lengths, array.shape, strict=True)
         ):
-            return None  # another tensor than the checkpoint's metadata says
+            return None  # not the tensor that the checkpoint's metadata describes
         if tuple(item.lengths) == array.shape and record.is_filled and record.crc is not None:
             return self._queue_whole(reads, number, item, planner)
         row = self._row(number, array.shape, array.stride, array.offset * dtype.itemsize)
         return queue_box(reads, self, row, item, planner, self._claims)
 
     def _queue_whole(self, reads: Reads, number: int, item: ReadItem, planner: LoadPlanner) -> Callable[[], None]:
-        """As :meth:`queue`, for all of a record: as it lies in the file, so that it can be verified."""
+        """As :meth:`queue`, for a whole record. It is read with the file's layout, so that it can be verified."""
         record = self._records[number]
         array, dtype = record.array, getattr(torch, record.array.dtype)
         target = target_of(item, planner)
         count = span(array.shape, array.stride)
-        # what shares memory is stored one by one, and may differ: each is verified before the next one goes there
+        # tensors that share memory were stored separately and may differ: only one is read in place, and verified there
         in_place = is_memory(target, dtype) and _lies_as(target, array) and self._claims.claim(target)
         flat = target.as_strided((count,), (1,)) if in_place else torch.empty(count, dtype=dtype, device="cpu")
         reads.add(self, self._row(number, (count,), (1,)), arrays.destination(record.key, flat))
@@ -172,13 +181,16 @@ class StockFile:
         return Row(record.key, "torch", dtype, number, offset, shape, stride, shape, (0,) * len(shape), None, None)
 
     def verify(self, tally: Tally) -> Tally:
-        """Compare what has been read as a whole with its checksums.
+        """Compare the tensors that were read as a whole with their checksums.
+
+        Args:
+            tally: What the load read.
 
         Returns:
-            The tally of what was read, with that as verified.
+            The tally, in which these tensors count as verified.
 
         Raises:
-            CorruptError: A tensor does not match; the message names it. It has been overwritten by then.
+            CorruptError: A tensor does not match its checksum; the message names it. It is overwritten by then.
         """
         for number, flat in self._whole:
             record, crc, data = self._records[number], 0, flat.view(torch.uint8)
@@ -198,7 +210,7 @@ class StockFile:
 
 
 def _lies_as(target: torch.Tensor, array: StoredArray) -> bool:
-    """Whether a tensor's memory has the same bytes as the storage of one that fills it."""
+    """Whether a tensor lies in memory as ``array``, which fills its storage, lies in the file."""
     if target.is_conj() or target.is_neg() or not is_dense(array.shape, array.stride):
         return False
     row_major = strides.is_row_major(array.shape, array.stride) and target.is_contiguous()
@@ -210,10 +222,11 @@ def _key(item: ReadItem) -> str:
 
 
 def _ends(read: Read, places: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], Read]]:
-    """For each archive, given ascending by where it begins and its length, a way to read it, its ends being at hand.
+    """For each archive, a function that reads from it; both ends of the archive have been read already.
 
-    The end of one archive and the begin of the next are read at once, and many small archives whole: to read over what
-    lies between costs less than to ask again, and what is needed of it is in the page cache then.
+    ``places``: where each archive begins and its length, ascending. One read covers the end of an archive and the
+    beginning of the next, or many small archives: reading over a gap costs less than another request, and brings the
+    gap into the page cache.
     """
     wanted = []
     for place in places:
@@ -239,7 +252,7 @@ def _ends(read: Read, places: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple
 
 
 def _reader(read: Read, place: tuple[int, int], head: bytes, tail: bytes) -> Read:
-    """Reads from an archive, from the file only what lies between its ends."""
+    """A function that reads from an archive. It reads the file only for bytes between the archive's ends."""
     begin, nbytes = place
     tail_at = nbytes - len(tail)
 

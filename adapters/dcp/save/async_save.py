@@ -1,4 +1,4 @@
-"""``async_save``: a checkpoint of torch.distributed.checkpoint as a Snapshot, captured while training goes on."""
+"""``async_save``: saves a checkpoint of torch.distributed.checkpoint while training goes on."""
 
 from __future__ import annotations
 
@@ -47,28 +47,32 @@ def async_save(
     """Save a state dict so that ``dcp.load`` and torch's own reader load it; returns before it is captured.
 
     All ranks of the default process group call it together, on the training thread. Large tensors are captured while
-    training goes on, and every torch optimizer's ``step()`` waits for that; small ones, a module's buffers and objects
-    are copied before this returns. In the background the ranks agree on who writes what, through torch's Store and not
-    by collectives: in one exchange where nothing but values has changed since the writer's last save.
+    training goes on, and every torch optimizer's ``step()`` waits for that. Small tensors, buffers of modules and
+    objects are copied before this returns. In the background the ranks agree which rank writes which item. They use
+    torch's Store instead of collectives, and one exchange suffices if only values have changed since the writer's last
+    save. Where two saves are under way already, the call waits for the older one.
 
     Args:
         state_dict: As for ``dcp.save``: nested, with DTensors, modules, optimizers and other ``Stateful`` objects.
-        path: The directory; it becomes a checkpoint at once, when all ranks have written.
-        storage_writer: Keeps plans and pinned memory for the next save; without one they are made for this save.
-        planner: Plans the save, by default a ``DefaultSavePlanner``.
+        path: The directory. It becomes a checkpoint in one step, once all ranks have written.
+        storage_writer: Keeps plans and pinned memory for the next save. Without a writer they serve this save only.
+        planner: Plans the save; by default a ``DefaultSavePlanner``.
         step: A number for the snapshot and its report.
-        **options: Without a writer, those of :class:`~datastates.adapters.dcp.DataStatesStorageWriter`.
+        **options: Without a writer, options of :class:`~datastates.adapters.dcp.DataStatesStorageWriter`.
 
     Returns:
-        The snapshot: *captured* the state may change, *persisted* this rank's file is on stable storage, *committed*
-        ``dcp.load`` finds it. The interpreter's exit waits for that.
+        The snapshot. Once it is *captured*, the state may change; once it is *persisted*, this rank's file is on stable
+        storage; once it is *committed*, ``dcp.load`` finds the checkpoint. The interpreter's exit waits for that.
 
-        It fails with a CommitError where another rank has failed, and with a ProviderError that names it where a tensor
-        cannot be stored.
+        It fails with a CommitError if another rank has failed, and with a ProviderError, which names the tensor, if a
+        tensor cannot be stored.
 
     Raises:
         TypeError: Options were given together with a writer.
-        ValueError: The path is the address of a store.
+        ValueError: ``path`` is the address of a store instead of a file path.
+        SettingsError: An option is unknown or its value is invalid.
+        SnapshotAbandonedError: This process was forked from the one that saves with the writer.
+        DatastatesError: The ranks could not meet for the first save with the writer.
     """
     with refusing(storage_writer):
         paths.refuse_address(path)
@@ -84,7 +88,7 @@ def async_save(
 
 
 def session_of(writer: DataStatesStorageWriter, directory: Path) -> Session:
-    """What a writer keeps from one save to the next, made by the first."""
+    """The session that a writer keeps from one save to the next; the first call makes it."""
     if writer.session is None:
         writer.session = Session(writer, directory)
     assert isinstance(writer.session, Session)
@@ -93,7 +97,7 @@ def session_of(writer: DataStatesStorageWriter, directory: Path) -> Session:
 
 @contextlib.contextmanager
 def refusing(writer: DataStatesStorageWriter | None) -> Iterator[None]:
-    """Where this rank cannot begin a save with a writer that has saved before, let the other ranks know."""
+    """Tell the other ranks if this rank fails to begin a save with a writer that has saved before."""
     try:
         yield
     except Exception as error:
@@ -103,10 +107,10 @@ def refusing(writer: DataStatesStorageWriter | None) -> Iterator[None]:
 
 
 class Session:
-    """What a writer keeps for saves that the ranks make by themselves, without collectives."""
+    """What a writer keeps for saves without collectives: threads, plans, the order of saves."""
 
     def __init__(self, writer: DataStatesStorageWriter, directory: Path) -> None:
-        """Meet the other ranks; ``directory`` only names where."""
+        """Meet the other ranks in torch's Store; ``directory`` only names the meeting."""
         self._writer = writer
         self._timeout = writer.settings.rank_timeout
         executor = make_executor(writer.settings)
@@ -122,7 +126,7 @@ class Session:
         self._before.set()
 
     def save(self, state_dict: dict[str, Any], path: Path, planner: SavePlanner, step: int) -> Snapshot:
-        """Begin one; see :func:`async_save`."""
+        """Begin a save; see :func:`async_save`."""
         turn = self.reserve()
         try:
             lazy = _lazy(state_dict, self._writer.lazy)
@@ -134,13 +138,13 @@ class Session:
         return self.save_staged(staged, path, planner, turn)
 
     def reserve(self) -> Turn:
-        """The next save's turn, which is the same one on all ranks; waits until one more save may be under way.
+        """Take the next save's turn, which has the same number on all ranks. Waits while two saves are under way.
 
         Raises:
-            SnapshotAbandonedError: This process was forked off the one that saves.
+            SnapshotAbandonedError: This process was forked from the one that saves.
         """
         if os.getpid() != self._process:
-            raise SnapshotAbandonedError("this process was forked off one that saves, and cannot save with it")
+            raise SnapshotAbandonedError("this process was forked from one that saves, so it cannot save")
         turn = self._next_turn()
         try:
             while len(pending := self._engine.pending()) >= IN_FLIGHT:
@@ -160,10 +164,10 @@ class Session:
         return Turn(f"dcp/{number}", number, before, self._before)
 
     def save_staged(self, staged: Staged, path: Path, planner: SavePlanner, turn: Turn) -> Snapshot:
-        """Begin to save what is staged; what fails from here on lands on its snapshot."""
+        """Begin to save a staged state; errors of the save itself land on its snapshot."""
         staged.snapshot.path = path
         try:
-            writer = copy.copy(self._writer)  # the next save may name another directory before this one has begun
+            writer = copy.copy(self._writer)  # another save may set another directory before this one begins
             self._engine.take_later(staged.snapshot, _Once(partial(self._begin, staged, writer, path, planner, turn)))
         except BaseException as error:
             staged.give_up(error)
@@ -174,12 +178,12 @@ class Session:
     def _begin(
         self, staged: Staged, writer: DataStatesStorageWriter, path: Path, planner: SavePlanner, turn: Turn
     ) -> Running:
-        """Plan a save with the other ranks and begin to write; all ranks do that in the order of the calls."""
+        """Plan a save with the other ranks and begin to write. Every rank does so in the order of the calls."""
         with turn, staged.capturing():
             writer.reset(path)
             writer.set_up_storage_writer(self._world.rank == 0, rank=self._world.rank, use_collectives=True)
             meta = writer.storage_meta()
-            # no closure: an error's frames keep what those hold
+            # no closure: an error's frames would keep its variables alive
             prepare = partial(self._plan, staged, writer, planner, meta)
             agreed = self._planning.agree(turn.name, planner, prepare, writer.prepare_global_plan)
             ending = DcpEnding(self._world, turn, path, agreed, meta, self._order, self._timeout)
@@ -188,7 +192,7 @@ class Session:
                 ending.path = writer.new_file(plan)
                 running, ending.written = self._files.begin(plan, planner, ending, staged.snapshot, staged.check)
             except BaseException as error:
-                staged.give_up(error)  # training is not to wait until the others have heard of it
+                staged.give_up(error)  # training need not wait until the other ranks have heard of it
                 self._engine.decline(ending, error)
                 raise
             return running
@@ -199,7 +203,7 @@ class Session:
     ) -> SavePlan:
         staged.check()
         planner.set_up_planner(staged.state_dict, meta, self._world.rank == 0)
-        # what is kept is not to be handed to a subclass's prepare_local_plan(), which may change it
+        # a subclass's prepare_local_plan() may change the plan, so it is not given a kept one
         kept = type(writer) is DataStatesStorageWriter
         return writer.prepare_local_plan(self._plans.plan(planner) if kept else planner.create_local_plan())
 
@@ -219,12 +223,12 @@ class Session:
         self._engine.close()
 
     def close_later(self) -> None:
-        """Leave the other ranks once what is in flight has ended."""
+        """Leave the other ranks, in the background, once the saves in flight have ended."""
         self._engine.close_later()
 
 
 class _Once:
-    """Something to be called once, and forgotten with all that it holds: frames of its caller may stay."""
+    """A callable for one call, which forgets what it holds: frames of its caller may live on, and keep it alive."""
 
     def __init__(self, begin: Callable[[], Running]) -> None:
         self._begin: Callable[[], Running] | None = begin
@@ -239,7 +243,7 @@ class _Once:
 
 
 def _lazy(state_dict: dict[str, Any], chosen: Lazy) -> Lazy:
-    """What was chosen, but for buffers of modules: a forward pass may change those."""
+    """As ``chosen``, but False for buffers of modules, which a forward pass may change."""
     modules = [value for value in state_dict.values() if isinstance(value, torch.nn.Module)]
     buffers = {dtensors.local(b).untyped_storage().data_ptr() for module in modules for b in module.buffers()}
     return lambda name, tensor: tensor.untyped_storage().data_ptr() not in buffers and chosen(name, tensor)

@@ -1,4 +1,4 @@
-"""How a save ends that the ranks make by themselves: all have written, and ``.metadata`` commits it."""
+"""The end of an ``async_save``, without collectives: all ranks have written, then ``.metadata`` commits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from datastates.ranks.together import is_told, settle
 from datastates.ranks.world import World
 
 IN_FLIGHT = 2
-"""Saves that may be under way at once; a further one waits for the first of them."""
+"""Saves that may be under way at once; a further save waits for the oldest."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """The place of a save among those of its session: within it the one before has begun, and the next one waits."""
+    """A save's turn in its session. Entering waits until the save before has begun; leaving lets the next begin."""
 
     name: str
     number: int
@@ -43,22 +43,22 @@ class Turn:
 
 
 class Order:
-    """The last checkpoints that this rank has committed: their numbers, and where they are."""
+    """The numbers and directories of the last checkpoints that this rank has committed."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._last: deque[tuple[int, Path]] = deque(maxlen=IN_FLIGHT)
 
     def is_replaced(self, number: int, directory: Path) -> bool:
-        """Whether one of a later call is there already."""
+        """Whether a checkpoint of a later call has been committed to the directory."""
         return any(n > number and place == directory for n, place in self._last)
 
     def add(self, number: int, directory: Path) -> None:
-        """Note that one was committed."""
+        """Note that a checkpoint was committed."""
         self._last.append((number, directory))
 
 
-_REPLACED, _UNCERTAIN = b"r", b"u"  # what an answer begins with, where it is not that all is well
+_REPLACED, _UNCERTAIN = b"r", b"u"  # first byte of the coordinator's answer; empty: committed
 
 
 class DcpEnding:
@@ -74,7 +74,17 @@ class DcpEnding:
         order: Order,
         timeout: float,
     ) -> None:
-        """End with the other ranks; ``order`` is the coordinator's."""
+        """End with the other ranks.
+
+        Args:
+            world: The ranks.
+            turn: The save's turn.
+            path: Where this rank's file is to be written.
+            agreed: The plans.
+            meta: What names the save.
+            order: The checkpoints that this rank has committed; used on the coordinator only.
+            timeout: Seconds to wait for the other ranks.
+        """
         self.path = path
         self._name = f"{turn.name}/commit"
         self._number = turn.number
@@ -89,12 +99,16 @@ class DcpEnding:
         self._voted = self._kept = False
 
     def commit(self, vote: Vote) -> Path:
-        """Tell the coordinator where everything is; raises as :func:`~datastates.ranks.together.settle` does."""
+        """Tell the coordinator where each item is, and hear its decision.
+
+        Raises as :func:`~datastates.ranks.together.settle` does. A CommitError may also say that the checkpoint stands
+        but may not survive a power failure.
+        """
         directory = self.path.parent
         files.sync_directory(directory)
         assert self.written is not None
         found = self.written.results(vote.nbytes)
-        if not found:  # the checkpoint has no part of this rank
+        if not found:  # this rank has no part of the checkpoint
             self.path.unlink()
         uncertain: list[StorageError] = []
 
@@ -122,14 +136,14 @@ class DcpEnding:
         except DatastatesError as error:
             if self.committed is None and not uncertain and (self._world.rank == 0 or is_told(error)):
                 raise
-            # not known here, but it may stand: then its files do, too
+            # the outcome is not known here: the checkpoint may stand, and then needs this file
             self._kept = True
             if self.committed is None and (uncertain or not self._stands()):
                 raise
             return directory
         if answer == _REPLACED:
             self.abandon(made=True)
-        elif answer:  # it stands, and a power failure may undo that
+        elif answer:  # it stands, but may not survive a power failure
             self._kept = True
             raise uncertain[0] if uncertain else CommitError(answer[1:].decode())
         return directory
@@ -139,14 +153,14 @@ class DcpEnding:
         return self.path.name in metadata_file.files(stored)
 
     def abandon(self, *, made: bool) -> None:
-        """Remove the file, unless it is another's or the checkpoint may have become one."""
+        """Remove the file if it was made here, unless the checkpoint may stand."""
         if made and not self._kept:
-            with contextlib.suppress(OSError):  # its writer's error is what is told
+            with contextlib.suppress(OSError):  # the writer's own error is the one to report
                 self.path.unlink()
 
     def decline(self, error: BaseException) -> None:
-        """Tell the other ranks, unless they know."""
+        """Tell the other ranks that this rank has failed, unless it has voted."""
         if not self._voted and self._world.size > 1:
             self._voted = True
-            with contextlib.suppress(Exception):  # this rank's own error is what is told
+            with contextlib.suppress(Exception):  # this rank's own error is the one to report
                 settle(self._world, self._name, error, b"", lambda _: b"", timeout=self._timeout)

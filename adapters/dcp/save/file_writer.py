@@ -1,4 +1,4 @@
-"""One rank's files: an executor with its plan, kept from one save to the next."""
+"""Writes one rank's files, with an executor and a plan that are kept from one save to the next."""
 
 from __future__ import annotations
 
@@ -31,12 +31,17 @@ class FileWriter:
         snapshot: Snapshot,
         check: Callable[[], None] = lambda: None,
     ) -> tuple[Running, Written]:
-        """Begin to capture and write; what is returned is the rest, to be run.
+        """Begin to capture and write.
 
-        ``check`` raises where the state is no longer the one to be saved; from its call on it is watched here.
+        Args:
+            plan: The items to write.
+            planner: Resolves each item to its data.
+            ending: Where the file is to be written, and how it ends.
+            snapshot: The save's future.
+            check: Raises if the state has changed since it was staged. From this call on, the snapshot watches it.
 
         Returns:
-            With it, the file as DCP is to be told of it, once it is written.
+            The rest of the work, to be run; and the file, which tells DCP where each item is once it is written.
 
         Raises:
             ProviderError: An item is no tensor that can be stored.
@@ -47,7 +52,7 @@ class FileWriter:
         snapshot.holds(collected.structure.nbytes)
         running = self._saver.begin(collected, snapshot, ending)
         try:
-            running.job.wait_made()  # others choose their names by what exists
+            running.job.wait_made()  # new_file() takes a name that no file has
             check()
         except BaseException as error:
             running.cancel(error)

@@ -1,4 +1,4 @@
-"""Which rank writes what: agreed on by all ranks through torch's Store, and remembered while nothing changes."""
+"""The global plan of a save. All ranks agree on it through torch's Store, and keep it while nothing changes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _SAME, _NEW = b"=", b"+"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agreed:
-    """What came out for the plans that have these digests.
+    """The global plan for a set of local plans.
 
     Attributes:
-        local: What this rank had planned by itself.
-        digest: That of this rank's.
-        digests: Those of all ranks', on the coordinator.
+        local: This rank's local plan.
+        digest: The digest of that.
+        digests: On the coordinator: the digests of all ranks' local plans, by rank.
         plan: What this rank writes.
-        metadata: What all of them make, on the coordinator.
-        items: How many items that are, of all ranks, on the coordinator.
+        metadata: On the coordinator: the checkpoint's metadata.
+        items: On the coordinator: the number of items that all ranks write.
     """
 
     local: SavePlan
@@ -38,10 +38,10 @@ class Agreed:
 
 
 class Planning:
-    """The plans of one rank for one save after the other. Used by one thread at a time."""
+    """Plans one save after another with the other ranks. Used by one thread at a time."""
 
     def __init__(self, world: World, timeout: float) -> None:
-        """Agree in that world; ``timeout`` in seconds for each wait."""
+        """Plan with the ranks of ``world``; ``timeout``: seconds for each wait."""
         self._world = world
         self._timeout = timeout
         self._last: Agreed | None = None
@@ -55,24 +55,24 @@ class Planning:
     ) -> Agreed:
         """Plan a save with all ranks, which call this together.
 
-        One exchange of digests where no rank's plan has changed; otherwise a second one of the plans.
+        The ranks exchange digests of their plans. Only if a plan has changed do they exchange the plans, too.
 
         Args:
-            name: What all ranks call this save, and no other.
+            name: A name that all ranks give to this save and to no other.
             planner: Makes the global plan, on the coordinator.
-            prepare: Gives this rank's plan, the same object where nothing has changed; what it raises is told to all.
-            distribute: What the storage writer makes of the plans of all, on the coordinator.
+            prepare: Returns this rank's local plan, the same object if nothing has changed. All ranks hear its error.
+            distribute: The storage writer's changes to the plans of all ranks, on the coordinator.
 
         Raises:
-            CommitError: Planning failed on another rank; its own error is raised on a rank where it failed.
+            CommitError: Planning failed on another rank. A rank on which it failed raises its own error.
         """
         error: BaseException | None = None
         local = SavePlan([])
         try:
             local = prepare()
             if getattr(planner, "_enable_plan_caching", not local.usable):
-                raise ValueError("planner: it caches plans itself; plans are remembered here, give one that does not")
-        except Exception as failure:  # the others are not to wait for this rank
+                raise ValueError("planner: it caches plans itself; async_save does that, so give one that does not")
+        except Exception as failure:  # the other ranks must not wait for this one
             error = failure
         last = self._last
         if last is None or last.local is not local:
@@ -93,9 +93,9 @@ class Planning:
             assert last is not None
             self._last = replace(last, local=local)
             return self._last
-        self._last = None  # whoever does not hear what comes out now must not go by what came out before
+        self._last = None  # a rank that does not hear this outcome must not go by the last one
         made: list[tuple[Metadata, int]] = []
-        asked = [planner]  # emptied below: an error's frames keep what closures hold
+        asked = [planner]  # emptied below: an error's frames would keep the planner alive
 
         def plan(plans: dict[int, bytes]) -> bytes:
             every, metadata = asked[0].create_global_plan([pickle.loads(plans[rank]) for rank in sorted(plans)])
@@ -111,7 +111,7 @@ class Planning:
         return self._last
 
     def decline(self, name: str, error: BaseException) -> None:
-        """Tell all ranks that this one takes no part; raises ``error``."""
+        """Tell all ranks that this one takes no part in a save; raises ``error``."""
         settle(self._world, f"{name}/digests", error, b"", lambda _: b"", timeout=self._timeout)
 
 

@@ -1,4 +1,4 @@
-"""What a SavePlan tells a rank to write, as shards of one container, and where in its file each of them then is."""
+"""The items of a SavePlan as shards of one container, and where in the written file each item is."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from datastates.state.shards import Buffer, Shard
 
 
 class ItemsProvider(StateProvider):
-    """The items of one SavePlan: each tensor a box of its logical tensor, each object the bytes that it pickles to."""
+    """The items of one SavePlan: a tensor is a box of its logical tensor, an object an array of its pickled bytes."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Take the items of a plan: tensors that stay as they are until they are captured; objects are pickled now.
+        """Take the items of a plan. Its tensors must not change before they are captured; objects are pickled now.
 
         Raises:
-            ProviderError: An item is no tensor that has memory; the message names it.
+            ProviderError: An item cannot be stored, or has another shape than planned; the message names it.
         """
         super().__init__(NAME)
         names = Counter(item.index.fqn for item in plan.items)
         memory: dict[tuple[object, ...], Shard] = {}
         self._shards: list[Shard] = []
         self.indices: dict[str, MetadataIndex] = {}
-        """By key, what DCP calls it."""
+        """DCP's name of each item, by key."""
         for item in plan.items:
             key = item.index.fqn if names[item.index.fqn] == 1 else key_of_chunk(item.index)
-            while key in self.indices:  # a tensor may be called what a chunk of another is called here
+            while key in self.indices:  # another tensor may have the name that is made here for a chunk
                 key += AGAIN
             data: Any = planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
@@ -51,17 +51,17 @@ class ItemsProvider(StateProvider):
                 shard = _tensor_shard(key, item, data.detach())
                 buffer = shard.buffer
                 assert buffer is not None
-                # a record is the archive of one tensor: what shares its memory in another shape gets memory of its own
+                # a record is an archive of one tensor: a tensor that shares its memory in another shape is copied
                 first = memory.setdefault((buffer.device, buffer.pointer, buffer.nbytes, shard.dtype), shard)
                 if (first.shape, first.stride) != (shard.shape, shard.stride):
                     shard = _tensor_shard(key, item, data.detach().clone())
-                if not buffer.nbytes:  # nothing of one shape is not nothing of another
+                if not buffer.nbytes:  # empty tensors of different shapes must not share a record
                     shard = replace(shard, buffer=Buffer(len(self._shards) + 1, 0), buffer_offset=0)
             self._shards.append(shard)
             self.indices[key] = item.index
 
     def shards(self) -> Sequence[Shard]:
-        """Each item as an array."""
+        """Each item as an array shard."""
         return self._shards
 
 
@@ -85,7 +85,7 @@ def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """A file that is being written, and what DCP calls its arrays, by key."""
+    """A file that is being written, and DCP's names of its arrays, by key."""
 
     path: Path
     indices: dict[str, MetadataIndex]
@@ -93,11 +93,14 @@ class Written:
 
     @gc_pause.paused()
     def results(self, nbytes: int) -> list[WriteResult]:
-        """What DCP is told of the file, of that length: where in it each item is, as an archive or as bare bytes.
+        """For DCP, where in the file each item is: a tensor's archive, or an object's bare bytes.
+
+        Args:
+            nbytes: The length of the file as it was written.
 
         Raises:
-            StorageError: The file is not there any more.
-            CommitError: It is another one.
+            StorageError: The file has been removed.
+            CommitError: The file has another length, so it was replaced.
         """
         with files.syscall("stat", self.path):
             there = self.path.stat().st_size

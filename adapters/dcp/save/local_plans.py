@@ -1,4 +1,4 @@
-"""A rank's own plan, made anew only where the state dict has changed in something that plans are made of."""
+"""A rank's local plan, which is made anew only if something that it depends on has changed in the state dict."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
 _DESCRIBES_ITSELF = "__create_write_items__"
-"""Torch asks an object that has this, or a DTensor whose local tensor has it, which items it is."""
+"""Torch asks an object with this method, or a DTensor whose local tensor has it, for its items."""
 
 
 class LocalPlans:
-    """One save's after the other, of one rank. Used by one thread at a time.
+    """The local plans of one rank, for one save after another. Used by one thread at a time.
 
-    Torch makes a plan in some tens of microseconds a tensor, for which training goes without the interpreter. What its
-    default planner makes is compared by what it is made of; any other planner is asked each time. No tensor is kept
-    alive by that, but the meshes of DTensors.
+    Torch takes tens of microseconds a tensor to make a plan, and training cannot use the interpreter meanwhile. A plan
+    of torch's default planner is made anew only if its inputs have changed; any other planner is asked each time. The
+    comparison keeps no tensors alive, only the meshes of DTensors.
     """
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class LocalPlans:
         self._plan = SavePlan([])
 
     def plan(self, planner: SavePlanner) -> SavePlan:
-        """What ``planner.create_local_plan()`` gives: where nothing has changed, the very plan of the last time.
+        """The result of ``planner.create_local_plan()``, or the same plan object as last time if nothing has changed.
 
-        ``planner.set_up_planner()`` was called.
+        Call ``planner.set_up_planner()`` before.
         """
         basis = _basis(planner)
         if basis is None or basis != self._basis:
@@ -41,7 +41,7 @@ class LocalPlans:
 
 
 def _basis(planner: SavePlanner) -> list[object] | None:
-    """All that torch's default planner looks at, but for what cannot change within a run; None where it may be more."""
+    """Everything that torch's default planner looks at and that can change in a run; None if it may look at more."""
     if type(planner) is not DefaultSavePlanner or getattr(planner, "_enable_plan_caching", False):
         return None
     basis: list[object] = [planner.mappings if planner.flatten_state_dict else None]

@@ -1,4 +1,4 @@
-"""The stager for ``dcp.async_save``: nothing is copied that only an optimizer step changes."""
+"""The stager for ``dcp.async_save``, which does not copy tensors that only an optimizer step changes."""
 
 from __future__ import annotations
 
@@ -14,32 +14,43 @@ from datastates.adapters.dcp.save.staging import Held, Staged
 
 
 class _Handed(Future[dict[str, Any]]):
-    """Done once the state is captured; its result, the state itself, is there at once for who is to capture it."""
+    """A future that is done once the state is captured. Its result, the live state, can be had at once for the save."""
 
     def __init__(self, staged: Staged) -> None:
         super().__init__()
         self._state_dict = Held(staged)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The state dict, for the save."""
+        """The staged state dict, at once; ``timeout`` has no effect."""
         del timeout
         return self._state_dict
 
 
 class DataStatesStager(AsyncStager):
-    """Stages for a :class:`DataStatesStorageWriter` without copying what only an optimizer step changes.
+    """Stages for a :class:`DataStatesStorageWriter` without copying tensors that only an optimizer step changes.
 
     ``dcp.async_save(state, storage_writer=writer, async_stager=DataStatesStager(writer))`` returns an
-    ``AsyncSaveResponse``; its ``staging_completion`` is done once the state is captured, and may be waited for before
-    the optimizer steps, as torchtitan does. Torch's optimizers wait for that by themselves.
+    ``AsyncSaveResponse``. Its ``staging_completion`` is done once the state is captured. A training loop may wait for
+    it before the optimizer steps, as torchtitan does; torch's optimizers also wait by themselves.
     """
 
     def __init__(self, storage_writer: DataStatesStorageWriter) -> None:
-        """Stage for that writer."""
+        """Stage for ``storage_writer``, which must be the writer of the save."""
         self._writer = storage_writer
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Guard the state from now on; see the class."""
+        """Copy what may change at any time, and guard the rest of the state until it is captured.
+
+        Args:
+            state_dict: The state dict, as ``dcp.async_save`` hands it over.
+
+        Returns:
+            A future that is done once the state is captured. Its ``result()`` does not wait: it returns the staged
+            state dict at once, for the save.
+
+        Raises:
+            DatastatesError: A save with the writer is under way.
+        """
         staged = self._writer.hold(state_dict)
         handed = _Handed(staged)
 
@@ -51,4 +62,4 @@ class DataStatesStager(AsyncStager):
         return handed
 
     def close(self) -> None:
-        """Nothing to do: what was staged is the writer's."""
+        """Do nothing: the staged state belongs to the writer."""

@@ -1,4 +1,4 @@
-"""Lazy staging: a state dict that stays where it is, guarded until it has been captured, in the place of a copy."""
+"""Lazy staging: instead of a copy, the live state dict itself, guarded until it has been captured."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 
 GRACE = 60.0
-"""Seconds in which a save must begin after its state was staged."""
+"""Seconds after staging in which the save must begin."""
 _POLL = 0.05
 _DESCRIBING = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 
 Lazy = Callable[[str, torch.Tensor], bool]
-"""Whether the tensor of a name stays as it is until an optimizer steps: it is then captured while training goes on."""
+"""Given the name and the tensor: whether only an optimizer step changes it. Then it is captured during training."""
 
 
 def is_large(name: str, tensor: torch.Tensor) -> bool:
-    """The default: small tensors, among them the buffers that a forward pass changes, are copied at once."""
+    """The default for ``lazy``: small tensors, such as buffers that a forward pass changes, are copied at once."""
     del name
     return tensor.nbytes >= LARGE_RECORD
 
 
 class Staged:
-    """A state dict that training must not change before it is captured, from staging on.
+    """A state dict that training must not change from staging until it is captured.
 
     Attributes:
-        state_dict: The very tensors of the live state, as far as they are lazy, and copies of everything else.
-        snapshot: What the gate knows it by; the save that captures it goes on with that.
+        state_dict: The live tensors, where they are lazy, and copies of everything else.
+        snapshot: The future at which the gate waits; the save goes on with it.
     """
 
     def __init__(
@@ -58,10 +58,14 @@ class Staged:
         grace: float = GRACE,
         kept: Sequence[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Copy what may change at any time; the rest is guarded by the gate from now on.
+        """Copy what may change at any time. The gate guards the rest from now on.
 
-        ``grace``: seconds in which :meth:`saved_by` must be called. ``kept``: nothing is to be copied, and these are
-        what is live in the state dict.
+        Args:
+            state_dict: The live state.
+            lazy: Which tensors are guarded instead of copied.
+            step: A number for the snapshot.
+            grace: Seconds in which :meth:`saved_by` must be called.
+            kept: The live tensors in the state dict, by name. If given, nothing is copied.
         """
         begin = time.monotonic()
         self._kept: list[tuple[str, torch.Tensor]] = list(kept or ())
@@ -100,20 +104,20 @@ class Staged:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether a save has begun that is to capture it."""
+        """Whether a save has begun that will capture it."""
         return self._saver is not None
 
     def saved_by(self, thread: threading.Thread) -> None:
-        """Note who is to capture it: if that thread ends before, nobody waits any longer."""
+        """Note the thread that will capture it. If that thread ends before, the gate opens."""
         with self._lock:
             self._saver = thread
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Begin to capture within this, on any thread: the copies wait for the work before staging, and for no other.
+        """A context, on any thread, in which to begin the capture.
 
-        Raises:
-            BaseException: What is raised inside; then nobody waits for the capture any longer.
+        Copies that begin in it wait for the GPU work that was enqueued before staging, and for no later work. If the
+        context is left by an error, the gate opens.
         """
         try:
             with contextlib.ExitStack() as stack:
@@ -126,41 +130,41 @@ class Staged:
         self._end()
 
     def check(self) -> None:
-        """Raise TornSnapshotError where the state has changed since it was staged, or why it was given up."""
+        """Raise TornSnapshotError if the state has changed since staging, or the error for which it was given up."""
         if (error := self.snapshot.exception()) is not None:
-            raise error  # nobody has waited since
+            raise error  # the gate has been open since: the state may have changed
         versions, addresses = array_versions.witness(self._tensors)
         changed = (versions != self._before[0]) | (addresses != self._before[1])
         if changed.any():
             raise TornSnapshotError([self._kept[i][0] for i in changed.nonzero()[0].tolist()])
 
     def give_up(self, error: BaseException) -> None:
-        """Nobody will capture it."""
+        """Fail the snapshot and open the gate, as nobody will capture the state."""
         if not self._begun.is_set():
             self.snapshot.fail(error)
             self._end()
 
     def _end(self) -> None:
-        """From now on it is the snapshot's own gate that holds; or it has failed."""
+        """Let go of the state: from now on the snapshot's own gate holds, or the snapshot has failed."""
         self._tensors, self._kept, self._streams = [], [], []
         self.state_dict = {}
         self._begun.set()
 
     def is_over(self) -> bool:
-        """Whether its capture has begun, or never will: it gives up where nobody is left to begin it."""
+        """Whether its capture has begun or never will. Gives up if nobody is left to begin it."""
         if not self._begun.is_set():
-            if os.getpid() != self._process:  # a forked child: only the parent can capture it
+            if os.getpid() != self._process:  # a forked child: only its parent can capture it
                 self.snapshot.abandon()
                 self._end()
             with self._lock:
                 if not self._saver.is_alive() if self._saver is not None else time.monotonic() > self._latest:
                     text = "the save ended before its state was captured: nothing was written of it"
                     self.give_up(DatastatesError(text))
-                    self.snapshot.exception()  # who saved has an error of its own
+                    self.snapshot.exception()  # the save reports an error of its own
         return self._begun.is_set() or self.snapshot.failed
 
     def wait_begun(self) -> None:
-        """Wait until its capture has begun, or never will."""
+        """Wait until its capture has begun or never will."""
         while not self.is_over():
             self._begun.wait(_POLL)
 
@@ -171,10 +175,10 @@ class Staged:
 
 
 class Held(dict[str, Any]):
-    """A staged state dict on its way to whoever captures it, in this process."""
+    """A staged state dict on its way to the save that captures it, in this process. It refuses to be pickled."""
 
     def __init__(self, staged: Staged) -> None:
-        """That of ``staged``."""
+        """Take the state dict of ``staged``."""
         super().__init__(staged.state_dict)
         self._staged = staged
 
@@ -184,28 +188,28 @@ class Held(dict[str, Any]):
             "copies it, such as torch's DefaultStager"
         )
         self._staged.give_up(error)
-        self._staged.snapshot.exception()  # told by being raised
+        self._staged.snapshot.exception()  # it is reported by the raise
         raise error
 
 
 def _clone(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     copied = value.detach().clone()
-    # what a tensor that was given these says of itself, as Megatron-FSDP's unevenly sharded ones are
+    # methods that describe a tensor to torch, as Megatron-FSDP sets on unevenly sharded ones
     own = {name: hook for name, hook in vars(local).items() if name in _DESCRIBING}
     vars(dtensors.local(copied)).update(own)
     return copied
 
 
 def _is_watched(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory that can be watched: others, those of subclasses among them, are copied."""
+    """Whether a change of a tensor can be noticed; other tensors, such as those of subclasses, are copied."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return plain and arrays.kind_of(tensor) is not None
 
 
 def _side_streams(devices: set[torch.device]) -> list[torch.cuda.Stream]:
-    """For each device a stream that has waited for all work that was enqueued on the current one so far.
+    """For each device a stream that waits for all work enqueued so far on the device's current stream.
 
-    The current device's too, whatever lies there: copies do.
+    The current device, if any, always gets one.
     """
     streams = []
     current = array_streams.current_device()

@@ -1,4 +1,4 @@
-"""The storage writer of torch.distributed.checkpoint: a rank's items become one container, written by the executor."""
+"""The storage writer for torch.distributed.checkpoint: the executor writes a rank's items into one container."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from datastates.executor.make import make_executor
 from datastates.saving.snapshot import Snapshot
 
 _OWN = frozenset({"session", "_executor", "_files", "_staged", "_saver", "_finishes", "_writing"})
-"""What belongs to one process."""
+"""Attributes that belong to one process, and are not pickled."""
 
 
 class WriterSettings(IoSettings):
-    """What a writer can be told: the fields of :class:`~datastates.config.IoSettings`, and this."""
+    """The options of a writer: the fields of :class:`~datastates.config.IoSettings`, and this."""
 
     rank_timeout: float = Field(
         600.0,
@@ -43,7 +43,7 @@ class WriterSettings(IoSettings):
 
 
 class Closable(Protocol):
-    """What is to be closed with a writer."""
+    """Something that is closed with a writer."""
 
     def close(self) -> None:
         """Wait for what is in flight, and give threads and memory back."""
@@ -52,33 +52,33 @@ class Closable(Protocol):
 class DataStatesStorageWriter(FileSystemWriter):
     """Writes checkpoints that ``dcp.load`` and torch's own ``FileSystemReader`` read, with this package's engine.
 
-    A rank's items are coalesced into one file, ``__RANK_0.distcp``, with checksums and an index of its own.
-    ``.metadata`` is replaced at once when all ranks have written: until then the checkpoint that was at the path before
-    stands.
+    Each rank writes its items into one file, such as ``__RANK_0.distcp``, with checksums and an index of its own. Once
+    all ranks have written, ``.metadata`` is replaced atomically. Until then the previous checkpoint at the path stands.
 
-    For ``dcp.save``, and for ``dcp.async_save`` in a thread: there it stages by itself, lazily. Large tensors stay
-    where they are, and every torch optimizer's ``step()`` waits until they are captured; all else is copied. For
-    ``AsyncCheckpointerType.PROCESS`` give an ``async_stager`` that copies, such as torch's ``DefaultStager``.
+    It serves ``dcp.save`` and ``dcp.async_save`` with a thread. For the latter it stages lazily: large tensors stay
+    where they are, every torch optimizer's ``step()`` waits until they are captured, and everything else is copied. For
+    ``AsyncCheckpointerType.PROCESS``, give an ``async_stager`` that copies, such as torch's ``DefaultStager``.
 
-    Keep one for all checkpoints, and name each by ``checkpoint_id``: it keeps its plans, and its pinned memory. Used by
-    one save at a time.
+    Keep one writer for all checkpoints, as it keeps plans and pinned memory, and name each checkpoint by
+    ``checkpoint_id``. One save at a time may use it, except through :func:`~datastates.adapters.dcp.async_save`, which
+    allows two.
     """
 
     def __init__(
         self, path: str | os.PathLike[str] = "", *, overwrite: bool = True, lazy: Lazy = is_large, **options: Any
     ) -> None:
-        """Write to ``path``, or to what ``checkpoint_id`` names.
+        """Write to ``path``, or to the ``checkpoint_id`` that is given to the save.
 
         Args:
             path: A directory; it is created.
-            overwrite: Replace a checkpoint that is there; otherwise that is refused.
-            lazy: Given the name of a tensor in the state dict and (this rank's part of) the tensor, whether only an
-                optimizer step changes it. By default those of 64 KiB and more.
+            overwrite: Whether to replace a checkpoint that is there; otherwise such a save is refused.
+            lazy: Given the name of a tensor in the state dict and the tensor (of a DTensor, this rank's part), whether
+                only an optimizer step changes it. By default, tensors of 64 KiB and more.
             **options: Fields of :class:`WriterSettings`.
 
         Raises:
-            SettingsError: An option is unknown or impossible.
-            ValueError: The path is the address of a store.
+            SettingsError: An option is unknown or its value is invalid.
+            ValueError: ``path`` is the address of a store instead of a file path.
         """
         paths.refuse_address(path)
         super().__init__(path, overwrite=overwrite)
@@ -88,7 +88,7 @@ class DataStatesStorageWriter(FileSystemWriter):
 
     def _start(self) -> None:
         self.session: Closable | None = None
-        """What :func:`~datastates.adapters.dcp.async_save` keeps from one save to the next."""
+        """What :func:`~datastates.adapters.dcp.async_save` keeps from one save to the next; None before the first."""
         self._executor: Executor | None = None
         self._files: FileWriter | None = None
         self._staged: Staged | None = None
@@ -97,16 +97,16 @@ class DataStatesStorageWriter(FileSystemWriter):
         self._writing = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: what it was made of."""
+        """Settings and path, for another process."""
         return {name: value for name, value in vars(self).items() if name not in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The mirror of :meth:`__getstate__`."""
+        """Take those, and begin as a new writer."""
         vars(self).update(state)
         self._start()
 
     def close(self) -> None:
-        """Wait for saves in flight, and give threads and memory back; the next save takes them again. Idempotent."""
+        """Wait for saves in flight, then free threads and memory. Idempotent; the next save allocates them again."""
         if (staged := self._staged) is not None:
             staged.wait_begun()
         with self._writing:
@@ -120,29 +120,32 @@ class DataStatesStorageWriter(FileSystemWriter):
     # --- staging
 
     def hold(self, state_dict: dict[str, Any]) -> Staged:
-        """Guard a state dict until the save that is to come has captured it.
+        """Copy what may change at any time, and guard the rest of a state dict until the next save has captured it.
+
+        Returns:
+            The staged state.
 
         Raises:
             DatastatesError: A save with this writer is under way.
         """
         if self._saver is threading.current_thread():
-            self._saver = None  # it is here: its save has failed
+            self._saver = None  # this thread is back: its save has failed
         if self._is_taken() or (self._staged is not None and not self._staged.is_over()):
             raise _taken()
         self._staged = Staged(state_dict, self.lazy)
         return self._staged
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The live state, guarded, with copies of what may change at any time: see the class."""
+        """As :meth:`hold`; returns the state dict, live where it is lazy. ``dcp.async_save`` calls this."""
         return Held(self.hold(state_dict))
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: it is the optimizers that wait."""
+        """False: the optimizers wait for the capture, so ``dcp.async_save`` need not."""
         return False
 
     def synchronize_staging(self) -> None:
-        """Wait until what is staged may change."""
+        """Wait until the staged state may change."""
         if (staged := self._staged) is not None:
             staged.wait_free()
 
@@ -153,19 +156,19 @@ class DataStatesStorageWriter(FileSystemWriter):
 
         Raises:
             DatastatesError: Another save with this writer is under way.
-            ValueError: It is the address of a store.
+            ValueError: ``checkpoint_id`` is the address of a store instead of a file path.
         """
         paths.refuse_address(checkpoint_id or "")
         self._enter()
         super().reset(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """What names the save: a save asks for this first, on the thread that goes on to write."""
+        """Identify the save. A save calls this first, on the thread that goes on to write."""
         self._enter()
         return super().storage_meta()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take part in a save."""
+        """Take part in a save. The coordinator finishes it, or every rank where there are no collectives."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._finishes = is_coordinator or not self.use_collectives
 
@@ -176,7 +179,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         if (staged := self._staged) is not None:
             if not staged.is_claimed:
                 staged.saved_by(self._saver)
-            elif staged.is_over():  # a save that has failed was to capture it
+            elif staged.is_over():  # the save that was to capture it has failed
                 self._staged = None
 
     def _is_taken(self) -> bool:
@@ -186,11 +189,19 @@ class DataStatesStorageWriter(FileSystemWriter):
     # --- saving
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items; returns when they are on stable storage.
+        """Write this rank's items; returns once they are on stable storage.
+
+        Args:
+            plan: The items.
+            planner: Resolves each item to its data.
+
+        Returns:
+            A future that is done already: where in the file each item is.
 
         Raises:
+            ProviderError: An item is no tensor that can be stored; the message names it.
             StorageError: The file could not be written; nothing is left of it.
-            CommitError: Another file has taken its place.
+            CommitError: Another program has replaced the file.
             TornSnapshotError: Staged state was changed before it was captured; the message names the tensors.
         """
         ended = True
@@ -216,7 +227,7 @@ class DataStatesStorageWriter(FileSystemWriter):
                     self._files = FileWriter(self._executor)
                 running, file = self._files.begin(plan, planner, ending, snapshot, check)
         except BaseException:
-            snapshot.exception()  # told by being raised
+            snapshot.exception()  # it is reported by the raise
             raise
         running.run()
         snapshot.wait_committed()
@@ -226,20 +237,24 @@ class DataStatesStorageWriter(FileSystemWriter):
         return written
 
     def new_file(self, plan: SavePlan) -> Path:
-        """A name for this rank's file that no file has: one of a checkpoint that is being replaced is still needed."""
+        """An unused name for this rank's file: the files of a checkpoint that is being replaced are still needed."""
         assert isinstance(plan.storage_data, _StoragePrefix)
         directory = Path(self.path)
         names = (directory / f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in itertools.count())
         return next(path for path in names if not path.exists())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Let the directory be this checkpoint; on the coordinator."""
+        """Commit the checkpoint, on the coordinator.
+
+        Raises:
+            StorageError: ``.metadata`` could not be written, or may not survive a power failure.
+        """
         path = metadata_file.path_of(Path(self.path), None if self.use_collectives else self.rank)
         try:
             stored, error = metadata_file.publish(path, metadata, results, super().storage_meta())
             if error is not None:
                 raise error
-            vars(metadata).update(vars(stored))  # dcp.save returns it
+            vars(metadata).update(vars(stored))  # dcp.save returns ``metadata``
         finally:
             self._saver = None
 
