@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from datastates._base import files, paths
 from datastates._base.sizes import LARGE_RECORD
 from datastates.adapters import torch_files
-from datastates.adapters.torch_files import FileSettings, Lazy, TorchFiles
+from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles
 from datastates.commit import directories, manifest
 from datastates.saving.snapshot import Snapshot
 
@@ -50,7 +51,7 @@ class DataStatesCheckpointIO(CheckpointIO):
     until they are captured. Everything else is copied inside ``save_checkpoint()``.
     """
 
-    def __init__(self, *, lazy: Lazy = is_state, **options: Any) -> None:
+    def __init__(self, *, lazy: Lazy = is_state, **options: Unpack[FileOptions]) -> None:
         """Take the settings; the first save allocates threads and memory.
 
         Args:

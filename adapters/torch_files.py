@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 
 from datastates.commit.ending import FileEnding, identity_alone
-from datastates.config import IoSettings
+from datastates.config import IoOptions, IoSettings
 from datastates.container import archive
 from datastates.container.file import open_container
 from datastates.errors import FormatError, SnapshotAbandonedError
@@ -46,6 +46,13 @@ class FileSettings(IoSettings):
     max_in_flight: int = Field(
         2, ge=1, le=64, description="Checkpoints that may be under way at once; a further save waits."
     )
+
+
+class FileOptions(IoOptions, total=False):
+    """The fields of :class:`FileSettings` as keyword arguments, for type checkers."""
+
+    on_error: Literal["raise", "warn"]
+    max_in_flight: int
 
 
 class _Held(TreeProvider):

@@ -13,9 +13,10 @@ import torch
 import transformers
 from pydantic import Field
 from transformers import trainer_callback, trainer_utils
+from typing_extensions import Unpack
 
 from datastates._base import files, paths
-from datastates.adapters.torch_files import FileSettings, TorchFiles
+from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles
 from datastates.commit import directories, manifest
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
@@ -35,7 +36,13 @@ class TrainerSettings(FileSettings):
     )
 
 
-def attach(trainer: Any, **options: Any) -> TrainerCheckpoints:
+class TrainerOptions(FileOptions, total=False):
+    """The fields of :class:`TrainerSettings` as keyword arguments, for type checkers."""
+
+    rank_timeout: float
+
+
+def attach(trainer: Any, **options: Unpack[TrainerOptions]) -> TrainerCheckpoints:
     """Let a Trainer save its checkpoints lazily. Nothing else about the Trainer changes.
 
     Checkpoints are the Trainer's usual folders, with the weights in ``pytorch_model.bin``.

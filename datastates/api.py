@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Unpack
+
 from datastates import _calls
 from datastates._base import paths
 from datastates._base.paths import PathLike
 from datastates.commit import directories, health
 from datastates.commit.ballot import Ballot
-from datastates.config import IoSettings, RankSettings
+from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.errors import (
     CheckpointNotFoundError,
 )
@@ -33,7 +35,12 @@ from datastates.state.provider import StateProvider
 
 
 def snapshot(
-    providers: Sequence[StateProvider], path: PathLike, *, step: int = 0, auto_gate: bool = True, **options: Any
+    providers: Sequence[StateProvider],
+    path: PathLike,
+    *,
+    step: int = 0,
+    auto_gate: bool = True,
+    **options: Unpack[RankOptions],
 ) -> Snapshot:
     """Write one checkpoint directory at ``path``, which must not exist, without a :class:`Checkpointer`.
 
@@ -82,7 +89,7 @@ def restore(
     trust: Trust = (),
     verify: Verify = "checksum",
     fallback: bool = False,
-    **options: Any,
+    **options: Unpack[RankOptions],
 ) -> Restored:
     """Restore one checkpoint in place: the mirror of :func:`snapshot`; all ranks call it together.
 
@@ -122,7 +129,7 @@ def restore(
     return restored
 
 
-def load(path: PathLike, *, step: int | None = None, trust: Trust = (), **options: Any) -> dict[str, Any]:
+def load(path: PathLike, *, step: int | None = None, trust: Trust = (), **options: Unpack[IoOptions]) -> dict[str, Any]:
     """Read a checkpoint as nested host arrays and objects, with no providers: ``{provider name: value}``.
 
     Args:
@@ -157,7 +164,7 @@ def _kept(path: PathLike, step: int | None) -> Iterator[Path]:
             yield found
 
 
-def open(path: PathLike, *, step: int | None = None, **options: Any) -> Checkpoint:
+def open(path: PathLike, *, step: int | None = None, **options: Unpack[IoOptions]) -> Checkpoint:
     """Open a checkpoint to read single arrays: a mapping of full keys to host arrays, each read when it is asked for.
 
     Retention does not delete the checkpoint before it is closed. What several ranks saved is opened rank by rank, as it

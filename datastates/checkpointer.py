@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+
+from typing_extensions import Unpack
 
 from datastates import _calls
 from datastates._base import files, paths
 from datastates._base.paths import PathLike
 from datastates.commit import directories
 from datastates.commit.ballot import Ballot
-from datastates.config import Settings
+from datastates.config import Options, Settings
 from datastates.errors import (
     ClosedError,
     SettingsError,
@@ -55,7 +56,7 @@ class Checkpointer:
     Its methods are called from the training thread; the snapshots it returns may be waited for from any.
     """
 
-    def __init__(self, directory: PathLike, **options: Any) -> None:
+    def __init__(self, directory: PathLike, **options: Unpack[Options]) -> None:
         """Open a directory of checkpoints, creating it, and remove what interrupted runs left there.
 
         Args:

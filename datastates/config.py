@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import TypedDict
 
 from datastates._base.sizes import CHUNK, PAGE
 from datastates.errors import SettingsError
 
-_UNITS = {"": 1, "B": 1, **{p + s: b**i for s, b in (("B", 1000), ("iB", 1024)) for i, p in enumerate("KMGT", 1)}}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?i?B|)\s*\Z")
-
-
-def parse_size(value: object) -> int:
-    """Bytes from an int, or from text such as ``"8GiB"``, ``"512 MB"`` or ``"4096"``; raises ValueError otherwise."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.match(value) if isinstance(value, str) else None
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(
-            f"{value!r} is not a size: use bytes, or a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
-        )
-    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
-
-
-Size = Annotated[int, BeforeValidator(parse_size)]
-SizeOrAuto = Annotated[int | Literal["auto"], BeforeValidator(lambda v: v if v == "auto" else parse_size(v))]
+SizeOrAuto = Literal["auto"] | ByteSize
 
 ENVIRONMENT_PREFIX = "DATASTATES_"
 
@@ -59,8 +42,8 @@ class IoSettings(BaseModel):
         "storage. It is page-locked where CUDA is in use. auto: a quarter of the available memory, divided by "
         "the number of local ranks; the cache then grows only to what the state needs.",
     )
-    block: Size = Field(
-        8 << 20,
+    block: ByteSize = Field(
+        ByteSize(8 << 20),
         description="Bytes of one extent, the unit of capture and of I/O; a multiple of 4096 of at least 1 MiB.",
     )
     queue_depth: int = Field(
@@ -72,9 +55,8 @@ class IoSettings(BaseModel):
     io_backend: Literal["auto", "io_uring", "pwrite"] = Field(
         "auto", description="How files are read and written. auto: io_uring where the kernel allows it, else pwrite."
     )
-    device_cache: Size = Field(
-        0,
-        ge=0,
+    device_cache: ByteSize = Field(
+        ByteSize(0),
         description="Limit in bytes, for each GPU, of free device memory that uncaptured state is copied to where an "
         "optimizer step would wait for its capture. The memory is given back as the copies reach the "
         "host. 0: none.",
@@ -98,7 +80,7 @@ class IoSettings(BaseModel):
         return self
 
     @classmethod
-    def of(cls: type[_S], options: dict[str, Any]) -> _S:
+    def of(cls: type[_S], options: Mapping[str, Any]) -> _S:
         """Make settings from options, the environment and the defaults.
 
         Args:
@@ -189,3 +171,37 @@ class Settings(RankSettings):
         if self.keep_every is not None and self.keep_last is None:
             raise ValueError("keep_every: nothing is deleted without keep_last")
         return self
+
+
+class IoOptions(TypedDict, total=False):
+    """The fields of :class:`IoSettings` as keyword arguments, for type checkers. Sizes are bytes, or text."""
+
+    host_cache: int | str
+    block: int | str
+    queue_depth: int
+    io_backend: Literal["auto", "io_uring", "pwrite"]
+    device_cache: int | str
+    io_threads: int
+    direct_io: bool
+
+
+class RankOptions(IoOptions, total=False):
+    """The fields of :class:`RankSettings` as keyword arguments, for type checkers."""
+
+    rank: int | None
+    world_size: int | None
+    replicas: Literal["read", "broadcast"]
+    rank_timeout: float
+
+
+class Options(RankOptions, total=False):
+    """The fields of :class:`Settings` as keyword arguments, for type checkers."""
+
+    keep_last: int | None
+    keep_every: int | None
+    auto_gate: bool
+    on_error: Literal["raise", "warn"] | Callable[[Any], object]
+    on_commit: Callable[[Any], object] | None
+    max_in_flight: int
+    when_busy: Literal["wait", "refuse"]
+    handle_sigterm: bool

@@ -17,9 +17,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
+from typing_extensions import Unpack
 
 from datastates.adapters.dcp import DataStatesStorageReader
-from datastates.adapters.dcp.save.writer import WriterSettings
+from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
 from datastates.adapters.megatron.paths import local
 from datastates.ranks.together import settle
 from datastates.ranks.world import world_of
@@ -36,7 +37,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
     Use it on the training thread, for one load at a time.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[WriterOptions]) -> None:
         """Take the settings.
 
         Args:

@@ -18,10 +18,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
+from typing_extensions import Unpack
 
 from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.adapters.dcp.save.async_save import refusing, session_of
 from datastates.adapters.dcp.save.staging import Lazy, Staged, is_large
+from datastates.adapters.dcp.save.writer import WriterOptions
 from datastates.adapters.megatron.async_request import request
 from datastates.adapters.megatron.paths import local
 from datastates.saving.snapshot import Snapshot
@@ -45,7 +47,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         keep_only_main_replica: bool = True,
         *,
         lazy: Lazy = is_large,
-        **options: Any,
+        **options: Unpack[WriterOptions],
     ) -> None:
         """Take the settings.
 

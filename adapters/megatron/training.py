@@ -7,7 +7,10 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+from typing_extensions import Unpack
+
 from datastates.adapters.dcp.save.staging import Lazy, is_large
+from datastates.adapters.dcp.save.writer import WriterOptions
 from datastates.adapters.megatron.load_strategy import DataStatesLoadStrategy
 from datastates.adapters.megatron.save_strategy import DataStatesSaveStrategy
 
@@ -16,7 +19,9 @@ _SAVE = ("get_default_save_sharded_strategy", "TorchDistSaveShardedStrategy")
 _LOAD = ("get_default_load_sharded_strategy", "TorchDistLoadShardedStrategy")
 
 
-def install(checkpointing: ModuleType | None = None, *, lazy: Lazy = is_large, **options: Any) -> None:
+def install(
+    checkpointing: ModuleType | None = None, *, lazy: Lazy = is_large, **options: Unpack[WriterOptions]
+) -> None:
     """Let a Megatron training script save and load with this package. Call it before the script does either.
 
     It replaces the names by which the module makes its strategies, in that module only. The arguments

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.files import read_bytes
-from datastates._base.sizes import CHUNK
-from datastates.container import checksums, pickle_reader
+from datastates.container import pickle_reader
 from datastates.container.digest_runs import Places, places_of
 from datastates.container.digests import Contribution, Logical, combine, row_major, strided
 from datastates.container.file import Container
@@ -18,7 +16,6 @@ from datastates.container.index import StoredObject
 from datastates.container.pickle_policy import TorchName
 from datastates.errors import FormatError
 from datastates.state.shards import full_key
-from datastates.state.strides import span
 
 Objects = dict[str, dict[int, tuple[Container, StoredObject]]]
 """By full key, by rank."""
@@ -116,25 +113,11 @@ class _Tensors:
         row = source.index.shards.row(i)
         part = Contribution(self._places[c], i)
         if 0 not in row.shape:
-            nbytes = span(row.shape, row.stride) * row.dtype.itemsize
-            data = _read(source, row.record, row.offset, nbytes, row.key)
-            self.read += nbytes
+            data = source.read_row(row)
+            self.read += len(data)
             for piece in row_major(strided(data, 0, row.shape, row.stride, row.dtype.itemsize)):
                 part.update(piece)
         return part.value()
-
-
-def _read(source: Container, record: int, offset: int, nbytes: int, key: str) -> memoryview:
-    """Bytes of a record, in whole chunks that match their checksums."""
-    index, first = source.index, offset // CHUNK
-    end = min(-(-(offset + nbytes) // CHUNK) * CHUNK, int(index.record_nbytes[record]))
-    data = read_bytes(source.path)(int(index.data_offset[record]) + first * CHUNK, end - first * CHUNK)
-    crcs = index.chunk_crc[int(index.first_chunk[record]) + first :]
-    view = memoryview(data)
-    for at, crc in zip(range(0, len(data), CHUNK), crcs.tolist(), strict=False):
-        if checksums.crc32(view[at : at + CHUNK]) != crc:
-            raise source.corrupt(key)
-    return view[offset - first * CHUNK :][:nbytes]
 
 
 # --- objects

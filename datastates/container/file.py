@@ -5,17 +5,21 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from datastates._base.columns import U64
 from datastates._base.files import read_bytes
+from datastates._base.sizes import CHUNK
 from datastates.container import archive, checksums
 from datastates.container.index import Index, StoredObject
+from datastates.container.table import Row
 from datastates.errors import CorruptError, FormatError, StorageError
 from datastates.planning import read
 from datastates.planning.plans import Chunks
 from datastates.state.shards import full_key
+from datastates.state.strides import span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +61,21 @@ class Container:
             raise self.corrupt(full_key(self.index.shards.providers[stored.provider], stored.key))
         return data
 
+    def read_row(self, row: Row) -> memoryview:
+        """The bytes from a row's first element to its last, in whole chunks that are verified; raises CorruptError."""
+        index, nbytes = self.index, span(row.shape, row.stride) * row.dtype.itemsize
+        if not nbytes:
+            return memoryview(b"")
+        first = row.offset // CHUNK
+        begin = first * CHUNK
+        end = min(-(-(row.offset + nbytes) // CHUNK) * CHUNK, int(index.record_nbytes[row.record]))
+        data = memoryview(read_bytes(self.path)(int(index.data_offset[row.record]) + begin, end - begin))
+        crcs = index.chunk_crc[int(index.first_chunk[row.record]) + first :]
+        for at, crc in zip(range(0, len(data), CHUNK), crcs, strict=False):
+            if checksums.crc32(data[at : at + CHUNK]) != crc:
+                raise self.corrupt(row.key)
+        return data[row.offset - begin :][:nbytes]
+
 
 def open_container(path: Path) -> Container:
     """Open one container file.
@@ -74,6 +93,19 @@ def open_container(path: Path) -> Container:
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     return Container(path, nbytes, index, footer.crc, footer.offset)
+
+
+def open_named(path: Path, nbytes: int, index_crc: int, identity: dict[str, Any]) -> Container:
+    """Open the container that a manifest or a catalog names.
+
+    Raises:
+        FormatError: The file is another container, or none, or damaged.
+        StorageError: The file is missing or cannot be read.
+    """
+    one = open_container(path)
+    if (one.nbytes, one.index_crc, one.index.identity) != (nbytes, index_crc, identity):
+        raise FormatError(f"{path} is not the container that the manifest names")
+    return one
 
 
 def lost_container(path: Path, rank: int, ranks: int) -> StorageError:

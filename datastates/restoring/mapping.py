@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.files import read_bytes
 from datastates._base.sizes import CHUNK
-from datastates.container import checksums
 from datastates.container.digests import constants
 from datastates.container.file import Container
 from datastates.container.rows import logical, reference
@@ -145,7 +143,7 @@ class Checkpoint(Mapping[str, Any]):
     def _read_whole(self, source: Container, row: Row) -> Any:
         block = memory.allocate(row.kind, span(row.shape, row.stride) * row.dtype.itemsize)
         if block.nbytes <= _SMALL_READ:
-            _read_small(source, row, block)
+            np.asarray(block)[:] = np.frombuffer(source.read_row(row), np.uint8)
         else:
             reads = Reads()
             reads.add_memory(source, int(source.index.data_offset[row.record]) + row.offset, arrays.memory(block))
@@ -180,16 +178,3 @@ class Checkpoint(Mapping[str, Any]):
     ) -> None:
         """Close."""
         self.close()
-
-
-def _read_small(source: Container, row: Row, block: Any) -> None:
-    index = source.index
-    record, chunk = int(index.data_offset[row.record]), row.offset // CHUNK
-    begin = chunk * CHUNK
-    end = min(-(-(row.offset + block.nbytes) // CHUNK) * CHUNK, int(index.record_nbytes[row.record]))
-    data = memoryview(read_bytes(source.path)(record + begin, end - begin)) if block.nbytes else b""
-    crcs = index.chunk_crc[int(index.first_chunk[row.record]) + chunk :]
-    for at, crc in zip(range(0, len(data), CHUNK), crcs, strict=False):
-        if checksums.crc32(data[at : at + CHUNK]) != crc:
-            raise source.corrupt(row.key)
-    np.asarray(block)[:] = np.frombuffer(data, np.uint8)[row.offset - begin :][: block.nbytes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ _OWN = ("rank", "world_size", "rank_timeout")
 
 @contextlib.contextmanager
 def telling(
-    directory: Callable[[], Path], options: dict[str, Any], tell: Callable[[World, Exception, float], object]
+    directory: Callable[[], Path], options: Mapping[str, Any], tell: Callable[[World, Exception, float], object]
 ) -> Iterator[None]:
     """Until a world is opened, tell the other ranks in the background what this block raises.
 

@@ -59,6 +59,15 @@ class Structure:
         provider, shard = self.arrays[i]
         return full_key(self.names[provider], shard.key)
 
+    @property
+    def holds_state(self) -> bool:
+        """Whether its shards hold the state, as those of plain lists do: then it serves one snapshot only."""
+        return None in self.layouts
+
+    def without_state(self) -> Structure:
+        """What the next snapshot may compare itself with."""
+        return replace(self, names=(), arrays=[], buffers=[]) if self.holds_state else self
+
     @gc_pause.paused()
     def plan_key(self) -> tuple[Any, ...]:
         """Equal for two structures that the same plan serves: all but where things are in memory."""
@@ -71,7 +80,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """What the providers described for one snapshot.
+    """What the providers described for one snapshot, and the owner of the state until :meth:`release`.
 
     Attributes:
         providers: The providers, in the caller's order.
@@ -88,6 +97,14 @@ class Collected:
     sources: list[object]
     memory: list[object]
     objects: list[tuple[int, Shard]]
+
+    def release(self) -> None:
+        """Let go of the state: nothing reads it any more. What the structure says of it stays."""
+        for part in (self.providers, self.described, self.sources, self.memory, self.objects):
+            part.clear()
+        if self.structure.holds_state:
+            self.structure.arrays.clear()
+            self.structure.buffers.clear()
 
 
 def collect(

@@ -241,11 +241,5 @@ class Running:
         self.snapshot.detach(self.job.stats(), self.job.timeline())
 
     def _release(self) -> None:
-        """Let go of the state: nothing reads it any more."""
-        collected, structure = self.collected, self.collected.structure
-        for part in (collected.providers, collected.described, collected.sources, collected.memory, collected.objects):
-            part.clear()
-        if None in structure.layouts:  # then its shards hold the state, and it serves this snapshot only
-            structure.arrays.clear()
-            structure.buffers.clear()
+        self.collected.release()
         self.objects = []

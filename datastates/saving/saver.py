@@ -78,9 +78,7 @@ class Saver:
             key = structure.plan_key()
             if last is None or last.key != key:
                 last = self._plan(structure, key)
-            # the shards of plain lists hold the state: they are not kept
-            kept = replace(structure, names=(), arrays=[], buffers=[]) if None in structure.layouts else structure
-            last = replace(last, structure=kept)
+            last = replace(last, structure=structure.without_state())
         self._last = last
         return last
 

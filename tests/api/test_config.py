@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import datastates as ds
-from datastates.config import Settings, parse_size
+from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
+from datastates.adapters.torch_files import FileOptions, FileSettings
+from datastates.adapters.transformers import TrainerOptions, TrainerSettings
+from datastates.config import IoOptions, IoSettings, Options, RankOptions, RankSettings, Settings
 from datastates.errors import SettingsError
 
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [(5, 5), ("5", 5), ("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("2KB", 2000), ("1TiB", 1 << 40), (" 7 B ", 7)],
+    [(1 << 30, 1 << 30), ("67108864", 64 << 20), ("8GiB", 8 << 30), ("64.5 MiB", 129 << 19), ("64MB", 64_000_000)],
 )
-def test_sizes(text: object, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
+def test_sizes(text: int | str, nbytes: int) -> None:
+    assert IoSettings.of({"host_cache": text}).host_cache == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "8 GiBs", "-1", "1e9", None, 1.5, True, "8gib"])
+@pytest.mark.parametrize("text", ["", "GiB", "8 GiBs", "-1", "1e9", None, 1.5, "automatic"])
 def test_what_is_no_size(text: object) -> None:
-    with pytest.raises(ValueError, match="not a size"):
-        parse_size(text)
+    for field in ("host_cache", "block", "device_cache"):
+        with pytest.raises(SettingsError, match=f"{field}: .*byte"):
+            IoSettings.of({field: text})
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (IoOptions, IoSettings),
+        (RankOptions, RankSettings),
+        (Options, Settings),
+        (WriterOptions, WriterSettings),
+        (FileOptions, FileSettings),
+        (TrainerOptions, TrainerSettings),
+    ],
+)
+def test_type_checkers_know_every_field(options: Any, settings: type[IoSettings]) -> None:
+    assert set(options.__annotations__) == set(settings.model_fields)
 
 
 @pytest.mark.parametrize(

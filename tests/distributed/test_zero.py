@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+import in_memory
 import torch
 
 from datastates.testing import equal
 
 LOOP = Path(__file__).with_name("zero_loop.py")
-_spec = importlib.util.spec_from_file_location("in_memory", Path(__file__).parents[1] / "support" / "in_memory.py")
-assert _spec is not None
-assert _spec.loader is not None
-in_memory = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(in_memory)
 
 
 def _gathered(folder: Path) -> tuple[Any, list[dict[str, Any]]]:

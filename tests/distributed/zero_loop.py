@@ -5,7 +5,6 @@ Arguments: a folder to write to; and one that other ranks have written to, for r
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import warnings
@@ -17,11 +16,8 @@ import torch.distributed as dist
 
 from datastates.providers import FlatLayout, Partition, ShardedZeroProvider
 
-spec = importlib.util.spec_from_file_location("in_memory", Path(__file__).parents[1] / "support" / "in_memory.py")
-assert spec is not None
-assert spec.loader is not None
-in_memory = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(in_memory)
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import in_memory
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

@@ -254,7 +254,7 @@ def test_what_is_no_part_is_refused_by_name() -> None:
     with pytest.raises(ProviderError, match=r"'x/w' is a DTensor placed .*redistribute"):
         from_state_dict("s", {"x": {"w": partial}}).shards()
     meta = DTensor.from_local(torch.ones(2, device="meta"), mesh(), [Shard(0)])
-    with pytest.raises(ProviderError, match=r"'w' is a DTensor of what cannot be stored.*meta"):
+    with pytest.raises(ProviderError, match=r"'w' is a DTensor whose local tensor cannot be stored.*meta"):
         from_state_dict("s", {"w": meta}).shards()
     with pytest.raises(ProviderError, match=r"'w' \(Holder\).*holds a DTensor"):
         from_state_dict("s", {"w": Holder(sharded(torch.ones(2)))}).shards()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import in_memory
 import numpy as np
 import pytest
 import torch
@@ -28,11 +28,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while the module is imported
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-_spec = importlib.util.spec_from_file_location("in_memory", Path(__file__).parents[1] / "support" / "in_memory.py")
-assert _spec is not None
-assert _spec.loader is not None
-in_memory = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(in_memory)
 
 SHAPES = {"embedding": (5, 3), "scale": (), "none": (0, 4), "bias": (7,), "head": (2, 3, 2)}
 

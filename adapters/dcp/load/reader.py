@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
+from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates._base.files import read_bytes
@@ -20,7 +21,7 @@ from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.own_file import OwnFile
 from datastates.adapters.dcp.load.read_items import Claims, name_of
 from datastates.adapters.dcp.load.stock_file import StockFile
-from datastates.config import IoSettings
+from datastates.config import IoOptions, IoSettings
 from datastates.container import archive
 from datastates.container.file import open_container
 from datastates.errors import FormatError, StorageError
@@ -37,7 +38,7 @@ class DataStatesStorageReader(FileSystemReader):
     and has a checksum. Items that torch did not write by ``torch.save`` of a plain tensor are read by torch's own code.
     """
 
-    def __init__(self, path: str | os.PathLike[str] = "", **options: Any) -> None:
+    def __init__(self, path: str | os.PathLike[str] = "", **options: Unpack[IoOptions]) -> None:
         """Read from ``path``, or from the ``checkpoint_id`` that is given to ``dcp.load``.
 
         Args:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
+from typing_extensions import Unpack
 
 from datastates._base import gc_pause, paths
 from datastates.adapters.dcp.save.ending import IN_FLIGHT, DcpEnding, Order, Turn
@@ -24,7 +25,7 @@ from datastates.adapters.dcp.save.file_writer import FileWriter
 from datastates.adapters.dcp.save.global_plan import Planning
 from datastates.adapters.dcp.save.local_plans import LocalPlans
 from datastates.adapters.dcp.save.staging import Lazy, Staged
-from datastates.adapters.dcp.save.writer import DataStatesStorageWriter
+from datastates.adapters.dcp.save.writer import DataStatesStorageWriter, WriterOptions
 from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError
 from datastates.executor.make import make_executor
 from datastates.ranks.board_world import text_of
@@ -42,7 +43,7 @@ def async_save(
     storage_writer: DataStatesStorageWriter | None = None,
     planner: SavePlanner | None = None,
     step: int = 0,
-    **options: Any,
+    **options: Unpack[WriterOptions],
 ) -> Snapshot:
     """Save a state dict so that ``dcp.load`` and torch's own reader load it; returns before it is captured.
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -21,10 +21,6 @@ from datastates.saving.snapshot import Snapshot
 from datastates.state import arrays, dtensors
 from datastates.state import streams as array_streams
 from datastates.state import versions as array_versions
-
-if TYPE_CHECKING:
-    pass
-
 
 GRACE = 60.0
 """Seconds after staging in which the save must begin."""

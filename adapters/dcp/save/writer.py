@@ -16,13 +16,14 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from typing_extensions import Unpack
 
 from datastates._base import files, paths
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save.file_writer import FileWriter
 from datastates.adapters.dcp.save.staging import Held, Lazy, Staged, is_large
 from datastates.commit.ending import FileEnding, identity_alone
-from datastates.config import IoSettings
+from datastates.config import IoOptions, IoSettings
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
@@ -40,6 +41,12 @@ class WriterSettings(IoSettings):
         gt=0,
         description="Seconds that a rank waits for the others in async_save(), before it names the missing.",
     )
+
+
+class WriterOptions(IoOptions, total=False):
+    """The fields of :class:`WriterSettings` as keyword arguments, for type checkers."""
+
+    rank_timeout: float
 
 
 class Closable(Protocol):
@@ -65,7 +72,12 @@ class DataStatesStorageWriter(FileSystemWriter):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] = "", *, overwrite: bool = True, lazy: Lazy = is_large, **options: Any
+        self,
+        path: str | os.PathLike[str] = "",
+        *,
+        overwrite: bool = True,
+        lazy: Lazy = is_large,
+        **options: Unpack[WriterOptions],
     ) -> None:
         """Write to ``path``, or to the ``checkpoint_id`` that is given to the save.
 
