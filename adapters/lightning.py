@@ -18,7 +18,7 @@ from datastates._base import files, paths
 from datastates._base.sizes import LARGE_RECORD
 from datastates.adapters import torch_files
 from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles
-from datastates.commit import directories, manifest
+from datastates.commit import manifest, retention
 from datastates.saving.snapshot import Snapshot
 
 try:
@@ -101,7 +101,7 @@ class DataStatesCheckpointIO(CheckpointIO):
         self.files.begin()
         if final.parent not in self._swept:
             self._swept.add(final.parent)
-            directories.sweep(final.parent, _PENDING)
+            retention.sweep(final.parent, _PENDING)
         pending = manifest.begin(final.with_name(f".{final.name}"))
         partial = pending.file(final.name)
         try:

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from datastates._base import files, paths
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles
-from datastates.commit import directories, manifest
+from datastates.commit import manifest, retention
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
 from datastates.saving.snapshot import Snapshot
@@ -244,14 +244,14 @@ def _sweep(root: Path) -> None:
     try:
         for old in root.glob(f".{trainer_utils.PREFIX_CHECKPOINT_DIR}-*.partial-*{_OLD}"):
             replaced = root / old.name[1:].partition(".partial-")[0]
-            if directories.is_live(old.with_name(old.name.removesuffix(_OLD))):
+            if retention.is_live(old.with_name(old.name.removesuffix(_OLD))):
                 continue  # another run is between two renames
             if not replaced.exists():
                 _put_back(old, replaced)  # the run ended between two renames
                 continue
             _log.warning("removing what an interrupted run left: %s", old)
             shutil.rmtree(old, ignore_errors=True)
-        directories.sweep(root, _PENDING)
+        retention.sweep(root, _PENDING)
     except OSError as error:  # this rank must not fail for that, as the others go on
         _log.warning("what an interrupted run left could not be removed: %s", error)
 

@@ -13,7 +13,7 @@ import datastates as ds
 from datastates.container import archive, checksums
 from datastates.container.file import open_container
 from datastates.container.index import Index
-from datastates.container.packed_keys import PackedKeys
+from datastates.container.key_table import PackedKeys
 from datastates.container.table import ShardTable
 from datastates.container.zip_frames import encode_frames, header_nbytes, pickle_place
 from datastates.planning import write

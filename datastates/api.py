@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from datastates import _calls
 from datastates._base import paths
 from datastates._base.paths import PathLike
-from datastates.commit import directories, health
+from datastates.commit import directories, health, retention
 from datastates.commit.ballot import Ballot
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.errors import (
@@ -67,8 +67,8 @@ def snapshot(
     def prepare() -> None:
         if target.exists():
             raise FileExistsError(f"{target} exists, and is not written over: delete it or choose another path")
-        for left in directories.debris_of(target):
-            directories.clear(left)
+        for left in retention.debris_of(target):
+            retention.clear(left)
 
     try:
         meet(world, name, target, prepare, timeout=settings.rank_timeout)

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from datastates import _calls
 from datastates._base import files, paths
 from datastates._base.paths import PathLike
-from datastates.commit import directories
+from datastates.commit import directories, retention
 from datastates.commit.ballot import Ballot
 from datastates.config import Options, Settings
 from datastates.errors import (
@@ -102,7 +102,7 @@ class Checkpointer:
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
 
     def _clear_debris(self) -> None:
-        directories.sweep(self.directory)
+        retention.sweep(self.directory)
 
     # --- saving
 
@@ -179,15 +179,9 @@ class Checkpointer:
     def _retain(self) -> None:
         """Delete what the settings do not keep, once a snapshot has been committed; never the one taken last."""
         with self._retention, _warning():
-            for path in self._outdated():
+            for path in retention.outdated(self.directory, self.settings.keep_last, self.settings.keep_every):
                 with _warning():
-                    directories.remove(path)
-
-    def _outdated(self) -> list[Path]:
-        last, every = self.settings.keep_last, self.settings.keep_every
-        old = [] if last is None else list(directories.by_age(self.directory).items())[:-last]
-        expired = [path for step, path in old if every is None or step % every]
-        return directories.superseded(self.directory) + expired
+                    retention.remove(path)
 
     # --- restoring
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgpack
 
 from datastates._base import files
-from datastates.commit import directories, manifest
+from datastates.commit import manifest, retention
 from datastates.errors import CommitError
 from datastates.ranks.together import settle
 from datastates.ranks.world import World
@@ -41,7 +41,7 @@ def sweep(root: Path) -> None:
         return
     for folder in folders:
         try:
-            directories.sweep(folder, _PENDING)
+            retention.sweep(folder, _PENDING)
         except OSError as error:  # this rank must not fail for that, as the others go on
             if error.errno not in (errno.EACCES, errno.EPERM):  # another user's folder
                 _log.warning("what an interrupted run left could not be removed: %s", error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import sys
@@ -16,10 +15,11 @@ from typing import Any
 
 from datastates._base import paths
 from datastates.cli.compare import Comparison, compare
+from datastates.cli.show import as_part, as_shape, as_size, print_json, print_table, printable
 from datastates.cli.verify import verify_catalog, verify_container
-from datastates.commit import directories, health, manifest
-from datastates.container.digests import Logical, combine
+from datastates.commit import directories, health, manifest, retention
 from datastates.container.file import Container
+from datastates.container.logical import Logical, combine
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
 from datastates.restoring.stored import Head, open_all
 from datastates.state.shards import full_key
@@ -27,8 +27,6 @@ from datastates.state.shards import full_key
 STATUS = (
     """exit status: 0 all is well; 1 something is damaged or differs; 2 a wrong call, or nothing there to look at"""
 )
-SCHEMA = 1
-"""Of the JSON: goes up where a field changes its meaning or goes away."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,39 +82,6 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _print(value: dict[str, Any]) -> None:
-    json.dump({"schema": SCHEMA, **value}, sys.stdout, indent=2)
-    print()
-
-
-_WIDEST = 80
-
-
-def _table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> None:
-    # a longer cell stands out, and does not push all other lines apart
-    widths = [max((n for row in rows if (n := len(row[i])) <= _WIDEST), default=0) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = (c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        print("  ".join(cells).rstrip())
-
-
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
-
-
-# --- ls
-# ----------------------------------------------------------------------------------------------------------------
-
-
 def _ls(arguments: argparse.Namespace) -> int:
     root: Path = arguments.path
     if not root.is_dir():
@@ -136,30 +101,26 @@ def _ls(arguments: argparse.Namespace) -> int:
         if (what := health.problem(path)) is not None:
             entry["error"] = what
         found.append(entry)
-    left = [path.name for path in directories.debris(root)]
+    left = [path.name for path in retention.debris(root)]
     foreign = [path.name for path in directories.without_manifest(root)]
     if arguments.json:
-        _print({"checkpoints": found, "debris": left, "without_manifest": foreign})
+        print_json({"checkpoints": found, "debris": left, "without_manifest": foreign})
     elif found or left or foreign:
         rows = [["STEP", "CREATED", "RANKS", "SIZE", "NAME", ""]]
         for e in found:
-            size = [e["created"], str(e["ranks"]), _size(e["bytes"])] if "created" in e else ["", "", ""]
+            size = [e["created"], str(e["ranks"]), as_size(e["bytes"])] if "created" in e else ["", "", ""]
             rolled = "" if e["superseded_by"] is None else f"superseded by step {e['superseded_by']}, after a roll-back"
-            note = f"damaged: {_printable(e['error'])}" if "error" in e else rolled
+            note = f"damaged: {printable(e['error'])}" if "error" in e else rolled
             rows.append([str(e["step"]), *size, e["name"], note])
         rows += [["-", "debris", "", "", name, ""] for name in left]
         rows += [["-", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
-        _table(rows, numbers=(0, 2, 3))
+        print_table(rows, numbers=(0, 2, 3))
     elif (other := directories.kind_of_other(root)) is not None:
         print(f"datastates: {other}", file=sys.stderr)
         return 2
     else:
         print(f"no checkpoints in {root}")
     return 1 if any("error" in e for e in found) else 0
-
-
-# --- inspect
-# -----------------------------------------------------------------------------------------------------------
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -170,28 +131,28 @@ def _inspect(arguments: argparse.Namespace) -> int:
     described = [_describe(one, digests) for one in containers]
     assembled = [_assemble(key, t, described) for key, t in tensors.items() if fnmatchcase(key, arguments.keys)]
     nbytes = sum(t["bytes"] for t in assembled)
-    summary = f"{len(assembled)} of {len(tensors)} arrays, {_size(nbytes)}"
+    summary = f"{len(assembled)} of {len(tensors)} arrays, {as_size(nbytes)}"
     for one in described:
         for kind in ("arrays", "objects"):
             one[kind] = [entry for entry in one[kind] if fnmatchcase(entry["key"], arguments.keys)]
     if arguments.json:
-        _print({"containers": described, "tensors": assembled})
+        print_json({"containers": described, "tensors": assembled})
         return 0
     if len(described) > 1:
         _print_assembled(path, described, assembled)
         print(summary)
         return 0
     for one in described:
-        print(f"{one['file']}  step {one['step']}, rank {one['rank']} of {one['world_size']}, {_size(one['bytes'])}")
+        print(f"{one['file']}  step {one['step']}, rank {one['rank']} of {one['world_size']}, {as_size(one['bytes'])}")
         rows = [["KEY", "TYPE", "SHAPE", "SIZE", "OFFSET", "DIGEST"]]
         for a in one["arrays"]:
-            part = "" if a["shape"] == a["global_shape"] else f" of {_shape(a['global_shape'])}"
-            numbers = [_size(a["bytes"]), str(a["offset"])]
+            part = "" if a["shape"] == a["global_shape"] else f" of {as_shape(a['global_shape'])}"
+            numbers = [as_size(a["bytes"]), str(a["offset"])]
             rows.append(
-                [_printable(a["key"]), a["dtype"], _shape(a["shape"]) + part, *numbers, a["digest"] or "unknown"]
+                [printable(a["key"]), a["dtype"], as_shape(a["shape"]) + part, *numbers, a["digest"] or "unknown"]
             )
-        rows += [[_printable(o["key"]), "object", "", _size(o["bytes"]), str(o["offset"]), ""] for o in one["objects"]]
-        _table(rows, numbers=(3, 4))
+        rows += [[printable(o["key"]), "object", "", as_size(o["bytes"]), str(o["offset"]), ""] for o in one["objects"]]
+        print_table(rows, numbers=(3, 4))
     print(summary)
     return 0
 
@@ -199,29 +160,20 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _print_assembled(path: Path, containers: Sequence[dict[str, Any]], tensors: Sequence[dict[str, Any]]) -> None:
     """Each logical tensor once, and below it who holds which part."""
     nbytes = sum(one["bytes"] for one in containers)
-    print(f"{path}  step {containers[0]['step']}, {len(containers)} ranks, {_size(nbytes)}")
+    print(f"{path}  step {containers[0]['step']}, {len(containers)} ranks, {as_size(nbytes)}")
     rows = [["KEY", "TYPE", "SHAPE", "RANK", "PART", "SIZE", "OFFSET", "DIGEST"]]
     for t in tensors:
         digest = t["digest"] or "unknown"
-        rows.append([_printable(t["key"]), t["dtype"], _shape(t["shape"]), "", "", _size(t["bytes"]), "", digest])
+        rows.append([printable(t["key"]), t["dtype"], as_shape(t["shape"]), "", "", as_size(t["bytes"]), "", digest])
         rows += [
-            ["", "", "", str(p["rank"]), _part(p, t["shape"]), _size(p["bytes"]), str(p["offset"]), ""]
+            ["", "", "", str(p["rank"]), as_part(p, t["shape"]), as_size(p["bytes"]), str(p["offset"]), ""]
             for p in t["parts"]
         ]
     for one in containers:
         for o in one["objects"]:
             rank = str(one["rank"])
-            rows.append([_printable(o["key"]), "object", "", rank, "", _size(o["bytes"]), str(o["offset"]), ""])
-    _table(rows, numbers=(3, 5, 6))
-
-
-def _part(part: Mapping[str, Any], shape: Sequence[int]) -> str:
-    if part["shape"] == shape:
-        return "all"
-    if part["flat"] is not None:
-        return f"elements {part['flat'][0]}:{part['flat'][1]}"
-    sides = zip(part["box"], part["shape"], strict=True)
-    return f"[{', '.join(f'{begin}:{begin + length}' for begin, length in sides)}]"
+            rows.append([printable(o["key"]), "object", "", rank, "", as_size(o["bytes"]), str(o["offset"]), ""])
+    print_table(rows, numbers=(3, 5, 6))
 
 
 def _assemble(key: str, tensor: Logical, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -240,10 +192,6 @@ def _assemble(key: str, tensor: Logical, containers: Sequence[dict[str, Any]]) -
             for one, a in stored
         ],
     }
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) if shape else "scalar"
 
 
 def _describe(one: Container, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -283,10 +231,6 @@ def _describe(one: Container, digests: Mapping[str, str]) -> dict[str, Any]:
     return {"file": str(one.path), **index.identity, "bytes": one.nbytes, "arrays": arrays, "objects": objects}
 
 
-# --- verify
-# ------------------------------------------------------------------------------------------------------------
-
-
 def _verify(arguments: argparse.Namespace) -> int:
     problems = []
     with directories.kept(arguments.path) as path:
@@ -303,12 +247,12 @@ def _verify(arguments: argparse.Namespace) -> int:
                 problems += list(verify_catalog(head, containers, progress))
     if arguments.json:
         found = [{"file": str(p.path), "key": p.key, "problem": p.what} for p in problems]
-        _print({"ok": not problems, "path": str(path), "step": step, "bytes": nbytes, "problems": found})
+        print_json({"ok": not problems, "path": str(path), "step": step, "bytes": nbytes, "problems": found})
     else:
         for p in problems:
-            print(f"{_printable(p.key)} in {p.path} {p.what}")
+            print(f"{printable(p.key)} in {p.path} {p.what}")
         if not problems:
-            print(f"{path}: step {step}, {_size(nbytes)} in {len(containers)} container(s), every byte is as written")
+            print(f"{path}: step {step}, {as_size(nbytes)} in {len(containers)} container(s), every byte is as written")
     return 1 if problems else 0
 
 
@@ -326,10 +270,6 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-# --- diff
-# --------------------------------------------------------------------------------------------------------------
-
-
 def _diff(arguments: argparse.Namespace) -> int:
     try:
         with directories.kept(arguments.A) as a, directories.kept(arguments.B) as b:
@@ -338,7 +278,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         print(f"datastates: {error}", file=sys.stderr)
         return 2
     if arguments.json:
-        _print(
+        print_json(
             {
                 "equal": found.is_equal,
                 "only_a": found.only_a,
@@ -357,11 +297,11 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _print_differences(found: Comparison, a: str, b: str) -> None:
     for where, keys in ((a, found.only_a), (b, found.only_b)):
         for key in keys:
-            print(f"{_printable(key)} is only in {where}")
+            print(f"{printable(key)} is only in {where}")
     for key, one, other in found.descriptions:
-        print(f"{_printable(key)} is {one} in {a}, {other} in {b}")
+        print(f"{printable(key)} is {one} in {a}, {other} in {b}")
     for key in found.contents:
-        print(f"{_printable(key)} differs")
+        print(f"{printable(key)} differs")
     only = len(found.only_a) + len(found.only_b)
     print(
         f"{found.equal} alike, {len(found.contents)} of other contents, {len(found.descriptions)} of another type or "

@@ -10,9 +10,10 @@ import numpy as np
 
 from datastates.container import pickle_reader
 from datastates.container.digest_runs import Places, places_of
-from datastates.container.digests import Contribution, Logical, combine, row_major, strided
+from datastates.container.digests import Contribution, row_major, strided
 from datastates.container.file import Container
 from datastates.container.index import StoredObject
+from datastates.container.logical import Logical, combine
 from datastates.container.pickle_policy import TorchName
 from datastates.errors import FormatError
 from datastates.state.shards import full_key

@@ -1,16 +1,12 @@
-"""A directory of checkpoints: find and order what is committed, find and remove debris, delete checkpoints."""
+"""A directory of checkpoints: what is committed there, found and ordered."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
-import logging
 import os
 import re
-import secrets
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +17,9 @@ from datastates._base import files, locks
 from datastates.commit import manifest
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 
-_log = logging.getLogger("datastates")
-_STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]{1,9}))?\Z")
+STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]{1,9}))?\Z")
 _AT_ONCE = 32
-_PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
+PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
 
 
 def candidates(path: Path, step: int | None = None) -> list[Path]:
@@ -78,17 +73,10 @@ def committed(root: Path) -> dict[int, Path]:
 def by_age(root: Path) -> dict[int, Path]:
     """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
     found: dict[int, Path] = {}
-    for step, path in _in_order(root):
+    for step, path in in_order(root):
         found.pop(step, None)
         found[step] = path
     return found
-
-
-def superseded(root: Path) -> list[Path]:
-    """The committed checkpoints whose step was saved again later."""
-    every = _in_order(root)
-    last = dict(every)
-    return [path for step, path in every if path != last[step]]
 
 
 def next_sequence(root: Path) -> int:
@@ -121,7 +109,7 @@ class Order:
             return self._reserved.pop(number)
 
 
-def _in_order(root: Path) -> list[tuple[int, Path]]:
+def in_order(root: Path) -> list[tuple[int, Path]]:
     """Step and path of every committed checkpoint, the oldest first.
 
     Checkpoints of format 1 have no sequence number. They come first, in the order of their steps. A checkpoint whose
@@ -146,8 +134,8 @@ def _numbered(root: Path) -> list[tuple[int | None, int, int, Path, int]]:
     The sequence is 0 if the manifest is of format 1, and None if it cannot be read.
     """
     found: list[tuple[int | None, int, int, Path, int]] = []
-    for entry in _entries(root):
-        if (match := _STEP.match(entry.name)) and (stat := _manifest_stat(entry)) is not None:
+    for entry in entries(root):
+        if (match := STEP.match(entry.name)) and (stat := _manifest_stat(entry)) is not None:
             identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
             with contextlib.suppress(CheckpointNotFoundError, FileNotFoundError):  # another process has just deleted it
                 changed = entry.stat().st_mtime_ns  # the commit made the last change: it unlinked the lock
@@ -177,8 +165,8 @@ def target(root: Path, step: int, *, in_flight: bool = True) -> Path:
     name = step_name(step)
     with files.syscall("list", root):
         entries = [e for e in _names(root) if e.startswith(name)]
-    names = (m[1] if (m := _PARTIAL.match(e)) and in_flight else e for e in entries)
-    taken = [int(m[2] or 0) for m in map(_STEP.match, names) if m and int(m[1]) == step]
+    names = (m[1] if (m := PARTIAL.match(e)) and in_flight else e for e in entries)
+    taken = [int(m[2] or 0) for m in map(STEP.match, names) if m and int(m[1]) == step]
     return root / (f"{name}.r{1 + max(taken)}" if taken else name)
 
 
@@ -187,30 +175,9 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def debris(root: Path, targets: re.Pattern[str] = _STEP) -> list[Path]:
-    """What interrupted snapshots and deletions left: partial directories that no process is writing.
-
-    ``targets`` matches the part of the name before ``.partial-``; the default matches the names of all steps.
-    """
-    left = (e for e in _entries(root) if (m := _PARTIAL.match(e.name)) and targets.match(m[1]))
-    return [e for e in left if not is_live(e)]
-
-
 def without_manifest(root: Path) -> list[Path]:
     """Directories with the name of a checkpoint, but without a manifest."""
-    return [e for e in _entries(root) if _STEP.match(e.name) and _manifest_stat(e) is None]
-
-
-def debris_of(target: Path) -> list[Path]:
-    """The debris of snapshots to the path ``target``, beside it."""
-    return debris(target.parent, re.compile(re.escape(target.name) + r"\Z"))
-
-
-def sweep(root: Path, targets: re.Pattern[str] = _STEP) -> None:
-    """Delete what :func:`debris` finds, and log each; raises StorageError."""
-    for path in debris(root, targets):
-        _log.warning("removing what an interrupted run left: %s", path)
-        clear(path)
+    return [e for e in entries(root) if STEP.match(e.name) and _manifest_stat(e) is None]
 
 
 def _manifest_stat(path: Path) -> os.stat_result | None:
@@ -223,30 +190,8 @@ def _manifest_stat(path: Path) -> os.stat_result | None:
         raise StorageError(error.errno or 0, "stat", str(path / manifest.FILE)) from error
 
 
-def is_live(entry: Path) -> bool:
-    """Whether a process is writing into a partial directory. True if its lock cannot be tried."""
-    with _unlocked(entry) as unlocked:
-        return not unlocked
-
-
-@contextlib.contextmanager
-def _unlocked(entry: Path) -> Iterator[bool]:
-    """Try to hold a partial directory's lock; yields whether nobody else holds it, False if that is unknown."""
-    try:
-        fd = os.open(entry / manifest.LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True  # its process died before locking it, or during a commit or a deletion
-        return
-    except OSError:
-        yield False  # it may be held
-        return
-    try:
-        yield locks.try_lock(fd) is True
-    finally:
-        os.close(fd)
-
-
-def _entries(root: Path) -> list[Path]:
+def entries(root: Path) -> list[Path]:
+    """The directories in a directory, sorted; links are none."""
     with files.syscall("list", root):
         return sorted(e for e in map(root.joinpath, _names(root)) if e.is_dir() and not e.is_symlink())
 
@@ -278,7 +223,7 @@ def lengths(paths: Sequence[Path]) -> list[int | None]:
 
 def of_attempt(target: Path, attempt: str) -> Path | None:
     """The path of an attempt's checkpoint, if it was committed at ``target`` or as a revision of it; else None."""
-    for entry in _entries(target.parent):
+    for entry in entries(target.parent):
         if entry.name == target.name or re.fullmatch(re.escape(target.name) + r"\.r[0-9]{1,9}", entry.name):
             with contextlib.suppress(CheckpointNotFoundError, FormatError):
                 if manifest.open(entry).attempt == attempt:
@@ -333,41 +278,3 @@ def kept(path: Path, step: int | None = None) -> Iterator[Path]:
         found = keep(lambda: find(path, step), reader)
         assert found is not None
         yield found
-
-
-def remove(path: Path) -> bool:
-    """Delete a checkpoint. A rename first undoes the commit at once, so that nobody sees half a checkpoint.
-
-    Returns False, and deletes nothing, if a process reads it. Raises StorageError, but not if it is already gone.
-    """
-    left = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
-    try:
-        with files.syscall("open", path / manifest.FILE):
-            fd = os.open(path / manifest.FILE, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if locks.try_lock(fd) is False:
-                return False
-            with files.syscall("rename", path):
-                os.rename(path, left)
-        finally:
-            os.close(fd)
-    except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE):  # another process has deleted it
-            return True
-        raise
-    files.sync_directory(path.parent)
-    clear(left)
-    return True
-
-
-def clear(left: Path) -> None:
-    """Delete debris, unless a process holds its lock by now."""
-
-    def tolerate(_: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
-        # another process is deleting it, too, or has just begun to write there
-        if not isinstance(error[1], OSError) or error[1].errno not in (errno.ENOENT, errno.ENOTEMPTY):
-            raise error[1]
-
-    with _unlocked(left) as unlocked, files.syscall("remove", left):
-        if unlocked:
-            shutil.rmtree(left, onerror=tolerate)

@@ -9,9 +9,7 @@ only on the tensor's length.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +19,8 @@ import numpy as np
 from datastates._base.columns import I64, U8, U32, U64
 from datastates.container import checksums
 from datastates.container.digest_runs import Places, places_of
-from datastates.container.table import Row, ShardTable, table_of
-from datastates.errors import DatastatesError, FormatError
+from datastates.container.table import ShardTable, table_of
+from datastates.errors import DatastatesError
 from datastates.planning.plans import DigestRuns
 from datastates.state import arrays, memory
 from datastates.state.dtypes import BY_NAME
@@ -43,9 +41,6 @@ def shift(raw: U32, nbytes: U64) -> U32:
 def constants(nbytes: U64) -> U32:
     """For each length, the constant in the digest of a tensor of so many bytes: the CRC-32 of as many zero bytes."""
     return ~shift(np.full(len(nbytes), 0xFFFFFFFF, np.uint32), nbytes)
-
-
-# --- at save and at verification: the contributions of all rows of a container
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,9 +109,6 @@ def plan_digests(table: ShardTable, record_nbytes: U64, source: I64, begin: I64)
         folded=folded,
         runs=places.runs(folded, source[record[folded]], begin[record[folded]] + table.offset[folded].astype(np.int64)),
     )
-
-
-# --- one part by itself
 
 
 class Contribution:
@@ -221,55 +213,3 @@ def _pieces(array: Any, itemsize: int) -> Iterator[Any]:
         rows = _PIECE // (nbytes // array.shape[0])
         for i in range(0, array.shape[0], rows):
             yield array[i : i + rows]
-
-
-# --- the logical tensors of several containers
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Logical:
-    """One logical tensor, put together from the rows of all containers.
-
-    Attributes:
-        dtype: Its element type.
-        shape: Its shape.
-        parts: For each part, the number of its table, the number of its row, and the row.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: list[tuple[int, int, Row]]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the parts have as many elements as the tensor."""
-        return sum(math.prod(row.shape) for _, _, row in self.parts) == math.prod(self.shape)
-
-    def digest(self, contributions: Sequence[int | None]) -> int | None:
-        """Its digest, from the parts' contributions; None where a part or a contribution is missing."""
-        known = [c for c in contributions if c is not None]
-        if len(known) < len(self.parts) or not self.is_complete:
-            return None
-        nbytes = math.prod(self.shape) * BY_NAME[self.dtype].itemsize
-        return functools.reduce(operator.xor, known, int(constants(np.array([nbytes], np.uint64))[0]))
-
-    @property
-    def stored_digest(self) -> int | None:
-        """The digest; None unless all parts are stored and were digested at the save."""
-        return self.digest([row.digest for _, _, row in self.parts])
-
-
-def combine(tables: Sequence[ShardTable]) -> dict[str, Logical]:
-    """Join the rows of several containers of one checkpoint into logical tensors, by full key.
-
-    Raises:
-        FormatError: Containers disagree about the type or the shape of a tensor.
-    """
-    found: dict[str, Logical] = {}
-    for t, table in enumerate(tables):
-        for i, row in enumerate(table.rows(range(len(table)))):
-            known = found.setdefault(row.key, Logical(row.dtype.name, row.global_shape, []))
-            if (known.dtype, known.shape) != (row.dtype.name, row.global_shape):
-                raise FormatError(f"the containers disagree about the type or the shape of {row.key!r}")
-            known.parts.append((t, i, row))
-    return found

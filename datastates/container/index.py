@@ -11,7 +11,7 @@ import numpy as np
 
 from datastates._base.columns import I64, U32, U64
 from datastates._base.sizes import CHUNK, DESCRIPTOR
-from datastates.container.packed_keys import PackedKeys
+from datastates.container.key_table import PackedKeys
 from datastates.container.table import ShardTable
 from datastates.container.zip_frames import header_nbytes, pickle_place
 from datastates.errors import FormatError

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.columns import I64, U8, U32, U64
-from datastates.container.key_lookup import KeyLookup
-from datastates.container.packed_keys import PackedKeys
+from datastates.container.key_table import KeyLookup, PackedKeys
 from datastates.errors import FormatError
 from datastates.state import dtypes
 from datastates.state.parts import Part

@@ -1,6 +1,7 @@
 """Carries plans out: the interface to the native core, its jobs, the size of its host cache, its timeline."""
 
-from datastates.executor.executor import Executor, ReadJob, WriteJob
+from datastates.executor.executor import Executor
+from datastates.executor.jobs import ReadJob, WriteJob
 from datastates.executor.make import make_executor
 from datastates.executor.timeline import Span, Stage
 

@@ -21,7 +21,7 @@ PartKey = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SharedPart:
     """A part that several ranks want. The ranks are those of torch.distributed, which may number them otherwise.
 
     Attributes:
@@ -43,7 +43,7 @@ def can_broadcast(shard: Shard) -> bool:
     return ("cpu:" if shard.buffer.device == HOST else "cuda:") in devices
 
 
-def agree(meeting: Meeting, wanted: Callable[[], Mapping[PartKey, int]]) -> list[Share]:
+def agree(meeting: Meeting, wanted: Callable[[], Mapping[PartKey, int]]) -> list[SharedPart]:
     """Who reads what: the parts that more than one rank wants, the work spread evenly; the same list on all ranks.
 
     Args:
@@ -81,16 +81,16 @@ def agree(meeting: Meeting, wanted: Callable[[], Mapping[PartKey, int]]) -> list
         return msgpack.packb([distributed.get_rank(), distributed.get_world_size(), places])
 
     answer = msgpack.unpackb(meeting.settle("share", own, decide))
-    return [Share((key, part), tuple(who), reader) for (key, part), who, reader in answer]
+    return [SharedPart((key, part), tuple(who), reader) for (key, part), who, reader in answer]
 
 
-def received(shares: Sequence[Share]) -> set[str]:
+def received(shares: Sequence[SharedPart]) -> set[str]:
     """Full keys of what this rank does not read by itself: it is sent them."""
     rank = _distributed().get_rank() if shares else None
     return {share.place[0] for share in shares if rank in share.ranks and rank != share.reader}
 
 
-def broadcast(shares: Sequence[Share], shards: Mapping[PartKey, Shard]) -> None:
+def broadcast(shares: Sequence[SharedPart], shards: Mapping[PartKey, Shard]) -> None:
     """Send what has been read; all ranks call it with the same shares, each with its own live parts."""
     distributed = _distributed()
     rank, everybody = distributed.get_rank(), tuple(range(distributed.get_world_size()))

@@ -9,8 +9,8 @@ from typing import Any
 from datastates._base import gc_pause
 from datastates._base.files import read_bytes
 from datastates.container import checksums, pickle_reader
-from datastates.container.digests import combine
 from datastates.container.file import Container
+from datastates.container.logical import combine
 from datastates.container.rows import DataPlace, logical, place_of, reference
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor

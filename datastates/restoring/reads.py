@@ -13,7 +13,8 @@ from datastates._base.columns import I64
 from datastates._base.files import read_bytes
 from datastates.container.rows import reference
 from datastates.container.table import Row
-from datastates.executor.executor import Executor, ReadAhead, ReadJob
+from datastates.executor.executor import Executor, ReadAhead
+from datastates.executor.jobs import ReadJob
 from datastates.planning import read
 from datastates.restoring.read_queue import Ranges, ReadQueue, Source
 from datastates.state import arrays, dtensors, parts, strides
@@ -38,7 +39,7 @@ class Tally:
 
     Attributes:
         needed_nbytes: Bytes of the files that were wanted, each counted once.
-        read_nbytes: Bytes that were read, as :meth:`datastates.executor.executor.ReadJob.stats` counts them.
+        read_nbytes: Bytes that were read, as :meth:`datastates.executor.jobs.ReadJob.stats` counts them.
         unverified_nbytes: Wanted bytes that were read without a checksum over them.
         unverified_keys: Full keys of the arrays that have such bytes, sorted.
     """

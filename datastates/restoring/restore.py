@@ -97,7 +97,7 @@ class Restore:
         self._taken: list[_Taken] = []
         self._objects: list[_Object] = []
         self._filled: list[bool] = []  # for each object, whether the live arrays were put into what was read of it
-        self._shares: list[broadcast.Share] = []
+        self._shares: list[broadcast.SharedPart] = []
         self._absent: list[str] = []  # keys of providers that the checkpoint lacks
         self._not_here: list[str] = []  # keys of state that it has of other ranks only
         self._result = Restored(stored.head.step)

@@ -21,7 +21,8 @@ from datastates.container.nested_archives import Nest
 from datastates.container.pickle_writer import is_dialect
 from datastates.container.table import Row, ShardTable
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
-from datastates.executor.executor import PreparedWrite, WriteJob
+from datastates.executor.executor import PreparedWrite
+from datastates.executor.jobs import WriteJob
 from datastates.planning import write
 from datastates.planning.plans import WritePlan
 from datastates.saving.collect import Collected, Structure

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import datastates as ds
-from datastates.container import digests
+from datastates.container import digests, logical
 from datastates.container.digest_runs import places_of
 from datastates.container.file import open_container
 from datastates.container.table import Row, table_of
@@ -236,19 +236,19 @@ def test_snapshots_of_parts_store_what_makes_up_the_whole(tmp_path: Path, cut: s
         ds.snapshot([provider], tmp_path / str(rank), **SMALL).wait_committed()
         tables.append(open_container(tmp_path / str(rank) / "rank-00000.pt").index.shards)
         assert tables[-1].row(0).digest == defined(whole, part)
-    found = digests.combine(tables)["p/w"]
+    found = logical.combine(tables)["p/w"]
     assert (found.dtype, found.shape, found.is_complete) == ("float32", whole.shape, True)
     assert found.stored_digest == zlib.crc32(whole.tobytes())
     if len(parts) > 1:
-        lacking = digests.combine(tables[1:])["p/w"]
+        lacking = logical.combine(tables[1:])["p/w"]
         assert (lacking.is_complete, lacking.stored_digest) == (False, None)
         with pytest.raises(FormatError, match="'p/w'"):
-            digests.combine([*tables, replace(tables[0], dtype=tables[0].dtype + np.uint8(1))])
+            logical.combine([*tables, replace(tables[0], dtype=tables[0].dtype + np.uint8(1))])
 
 
 def digest_of(row: Row) -> int | None:
     """The digest of the logical tensor that a row is the whole of."""
-    return digests.Logical(row.dtype.name, row.global_shape, [(0, 0, row)]).stored_digest
+    return logical.Logical(row.dtype.name, row.global_shape, [(0, 0, row)]).stored_digest
 
 
 def test_snapshots_of_ordinary_state_store_the_digest_of_each_tensor(tmp_path: Path) -> None:

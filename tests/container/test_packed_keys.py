@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datastates.container.key_lookup import KeyLookup
-from datastates.container.packed_keys import PackedKeys
+from datastates.container.key_table import KeyLookup, PackedKeys
 from datastates.errors import FormatError
 from datastates.state.shards import full_key
 
@@ -69,7 +68,7 @@ def test_a_row_is_found_by_its_full_key_only(collide: bool, rows: list[tuple[int
     with pytest.MonkeyPatch.context() as patch:
         if collide:
             patch.setattr(
-                "datastates.container.key_lookup._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64)
+                "datastates.container.key_table._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64)
             )
         found = lookup_of(rows, providers)
         assert dict(found) == expected
@@ -84,7 +83,7 @@ def test_a_row_is_found_by_its_full_key_only(collide: bool, rows: list[tuple[int
 def test_the_same_key_twice_is_noticed(collide: bool, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if collide:
         monkeypatch.setattr(
-            "datastates.container.key_lookup._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64)
+            "datastates.container.key_table._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64)
         )
     assert lookup_of([(0, key), (1, key), (0, "other")], ["a", "b"]).repeats == 0
     assert lookup_of([(0, key), (1, key), (0, "other"), (1, key)], ["a", "b"]).repeats == 1

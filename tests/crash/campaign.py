@@ -39,7 +39,7 @@ import datastates as ds
 from datastates import _native
 from datastates._base import faults
 from datastates.cli.verify import verify_container
-from datastates.commit import directories
+from datastates.commit import directories, retention
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.restoring.stored import open_checkpoint
 
@@ -115,7 +115,7 @@ def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
     before = directories.committed(root)
     with ds.Checkpointer(root, **life.options) as ckpt:
         told.say("opened")
-        check(directories.debris(root) == [], "what was left is still there")
+        check(retention.debris(root) == [], "what was left is still there")
         check(directories.committed(root) == before, "opening lost a checkpoint")
         state: State | None = None
         if newest is not None:
@@ -263,7 +263,7 @@ class Audit:
         closed = any(event[0] == "closed" for event in events)
         if closed:
             check(said["calling"] == said["committed"] | said["failed"], "closed, and something has not ended")
-            check(failing or directories.debris(self._root) == [], "closed, and something was left")
+            check(failing or retention.debris(self._root) == [], "closed, and something was left")
         if signalled == signal.SIGTERM and not failing:  # what was in flight then was still committed
             taken = {details[0] for event, *details in events[: life.event] if event == "taken"}
             changed = {save.number for save in life.saves if save.change and not save.gated}
@@ -297,8 +297,8 @@ class Audit:
             check(save.step == step, f"save {number} stands as step {step}")
             wrong = differences(found, expected_of(save))
             check(not wrong, f"save {number} differs at {wrong}")
-        left = set(self._root.iterdir()) - set(committed.values()) - set(directories.superseded(self._root))
-        check(left == set(directories.debris(self._root)), f"neither a checkpoint nor debris: {left}")
+        left = set(self._root.iterdir()) - set(committed.values()) - set(retention.superseded(self._root))
+        check(left == set(retention.debris(self._root)), f"neither a checkpoint nor debris: {left}")
         return self._saves[max(self._found.values())] if self._found else None
 
 

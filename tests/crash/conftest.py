@@ -19,7 +19,7 @@ import datastates as ds
 from datastates import _native
 from datastates._base import faults
 from datastates.cli.verify import verify_container
-from datastates.commit import directories
+from datastates.commit import directories, retention
 from datastates.restoring.stored import open_checkpoint
 
 SCRIPT_SECONDS = 30
@@ -105,8 +105,8 @@ def audit(training: ModuleType) -> Callable[[Path], list[int]]:
 
     def check(root: Path) -> list[int]:
         committed = directories.committed(root)
-        checkpoints = {*committed.values(), *directories.superseded(root)}
-        assert set(directories.debris(root)) == set(root.iterdir()) - checkpoints
+        checkpoints = {*committed.values(), *retention.superseded(root)}
+        assert set(retention.debris(root)) == set(root.iterdir()) - checkpoints
         for step, path in committed.items():
             opened, containers = open_checkpoint(path)
             assert opened.step == step
@@ -127,7 +127,7 @@ def resume(training: ModuleType, audit: Callable[[Path], list[int]]) -> Callable
         state = training.state_of(0)
         providers = training.providers_of(state)
         with ds.Checkpointer(root, **training.OPTIONS) as ckpt:
-            assert directories.debris(root) == []
+            assert retention.debris(root) == []
             assert directories.committed(root) == before
             restored = ckpt.restore(providers)
             begin = restored.step if restored else 0
@@ -138,6 +138,6 @@ def resume(training: ModuleType, audit: Callable[[Path], list[int]]) -> Callable
                 training.update(state, step)
             ckpt.snapshot(providers, step=step)
         assert audit(root)[-1] == step
-        assert directories.debris(root) == []
+        assert retention.debris(root) == []
 
     return next_run

@@ -31,7 +31,7 @@ import numpy as np
 
 import datastates as ds
 from datastates.cli.verify import verify_container
-from datastates.commit import directories
+from datastates.commit import directories, retention
 from datastates.providers import HostTensorProvider, from_state_dict
 from datastates.restoring.stored import open_checkpoint
 
@@ -176,7 +176,7 @@ def next_run(root: Path, newest: int | None) -> list[str]:
     for array in state["lazy"].values():
         array[...] = 0
     with ds.Checkpointer(root, **OPTIONS) as ckpt:
-        wrong = [f"the next run leaves {left}" for left in directories.debris(root)]
+        wrong = [f"the next run leaves {left}" for left in retention.debris(root)]
         if ckpt.restore(providers_of(state)) != newest:
             wrong.append(f"the next run does not restore {newest}")
         ckpt.snapshot(providers_of(state), step=(newest or 0) + 1)
@@ -214,7 +214,7 @@ def cut_again_and_again(base: Path, kind: str, seed: int, cuts: int) -> list[str
             known |= told(pipe, rng.uniform(0, 0.2))
             clone(disk, copy)
             with mounted(copy, kind, base / "clone") as cut:
-                half += len(directories.debris(cut / "run"))
+                half += len(retention.debris(cut / "run"))
                 problems = audit(cut / "run", known)
             copy.unlink()
             wrong += [f"cut {number} after step {max(known)}: {text}" for text in problems]

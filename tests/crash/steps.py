@@ -13,12 +13,12 @@ import numpy as np
 import datastates as ds
 from datastates import _native
 from datastates._base import files
-from datastates.commit import directories, manifest
+from datastates.commit import directories, manifest, retention
 from datastates.providers import HostTensorProvider
 from datastates.state.provider import StateProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
-SOURCES = "".join(map(inspect.getsource, (directories, files, manifest)))
+SOURCES = "".join(map(inspect.getsource, (directories, files, manifest, retention)))
 OPERATIONS = sorted(set(re.findall(r'\bsyscall\("(\w+)"', SOURCES)))
 """The system calls on a checkpoint's files that have fault points."""
 SLOW = 1500

@@ -15,7 +15,7 @@ from steps import OPTIONS, array_of, assert_holds, providers
 import datastates as ds
 from datastates._base import faults
 from datastates.cli import commands
-from datastates.commit import directories
+from datastates.commit import directories, retention
 
 
 def save(root: Path, *steps: int, **options: Any) -> None:
@@ -68,7 +68,7 @@ def test_what_another_process_has_deleted_is_no_matter(
     point: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1, 2, 3)
-    real, outcomes = directories.remove, []
+    real, outcomes = retention.remove, []
 
     def remove(path: Path) -> bool:
         if point is None:
@@ -78,7 +78,7 @@ def test_what_another_process_has_deleted_is_no_matter(
         outcomes.append(real(path))
         return outcomes[-1]
 
-    monkeypatch.setattr(directories, "remove", remove)
+    monkeypatch.setattr(retention, "remove", remove)
     with caplog.at_level(logging.WARNING, "datastates"):
         save(tmp_path, 4, keep_last=1)
     assert outcomes == [True] * 3

@@ -22,7 +22,7 @@ from datastates import _native
 from datastates._base import faults, files
 from datastates._base.faults import Fault
 from datastates.cli.verify import verify_container
-from datastates.commit import directories, manifest
+from datastates.commit import directories, manifest, retention
 from datastates.errors import StorageError
 from datastates.providers import HostTensorProvider
 from datastates.restoring.stored import open_checkpoint
@@ -119,7 +119,7 @@ def fail_one_of_three(
         ckpt.snapshot(providers_of(state), step=3).wait_committed()
         assert_holds(root, 3)
         assert 2 not in ckpt.steps()
-    assert directories.debris(root) == []
+    assert retention.debris(root) == []
     return caught.value
 
 
@@ -339,6 +339,7 @@ import os, subprocess, sys
 import numpy as np
 import datastates as ds
 from datastates.commit import directories
+from datastates.commit import retention
 from datastates.errors import StorageError
 from datastates.providers import HostTensorProvider
 root, backend = sys.argv[1:]
@@ -354,7 +355,7 @@ with ds.Checkpointer(root, host_cache="2MiB", block="1MiB", io_backend=backend) 
         print(error.errno, error.operation, error.filename)
     print(os.listdir(root))
     ckpt.restore(providers)
-    directories.remove(directories.committed(ckpt.directory)[1])
+    retention.remove(directories.committed(ckpt.directory)[1])
     ckpt.snapshot(providers, step=3).wait_committed()
     print(os.listdir(root))
     assert np.array_equal(ds.load(root)["model"]["a"], np.arange(500_000))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import datastates as ds
-from datastates.commit import directories
+from datastates.commit import directories, retention
 
 PRELUDE = """
 import os, signal, sys, time
@@ -75,7 +75,7 @@ with ds.Checkpointer(root, io_backend={backend!r}, **OPTIONS) as ckpt:
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert list(directories.committed(tmp_path)) == [1, 2, *STEPS_OF_THE_CHILD.get(work, [])]
-    assert directories.debris(tmp_path) == []
+    assert retention.debris(tmp_path) == []
 
 
 def test_a_multiprocessing_child_uses_the_inherited_checkpointer(tmp_path: Path, run: Callable[..., Any]) -> None:
@@ -133,7 +133,7 @@ ckpt.close()
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert list(directories.committed(tmp_path)) == [1, 2]
-    assert directories.debris(tmp_path) == []
+    assert retention.debris(tmp_path) == []
 
 
 @pytest.mark.parametrize("point", ["write", "sync"])
@@ -237,9 +237,9 @@ time.sleep(60)
 """
     parent = start("-c", script, tmp_path)
     assert parent.stdout.readline() == "forked\n"  # says the child, which has let go of what it inherited
-    assert directories.debris(tmp_path) == []
+    assert retention.debris(tmp_path) == []
     parent.kill()
     parent.wait()
-    assert len(directories.debris(tmp_path)) == 1
+    assert len(retention.debris(tmp_path)) == 1
     ds.Checkpointer(tmp_path).close()
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from steps import OPERATIONS
 
 import datastates as ds
 from datastates import _native
-from datastates.commit import directories
+from datastates.commit import retention
 
 LOOP = Path(__file__).with_name("training_loop.py")
 PYTHON_POINTS = [f"manifest.{operation}=kill@{nth}" for operation in OPERATIONS for nth in (1, 3)]
@@ -85,7 +85,7 @@ def test_killed_in_the_first_snapshot_leaves_nothing_to_restore(
     ended = run(LOOP, tmp_path, 5, DATASTATES_FAULTS="manifest.rename=kill")
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert audit(tmp_path) == []
-    assert len(directories.debris(tmp_path)) >= 1
+    assert len(retention.debris(tmp_path)) >= 1
     resume(tmp_path)
 
 

@@ -16,7 +16,7 @@ from steps import OPTIONS, PRELUDE, SLOW, array_of, assert_holds, fail_one, hold
 
 import datastates as ds
 from datastates import _native
-from datastates.commit import directories
+from datastates.commit import directories, retention
 from datastates.errors import (
     ClosedError,
     SnapshotRefusedError,
@@ -163,7 +163,7 @@ def test_sigterm_commits_what_is_in_flight_and_then_ends_the_process(tmp_path: P
     ended = run("-c", sigterm_script("handle_sigterm=True,"), tmp_path)
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, ""), ended.stderr
     assert_holds(tmp_path, 1, 2)
-    assert directories.debris(tmp_path) == []
+    assert retention.debris(tmp_path) == []
 
 
 def test_sigterm_from_outside_while_waiting_for_a_snapshot(tmp_path: Path, start: Callable[..., Any]) -> None:

@@ -15,7 +15,7 @@ from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, hold_up_sy
 
 import datastates as ds
 from datastates import _native
-from datastates.commit import directories, manifest
+from datastates.commit import directories, manifest, retention
 from datastates.providers import HostTensorProvider
 
 # --- retention
@@ -106,7 +106,7 @@ def test_a_step_saved_twice_at_once_is_superseded_by_the_later_one(tmp_path: Pat
         ckpt.wait()
         assert ckpt.failures == 0
     assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(2))
-    assert directories.debris(tmp_path) == []
+    assert retention.debris(tmp_path) == []
 
 
 # --- two processes, one directory
@@ -119,7 +119,7 @@ def test_a_second_checkpointer_leaves_what_a_living_one_writes(tmp_path: Path, r
         snapshot.wait_captured()
         partial = [e for e in tmp_path.iterdir() if ".partial-" in e.name]
         assert len(partial) == 1
-        assert directories.debris(tmp_path) == []
+        assert retention.debris(tmp_path) == []
         ended = run("-c", f"{PRELUDE}\nds.Checkpointer(root, **OPTIONS).close()", tmp_path)
         assert (ended.returncode, ended.stderr) == (0, "")
         assert partial[0].exists() or snapshot.committed
@@ -143,7 +143,7 @@ with ds.Checkpointer(root, **OPTIONS) as ckpt:
         other.join()
     assert ended[0].returncode == 0, ended[0].stderr
     assert_holds(tmp_path, *range(10), *range(100, 110))
-    assert directories.debris(tmp_path) == []
+    assert retention.debris(tmp_path) == []
 
 
 def test_files_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
     ds.snapshot(providers(1), root / "step-00000001", step=1, **OPTIONS).wait_committed()
     ds.snapshot(providers(1), root / "step-00000001.r1", step=1, **OPTIONS).wait_committed()
     shutil.copytree(root / "step-00000001", tmp_path / "spare")
-    real = directories._entries
+    real = directories.entries
     listings = 0
 
     def entries(folder: Path) -> list[Path]:
@@ -183,8 +183,8 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
         shutil.copytree(tmp_path / "spare", root / f"step-{10 + listings:08d}")
         return found
 
-    monkeypatch.setattr(directories, "_entries", entries)
-    assert directories.superseded(root) == [root / "step-00000001"]
+    monkeypatch.setattr(directories, "entries", entries)
+    assert retention.superseded(root) == [root / "step-00000001"]
     assert listings > 0
 
 
@@ -200,14 +200,14 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_gate_does_not_wait_for_a_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deleting, go_on = threading.Event(), threading.Event()
-    real = directories.remove
+    real = retention.remove
 
     def slow(path: Path) -> None:
         deleting.set()
         assert go_on.wait(30)
         real(path)
 
-    monkeypatch.setattr(directories, "remove", slow)
+    monkeypatch.setattr(retention, "remove", slow)
     with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
         for step in (1, 2):
             ckpt.snapshot(providers(step), step=step)

@@ -23,7 +23,7 @@ Engine.do_later = interrupted
     # with the lock held that its own thread needs, too
     "in the gate": """
 from datastates.state import versions
-from datastates.executor.executor import WriteJob
+from datastates.executor.jobs import WriteJob
 main, in_gate = threading.main_thread(), threading.Event()
 witness, wait_captured = versions.witness, WriteJob.wait_captured
 def interrupted(tensors):

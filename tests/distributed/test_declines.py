@@ -27,7 +27,7 @@ def test_its_gate_does_not_wait_for_their_storage(
 ) -> None:
     script = f"""{prelude}
 {HELD}
-from datastates.executor.executor import WriteJob
+from datastates.executor.jobs import WriteJob
 
 ckpt = ds.Checkpointer(directory, **OPTIONS, max_in_flight=1)
 torn, wrong = WriteJob.torn, {failure!r} if RANK == 1 else ""

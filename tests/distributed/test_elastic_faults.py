@@ -15,7 +15,7 @@ from elastic_state import SHAPES, SMALL, Rank, restore, save
 from split_state import Split
 
 import datastates as ds
-from datastates.commit import directories, manifest
+from datastates.commit import manifest, retention
 from datastates.errors import CheckpointNotFoundError, CommitError, CorruptError, FormatError, RestoreError
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.stored import Stored
@@ -282,7 +282,7 @@ def test_what_another_job_restores_is_not_deleted(threads: Any, tmp_path: Path) 
 
     def delete() -> None:
         assert Slow.reached.wait(20)
-        removed.append(directories.remove(path))
+        removed.append(retention.remove(path))
         Slow.go.set()
 
     other = threading.Thread(target=delete)
@@ -297,8 +297,8 @@ def test_what_another_job_restores_is_not_deleted(threads: Any, tmp_path: Path) 
     assert outcomes == [(3, [])] * 2
     assert removed == [False]
     with ds.open(path):
-        assert not directories.remove(path)
-    assert directories.remove(path)
+        assert not retention.remove(path)
+    assert retention.remove(path)
     assert all(isinstance(error, CheckpointNotFoundError) for error in restore(threads, path, "rows", 1))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from datastates._base import files as base_files
 from datastates.cli import commands
-from datastates.commit import directories, manifest
+from datastates.commit import directories, manifest, retention
 
 HERE = Path(__file__).parent
 LOOP = HERE / "rank_loop.py"
@@ -93,9 +93,9 @@ def test_closing_twice_lets_no_other_lock_go(tmp_path: Path) -> None:
     first.close()
     second = manifest.begin(tmp_path / "step-00000002")  # on the number of the descriptor that is free again
     first.close()
-    assert second.directory not in directories.debris(tmp_path)
+    assert second.directory not in retention.debris(tmp_path)
     second.close()
-    assert second.directory in directories.debris(tmp_path)
+    assert second.directory in retention.debris(tmp_path)
 
 
 def test_several_make_a_directory_at_once(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_pat
     told = reports(ranks(3, LOOP, root, 1, "2/manifest.remove=kill", may_fail=[0], **variables))
     assert [rank["2/manifest.remove=kill"]["committed"] for rank in told[1:]] == ["step-00000002"] * 2
     assert list(directories.committed(root)) == [2]
-    (left,) = directories.debris(root)
+    (left,) = retention.debris(root)
     assert names(left) == ["catalog.bin", "manifest.json", "rank-00000.pt", "rank-00001.pt", "rank-00002.pt"]
     ranks(2, LOOP, root, 3, OPTIONS=options(keep_last=1))
     assert names(root) == ["step-00000003"]

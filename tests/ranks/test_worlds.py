@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from datastates._base import locks
-from datastates.commit import directories
+from datastates.commit import directories, retention
 from datastates.errors import (
     ClosedError,
     CommitError,
@@ -309,7 +309,7 @@ def test_the_folder_of_the_ranks_is_no_checkpoint(tmp_path: Path) -> None:
     worlds = over_directory(tmp_path)
     assert (tmp_path / FOLDER).is_dir()
     assert directories.committed(tmp_path) == {}
-    assert directories.debris(tmp_path) == []
+    assert retention.debris(tmp_path) == []
     assert directories.target(tmp_path, 1) == tmp_path / "step-00000001"
     for world in worlds:
         world.close()

@@ -44,7 +44,7 @@ def is_memory(target: torch.Tensor, dtype: torch.dtype) -> bool:
     return target.dtype == dtype and arrays.kind_of(target) is not None
 
 
-class Claims:
+class ClaimedMemory:
     """Memory that a load reads into. Tensors that share memory must not be read there at the same time."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Claims:
 
 
 def queue_box(
-    reads: Reads, source: Source, row: Row, item: ReadItem, planner: LoadPlanner, claims: Claims | None = None
+    reads: Reads, source: Source, row: Row, item: ReadItem, planner: LoadPlanner, claims: ClaimedMemory | None = None
 ) -> Callable[[], None]:
     """Plan to read an item from a stored row, which is a box of its logical tensor.
 

@@ -19,7 +19,7 @@ from datastates._base import paths
 from datastates._base.files import read_bytes
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.own_file import OwnFile
-from datastates.adapters.dcp.load.read_items import Claims, name_of
+from datastates.adapters.dcp.load.read_items import ClaimedMemory, name_of
 from datastates.adapters.dcp.load.stock_file import StockFile
 from datastates.config import IoOptions, IoSettings
 from datastates.container import archive
@@ -94,7 +94,7 @@ class DataStatesStorageReader(FileSystemReader):
         for item in plan.items:
             per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         reads, stock, foreign, ends = Reads(in_full=True), [], [], []
-        claims, self.tally = Claims(), None
+        claims, self.tally = ClaimedMemory(), None
         for name, items in per_file.items():
             file = self._open(Path(self.path) / name, items, claims)
             if isinstance(file, StockFile):
@@ -121,7 +121,7 @@ class DataStatesStorageReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _open(self, path: Path, items: Sequence[ReadItem], claims: Claims) -> OwnFile | StockFile:
+    def _open(self, path: Path, items: Sequence[ReadItem], claims: ClaimedMemory) -> OwnFile | StockFile:
         try:
             nbytes = path.stat().st_size
         except OSError as error:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from datastates._base.columns import U64
 from datastates._base.files import read_bytes
 from datastates.adapters.dcp.load.archives import ArchivedTensor, Read, find_tensor
-from datastates.adapters.dcp.load.read_items import Claims, begin_of, is_memory, queue_box, target_of
+from datastates.adapters.dcp.load.read_items import ClaimedMemory, begin_of, is_memory, queue_box, target_of
 from datastates.adapters.dcp.names import key_of_chunk
 from datastates.container import checksums
 from datastates.container.table import Row
@@ -65,7 +65,7 @@ class StockFile:
     """
 
     def __init__(
-        self, path: Path, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], claims: Claims
+        self, path: Path, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], claims: ClaimedMemory
     ) -> None:
         """Find the needed items in a file; those that cannot be read in ranges are left to torch.
 

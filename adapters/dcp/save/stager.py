@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 if TYPE_CHECKING:
     from datastates.adapters.dcp.save.writer import DataStatesStorageWriter
-from datastates.adapters.dcp.save.staging import Held, Staged
+from datastates.adapters.dcp.save.staging import Staged, StagedStateDict
 
 
 class _Handed(Future[dict[str, Any]]):
@@ -18,7 +18,7 @@ class _Handed(Future[dict[str, Any]]):
 
     def __init__(self, staged: Staged) -> None:
         super().__init__()
-        self._state_dict = Held(staged)
+        self._state_dict = StagedStateDict(staged)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """The staged state dict, at once; ``timeout`` has no effect."""

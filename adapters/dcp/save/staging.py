@@ -170,7 +170,7 @@ class Staged:
         self.snapshot.wait_free()
 
 
-class Held(dict[str, Any]):
+class StagedStateDict(dict[str, Any]):
     """A staged state dict on its way to the save that captures it, in this process. It refuses to be pickled."""
 
     def __init__(self, staged: Staged) -> None:

@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 from datastates._base import files, paths
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save.file_writer import FileWriter
-from datastates.adapters.dcp.save.staging import Held, Lazy, Staged, is_large
+from datastates.adapters.dcp.save.staging import Lazy, Staged, StagedStateDict, is_large
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import DatastatesError
@@ -149,7 +149,7 @@ class DataStatesStorageWriter(FileSystemWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """As :meth:`hold`; returns the state dict, live where it is lazy. ``dcp.async_save`` calls this."""
-        return Held(self.hold(state_dict))
+        return StagedStateDict(self.hold(state_dict))
 
     @property
     def should_synchronize_after_execute(self) -> bool:

@@ -17,7 +17,7 @@ from by_path import module_at
 
 from datastates import _native
 from datastates._base import faults
-from datastates.commit import directories, manifest
+from datastates.commit import manifest, retention
 from datastates.errors import SettingsError, StorageError
 
 torch = pytest.importorskip("torch")
@@ -214,7 +214,7 @@ def test_what_another_run_is_writing_is_left_alone(training: ModuleType, tmp_pat
 
     class Watch(training.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_save(self, *_: Any, **__: Any) -> None:
-            found.extend(directories.is_live(path) for path in tmp_path.glob(".checkpoint-5.partial-*"))
+            found.extend(retention.is_live(path) for path in tmp_path.glob(".checkpoint-5.partial-*"))
             go.set()
 
     go = threading.Event()

@@ -1,0 +1,121 @@
+"""What may be deleted of a directory of checkpoints, and deleting it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from datastates._base import files, locks
+from datastates.commit import manifest
+from datastates.commit.directories import PARTIAL, STEP, by_age, entries, in_order
+from datastates.errors import StorageError
+
+_log = logging.getLogger("datastates")
+
+
+def superseded(root: Path) -> list[Path]:
+    """The committed checkpoints whose step was saved again later."""
+    every = in_order(root)
+    last = dict(every)
+    return [path for step, path in every if path != last[step]]
+
+
+def outdated(root: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
+    """The checkpoints that need not be kept: superseded ones, and those beyond the limits.
+
+    Args:
+        root: The directory of checkpoints.
+        keep_last: Number of newest ones to keep; None keeps all.
+        keep_every: Those at multiples of this step are kept, too; None: of no step.
+    """
+    old = [] if keep_last is None else list(by_age(root).items())[:-keep_last]
+    return superseded(root) + [path for step, path in old if keep_every is None or step % keep_every]
+
+
+def debris(root: Path, targets: re.Pattern[str] = STEP) -> list[Path]:
+    """What interrupted snapshots and deletions left: partial directories that no process is writing.
+
+    ``targets`` matches the part of the name before ``.partial-``; the default matches the names of all steps.
+    """
+    left = (e for e in entries(root) if (m := PARTIAL.match(e.name)) and targets.match(m[1]))
+    return [e for e in left if not is_live(e)]
+
+
+def debris_of(target: Path) -> list[Path]:
+    """The debris of snapshots to the path ``target``, beside it."""
+    return debris(target.parent, re.compile(re.escape(target.name) + r"\Z"))
+
+
+def sweep(root: Path, targets: re.Pattern[str] = STEP) -> None:
+    """Delete what :func:`debris` finds, and log each; raises StorageError."""
+    for path in debris(root, targets):
+        _log.warning("removing what an interrupted run left: %s", path)
+        clear(path)
+
+
+def is_live(entry: Path) -> bool:
+    """Whether a process is writing into a partial directory. True if its lock cannot be tried."""
+    with _unlocked(entry) as unlocked:
+        return not unlocked
+
+
+@contextlib.contextmanager
+def _unlocked(entry: Path) -> Iterator[bool]:
+    """Try to hold a partial directory's lock; yields whether nobody else holds it, False if that is unknown."""
+    try:
+        fd = os.open(entry / manifest.LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True  # its process died before locking it, or during a commit or a deletion
+        return
+    except OSError:
+        yield False  # it may be held
+        return
+    try:
+        yield locks.try_lock(fd) is True
+    finally:
+        os.close(fd)
+
+
+def remove(path: Path) -> bool:
+    """Delete a checkpoint. A rename first undoes the commit at once, so that nobody sees half a checkpoint.
+
+    Returns False, and deletes nothing, if a process reads it. Raises StorageError, but not if it is already gone.
+    """
+    left = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        with files.syscall("open", path / manifest.FILE):
+            fd = os.open(path / manifest.FILE, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if locks.try_lock(fd) is False:
+                return False
+            with files.syscall("rename", path):
+                os.rename(path, left)
+        finally:
+            os.close(fd)
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):  # another process has deleted it
+            return True
+        raise
+    files.sync_directory(path.parent)
+    clear(left)
+    return True
+
+
+def clear(left: Path) -> None:
+    """Delete debris, unless a process holds its lock by now."""
+
+    def tolerate(_: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+        # another process is deleting it, too, or has just begun to write there
+        if not isinstance(error[1], OSError) or error[1].errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            raise error[1]
+
+    with _unlocked(left) as unlocked, files.syscall("remove", left):
+        if unlocked:
+            shutil.rmtree(left, onerror=tolerate)

@@ -1,0 +1,65 @@
+"""Logical tensors, put together from the parts that several containers hold."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from datastates.container.digests import constants
+from datastates.container.table import Row, ShardTable
+from datastates.errors import FormatError
+from datastates.state.dtypes import BY_NAME
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logical:
+    """One logical tensor, put together from the rows of all containers.
+
+    Attributes:
+        dtype: Its element type.
+        shape: Its shape.
+        parts: For each part, the number of its table, the number of its row, and the row.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[tuple[int, int, Row]]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the parts have as many elements as the tensor."""
+        return sum(math.prod(row.shape) for _, _, row in self.parts) == math.prod(self.shape)
+
+    def digest(self, contributions: Sequence[int | None]) -> int | None:
+        """Its digest, from the parts' contributions; None where a part or a contribution is missing."""
+        known = [c for c in contributions if c is not None]
+        if len(known) < len(self.parts) or not self.is_complete:
+            return None
+        nbytes = math.prod(self.shape) * BY_NAME[self.dtype].itemsize
+        return functools.reduce(operator.xor, known, int(constants(np.array([nbytes], np.uint64))[0]))
+
+    @property
+    def stored_digest(self) -> int | None:
+        """The digest; None unless all parts are stored and were digested at the save."""
+        return self.digest([row.digest for _, _, row in self.parts])
+
+
+def combine(tables: Sequence[ShardTable]) -> dict[str, Logical]:
+    """Join the rows of several containers of one checkpoint into logical tensors, by full key.
+
+    Raises:
+        FormatError: Containers disagree about the type or the shape of a tensor.
+    """
+    found: dict[str, Logical] = {}
+    for t, table in enumerate(tables):
+        for i, row in enumerate(table.rows(range(len(table)))):
+            known = found.setdefault(row.key, Logical(row.dtype.name, row.global_shape, []))
+            if (known.dtype, known.shape) != (row.dtype.name, row.global_shape):
+                raise FormatError(f"the containers disagree about the type or the shape of {row.key!r}")
+            known.parts.append((t, i, row))
+    return found
