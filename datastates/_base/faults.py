@@ -41,7 +41,9 @@ def parse(text: str) -> list[Fault]:
 
 
 def arm(fault: Fault) -> None:
-    """Arm one point of the Python code."""
+    """Arm one point of the Python side; ValueError where it cannot do that action."""
+    if "." in fault.point and fault.action != "kill" and (fault.action != "fail" or fault.value <= 0):
+        raise ValueError(f"{fault.point} can be armed with kill or fail:ERRNO, not with {fault.action}:{fault.value}")
     _armed[fault.point] = fault
     _hits[fault.point] = 0
 

@@ -104,18 +104,20 @@ std::string ReadJob::backend_name() const {
 }
 
 ReadAhead::ReadAhead(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state,
-                     std::shared_ptr<Shelf> shelf)
-    : executor_(std::move(executor)), state_(std::move(state)), shelf_(std::move(shelf)) {}
+                     std::shared_ptr<ExtentsAhead> extents_ahead)
+    : executor_(std::move(executor)),
+      state_(std::move(state)),
+      extents_ahead_(std::move(extents_ahead)) {}
 
 void ReadAhead::close() {
     if (executor_->abandoned()) {
-        keep_for_ever(shelf_);
+        keep_for_ever(extents_ahead_);
         keep_for_ever(state_);
         return;
     }
-    shelf_->close();
+    extents_ahead_->close();
     if (!executor_->reader_.withdraw(*state_)) state_->wait_done();
-    shelf_->clear();
+    extents_ahead_->clear();
     if (open_.exchange(false)) executor_->reading_ahead_ = false;
 }
 
@@ -218,13 +220,13 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
         auto* stream = reinterpret_cast<cuda::StreamHandle>(buffers.stream[i]);
         state->add_producer(device, engine->record(stream));
     }
-    if (ahead != nullptr) state->use(ahead->shelf_);
+    if (ahead != nullptr) state->use(ahead->extents_ahead_);
     admit(state);
     auto job = std::make_unique<ReadJob>(shared_from_this(), state);
     reader_.enqueue(state);
     if (ahead != nullptr) {
         // Closed only now: the job must be queued to take over the reads in flight.
-        ahead->shelf_->close();
+        ahead->extents_ahead_->close();
         reader_.look_again();
     }
     return job;
@@ -239,13 +241,13 @@ std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,
     }
     require_blocks(*plan);
     admit();
-    auto shelf = std::make_shared<Shelf>();
+    auto extents_ahead = std::make_shared<ExtentsAhead>();
     auto state = std::make_shared<ReadState>(File::open(path, direct_), std::move(plan), Buffers{});
-    state->fill(shelf);
+    state->fill(extents_ahead);
     admit(state);
-    auto ahead = std::make_unique<ReadAhead>(shared_from_this(), state, shelf);
+    auto ahead = std::make_unique<ReadAhead>(shared_from_this(), state, extents_ahead);
     ahead->open_ = !reading_ahead_.exchange(true);
-    if (!ahead->open_) shelf->close();
+    if (!ahead->open_) extents_ahead->close();
     reader_.enqueue(state);
     return ahead;
 }

@@ -147,7 +147,7 @@ def test_a_failing_container_fails_its_snapshot_only(
 
 def test_every_step_of_the_commit_is_broken_here() -> None:
     steps = (manifest.begin, manifest.commit, manifest._rename, files.write_file, files.sync_directory)
-    named = set(re.findall(r'\bstep\("(\w+)"', "".join(map(inspect.getsource, steps))))
+    named = set(re.findall(r'\bsyscall\("(\w+)"', "".join(map(inspect.getsource, steps))))
     assert named == {operation for _, operation, _ in COMMIT_STEPS}
 
 

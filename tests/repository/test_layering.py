@@ -35,7 +35,6 @@ FRAMEWORKS = {"torch", "cupy", "ml_dtypes", "deepspeed", "megatron", "lightning"
 LINES = 400
 LONG = {
     "datastates/container/pickle_reader.py": "one table of opcodes and what they call",
-    "native/bindings/module.cpp": "the module's definition, class by class",
     "native/bindings/plain_pickle.cpp": "one table of opcodes",
     "native/src/read/reader.cpp": "reads ahead and reads at once share their queue",
     "native/src/write/write_state.cpp": "one state under one lock",

@@ -119,7 +119,7 @@ class ReadJob {
 class ReadAhead {
   public:
     ReadAhead(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state,
-              std::shared_ptr<Shelf> shelf);
+              std::shared_ptr<ExtentsAhead> extents_ahead);
     ~ReadAhead() { close(); }
     ReadAhead(const ReadAhead&) = delete;
     ReadAhead& operator=(const ReadAhead&) = delete;
@@ -133,14 +133,14 @@ class ReadAhead {
     void wait() const { state_->wait_done(); }
     /// Bytes read so far, alignment included. 0 once a job has taken over: it counts them in its
     /// own stats.
-    std::uint64_t bytes_read() const { return shelf_->bytes_read(); }
+    std::uint64_t bytes_read() const { return extents_ahead_->bytes_read(); }
 
   private:
     friend class Executor;
 
     std::shared_ptr<Executor> executor_;
     std::shared_ptr<ReadState> state_;
-    std::shared_ptr<Shelf> shelf_;
+    std::shared_ptr<ExtentsAhead> extents_ahead_;
     std::atomic<bool> open_ = true;
 };
 

@@ -126,11 +126,11 @@ bool Reader::is_taken_over(const ReadState& job) {
 /// Takes over a read-ahead. Extents that are read go to the workers all at once, as they have their
 /// blocks already. Reads in flight go on as this job's own. Extents that it does not want are
 /// dropped.
-void Reader::take_over(ReadState& job, Shelf& shelf) {
-    stats_.bytes_read += shelf.take_bytes_read();
+void Reader::take_over(ReadState& job, ExtentsAhead& extents_ahead) {
+    stats_.bytes_read += extents_ahead.take_bytes_read();
     const auto extents = job.plan().extents();
     for (std::size_t index = 0; index < extents.size() && !job.settled(index); ++index) {
-        auto kept = shelf.take(extents[index]);
+        auto kept = extents_ahead.take(extents[index]);
         if (!kept) continue;
         taken_.insert(index);
         ++working_kept_;
@@ -144,8 +144,8 @@ void Reader::take_over(ReadState& job, Shelf& shelf) {
                                                      .kept = true}),
                    false);
     }
-    shelf.clear();
-    if (leaving_ == nullptr || leaving_->filled() != &shelf) return;
+    extents_ahead.clear();
+    if (leaving_ == nullptr || leaving_->filled() != &extents_ahead) return;
     for (auto& [token, part] : in_flight_) {
         Reading& reading = *part.reading;
         const ReadPlan::Extent& extent = leaving_->plan().extents()[reading.index];
@@ -307,7 +307,7 @@ void Reader::reap(ReadState& job) {
     }
 }
 
-/// Puts an extent of a read-ahead on its shelf.
+/// Puts an extent of a read-ahead with the others.
 void Reader::keep(ReadState& job, Reading& reading) {
     tracks_.give_back(reading.track);
     try {

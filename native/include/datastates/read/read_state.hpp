@@ -17,7 +17,7 @@
 #include "datastates/io/file.hpp"
 #include "datastates/memory/copy_engine.hpp"
 #include "datastates/plan.hpp"
-#include "datastates/read/shelf.hpp"
+#include "datastates/read/extents_ahead.hpp"
 
 namespace datastates {
 
@@ -46,15 +46,15 @@ class ReadState {
     // Called in submit, before the reader knows the job.
     void add_engine(int device, std::shared_ptr<CopyEngine> engine);
     void add_producer(int device, std::shared_ptr<Event> event);
-    /// Makes this a read-ahead: its extents go to `shelf`, and cached extents are left out.
-    void fill(std::shared_ptr<Shelf> shelf) { filled_ = std::move(shelf); }
-    /// Takes extents from `shelf` instead of reading them again.
-    void use(std::shared_ptr<Shelf> shelf) { used_ = std::move(shelf); }
+    /// Makes this a read-ahead: its extents go to `extents_ahead`, and cached extents are left out.
+    void fill(std::shared_ptr<ExtentsAhead> extents_ahead) { filled_ = std::move(extents_ahead); }
+    /// Takes extents from `extents_ahead` instead of reading them again.
+    void use(std::shared_ptr<ExtentsAhead> extents_ahead) { used_ = std::move(extents_ahead); }
 
     // For the reader and its workers.
     CopyEngine& engine(int device) const { return *engines_.at(device); }
-    Shelf* filled() const { return filled_.get(); }
-    Shelf* used() const { return used_.get(); }
+    ExtentsAhead* filled() const { return filled_.get(); }
+    ExtentsAhead* used() const { return used_.get(); }
     /// Whether to begin an extent. After a failure the extents before the failed one are still
     /// wanted, because the failure of the lowest extent is reported.
     bool wants(std::size_t extent) const {
@@ -90,8 +90,8 @@ class ReadState {
     const Clock::time_point start_ = Clock::now();
     std::map<int, std::shared_ptr<CopyEngine>> engines_;
     std::vector<std::pair<int, std::shared_ptr<Event>>> producers_;
-    std::shared_ptr<Shelf> filled_;
-    std::shared_ptr<Shelf> used_;
+    std::shared_ptr<ExtentsAhead> filled_;
+    std::shared_ptr<ExtentsAhead> used_;
     std::atomic<bool> stopped_ = false;
 
     mutable std::mutex mutex_;

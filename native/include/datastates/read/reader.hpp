@@ -80,7 +80,7 @@ class Reader {
     void read(ReadState& job);
     bool has_room() const;
     bool is_taken_over(const ReadState& job);
-    void take_over(ReadState& job, Shelf& shelf);
+    void take_over(ReadState& job, ExtentsAhead& extents_ahead);
     bool start_next(ReadState& job, std::size_t index);
     void start_direct(ReadState& job, const std::shared_ptr<Reading>& reading);
     static std::byte* in_place(ReadState& job, const ReadPlan::Extent& extent, bool cached);

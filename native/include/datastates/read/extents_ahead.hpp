@@ -14,7 +14,7 @@ namespace datastates {
 
 /// Keeps whole extents that were read ahead, each in its own block. A read-ahead puts them here; a
 /// later read job takes them. Both share ownership. Thread-safe.
-class Shelf {
+class ExtentsAhead {
   public:
     struct Kept {
         Block block;

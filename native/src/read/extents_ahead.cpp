@@ -1,15 +1,15 @@
-#include "datastates/read/shelf.hpp"
+#include "datastates/read/extents_ahead.hpp"
 
 #include <utility>
 
 namespace datastates {
 
-void Shelf::put(const ReadPlan::Extent& extent, Kept kept) {
+void ExtentsAhead::put(const ReadPlan::Extent& extent, Kept kept) {
     const std::scoped_lock lock(mutex_);
     entries_.try_emplace(extent.offset, Entry{.length = extent.length, .kept = std::move(kept)});
 }
 
-std::optional<Shelf::Kept> Shelf::take(const ReadPlan::Extent& extent) {
+std::optional<ExtentsAhead::Kept> ExtentsAhead::take(const ReadPlan::Extent& extent) {
     const std::scoped_lock lock(mutex_);
     const auto found = entries_.find(extent.offset);
     if (found == entries_.end() || found->second.length != extent.length) return std::nullopt;
@@ -18,22 +18,22 @@ std::optional<Shelf::Kept> Shelf::take(const ReadPlan::Extent& extent) {
     return kept;
 }
 
-void Shelf::clear() {
+void ExtentsAhead::clear() {
     const std::scoped_lock lock(mutex_);
     entries_.clear();
 }
 
-void Shelf::count(std::uint64_t bytes_read) {
+void ExtentsAhead::count(std::uint64_t bytes_read) {
     const std::scoped_lock lock(mutex_);
     bytes_read_ += bytes_read;
 }
 
-std::uint64_t Shelf::bytes_read() const {
+std::uint64_t ExtentsAhead::bytes_read() const {
     const std::scoped_lock lock(mutex_);
     return bytes_read_;
 }
 
-std::uint64_t Shelf::take_bytes_read() {
+std::uint64_t ExtentsAhead::take_bytes_read() {
     const std::scoped_lock lock(mutex_);
     return std::exchange(bytes_read_, 0);
 }

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+#include "datastates/checksum/digest.hpp"
+
+/// The parts of the Python module. Each adds its classes and functions to it.
+namespace datastates::python {
+
+void bind_checksums(pybind11::module_& module);
+void bind_plans(pybind11::module_& module);
+void bind_executor(pybind11::module_& module);
+
+/// Digest runs as columns. The arrays must outlive what is returned.
+DigestRunsArrays runs_arrays(std::uint64_t digests, const pybind11::array& offset,
+                             const pybind11::array& length, const pybind11::array& run_length,
+                             const pybind11::array& after, const pybind11::array& step,
+                             const pybind11::array& digest);
+
+}  // namespace datastates::python

@@ -1,0 +1,219 @@
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arrays.hpp"
+#include "bind.hpp"
+#include "datastates/base/error.hpp"
+#include "datastates/executor.hpp"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace datastates::python {
+namespace {
+
+using Timeout = std::optional<double>;
+using Streams = std::vector<std::pair<int, std::uint64_t>>;
+
+/// Waits without the GIL, in slices. Between slices Python handles signals.
+template <typename Wait>
+bool wait_interruptibly(const Timeout& timeout, Wait&& wait) {
+    constexpr auto kSlice = std::chrono::milliseconds(100);
+    // Longer than anybody waits, and within the clock's range.
+    constexpr double kForever = 1e9;
+    std::optional<Clock::time_point> end;
+    if (timeout && !std::isnan(*timeout) && *timeout < kForever) {
+        const std::chrono::duration<double> duration(std::max(*timeout, 0.0));
+        end = Clock::now() + std::chrono::duration_cast<Clock::duration>(duration);
+    }
+    for (;;) {
+        const Clock::time_point slice = Clock::now() + kSlice;
+        const bool last = end && *end <= slice;
+        bool done = false;
+        {
+            const py::gil_scoped_release release;
+            done = wait(last ? *end : slice);
+        }
+        if (done || last) return done;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+}
+
+Buffers make_buffers(const py::array& ptr, const py::array& device, const py::array& stream) {
+    return {.address = copy_elements<std::uint64_t>(ptr, "ptr"),
+            .device = copy_elements<std::int32_t>(device, "device"),
+            .stream = copy_elements<std::uint64_t>(stream, "stream"),
+            .witness = {}};
+}
+
+py::dict write_stats(const WriteJob& job) {
+    const WriteStats stats = job.stats();
+    return py::dict("bytes"_a = stats.bytes, "extents"_a = stats.extents,
+                    "capture_seconds"_a = stats.capture_seconds, "direct"_a = stats.direct,
+                    "backend"_a = job.backend_name(), "pinned"_a = job.pinned(),
+                    "device_cache_bytes"_a = stats.device_cache_bytes,
+                    "evacuate_seconds"_a = stats.evacuate_seconds,
+                    "dropped_spans"_a = job.timeline().dropped());
+}
+
+py::dict read_stats(const ReadJob& job) {
+    const ReadStats stats = job.stats();
+    return py::dict("bytes_needed"_a = stats.bytes_needed, "bytes_read"_a = stats.bytes_read,
+                    "in_place_bytes"_a = stats.in_place_bytes,
+                    "cached_bytes"_a = stats.cached_bytes, "seconds"_a = stats.seconds,
+                    "direct"_a = stats.direct, "backend"_a = job.backend_name(),
+                    "dropped_spans"_a = job.timeline().dropped());
+}
+
+/// Spans for Python: (stage, track, begin, end, bytes). Times are as of time.monotonic(), which is
+/// CLOCK_MONOTONIC like our clock.
+py::list spans(const Timeline& timeline) {
+    const auto seconds = [](Clock::time_point time) {
+        return std::chrono::duration<double>(time.time_since_epoch()).count();
+    };
+    py::list result;
+    for (const Span& span : timeline.spans()) {
+        result.append(py::make_tuple(std::string(to_string(span.stage)), span.track,
+                                     seconds(span.begin), seconds(span.end), span.bytes));
+    }
+    return result;
+}
+
+void bind_jobs(py::module_& module) {
+    // Destroying a job waits for threads.
+    py::class_<WriteJob>(module, "WriteJob", py::release_gil_before_calling_cpp_dtor())
+        .def_property_readonly("made", &WriteJob::made)
+        .def(
+            "wait_made",
+            [](const WriteJob& job, const Timeout& timeout) {
+                return wait_interruptibly(timeout, [&](auto end) { return job.wait_made(end); });
+            },
+            "timeout"_a = py::none())
+        .def(
+            "wait_captured",
+            [](const WriteJob& job, const Timeout& timeout) {
+                return wait_interruptibly(timeout,
+                                          [&](auto end) { return job.wait_captured(end); });
+            },
+            "timeout"_a = py::none())
+        .def(
+            "wait_checksummed",
+            [](const WriteJob& job, const Timeout& timeout) {
+                return wait_interruptibly(timeout,
+                                          [&](auto end) { return job.wait_checksummed(end); });
+            },
+            "timeout"_a = py::none())
+        .def(
+            "gate",
+            [](const WriteJob& job, const Streams& streams, const Timeout& timeout) {
+                return wait_interruptibly(timeout,
+                                          [&](auto end) { return job.gate(streams, end); });
+            },
+            "streams"_a, "timeout"_a = py::none())
+        .def("torn", &WriteJob::torn)
+        .def("checksums",
+             [](const WriteJob& job) {
+                 if (!job.checksummed()) throw Error::invalid("checksums are not known yet");
+                 return py::make_tuple(to_bytes(job.source_crcs()), to_bytes(job.chunk_crcs()));
+             })
+        .def("digests",
+             [](const WriteJob& job) {
+                 if (!job.checksummed()) throw Error::invalid("digests are not known yet");
+                 return to_bytes(job.digests());
+             })
+        .def(
+            "finish",
+            [](WriteJob& job, const py::buffer& tail) {
+                const BytesView view(tail);
+                wait_interruptibly(std::nullopt, [&](auto end) { return job.wait_written(end); });
+                const py::gil_scoped_release release;
+                job.finish(view.bytes());
+            },
+            "tail"_a)
+        .def("abort", &WriteJob::abort, py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("captured", &WriteJob::captured)
+        .def_property_readonly("written", &WriteJob::written)
+        .def("stats", &write_stats)
+        .def("timeline", [](const WriteJob& job) { return spans(job.timeline()); });
+    py::class_<ReadJob>(module, "ReadJob", py::release_gil_before_calling_cpp_dtor())
+        .def(
+            "wait",
+            [](const ReadJob& job, const Timeout& timeout) {
+                return wait_interruptibly(timeout, [&](auto end) { return job.wait(end); });
+            },
+            "timeout"_a = py::none())
+        .def("stats", &read_stats)
+        .def("timeline", [](const ReadJob& job) { return spans(job.timeline()); });
+    py::class_<ReadAhead>(module, "ReadAhead", py::release_gil_before_calling_cpp_dtor())
+        .def_property_readonly("bytes_read", &ReadAhead::bytes_read)
+        .def("wait", &ReadAhead::wait, py::call_guard<py::gil_scoped_release>())
+        .def("close", &ReadAhead::close, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_executor(py::module_& module) {
+    bind_jobs(module);
+    py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor",
+                                                    py::release_gil_before_calling_cpp_dtor())
+        .def(py::init([](std::size_t cache_bytes, std::size_t block_bytes, unsigned queue_depth,
+                         const std::string& backend, bool direct, unsigned io_threads,
+                         std::uint64_t device_cache_bytes) {
+                 const py::gil_scoped_release release;
+                 return Executor::make({.cache_bytes = cache_bytes,
+                                        .block_bytes = block_bytes,
+                                        .device_cache_bytes = device_cache_bytes,
+                                        .queue_depth = queue_depth,
+                                        .backend = backend,
+                                        .direct = direct,
+                                        .io_threads = io_threads});
+             }),
+             py::kw_only(), "cache_bytes"_a, "block_bytes"_a, "queue_depth"_a, "backend"_a,
+             "direct"_a, "io_threads"_a, "device_cache_bytes"_a = 0)
+        .def_property_readonly("backend", &Executor::backend_name)
+        .def_property_readonly("cache_bytes", &Executor::cache_bytes)
+        .def_property_readonly("block_bytes", &Executor::block_bytes)
+        .def_property_readonly("pinned", &Executor::pinned)
+        .def("reserve", &Executor::reserve, "nbytes"_a, py::call_guard<py::gil_scoped_release>())
+        .def("prepare_device", &Executor::prepare_device, "device"_a,
+             py::call_guard<py::gil_scoped_release>())
+        .def(
+            "submit_write",
+            [](Executor& executor, const std::string& path, std::shared_ptr<WritePlan> plan,
+               const py::array& ptr, const py::array& device, const py::array& stream,
+               const py::array& witness) {
+                Buffers sources = make_buffers(ptr, device, stream);
+                sources.witness = copy_elements<std::uint8_t>(witness, "witness");
+                const py::gil_scoped_release release;
+                return executor.submit_write(path, std::move(plan), std::move(sources));
+            },
+            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a, "witness"_a)
+        .def(
+            "submit_read",
+            [](Executor& executor, const std::string& path, std::shared_ptr<ReadPlan> plan,
+               const py::array& ptr, const py::array& device, const py::array& stream,
+               ReadAhead* ahead) {
+                Buffers dests = make_buffers(ptr, device, stream);
+                const py::gil_scoped_release release;
+                return executor.submit_read(path, std::move(plan), std::move(dests), ahead);
+            },
+            "path"_a, "plan"_a, "ptr"_a, "device"_a, "stream"_a, "ahead"_a = py::none())
+        .def(
+            "read_ahead",
+            [](Executor& executor, const std::string& path, std::shared_ptr<ReadPlan> plan) {
+                return executor.read_ahead(path, std::move(plan));
+            },
+            "path"_a, "plan"_a, py::call_guard<py::gil_scoped_release>())
+        .def("close", &Executor::close, py::call_guard<py::gil_scoped_release>())
+        .def("abandon", &Executor::abandon);
+}
+
+}  // namespace datastates::python

@@ -1,0 +1,40 @@
+"""Fault points of the Python side: how they are armed."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from datastates._base import faults
+from datastates._base.faults import Fault
+
+
+def test_a_text_arms_points() -> None:
+    assert faults.parse("manifest.rename=kill; write=fail:28@3;") == [
+        Fault("manifest.rename", "kill"),
+        Fault("write", "fail", 28, 3),
+    ]
+
+
+def test_what_does_not_parse_is_named() -> None:
+    with pytest.raises(ValueError, match="'rename' is not point=action"):
+        faults.parse("sync=kill;rename")
+
+
+@pytest.mark.parametrize("fault", [Fault("manifest.rename", "delay", 5), Fault("manifest.rename", "fail")])
+def test_what_a_point_cannot_do_is_refused(fault: Fault) -> None:
+    with pytest.raises(ValueError, match=r"manifest\.rename can be armed with kill or fail:ERRNO"):
+        faults.arm(fault)
+
+
+def test_a_point_fails_at_its_hit_only() -> None:
+    faults.arm(Fault("manifest.rename", "fail", errno.EIO, nth=2))
+    try:
+        faults.hit("manifest.rename", "a")
+        with pytest.raises(OSError, match="'b'") as raised:
+            faults.hit("manifest.rename", "b")
+        faults.hit("manifest.rename", "c")
+    finally:
+        faults.clear()
+    assert raised.value.errno == errno.EIO
