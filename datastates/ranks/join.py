@@ -89,8 +89,10 @@ def _say_hello(hello: Path) -> None:
                 hello.touch()
             return
         except StorageError as error:
-            if error.errno != errno.ENOENT or not hello.parent.parent.is_dir():
-                raise  # otherwise, a run that has just ended deleted the folder: try again
+            # a run that has just ended deleted the folder, before or after it was found to exist: try again
+            gone = error.errno == errno.ENOENT and hello.parent.parent.is_dir()
+            if not (gone or (error.errno == errno.EEXIST and not hello.parent.is_file())):
+                raise
 
 
 def _leave(root: Path, run: str, lock: int | None) -> None:

@@ -177,7 +177,8 @@ def next_run(root: Path, newest: int | None) -> list[str]:
         array[...] = 0
     with ds.Checkpointer(root, **OPTIONS) as ckpt:
         wrong = [f"the next run leaves {left}" for left in retention.debris(root)]
-        if ckpt.restore(providers_of(state)) != newest:
+        restored = ckpt.restore(providers_of(state))
+        if (restored.step if restored else None) != newest:
             wrong.append(f"the next run does not restore {newest}")
         ckpt.snapshot(providers_of(state), step=(newest or 0) + 1)
     return wrong

@@ -15,7 +15,7 @@ from elastic_state import LAYOUTS, SHAPES, SMALL, save
 from split_state import Split, logical
 
 import datastates as ds
-from datastates.container.file import open_container
+from datastates.container.file import open_container, open_named
 from datastates.errors import CommitError, CorruptError, DatastatesError, StorageError
 from datastates.providers import PickledObjectProvider, ReplicatedProvider, RngProvider, from_state_dict
 from datastates.restoring import stored
@@ -68,11 +68,11 @@ def test_an_array_is_read_without_opening_the_containers_of_others(
     save(threads, path, "ranges", 8)  # "b" and what follows are with the last ranks
     opened: list[str] = []
 
-    def opening(file: Path) -> Any:
+    def opening(file: Path, *named: Any) -> Any:
         opened.append(file.name)
-        return open_container(file)
+        return open_named(file, *named)
 
-    monkeypatch.setattr(stored, "open_container", opening)
+    monkeypatch.setattr(stored, "open_named", opening)
     with ds.open(path, **SMALL) as checkpoint:
         assert "model/w" in checkpoint
         assert opened == []
