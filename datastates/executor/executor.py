@@ -24,18 +24,6 @@ PreparedWrite = _native.WritePlan
 ReadAhead = _native.ReadAhead
 _AHEAD = 8
 """Most extents that are read ahead, for each read that may be in flight."""
-_TRACKS = {
-    "submit": "training thread",
-    "create": "worker {}",
-    "cache_wait": "waiting for the cache",
-    "checksum": "worker {}",
-    "write": "write slot {}",
-    "tail": "engine thread",
-    "sync": "engine thread",
-}
-"""Names of the native core's tracks by stage, except for capture; see :func:`_track`."""
-_WORKERS = 1 << 16
-"""Number of the first capture track of a worker; ``kWorkerTracks`` in the native core."""
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
 

@@ -8,10 +8,22 @@ from typing import Any
 import numpy as np
 
 from datastates import _native
-from datastates.executor.executor import _TRACKS, _WORKERS
 from datastates.executor.native_errors import native_call
 from datastates.executor.timeline import Span
 from datastates.planning.plans import ReadPlan
+
+_TRACKS = {
+    "submit": "training thread",
+    "create": "worker {}",
+    "cache_wait": "waiting for the cache",
+    "checksum": "worker {}",
+    "write": "write slot {}",
+    "tail": "engine thread",
+    "sync": "engine thread",
+}
+"""Names of the native core's tracks by stage, except for capture; see :func:`_track`."""
+_WORKERS = 1 << 16
+"""Number of the first capture track of a worker; ``kWorkerTracks`` in the native core."""
 
 
 def _track(stage: str, number: int) -> str:

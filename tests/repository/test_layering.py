@@ -30,7 +30,14 @@ ORDER = [
     {"adapters", "testing"},
 ]
 PROVIDERS = {"errors", "_base", "state", "container", "protocol"}
-NATIVE = {"executor.executor", "container.checksums", "container.pickle_native", "state.tensor_scan"}
+NATIVE = {
+    "executor.executor",
+    "executor.jobs",
+    "executor.native_errors",
+    "container.checksums",
+    "container.pickle_native",
+    "state.tensor_scan",
+}
 FRAMEWORKS = {"torch", "cupy", "ml_dtypes", "deepspeed", "megatron", "lightning", "transformers"}
 LINES = 400
 LONG = {
