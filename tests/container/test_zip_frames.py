@@ -15,7 +15,8 @@ from datastates.planning import write
 @pytest.mark.parametrize("known", [False, True])
 def test_frames_of_many_records_are_those_of_each(count: int, known: bool) -> None:
     random = np.random.default_rng(count)
-    sizes = random.choice([0, 1, 4096, 70_000, 1 << 33], count).astype(np.uint64)
+    sizes = random.choice([0, 1, 4096, 70_000], count).astype(np.uint64)
+    sizes[::1000] = 1 << 33
     plan = write.plan_write(sizes, np.zeros(count, np.uint8), zip_frames.header_nbytes(count), 8 << 20)
     nbytes = plan.source_nbytes[plan.order]
     crc = random.integers(0, 1 << 32, count, np.uint32)

@@ -14,6 +14,7 @@ POWER_CUTS = Path(__file__).with_name("power_cuts.py")
 ROUNDS, CUTS = 40, 5
 
 
+@pytest.mark.long
 def test_rounds_of_random_states_faults_kills_and_changes(tmp_path: Path, run: Callable[..., Any]) -> None:
     pytest.importorskip("torch")
     ended = run(CAMPAIGN, tmp_path, "--rounds", ROUNDS, timeout=240)
@@ -24,6 +25,7 @@ def test_rounds_of_random_states_faults_kills_and_changes(tmp_path: Path, run: C
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(power_cuts.MAKE))
 def test_power_cuts_lose_nothing_that_was_committed(kind: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     ended = run(POWER_CUTS, tmp_path, kind, "--cuts", CUTS, timeout=240)

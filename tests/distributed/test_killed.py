@@ -59,6 +59,7 @@ def killed(ranks: Any, reports: Any, tmp_path: Path) -> Callable[[tuple[int, str
     return run
 
 
+@pytest.mark.long
 def test_a_rank_is_killed(killed: Any, ranks: Any) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         ended = dict(zip(CASES, pool.map(killed, CASES), strict=True))

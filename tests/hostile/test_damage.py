@@ -123,10 +123,12 @@ def test_verify_finds_every_flipped_bit(container: Path) -> None:
     assert undetected(container, lambda: not verify(container.parent)) == []
 
 
+@pytest.mark.long
 def test_restore_finds_every_flipped_bit_that_matters_to_it(checkpointer: Checkpointer, container: Path) -> None:
     assert undetected(container, lambda: restore(checkpointer) in (None, GOOD)) == []
 
 
+@pytest.mark.long
 def test_load_finds_every_flipped_bit_that_matters_to_it(container: Path) -> None:
     assert undetected(container, lambda: load(container.parent) in (None, GOOD)) == []
 

@@ -21,14 +21,16 @@ FRAMEWORKS = ("deepspeed", "lightning", "megatron", "transformers")
 """What a page may need that is not always there."""
 
 
+def frameworks_of(page: Path) -> set[str]:
+    return {name for name in FRAMEWORKS if re.search(rf"^(import|from) {name}\b", page.read_text(), re.M)}
+
+
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, id=p.name, marks=[pytest.mark.long] if p.stem in FRAMEWORKS else []) for p in PAGES],
+    "page", [pytest.param(p, id=p.name, marks=[pytest.mark.long] if frameworks_of(p) else []) for p in PAGES]
 )
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    wanted = {name for name in FRAMEWORKS for block in blocks if re.search(rf"^(import|from) {name}\b", block, re.M)}
-    if missing := {name for name in wanted if find_spec(name) is None}:
+    if missing := {name for name in frameworks_of(page) if find_spec(name) is None}:
         pytest.skip(f"{', '.join(sorted(missing))} not installed: this page did NOT run")
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks))

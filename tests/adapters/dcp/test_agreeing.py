@@ -126,6 +126,7 @@ def test_one_ranks_change_makes_all_plan_anew(
     assert [name for name in agreed if name.endswith("plans")] == ["dcp/0/plans", "dcp/1/plans", "dcp/3/plans"]
 
 
+@pytest.mark.long
 def test_a_rank_that_misses_a_plan_does_not_go_by_the_one_before(
     together: Together, writers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ FLIPPED = 5
 """Of the bytes around the data one in so many is flipped: all of them would take half a minute."""
 
 
+@pytest.mark.long
 def test_a_flipped_byte_anywhere_else_is_named_or_does_not_matter(tmp_path: Path) -> None:
     state = {"w": torch.arange(70_000.0)}
     save_with("stock", state, tmp_path)
@@ -64,6 +65,7 @@ def test_a_flipped_byte_anywhere_else_is_named_or_does_not_matter(tmp_path: Path
     assert named > 300 // FLIPPED
 
 
+@pytest.mark.long
 def test_a_part_is_not_read_from_another_place_when_its_frame_is_damaged(tmp_path: Path) -> None:
     whole = torch.arange(70_000.0).reshape(100, 700)
     save_with("stock", {"w": whole}, tmp_path)

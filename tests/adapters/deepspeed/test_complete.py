@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.long
 def test_latest_comes_last(train: Any, tmp_path: Path) -> None:
     train(
         2,

@@ -176,6 +176,7 @@ def test_a_failure_is_raised_by_a_later_save(training: ModuleType, tmp_path: Pat
     assert io.files.failures == 1
 
 
+@pytest.mark.long
 def test_nothing_is_lost_at_exit(tmp_path: Path) -> None:
     script = f"""
 import torch

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.long
 def test_a_flipped_byte_is_named_and_a_file_that_was_cut(run: Any, tmp_path: Path) -> None:
     run(
         2,
