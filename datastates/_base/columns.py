@@ -11,6 +11,7 @@ U32: TypeAlias = "np.ndarray[Any, np.dtype[np.uint32]]"
 I64: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 I32: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
 U8: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 
 
 def as_u64(values: object) -> U64:

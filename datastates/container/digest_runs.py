@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.columns import I64
+from datastates._base.columns import I64, Bools
 from datastates.container.table import BOX, FLAT, Row, ShardTable
 from datastates.planning.plans import DigestRuns
 from datastates.state import dtypes
-
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from datastates._base.columns import I32, I64, U8, U64, as_u64
+from datastates._base.columns import I32, I64, U8, U64, Bools, as_u64
 from datastates._base.sizes import CHUNK
 from datastates.planning.plans import Chunks, ReadPlan
 from datastates.state import parts
@@ -16,6 +16,65 @@ GAP = 64 * 1024
 WASTE = 32
 """Number of wanted bytes for which one unwanted byte may be read. With the whole pages that direct I/O reads, and the
 frames between large records, less than 1.05 bytes are read for each wanted byte."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ranges:
+    """The wanted ranges of a file, ascending.
+
+    Attributes:
+        begin, end: File offsets of each range.
+        first, last: The numbers of the chunks that it intersects, from ``first`` to before ``last``.
+        chunk_begin, chunk_end: File offsets of each chunk.
+        union: Begins and ends of the disjoint stretches that the ranges make together.
+    """
+
+    begin: I64
+    end: I64
+    first: I64
+    last: I64
+    chunk_begin: I64
+    chunk_end: I64
+    union: tuple[I64, I64]
+
+    @classmethod
+    def of(cls, begin: I64, nbytes: I64, chunks: Chunks) -> _Ranges:
+        end, chunk_begin = begin + nbytes, chunks.offset.astype(np.int64)
+        chunk_end = chunk_begin + chunks.length.astype(np.int64)
+        first = np.searchsorted(chunk_end, begin, side="right")
+        last = np.searchsorted(chunk_begin, end, side="left")
+        return cls(begin, end, first, last, chunk_begin, chunk_end, parts.union(begin, end))
+
+    @property
+    def needed_nbytes(self) -> int:
+        return int((self.union[1] - self.union[0]).sum())
+
+    def coverage(self, weight: I64 | int = 1) -> I64:
+        """For each chunk, the sum of the weights of the ranges that intersect it."""
+        marks = np.zeros(len(self.chunk_begin) + 1, np.int64)
+        np.add.at(marks, self.first, weight)
+        np.add.at(marks, self.last, -weight)
+        return np.cumsum(marks[:-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Segments:
+    """What is read of a file, ascending: whole chunks, which are verified, and stretches of others.
+
+    Attributes:
+        begin, end: File offsets of each segment.
+        chunk: The number of its chunk.
+        verified: Whether it is a whole chunk that is verified.
+    """
+
+    begin: I64
+    end: I64
+    chunk: I64
+    verified: Bools
+
+    @property
+    def nbytes(self) -> I64:
+        return self.end - self.begin
 
 
 def plan_chunks(data_offset: U64, nbytes: U64, crcs: np.ndarray) -> Chunks:
@@ -76,70 +135,41 @@ def plan_read(
     """
     order = np.argsort(file_offset, kind="stable")
     order = order[nbytes[order] > 0]
-    begin = file_offset[order].astype(np.int64)
-    end = begin + nbytes[order].astype(np.int64)
-    stretches = parts.union(begin, end)
-    needed = int((stretches[1] - stretches[0]).sum())
-    chunk_begin = chunks.offset.astype(np.int64)
-    chunk_end = chunk_begin + chunks.length.astype(np.int64)
-    first = np.searchsorted(chunk_end, begin, side="right")
-    last = np.searchsorted(chunk_begin, end, side="left")
-    wanted = np.flatnonzero(_coverage(first, last, len(chunk_begin)) > 0)
-    w_begin, w_end = chunk_begin[wanted], chunk_end[wanted]
-
-    bounds = w_begin, w_end, wanted
-    verified = np.full(len(wanted), chunks.checked)
-    left = max(needed // WASTE, spare_nbytes) - int((w_begin[1:] - w_end[:-1])[np.diff(wanted) == 1].sum())
-    wasted = int((w_end - w_begin).sum()) - needed
-    if not chunks.checked:
-        left, wasted = needed, 0
-        bounds, verified = _segments(stretches, bounds, verified)
-    elif wasted > left and wasted > 0:
-        must = _coverage(first, last, len(chunk_begin), whole[dest[order]].astype(np.int64))[wanted] > 0
-        verified, wasted = _choose(w_end - w_begin, bytes_between(*stretches, w_begin, w_end), must, left)
-        bounds, verified = _segments(stretches, bounds, verified)
-    s_begin, s_end, s_chunk = bounds
-    record = chunks.record[s_chunk]
-    straight = _coverage(first, last, len(chunk_begin), in_place[dest[order]].astype(np.int64)) > 0
-    complete = (s_begin == chunk_begin[s_chunk]) & (s_end == chunk_end[s_chunk])
-    bridged = _bridges(s_begin, s_end, s_chunk, complete, left - wasted)
-    starts = _extent_starts(s_begin, s_end, record, straight[s_chunk], bridged, extent_nbytes)
-    extent_begin = s_begin[starts]
-    extent_end = s_end[np.append(starts[1:] - 1, len(s_begin) - 1)[: len(starts)]]
-    segment_extent = np.searchsorted(starts, np.arange(len(s_begin)), side="right") - 1
-    begins = np.append(True, ~bridged)[: len(s_begin)]
+    dest, dest_offset = dest[order], dest_offset[order].astype(np.int64)
+    ranges = _Ranges.of(file_offset[order].astype(np.int64), nbytes[order].astype(np.int64), chunks)
+    segments, left = _read_segments(ranges, whole[dest], chunks, spare_nbytes)
+    bridged = _bridges(segments, ranges, left)
+    straight = ranges.coverage(in_place[dest].astype(np.int64)) > 0
+    record = chunks.record[segments.chunk]
+    starts = _extent_starts(segments, record, straight[segments.chunk], bridged, extent_nbytes)
+    extents = segments.begin[starts], segments.end[_lasts(starts, len(record))]
+    begins = np.append(True, ~bridged)[: len(record)]
     begins[starts] = True
     spans = np.flatnonzero(begins)
-    checks = np.flatnonzero(verified)
-
-    # each extent that a range intersects has a piece of it
-    which, extent = _pairs(
-        np.searchsorted(extent_end, begin, side="right"), np.searchsorted(extent_begin, end, side="left")
-    )
-    by_extent = np.argsort(extent, kind="stable")
-    which, extent = which[by_extent], extent[by_extent]
-    piece_begin = np.maximum(begin[which], extent_begin[extent])
-    piece_end = np.minimum(end[which], extent_end[extent])
+    checks = np.flatnonzero(segments.verified)
+    within = extents[0][np.searchsorted(starts, np.arange(len(record)), side="right") - 1]
+    which, extent = _pieces(ranges, *extents)
+    begin, end = np.maximum(ranges.begin[which], extents[0][extent]), np.minimum(ranges.end[which], extents[1][extent])
     return ReadPlan(
-        extent_offset=as_u64(extent_begin),
-        extent_length=as_u64(extent_end - extent_begin),
-        extent_span=as_u64(np.searchsorted(spans, np.append(starts, len(s_begin)))),
-        span_offset=as_u64(s_begin[spans] - extent_begin[segment_extent[spans]]),
-        span_length=as_u64(s_end[np.append(spans[1:] - 1, len(s_begin) - 1)[: len(spans)]] - s_begin[spans]),
-        extent_piece=as_u64(np.searchsorted(extent, np.arange(len(extent_begin) + 1))),
-        piece_dest=np.ascontiguousarray(dest[order][which], dtype=np.int32),
-        piece_dest_offset=as_u64(dest_offset[order][which].astype(np.int64) + piece_begin - begin[which]),
-        piece_extent_offset=as_u64(piece_begin - extent_begin[extent]),
-        piece_length=as_u64(piece_end - piece_begin),
-        extent_check=as_u64(np.searchsorted(checks, np.append(starts, len(s_begin)))),
-        check_offset=as_u64(s_begin[checks] - extent_begin[segment_extent[checks]]),
-        check_length=as_u64(s_end[checks] - s_begin[checks]),
-        check_crc=np.ascontiguousarray(chunks.crc[s_chunk[checks]]),
+        extent_offset=as_u64(extents[0]),
+        extent_length=as_u64(extents[1] - extents[0]),
+        extent_span=as_u64(np.searchsorted(spans, np.append(starts, len(record)))),
+        span_offset=as_u64((segments.begin - within)[spans]),
+        span_length=as_u64(segments.end[_lasts(spans, len(record))] - segments.begin[spans]),
+        extent_piece=as_u64(np.searchsorted(extent, np.arange(len(starts) + 1))),
+        piece_dest=np.ascontiguousarray(dest[which], dtype=np.int32),
+        piece_dest_offset=as_u64(dest_offset[which] + begin - ranges.begin[which]),
+        piece_extent_offset=as_u64(begin - extents[0][extent]),
+        piece_length=as_u64(end - begin),
+        extent_check=as_u64(np.searchsorted(checks, np.append(starts, len(record)))),
+        check_offset=as_u64((segments.begin - within)[checks]),
+        check_length=as_u64(segments.nbytes[checks]),
+        check_crc=np.ascontiguousarray(chunks.crc[segments.chunk[checks]]),
         check_record=np.ascontiguousarray(record[checks], dtype=np.int32),
         dest_nbytes=as_u64(dest_nbytes),
-        needed_nbytes=needed,
-        unverified_offset=as_u64(s_begin[~verified]),
-        unverified_length=as_u64((s_end - s_begin)[~verified]),
+        needed_nbytes=ranges.needed_nbytes,
+        unverified_offset=as_u64(segments.begin[~segments.verified]),
+        unverified_length=as_u64(segments.nbytes[~segments.verified]),
     )
 
 
@@ -183,12 +213,38 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, ex
     )
 
 
-def _coverage(first: np.ndarray, last: np.ndarray, n: int, weight: np.ndarray | int = 1) -> np.ndarray:
-    """For each of ``n`` chunks, the total weight of the ranges on it; a range covers ``first`` to before ``last``."""
-    marks = np.zeros(n + 1, np.int64)
-    np.add.at(marks, first, weight)
-    np.add.at(marks, last, -weight)
-    return np.cumsum(marks[:-1])
+def _read_segments(ranges: _Ranges, whole: U8, chunks: Chunks, spare_nbytes: int) -> tuple[_Segments, int]:
+    """Choose what to read and what to verify; returns that, and how many more bytes may be read in vain.
+
+    ``whole`` says of each range whether its chunks must be verified at any cost.
+    """
+    wanted = np.flatnonzero(ranges.coverage() > 0)
+    begin, end = ranges.chunk_begin[wanted], ranges.chunk_end[wanted]
+    every = _Segments(begin, end, wanted, np.full(len(wanted), chunks.checked))
+    if not chunks.checked:
+        return _loosened(ranges.union, every), ranges.needed_nbytes
+    frames = int((begin[1:] - end[:-1])[np.diff(wanted) == 1].sum())
+    left = max(ranges.needed_nbytes // WASTE, spare_nbytes) - frames
+    wasted = int((end - begin).sum()) - ranges.needed_nbytes
+    if wasted <= left or wasted <= 0:
+        return every, left - wasted
+    must = ranges.coverage(whole.astype(np.int64))[wanted] > 0
+    verified, wasted = _choose(end - begin, bytes_between(*ranges.union, begin, end), must, left)
+    return _loosened(ranges.union, replace(every, verified=verified)), left - wasted
+
+
+def _lasts(starts: I64, count: int) -> I64:
+    """The last number of each run, given the first ones; ``count`` numbers in all."""
+    return np.append(starts[1:] - 1, count - 1)[: len(starts)]
+
+
+def _pieces(ranges: _Ranges, begin: I64, end: I64) -> tuple[I64, I64]:
+    """Each range with each extent that it intersects, ordered by extent, as two columns of numbers."""
+    which, extent = _pairs(
+        np.searchsorted(end, ranges.begin, side="right"), np.searchsorted(begin, ranges.end, side="left")
+    )
+    order = np.argsort(extent, kind="stable")
+    return which[order], extent[order]
 
 
 def _pairs(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -220,35 +276,30 @@ def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int)
     return verified, int(wasted[verified].sum())
 
 
-def _segments(
-    stretches: tuple[I64, I64], chunks: tuple[np.ndarray, np.ndarray, np.ndarray], verified: np.ndarray
-) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-    """The segments to read, in file order: the chunks to verify, and the wanted bytes of the others.
-
-    Chunks and segments are columns of begins, ends and chunk numbers. The second result marks the segments that are
-    chunks to verify.
-    """
-    begin, end, number = chunks
+def _loosened(stretches: tuple[I64, I64], every: _Segments) -> _Segments:
+    """Chunks that are not verified are cut down to what is wanted of them."""
     which, chunk = _pairs(
-        np.searchsorted(end, stretches[0], side="right"), np.searchsorted(begin, stretches[1], side="left")
+        np.searchsorted(every.end, stretches[0], side="right"), np.searchsorted(every.begin, stretches[1], side="left")
     )
-    loose = ~verified[chunk]
+    loose = ~every.verified[chunk]
     which, chunk = which[loose], chunk[loose]
-    all_begin = np.concatenate((begin[verified], np.maximum(stretches[0][which], begin[chunk])))
-    all_end = np.concatenate((end[verified], np.minimum(stretches[1][which], end[chunk])))
-    order = np.argsort(all_begin, kind="stable")
-    is_chunk = np.arange(len(order)) < verified.sum()
-    numbers = np.concatenate((number[verified], number[chunk]))
-    return (all_begin[order], all_end[order], numbers[order]), is_chunk[order]
+    kept = every.verified
+    begin = np.concatenate((every.begin[kept], np.maximum(stretches[0][which], every.begin[chunk])))
+    end = np.concatenate((every.end[kept], np.minimum(stretches[1][which], every.end[chunk])))
+    numbers = np.concatenate((every.chunk[kept], every.chunk[chunk]))
+    order = np.argsort(begin, kind="stable")
+    return _Segments(begin[order], end[order], numbers[order], (np.arange(len(order)) < kept.sum())[order])
 
 
-def _bridges(begin: np.ndarray, end: np.ndarray, chunk: np.ndarray, complete: np.ndarray, left: int) -> np.ndarray:
+def _bridges(segments: _Segments, ranges: _Ranges, left: int) -> Bools:
     """Mark the gaps between segments to read over: all frames, then the shortest gaps up to ``left`` bytes in total.
 
-    A frame is the gap between two consecutive chunks that are both read whole (``complete``).
+    A frame is the gap between two consecutive chunks that are both read whole.
     """
+    begin, end, chunk = segments.begin, segments.end, segments.chunk
+    is_whole = (begin == ranges.chunk_begin[chunk]) & (end == ranges.chunk_end[chunk])
     gap = begin[1:] - end[:-1]
-    frame = complete[1:] & complete[:-1] & (np.diff(chunk) == 1)
+    frame = is_whole[1:] & is_whole[:-1] & (np.diff(chunk) == 1)
     bridged = (gap <= GAP) & (frame | (gap == 0))
     more = np.flatnonzero((gap <= GAP) & ~bridged)
     more = more[np.argsort(gap[more], kind="stable")]
@@ -256,26 +307,20 @@ def _bridges(begin: np.ndarray, end: np.ndarray, chunk: np.ndarray, complete: np
     return np.asarray(bridged)
 
 
-def _extent_starts(
-    begin: np.ndarray,
-    end: np.ndarray,
-    record: np.ndarray,
-    in_place: np.ndarray,
-    bridged: np.ndarray,
-    extent_nbytes: int,
-) -> np.ndarray:
-    """Numbers of the segments that begin a new extent."""
+def _extent_starts(segments: _Segments, record: I32, in_place: Bools, bridged: Bools, extent_nbytes: int) -> I64:
+    """Numbers of the segments that begin a new extent. ``record`` and ``in_place`` are of each segment."""
+    begin, nbytes = segments.begin, segments.nbytes
     if not len(begin):
         return np.zeros(0, np.int64)
     size = np.zeros(int(record.max()) + 1, np.int64)
-    np.add.at(size, record, end - begin)
+    np.add.at(size, record, nbytes)
     alone = in_place & (size[record] > CHUNK)
     new_record = np.append(True, record[1:] != record[:-1])
     breaks = new_record & (alone | np.append(False, alone[:-1]))
     # a gap that is not read over begins a new extent, except between two small stretches
     span = np.cumsum(np.append(True, ~bridged)) - 1
-    small = np.bincount(span, end - begin) < GAP
-    gap = begin[1:] - end[:-1]
+    small = np.bincount(span, nbytes) < GAP
+    gap = begin[1:] - segments.end[:-1]
     breaks |= np.append(True, (gap > GAP) | (~bridged & ~(small[span[1:]] & small[span[:-1]])))
     # cut a run where the distance from its begin crosses a multiple of the longest extent less a chunk and a gap
     run = np.cumsum(breaks) - 1
