@@ -142,41 +142,21 @@ class TrainerCheckpoints:
         self._number += 1  # before anything can fail: all ranks must count alike
         self.files.begin()
         root = Path(trainer._get_output_dir(trial=trial)).absolute()
-        if self._world is None:
-            self._world = world_of(None, None, root, self._timeout)
-        world = self._world
-        final = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if world.rank == 0 and root not in self._swept:
-            self._swept.add(root)
-            _sweep(root)
-        if state.best_global_step:
-            best = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            if best == final or best in self._begun or best.exists():
-                state.best_model_checkpoint = os.path.join(trainer._get_output_dir(trial=trial), best.name)
-        attempt, snapshots = world.token(name), list[Snapshot]()
-        staged = root / f".{final.name}.partial-{attempt}"
-        pending: manifest.Pending | None = None
+        world = self._prepare(root)
+        folder = _Folder(root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}", world.token(name))
+        self._name_best(folder.final, trial)
+        limit, kept = trainer.args.save_total_limit, state.best_model_checkpoint
+        snapshots: list[Snapshot] = []
         spoiled: Exception | None = None
         try:
-            pending = manifest.begin(root / f".{final.name}", attempt)
-            self._write(staged, trial, snapshots)
+            folder.begin()
+            self._write(folder.staged, trial, snapshots)
         except Exception as error:  # the other ranks must not wait for this one
             spoiled = error
-        limit, kept = trainer.args.save_total_limit, state.best_model_checkpoint
 
         def publish(votes: dict[int, bytes]) -> bytes:
             del votes
-            old = staged.with_name(staged.name + _OLD)
-            if final.exists():
-                os.rename(final, old)
-            try:
-                os.rename(staged, final)
-            except OSError:
-                _put_back(old, final)
-                raise
-            (final / manifest.LOCK).unlink()  # not earlier: a folder without a lock counts as abandoned
-            files.sync_directory(root)
-            shutil.rmtree(old, ignore_errors=True)
+            folder.publish()
             try:
                 trainer_utils.rotate_checkpoints(str(root), limit, kept and str(Path(kept).absolute()), use_mtime=True)
             except OSError as error:  # this checkpoint stands nevertheless
@@ -185,22 +165,39 @@ class TrainerCheckpoints:
 
         def end(failure: BaseException | None) -> None:
             try:
-                failure = spoiled or failure or _synced(staged)
+                failure = spoiled or failure or _synced(folder.staged)
                 settle(world, f"{name}/end", failure, b"", publish, timeout=self._timeout)
             except Exception:
-                self._begun.discard(final)
+                self._begun.discard(folder.final)
                 if world.rank == 0:
-                    shutil.rmtree(staged, ignore_errors=True)
+                    folder.discard()
                 raise
             finally:
-                if pending is not None:
-                    pending.close()
+                folder.close()
 
-        self._begun.add(final)
-        self.snapshots = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)} | {final: snapshots}
-        self.files.then(f"the checkpoint {final}", snapshots, end)
+        self._begun.add(folder.final)
+        in_flight = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)}
+        self.snapshots = in_flight | {folder.final: snapshots}
+        self.files.then(f"the checkpoint {folder.final}", snapshots, end)
         if spoiled is not None:
             raise spoiled
+
+    def _prepare(self, root: Path) -> World:
+        """The ranks that save together; rank 0 first removes what interrupted runs left in the output directory."""
+        if self._world is None:
+            self._world = world_of(None, None, root, self._timeout)
+        if self._world.rank == 0 and root not in self._swept:
+            self._swept.add(root)
+            _sweep(root)
+        return self._world
+
+    def _name_best(self, final: Path, trial: Any) -> None:
+        """Tell the Trainer the folder of the best model, as it does itself once that folder exists."""
+        state = self._trainer.state
+        if state.best_global_step:
+            best = final.with_name(f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            if best == final or best in self._begun or best.exists():
+                state.best_model_checkpoint = os.path.join(self._trainer._get_output_dir(trial=trial), best.name)
 
     def _write(self, folder: Path, trial: Any, snapshots: list[Snapshot]) -> None:
         """Write the small files now, as the Trainer does, and begin to write the large ones."""
@@ -237,6 +234,43 @@ class TrainerCheckpoints:
                 saved.setdefault(type(callback).__name__, []).append(callback.state())
             trainer.state.stateful_callbacks |= {k: v if len(v) > 1 else v[0] for k, v in saved.items()}
             trainer.state.save_to_json(str(folder / "trainer_state.json"))
+
+
+class _Folder:
+    """The folder of one checkpoint: filled under a name of its own, and published under the final one."""
+
+    def __init__(self, final: Path, attempt: str) -> None:
+        self.final = final
+        self.staged = final.with_name(f".{final.name}.partial-{attempt}")
+        self._attempt = attempt
+        self._pending: manifest.Pending | None = None
+
+    def begin(self) -> None:
+        """Make the folder, with the lock that says that it is not abandoned."""
+        self._pending = manifest.begin(self.final.with_name(f".{self.final.name}"), self._attempt)
+
+    def publish(self) -> None:
+        """Give it its final name, in the place of a folder that has it."""
+        old = self.staged.with_name(self.staged.name + _OLD)
+        if self.final.exists():
+            os.rename(self.final, old)
+        try:
+            os.rename(self.staged, self.final)
+        except OSError:
+            _put_back(old, self.final)
+            raise
+        (self.final / manifest.LOCK).unlink()  # not earlier: a folder without a lock counts as abandoned
+        files.sync_directory(self.final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        shutil.rmtree(self.staged, ignore_errors=True)
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._pending is not None:
+            self._pending.close()
 
 
 def _sweep(root: Path) -> None:
