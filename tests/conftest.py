@@ -1,4 +1,4 @@
-"""Shared by all tests; several processes at once, as torchrun starts them."""
+"""Fixtures that all tests share: containers written to files, and ranks started as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 from fork_server import Forked, ForkServer
 
 Ranks = Callable[..., "list[subprocess.CompletedProcess[str]]"]
-# once one rank has failed, how long the others may take to say why they did
+# after one rank has failed, the others get this long to fail too and to say why
 AFTERMATH_SECONDS = 5
-# what most ranks import
+# modules that the scripts of most ranks import
 IMPORTED = ("msgpack", "numpy", "pydantic", "torch.distributed.checkpoint", "torch.distributed.tensor")
 
 os.environ.setdefault("DATASTATES_HOST_CACHE", "64MiB")
@@ -42,7 +42,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis times no example: other tests run beside it. It is not everywhere that these tests run."""
+    """Switch off Hypothesis' time limits, as other tests run beside it. Some machines do not have Hypothesis."""
     if config.pluginmanager.hasplugin("hypothesispytest"):
         from hypothesis import HealthCheck, settings
 
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def outside_the_sources(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Child processes run with -c or -m look in the working directory first: no sources there."""
+    """Work in an empty directory: Python with -c or -m imports from the working directory first."""
     os.chdir(tmp_path_factory.mktemp("work"))
 
 
@@ -61,10 +61,10 @@ WriteFile = Callable[..., Snapshot]
 
 @pytest.fixture(scope="session")
 def write_file() -> WriteFile:
-    """Begin to write a value as a container by itself; returns its Snapshot.
+    """Return a function that begins to write a value as a single container file; it returns the ``Snapshot``.
 
-    ``write_file(path, value, nested=False, engine=None, attempt="0123abcd", step=0)``. Without an engine one is made
-    for it, and the file is complete, or has failed, when this returns.
+    ``write_file(path, value, nested=False, engine=None, attempt="0123abcd", step=0)``. Without ``engine`` it makes an
+    engine and closes it before it returns: the file is then complete, or its write has failed.
     """
 
     def write(
@@ -90,18 +90,18 @@ def write_file() -> WriteFile:
     return write
 
 
-# what ranks have in their environment, whatever they run
+# environment variables of every rank
 SHARED = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store that goes away is logged with long stacks
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch logs long stacks when a store goes away
 }
 Process = subprocess.Popen[str] | Forked
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[Callable[..., ForkServer]]:
-    """The server that has some modules imported; each is started once in a session."""
+    """Return a function that gives the fork server for some modules; each server starts once in a session."""
     made: dict[tuple[str, ...], ForkServer] = {}
     lock = threading.Lock()
 
@@ -118,13 +118,14 @@ def fork_server() -> Iterator[Callable[..., ForkServer]]:
 
 @pytest.fixture
 def ranks(tmp_path: Path, fork_server: Callable[..., ForkServer]) -> Iterator[Ranks]:
-    """Run Python as each of several ranks, to the end of all; gives one completed process for each, in order.
+    """Return a function that runs a script as each of several ranks and returns their completed processes by rank.
 
     ``ranks(n, script, *arguments, timeout=60, may_fail=(), imported=IMPORTED, alone=False, **variables)``: ``script``
-    is a file (a Path) or a source (a str). A rank that does not end in time, or that fails and is not among
-    ``may_fail``, fails the test with the output of all. No process outlives the test. It may be called on several
-    threads at once. Each rank is forked from a process that has the modules ``imported``, or is a new one where there
-    are none. A process that is ``alone`` is not told of ranks.
+    is a file (a Path) or a source (a str). The test fails, with the output of all ranks, where a rank does not end in
+    time, or fails and is not among ``may_fail``. No process outlives the test. Several threads may call it at once.
+    Each rank is forked from a process that has the modules ``imported``. It is a new process where ``imported`` is
+    empty, or where Python must read other variables when it starts. With ``alone``, the processes do not get the
+    variables by which torchrun tells a rank its place.
     """
     with _processes(tmp_path, fork_server) as run:
         yield run
@@ -132,13 +133,13 @@ def ranks(tmp_path: Path, fork_server: Callable[..., ForkServer]) -> Iterator[Ra
 
 @pytest.fixture(scope="module")
 def module_ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: Callable[..., ForkServer]) -> Iterator[Ranks]:
-    """As ``ranks``, for what all tests of a module look at."""
+    """``ranks`` with the scope of a module, for results that several of its tests look at."""
     with _processes(tmp_path_factory.mktemp("ranks"), fork_server) as run:
         yield run
 
 
 def _place(rank: int, n: int, port: str) -> dict[str, str]:
-    """What torchrun says to a rank."""
+    """The variables by which torchrun tells a rank its place."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
     return {**{k: str(v) for k, v in numbers.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
@@ -209,7 +210,7 @@ def _processes(directory: Path, fork_server: Callable[..., ForkServer]) -> Itera
 
 
 def _wait(processes: list[Process], timeout: float, may_fail: Collection[int]) -> str | None:
-    """Wait until all have ended; says what went wrong."""
+    """Wait at most ``timeout`` seconds until all have ended; returns what went wrong, or None."""
     end, problem = time.monotonic() + timeout, None
     while any(p.poll() is None for p in processes):
         failed = [r for r, p in enumerate(processes) if r not in may_fail and p.poll() not in (None, 0)]

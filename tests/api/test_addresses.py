@@ -1,4 +1,4 @@
-"""The address of a store is refused: as a path it would be a folder of that name below the working directory."""
+"""Addresses such as ``s3://bucket`` are refused: as a path, one would name a folder in the working directory."""
 
 from __future__ import annotations
 

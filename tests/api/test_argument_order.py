@@ -1,4 +1,4 @@
-"""Providers come before the path, in saving as in restoring; what was swapped is named."""
+"""Saving and restoring take the providers first, then the path; the error for swapped arguments says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors reach other processes as they are: torch.distributed.checkpoint sends them from rank to rank, pickled."""
+"""Errors survive pickling: torch.distributed.checkpoint sends them pickled from rank to rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An interrupt inside ``snapshot()`` is raised to its caller: it is no failure that nobody asked for."""
+"""An interrupt inside ``snapshot()`` reaches its caller; it is not reported again at exit as an unseen failure."""
 
 from __future__ import annotations
 

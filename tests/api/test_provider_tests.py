@@ -1,4 +1,4 @@
-"""What ProviderTests says of a provider that breaks its promises: the field, and both values."""
+"""``ProviderTests`` names the field and both values where a provider breaks its promises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_first_difference_is_named(first: Any, second: Any, said: str | None
 
 
 class Forgetful(ProviderTests):
-    """Of a provider that does not take back what it saved."""
+    """The suite for a provider that ignores what it is given to restore."""
 
     def provider(self) -> Any:
         live = {"epoch": 3}

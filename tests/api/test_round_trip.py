@@ -1,4 +1,4 @@
-"""Any state that torch.save takes comes back equal, from us and from torch.load."""
+"""Any state that ``torch.save`` takes comes back equal, from this package and from ``torch.load``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
     high = 2 if dtype is torch.bool else 256
     count = torch.Size(shape).numel() * torch.tensor([], dtype=dtype).element_size()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # complex32 is experimental, says torch
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that complex32 is experimental
         return torch.randint(high, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""Values of the standard library and of torch come back without trust; of others it is said what they need."""
+"""Values of the standard library and of torch load without trust; a warning names the classes that need it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ VALUES: list[Any] = [
     1.5 - 2j,
     b"\x00\xff",
     bytearray(b"ab"),
-    pytest.param({1, (2, "a")}, id="set"),  # whose order, and so its repr, is another one in each worker
+    pytest.param({1, (2, "a")}, id="set"),  # its order, and so its repr, differs between workers
     frozenset([1]),
     torch.float16,
     torch.device("cuda", 1),
@@ -125,27 +125,27 @@ def test_what_the_standard_library_does_not_write_is_refused(name: str) -> None:
 
 
 class Color(enum.Enum):
-    """Of the user's own."""
+    """An enumeration of the user's own."""
 
     RED = 1
     GREEN = ("a", 2)
 
 
 class Kind(str, enum.Enum):
-    """A text by itself."""
+    """An enumeration whose members are strings."""
 
     TRAIN = "train"
 
 
 class Flags(enum.Flag):
-    """To be combined."""
+    """An enumeration whose members can be combined."""
 
     A = 1
     B = 2
 
 
 class Level(enum.IntEnum):
-    """With an answer of its own for what is no member."""
+    """An enumeration with its own code for values that are no member."""
 
     LOW = 1
 
@@ -156,7 +156,7 @@ class Level(enum.IntEnum):
 
 @dataclasses.dataclass
 class Config:
-    """With a field of every sort, and code that reading does not run."""
+    """A dataclass with fields of several kinds, and code that reading must not run."""
 
     lr: float
     color: Color = Color.RED
@@ -167,12 +167,12 @@ class Config:
         self.derived = self.lr * 2
 
     def method(self) -> None:
-        """For a pickle to hide."""
+        """A method that a hostile pickle tries to hide."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """Frozen."""
+    """A frozen dataclass."""
 
     a: int
     b: tuple[int, ...] = ()
@@ -180,7 +180,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class Slots:
-    """With slots of its own making."""
+    """A dataclass that declares its slots itself."""
 
     __slots__ = ("a",)
     a: int
@@ -188,25 +188,25 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenSlots:
-    """Frozen, with slots: the class sets its fields by itself."""
+    """A frozen dataclass with slots, to which ``dataclasses`` adds a ``__setstate__``."""
 
     a: int
     b: int = 2
 
 
 class Outer:
-    """Of another class, with one inside."""
+    """A class with another class inside."""
 
     @dataclasses.dataclass
     class Inner:
-        """Found by way of the other class only."""
+        """A class that can only be found through ``Outer``."""
 
         a: int
 
 
 @dataclasses.dataclass
 class Closing:
-    """Whose objects run code in the end."""
+    """A dataclass whose objects run code when they are deleted."""
 
     a: int
 
@@ -305,7 +305,7 @@ def test_what_needs_trust_is_said_once_with_the_line_to_write(tmp_path: Path, ca
 
 
 def test_a_class_with_a_number_of_this_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process would not know what the number stands for."""
+    """``copyreg`` gives the class a number, which another process would not know."""
     monkeypatch.setitem(pickle_writer.copyreg._extension_registry, (__name__, "Color"), 240)  # type: ignore[attr-defined]
     with pytest.raises(Exception, match="Color"):
         pickle_writer.dumps(Color.RED)

@@ -1,4 +1,4 @@
-"""Any state that torch.save takes: what is saved comes back bit for bit as torch itself gives it back."""
+"""Any state that ``torch.save`` takes comes back bit for bit as ``torch.load`` gives it back."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Point = namedtuple("Point", "x y")
 
 
 class Sub(torch.Tensor):
-    """With storage, and attributes."""
+    """A subclass with storage and attributes."""
 
 
 class Slotted(torch.Tensor):
-    """With storage, and slots."""
+    """A subclass with storage and slots."""
 
     __slots__ = ("scale",)
 
 
 class Wrapper(torch.Tensor):
-    """Without storage; torch keeps its parts as attributes."""
+    """A subclass without storage; torch pickles its parts as attributes."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: Any) -> Wrapper:
@@ -54,7 +54,7 @@ class Wrapper(torch.Tensor):
 
 
 class Made(Wrapper):
-    """Pickled by a function of its own, from temporaries."""
+    """A wrapper whose ``__reduce_ex__`` pickles temporary copies of its parts."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: Any) -> Made:
@@ -65,7 +65,7 @@ class Made(Wrapper):
 
 
 class Thing:
-    """Of the user's own."""
+    """An object of a class of the user's own."""
 
     def __init__(self, inside: Any) -> None:
         self.inside = inside
@@ -77,7 +77,7 @@ SHAPES = st.lists(st.integers(0, 4), max_size=3)
 
 @st.composite
 def plain(draw: st.DrawFn) -> torch.Tensor:
-    """A tensor, also a view of more."""
+    """A tensor, which may be a view of larger memory."""
     shape, dtype = draw(SHAPES), draw(st.sampled_from(DTYPES))
     count = int(np.prod(shape, dtype=int)) + 2
     data = draw(st.binary(min_size=count, max_size=count))
@@ -93,7 +93,7 @@ def plain(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def dressed(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> Any:
-    """A tensor that is more than its elements."""
+    """A tensor that is more than its elements: a subclass, another layout, flags or attributes."""
     tensor, kind = draw(plain()), draw(st.integers(0, 8))
     wide = tensor.to(torch.float32)
     if kind == 0:
@@ -235,7 +235,7 @@ def test_what_torch_gives_back_is_given_back(state: Any) -> None:
         with ds.Checkpointer(root / "c", **SMALL) as ckpt:
             try:
                 ckpt.snapshot([provider], step=0)
-            except ProviderError as error:  # torch itself reads no storage without a type inside an object
+            except ProviderError as error:  # torch itself cannot read an untyped storage inside an object
                 if "cannot be read back" in str(error):
                     return
                 raise

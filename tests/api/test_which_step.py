@@ -1,4 +1,4 @@
-"""Which checkpoint of a directory: ``step=`` in every call that reads."""
+"""``step=`` selects a checkpoint of a directory in every call that reads."""
 
 from __future__ import annotations
 

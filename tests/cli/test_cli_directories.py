@@ -1,4 +1,4 @@
-"""The command line on directories: what is damaged, superseded or no checkpoint; its statuses and its JSON's schema."""
+"""The command line on directories: damaged, superseded and foreign ones, exit statuses, and the JSON schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``inspect`` prints of many tensors: a selection, a sum, and lines that one long key does not push apart."""
+"""``inspect`` on many tensors: it selects by key, prints a sum, and one long key does not widen all lines."""
 
 from __future__ import annotations
 

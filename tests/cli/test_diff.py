@@ -1,4 +1,4 @@
-"""Two checkpoints compared: what differs is named, whatever their layouts, and nothing is read without need."""
+"""``diff`` names what differs between two checkpoints, whatever their layouts, and reads only what it must."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def pickled(save: Save, value: Any) -> list[Container]:
         ({"x": 1}, {"x": 1.0}, False),
         ({"x": 1}, {"x": True}, False),
         ({"x": 1, "y": 2}, {"y": 2, "x": 1}, False),
-        ([["a" * 9] * 2], [["a" * 9, "".join("a" * 9)]], True),  # one string twice, or two of them
+        ([["a" * 9] * 2], [["a" * 9, "".join("a" * 9)]], True),  # one string object twice, or two equal ones
         ((1, [2, {3}]), (1, [2, {3}]), True),
         ((1, [2, {3}]), (1, [2, {4}]), False),
         ([1], (1,), False),
@@ -218,7 +218,7 @@ def test_objects_are_compared_without_their_arrays(save: Save) -> None:
     a = {"n": 1, "w": [torch.ones(5), torch.zeros(70_000)], "s": "text"}
     b = {"n": 1, "w": [torch.zeros(5), torch.zeros(70_000)], "s": "text"}
     assert compare(save(tree(**a)), save(tree(**b))).contents == ("m/w/0",)
-    # the same in other records
+    # the same arrays in other records
     shifted = save(HostTensorProvider("first", {"x": torch.zeros(10_000)}), tree(**a))
     assert compare(save(tree(**a)), shifted) == Comparison((), ("first/x",), (), (), 3, 0)
 

@@ -1,4 +1,4 @@
-"""The catalog: which ranks hold which stretch of a tensor, found by touching few blocks of it."""
+"""The catalog tells which ranks hold which stretch of a tensor; a look-up reads few of its blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datastates.errors import FormatError
 
 
 def _claims(rows: Sequence[tuple[int, int, int]], digest: Sequence[int] | None = None, form: int = 7) -> Claims:
-    """One rank's claims, of (key, begin, end); with an even form the tensors may be without elements."""
+    """One rank's claims, from (key, begin, end). An even ``form`` marks tensors without elements."""
     n = len(rows)
     return Claims(
         key=np.array([k for k, _, _ in rows], np.uint64),
@@ -45,7 +45,7 @@ _PARTS = st.lists(
 @given(st.lists(_PARTS, min_size=1, max_size=6), st.integers(0, 50), st.integers(1, 12))
 def test_every_holder_is_found(ranks: list[list[tuple[int, int, int]]], begin: int, length: int) -> None:
     seen: set[int] = set()
-    for rows in ranks:  # one part has a tensor's first element
+    for rows in ranks:  # only one part may hold a tensor's first element
         rows[:] = [(k, b, e) for k, b, e in rows if b or e == b or not (k in seen or seen.add(k))]
     catalog = _open([_claims(rows, form=6) for rows in ranks])
     for key in range(6):
@@ -75,7 +75,8 @@ def test_disjoint_parts_have_exactly_their_holders() -> None:
 def test_digests_of_the_parts_are_combined() -> None:
     catalog = _open([_claims([(1, 0, 4), (2, 0, 1)], [0b1100, 9]), _claims([(1, 4, 8), (2, 0, 0)], [0b1010, 77])])
     tensors = [catalog.find(1), catalog.find(2)]
-    assert [catalog.digest(t) for t in tensors if t is not None] == [0b0110, 9]  # an empty part has no say
+    # the digest of an empty part does not count
+    assert [catalog.digest(t) for t in tensors if t is not None] == [0b0110, 9]
     unknown = _open([_claims([(1, 0, 4)], [5]), _claims([(1, 4, 8)])])
     assert unknown.digest(0) is None
 
@@ -116,7 +117,7 @@ def test_a_tensor_that_each_rank_leaves_to_another_is_a_conflict() -> None:
 
 
 def _reads(claims: Sequence[Claims]) -> tuple[Catalog, list[int]]:
-    """A catalog, and the lengths that it reads from now on."""
+    """A catalog, and a list of the lengths that it reads from now on."""
     data, crc = encode_catalog(claims, np.zeros(len(claims), np.uint64), np.zeros(len(claims), np.uint32))
     reads: list[int] = []
 
@@ -139,7 +140,7 @@ def test_a_lookup_touches_few_blocks_of_many() -> None:
         tensor = catalog.find(k * 2**57)
         assert tensor is not None
         assert catalog.holders(tensor, 205 * size, 207 * size) == [205, 206]
-    # its entry, the tensor's last row, and where the wanted rows are
+    # each look-up reads the tensor's entry, its last row, and the wanted rows
     assert sum(reads) <= len(range(0, tensors, 7)) * (4 << 12)
 
 

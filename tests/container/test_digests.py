@@ -1,4 +1,4 @@
-"""Digests: whatever the parts, what they contribute makes up the CRC-32 of the whole."""
+"""Digests: the contributions of the parts combine to the CRC-32 of the whole tensor, however it is cut."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def zeros(nbytes: int) -> int:
 
 
 def defined(whole: np.ndarray[Any, Any], part: Any) -> int:
-    """What a part contributes, by definition; ``part`` selects it, in the tensor or in the flattened tensor."""
+    """A part's contribution by definition; ``part`` is a slice of the flattened tensor, or an index of the tensor."""
     alone = np.zeros_like(whole)
     if isinstance(part, slice):
         alone.reshape(-1)[part] = whole.reshape(-1)[part]
@@ -46,7 +46,7 @@ def defined(whole: np.ndarray[Any, Any], part: Any) -> int:
 
 
 def described(array: np.ndarray[Any, Any], whole: tuple[int, ...], part: Any, key: str = "k") -> Shard:
-    """A part, and the memory that it lies in, as a shard."""
+    """The shard of a part that lies in ``array``."""
     shard = replace(arrays.array_shard(key, array), global_shape=whole)
     if isinstance(part, slice):
         return replace(shard, offset=None, flat=(part.start, part.stop))
@@ -111,7 +111,7 @@ def test_live_parts_that_must_be_copied(make: Any, monkeypatch: pytest.MonkeyPat
         shard = described(make(view), whole.shape, part)
         assert digests.contribution(shard) == defined(whole, part)
         assert digests.contribution(replace(shard, buffer=None)) == defined(whole, part)
-        # as if it lay on a device: by way of the array alone
+        # as on a device, where the contribution comes from the array alone
         assert shard.buffer is not None
         far = Buffer(0, shard.buffer.nbytes, device=0)
         assert digests.contribution(replace(shard, buffer=far)) == defined(whole, part)
@@ -152,7 +152,7 @@ def shard(key: str, shape: tuple[int, ...], stride: tuple[int, ...], at: int = 0
 
 
 RECORD = np.random.default_rng(1).bytes(1000)
-# key: the shard, whether it is digested, whether it takes no pass of its own over the data
+# key: the shard, whether it gets a digest, whether that needs no pass of its own over the data
 ROWS = {
     "whole": (shard("whole", (10, 100), (100, 1)), True, True),
     "sized 1": (shard("sized 1", (1, 10, 1, 100), (7, 100, 9, 1)), True, True),
@@ -182,7 +182,7 @@ def test_what_is_digested() -> None:
     assert {k for k, d in zip(keys, table.digested.tolist(), strict=True) if d} == {k for k in keys if ROWS[k][1]}
     assert {keys[i] for i in plan.folded.tolist()} == {k for k in keys if ROWS[k][1] and not ROWS[k][2]}
     assert {s.digest for s in table.rows([keys.index("empty"), keys.index("empty box")])} == {0}
-    # overlapping as they do, each is what it is alone
+    # the shards overlap, but each digest is that of the shard alone
     for i, (one, known, _) in enumerate(ROWS.values()):
         if known:
             data = np.frombuffer(RECORD, np.uint8)
@@ -247,7 +247,7 @@ def test_snapshots_of_parts_store_what_makes_up_the_whole(tmp_path: Path, cut: s
 
 
 def digest_of(row: Row) -> int | None:
-    """The digest of the logical tensor that a row is the whole of."""
+    """The digest of a logical tensor whose only part is this row."""
     return logical.Logical(row.dtype.name, row.global_shape, [(0, 0, row)]).stored_digest
 
 

@@ -1,4 +1,4 @@
-"""Containers whose records are archives by themselves: each opens alone, and the file stays a container."""
+"""Nested containers: each record is an archive that opens alone, and the file stays a container."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from datastates.errors import FormatError, ProviderError
 from datastates.planning import write
 from datastates.state import dtypes
 
-# torch makes a warning of this for everybody who touches such tensors
+# torch warns everybody who touches such tensors
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 BLOCK = 1 << 20
 
 
 def archives(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Each record's key and the stretch of the file that is its archive."""
+    """Yield each record's key and the bytes of its archive."""
     source = open_container(path)
     nest = archive.nest_of(source.index)
     assert nest is not None
@@ -49,7 +49,7 @@ def problems(path: Path) -> list[str]:
 
 
 def check(path: Path, state: dict[str, torch.Tensor]) -> None:
-    """All ways to read it agree."""
+    """Check that all ways to read the file give the state."""
     found = dict(archives(path))
     assert set(found) == set(state)
     for key, data in found.items():
@@ -73,7 +73,7 @@ def check(path: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def check_apart(archive: zipfile.ZipFile, data: bytes) -> None:
-    """Entries do not overlap: newer versions of zipfile, and unzip, take that for a bomb."""
+    """Check that entries do not overlap: unzip and newer versions of zipfile take that for a zip bomb."""
     end = 0
     for entry in sorted(archive.infolist(), key=lambda e: e.header_offset):
         assert entry.header_offset == end
@@ -133,7 +133,7 @@ def test_no_record_at_all(tmp_path: Path, write_file: Any) -> None:
 
 
 def test_records_over_several_extents(tmp_path: Path, write_file: Any) -> None:
-    # page-aligned records around the length of an extent: their checksums stand in other extents than their data
+    # page-aligned records of about an extent's length: their checksums lie in other extents than their data
     sizes = [65_536, 65_535, BLOCK, BLOCK + 1, 2 * BLOCK - 5000, 3 * BLOCK + 4096, 5, 700_000, 349_000, 349_001]
     state = {f"t{i}": filled((n,), torch.uint8) for i, n in enumerate(sizes)}
     path = tmp_path / "file.pt"
@@ -144,7 +144,7 @@ def test_records_over_several_extents(tmp_path: Path, write_file: Any) -> None:
 
 
 def test_checksums_are_patched_wherever_the_cuts_fall() -> None:
-    """No extent ends inside of a checksum, and all are patched, but for the last one's copy in the tail."""
+    """No extent ends inside a checksum, and all copies are patched, except the last record's copy in the tail."""
     random = np.random.default_rng(5)
     for _ in range(40):
         sizes = random.integers(0, 3 * CHUNK, 20).astype(np.uint64)
@@ -170,7 +170,7 @@ def test_unzip_agrees(tmp_path: Path, write_file: Any) -> None:
 
 
 def test_an_archive_is_laid_out_as_torch_does(tmp_path: Path, write_file: Any) -> None:
-    """The same entries and the same bytes in them as of a tensor that torch saved."""
+    """``torch.save`` writes entries of the same names, and the same bytes in three of them."""
     state = {"a": torch.arange(5.0), "b": torch.ones(2, dtype=torch.bfloat16)}
     write_file(tmp_path / "file.pt", state, nested=True).wait_committed()
     for key, data in archives(tmp_path / "file.pt"):
@@ -203,7 +203,7 @@ def test_verify_names_every_flipped_bit(small: Path) -> None:
         small.write_bytes(damaged)
         try:
             said = problems(small)
-        except FormatError as error:  # of the index or the footer
+        except FormatError as error:  # the index or the footer is damaged
             said = [str(error)]
         if not said or (position < index.pickle_offset and position not in data and "framing" not in said[0]):
             missed.append(position)
@@ -214,7 +214,7 @@ def test_verify_names_every_flipped_bit(small: Path) -> None:
 def test_the_command_line_verifies_it(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["verify", str(small)]) == 0
     data = bytearray(small.read_bytes())
-    data[nested_archives.ROOM + 3] ^= 1  # of what leads the first archive
+    data[nested_archives.ROOM + 3] ^= 1  # a byte before the first archive's data
     small.write_bytes(data)
     assert commands.main(["verify", str(small)]) == 1
     said = capsys.readouterr()
@@ -225,7 +225,7 @@ def test_the_command_line_verifies_it(small: Path, capsys: pytest.CaptureFixture
 
 
 def resigned(path: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
-    """The file with another index, its footer signed anew."""
+    """Edit the index of the file, and write a footer that fits it."""
     data = path.read_bytes()
     footer = data[-archive.FOOTER_NBYTES :].decode()
     offset, nbytes = int(footer[20:36], 16), int(footer[37:53], 16)
@@ -246,7 +246,7 @@ def test_nested_is_true_or_not_there(small: Path, wrong: object) -> None:
 
 
 def test_a_file_that_only_says_that_it_is_nested(tmp_path: Path, write_file: Any) -> None:
-    """Its headers are too short, which whoever looks for the archives is told."""
+    """Its headers are too short for archives, and verifying says so."""
     path = tmp_path / "file.pt"
     write_file(path, {"a": torch.arange(3.0), "b": torch.ones(2, 2)}).wait_committed()
     source = open_container(resigned(path, lambda fields: fields.update(nested=True)))
@@ -271,7 +271,7 @@ def test_a_record_that_holds_no_array(tmp_path: Path, write_file: Any) -> None:
 
 @pytest.mark.parametrize("by", [-64, 64])
 def test_data_pkl_elsewhere(small: Path, by: int) -> None:
-    """Within the longest header it may be said to be elsewhere, and a verifier sees that it is not."""
+    """The index may place data.pkl anywhere within the longest header's reach; verifying finds the wrong place."""
 
     def move(fields: dict[str, Any]) -> None:
         fields["pickle"][0] += by
@@ -288,7 +288,7 @@ def test_data_pkl_beyond_the_longest_header(small: Path) -> None:
 
 
 def test_a_header_of_another_length_is_damage(small: Path) -> None:
-    """Ten bytes of the first record's end are said to belong to the header of the next."""
+    """Where the index puts the second header one byte later, other bytes must frame the records."""
     source = open_container(small)
     index = source.index
     assert not (index.data_offset - index.header_offset > 0xFFFF).any()

@@ -1,4 +1,4 @@
-"""What is written is read: every opcode that the writer has."""
+"""The reader reads every opcode that the writer writes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_is_written_is_read(value: object) -> None:
 
 
 def typed(value: Any) -> object:
-    """What tells 1 from True and from 1.0."""
+    """A value with its types, which tell 1 from True and from 1.0."""
     if isinstance(value, dict):
         value = list(value.items())
     inner = [typed(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -64,7 +64,7 @@ def typed(value: Any) -> object:
 
 
 def cycles() -> list[object]:
-    """Tuples that are in themselves, a short one and a long one."""
+    """A short and a long tuple, each with a list that holds the tuple itself."""
     inside: tuple[list[object], ...] = ([], [])
     short, long = (inside[0],), (1, 2, 3, inside[1])
     inside[0].append(short)
@@ -73,7 +73,7 @@ def cycles() -> list[object]:
 
 
 class Made:
-    """Has a state."""
+    """An object with a state."""
 
     def __init__(self) -> None:
         self.value = 1
@@ -89,14 +89,14 @@ WRITTEN = [
 
 
 def test_every_opcode_that_can_be_written_is_read() -> None:
-    """One of each is written here, so that the list of those that are read has none too many and none too few."""
+    """``WRITTEN`` uses every opcode of the writer, and the reader takes those opcodes and only one more."""
     read = {chr(code) for code in pickle_reader._Reader.dispatch}
     data = [pickle_writer.dumps(value) for value in WRITTEN]
     stored = shards.StoredArray("0", "float32", 0, (2, 70_000), (70_000, 1), 140_000)
     data.append(pickle_writer.dumps([shards.ArrayLeaf("a")], lambda leaf: stored))
     written = {opcode.code for stream in data for opcode, _, _ in pickletools.genops(stream)}
     assert written <= read
-    # torch.save of other versions and other writers of the dialect have these
+    # other writers of the dialect, such as other versions of torch.save, use this one
     assert read - written == {chr(pickle.SHORT_BINSTRING[0])}
     for stream in data[:-1]:
         pickle_reader.loads(stream, trust="all")

@@ -1,4 +1,4 @@
-"""Keys are text, each found by itself, and two that are equal are noticed, whatever their hashes are."""
+"""Packed keys are text; a look-up finds each one and notices equal ones, even where hashes collide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from datastates.state.shards import full_key
 TEXT = st.text(st.characters(codec=None), max_size=12) | st.sampled_from(
     ["", "a" * 255, "a" * 256, "b" * 257, "é" * 400]
 )
-# letters that make prefixes, escapes and provider names meet
+# few letters, so that full keys of different providers look alike: prefixes, escapes and provider names
 LETTERS = st.text("ab/~é\ud800", max_size=4)
 
 

@@ -1,4 +1,4 @@
-"""What is read in one native pass comes out as what is read opcode by opcode, or is left to that."""
+"""The native pass reads the same as the reader that goes opcode by opcode, or leaves the object to it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ VALUES = st.recursive(
 
 
 def written(value: Any) -> tuple[bytes, StoredRows]:
-    """The opcodes of a value, with a row for each array in the order of the walk."""
+    """The opcodes of a value, and the rows of its arrays in the order of the walk."""
     stored: dict[str, StoredArray] = {}
     copies: dict[int, object] = {}
 
@@ -106,7 +106,7 @@ def rows_of(stored: dict[str, StoredArray]) -> StoredRows:
 
 
 def slowly(opcodes: bytes, rows: StoredRows) -> str | None:
-    """What it is, opcode by opcode; None where it is refused."""
+    """The repr of the value read opcode by opcode; None where that refuses it."""
 
     def resolve(stored: StoredArray) -> object:
         place = (stored.record, stored.offset, stored.dtype, stored.shape, stored.stride)

@@ -1,4 +1,4 @@
-"""Arrays that are read at once come out as those that are read opcode by opcode."""
+"""Reading an array's opcodes all at once gives the same as reading them one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STORED = st.builds(
 
 
 def read(data: bytes) -> tuple[Any, str]:
-    """What is read, or why it is not."""
+    """The value and no text, or None and why it cannot be read."""
     try:
         return pickle_reader.loads(data, lambda stored: ("array", stored)), ""
     except FormatError as error:

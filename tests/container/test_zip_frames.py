@@ -1,4 +1,4 @@
-"""The frames of many records, made together, are those of each by itself."""
+"""Encoding the frames of many records in one call gives the same as encoding each record alone."""
 
 from __future__ import annotations
 

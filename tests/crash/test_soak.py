@@ -122,12 +122,19 @@ def test_single_snapshots_restores_and_loads_leave_nothing_behind(tmp_path: Path
         assert_holds(path, step)
         assert ds.restore(providers_of(state_of(step)), path, **OPTIONS).step == step
 
+    def join() -> None:
+        for thread in threading.enumerate():  # of engines that were told to end
+            if thread.name.startswith("datastates"):
+                thread.join()
+
     for step in range(20):
         once(step)
+    join()
     before = (threading.active_count(), native_threads(), descriptors())
     warm = resident()
     for step in range(20, 100):
         once(step)
+    join()
     assert resident() - warm < 64 << 20
     assert (threading.active_count(), native_threads(), descriptors()) == before
 

@@ -1,4 +1,4 @@
-"""The size of a host cache that was given none."""
+"""The size of the host cache where the settings give none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the native core that a storage can hold up let other Python threads run."""
+"""Native calls that slow storage can hold up release the GIL."""
 
 from __future__ import annotations
 

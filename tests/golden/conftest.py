@@ -24,7 +24,7 @@ def golden() -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def nested() -> Path:
-    """A container whose records are archives by themselves."""
+    """A nested container: each of its records is an archive by itself."""
     return HERE / "nested.pt"
 
 

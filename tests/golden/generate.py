@@ -32,7 +32,7 @@ IDENTITY: dict[str, int | str] = {"step": 120, "rank": 0, "world_size": 1, "atte
 PATTERN = bytes(range(1, 97))
 DENSE = [d for d in dtypes.ALL if d.name != "bool"]
 
-# The storage records by the caller's number: the bytes of each.
+# The bytes of each storage record, in the caller's order.
 RECORDS: dict[str, bytes] = {
     "grid": np.arange(12, dtype="<f4").tobytes(),
     "flags": b"\x01\x00\x01",
@@ -210,7 +210,7 @@ PARTS: tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]], ...] = (
     {
         "w": ("box", (0, 0), (3, 6)),
         "cut": ("flat", (0, 4), (4,)),
-        "alike": ("flat", (0, 0), (0,)),  # a replica that does not write it
+        "alike": ("flat", (0, 0), (0,)),  # this rank leaves its replica to the other
         "none": ("box", (0, 0), (0, 4)),
     },
     {
@@ -220,7 +220,7 @@ PARTS: tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]], ...] = (
         "none": ("flat", (0, 0), (0,)),
     },
 )
-"""For each rank, what it holds of each: box or flat, where, and its shape."""
+"""For each rank, its part of each tensor: box or flat range, where it lies, and its shape."""
 
 
 def build_several() -> dict[str, bytes]:
@@ -319,7 +319,7 @@ def _table(order: list[str]) -> ShardTable:
 
 
 def _states(order: list[str]) -> list[ProviderState]:
-    """The first provider is one object that refers to arrays, the others are mappings of arrays and an object."""
+    """The first provider is one object that refers to arrays; the others map keys to arrays, and one to an object."""
 
     def stored(row: Row) -> StoredArray:
         elements = len(RECORDS[row[4]]) // dtypes.BY_NAME[row[3]].itemsize

@@ -1,4 +1,4 @@
-"""The files in this folder are what the format is: encoding gives these bytes, decoding them gives these values."""
+"""The files in this folder pin the format: encoding gives their bytes, and decoding gives their values."""
 
 from __future__ import annotations
 

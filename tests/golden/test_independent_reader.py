@@ -94,7 +94,7 @@ def read_manifest(data: bytes) -> dict[str, Any]:
 
 
 def read_index(data: bytes) -> tuple[dict[str, Any], int, int]:
-    """The index, its offset and its CRC-32, by way of the footer."""
+    """The index, its offset and its CRC-32, found through the footer."""
     footer = data[-66:].decode("ascii")
     assert footer.startswith("datastates/01 index=")
     offset, nbytes, crc = int(footer[20:36], 16), int(footer[37:53], 16), int(footer[58:66], 16)
@@ -173,7 +173,7 @@ def integer(n: int) -> bytes:
 
 
 def array_pickle(dtype: int, elements: int, offset: int, shape: Any, stride: Any) -> bytes:
-    """What ``torch.save`` writes for a tensor in record 0, in the form of the format's page."""
+    """What ``torch.save`` writes for a tensor in record 0, in the form that the format's page gives."""
     size = ITEMSIZE[dtype]
     text = lambda s: b"X" + struct.pack("<I", len(s)) + s.encode()  # noqa: E731
     integers = lambda numbers: b"(" + b"".join(map(integer, numbers)) + b"t"  # noqa: E731
@@ -197,7 +197,7 @@ def array_pickle(dtype: int, elements: int, offset: int, shape: Any, stride: Any
 
 
 def read_archives(data: bytes, index: dict[str, Any]) -> dict[int, bytes]:
-    """By record, what the padding of its local header must be; and the last archive's ending."""
+    """The padding that each record's local header must have, by record number; last, the last archive's ending."""
     shards = index["shards"]
     header, begin, nbytes = (numbers(index[n], 8) for n in ("header_offset", "data_offset", "record_nbytes"))
     crcs = numbers(index["record_crc"], 4)
@@ -216,7 +216,8 @@ def read_archives(data: bytes, index: dict[str, Any]) -> dict[int, bytes]:
         held.setdefault(record, set()).add(tuple(row))
     assert sorted(held) == list(range(len(header)))
     found, ending = {}, b""
-    for i, (dtype, offset, shape, stride) in ((i, *held[i]) for i in range(len(header))):  # one kind of row in each
+    # all rows of a record are alike
+    for i, (dtype, offset, shape, stride) in ((i, *held[i]) for i in range(len(header))):
         at = 80 + len(ending)
         elements = nbytes[i] // ITEMSIZE[dtype]
         leading, entries = b"", []
@@ -229,7 +230,8 @@ def read_archives(data: bytes, index: dict[str, Any]) -> dict[int, bytes]:
         own = 30 + len(f"archive/data/{i}") + 24
         found[i] = bytes(80 - own) + ending + leading + inner
         archive = header[i] + at
-        end = begin[i] + nbytes[i] + 24 + 80 - archive  # of the archive, where its central directory begins
+        # where the archive's central directory begins, counted from the archive
+        end = begin[i] + nbytes[i] + 24 + 80 - archive
         parts = [central_header(b"archive/data/0", 8, crcs[i], nbytes[i], len(leading))]
         directory = b"".join(parts + [central_header(*entry) for entry in entries])
         after, unknown = end + len(directory), 2**32 - 1
@@ -326,7 +328,7 @@ def read_catalog(data: bytes, entry: dict[str, Any]) -> dict[str, tuple[int, ...
         columns |= dict(zip(names, zip(*struct.iter_unpack(record, piece), strict=True), strict=True))
     assert list(columns["key"]) == sorted(set(columns["key"]))
     assert columns["first"][0] == 0
-    columns["first"] += (rows,)  # where the last one's rows end
+    columns["first"] += (rows,)  # where the last tensor's rows end
     return columns
 
 
@@ -516,12 +518,12 @@ def test_golden_container_reads_too(golden: dict[str, Path]) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_golden_nested_container_reads_too(nested: Path) -> None:
-    """Every byte of the archives, and each of them by itself."""
+    """The reader compares every byte of the archives, and opens each of them alone."""
     found = read_arrays(nested.read_bytes())
     assert values(*found["m", "grid"][1::2]) == list(range(12))
     assert values(*found["m", "transposed"][1::2]) == [float(12 + 4 * j + i) for i in range(4) for j in range(3)]
     assert {dtype for _, dtype, _, _ in found.values()} == set(range(27))
-    assert len(found) > 10  # records whose numbers have more digits than others'
+    assert len(found) > 10  # so that some records' numbers have more digits than others
 
 
 def test_what_is_written_nested_reads_too(state: dict[str, Any], tmp_path: Path, write_file: Any) -> None:
@@ -545,7 +547,7 @@ def test_golden_catalog_says_who_holds_what(several: Path) -> None:
         tensor = columns["key"].index(key_number(b"a", key))
         rows = range(columns["first"][tensor], columns["first"][tensor + 1])
         found[key] = [(columns["rank"][i], columns["begin"][i], columns["reach"][i]) for i in rows]
-        # the digests of the parts together are those of the catalog, and that of the tensor but for a constant
+        # the parts' contributions combine to the catalog's digest, which is the tensor's but for a constant
         contributed = 0
         for data in containers:
             contributed ^= read_digests(data)["m", key[2:]] or 0

@@ -1,4 +1,4 @@
-"""Who of several replicas writes: the same answer everywhere, and a fair one."""
+"""Which of several replicas writes: all ranks get the same answer, and no rank writes much more than its share."""
 
 from __future__ import annotations
 

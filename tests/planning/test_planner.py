@@ -1,4 +1,4 @@
-"""Whatever the sizes, a plan writes every byte of every record to its place, once."""
+"""A write plan puts every byte of every record in its place once; a read plan reads and verifies what is wanted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from datastates.planning import read, write
 from datastates.planning.plans import ReadPlan
 
 BLOCK = 1 << 20
-# with a block's bytes less a header's, a cut falls on, just before and just after a checksum and a record's begin
+# sizes near a block less a header put cuts on, just before and just after a checksum and a record's begin
 SIZES = st.sampled_from([0, 1, 63, 64, 4096, 70_000, BLOCK, 3 * BLOCK]) | st.integers(BLOCK - 4300, BLOCK + 40)
 
 
@@ -33,7 +33,7 @@ def test_pieces_make_the_file(shards: list[tuple[int, bool]]) -> None:
     assert (length <= BLOCK).all()
     assert (offset % PAGE == 0).all()
 
-    # each byte as (source, place in it): what the pieces put there, and what must be there
+    # the pieces leave no gap, and each takes its bytes from the right place of its source
     extent = np.repeat(np.arange(len(offset)), np.diff(plan.extent_piece.astype(np.int64)))
     begin = offset[extent] + plan.piece_extent_offset.astype(np.int64)
     end = begin + plan.piece_length.astype(np.int64)
@@ -95,8 +95,8 @@ def read_plan(
 ) -> tuple[ReadPlan, np.ndarray]:
     """Plan to read ranges, each (record, begin in it, length), to destinations of their own.
 
-    With the plan comes where each record begins in the file. A record's checksums are its chunks' numbers; none is
-    known without ``checked``.
+    Returns the plan, and where each record begins in the file. Each chunk's checksum is its number; with
+    ``checked=False`` no checksum is known.
     """
     sizes = np.array(records, np.uint64)
     order = write.plan_write(sizes, np.ones(len(sizes), np.uint8), zip_frames.header_nbytes(len(sizes)), BLOCK)
@@ -123,7 +123,7 @@ def read_plan(
 
 
 def check_read(plan: ReadPlan, file_offset: np.ndarray, nbytes: np.ndarray) -> None:
-    """Every wanted byte comes to its place out of a span that is read; the rest is told truly."""
+    """Check that every wanted byte comes from a span that is read, and that the plan's byte counts are true."""
     extent = plan.extent_offset.astype(np.int64)
     got = {d: np.full(int(n), -1) for d, n in enumerate(nbytes)}
     wanted, verified, loose = np.zeros((3, int((file_offset + nbytes).max(initial=0)) + CHUNK), bool)
@@ -194,7 +194,7 @@ def test_the_edges_of_a_range_are_verified_while_that_is_cheap() -> None:
     assert len(plan.unverified_length) == 0
     assert read_nbytes(plan) == size
     plan, _ = read_plan([size], [(0, CHUNK - 64, size - CHUNK)])
-    assert plan.unverified_length.tolist() == [64]  # all but the chunk of which next to nothing is wanted
+    assert plan.unverified_length.tolist() == [64]  # the chunk of which only 64 bytes are wanted is not verified
     assert len(plan.check_crc) == 19
     assert read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes
 

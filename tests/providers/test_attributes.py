@@ -1,4 +1,4 @@
-"""What an OrderedDict has beside its items: ``state_dict()`` notes the versions of a module's parts there."""
+"""Attributes of an OrderedDict; a module's ``state_dict()`` keeps the versions of its parts in one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def state(**attributes: Any) -> Any:
 
 @pytest.mark.parametrize("opaque", [False, True])
 def test_they_are_kept(tmp_path: Path, opaque: bool) -> None:
-    """Also beside what has to be taken apart slowly."""
+    """Also beside a set, with which the value is taken apart on a slower path."""
     rest = {"rest": {1, 2}} if opaque else {}
     value = {"module": state(_metadata=OrderedDict(VERSIONS), note="text"), **rest}
     ds.snapshot([from_state_dict("s", value)], tmp_path / "c").wait_committed()
@@ -72,7 +72,7 @@ def test_modules_hand_them_to_load_state_dict(tmp_path: Path) -> None:
     ds.snapshot([from_stateful("m", saved)], tmp_path / "c").wait_committed()
     found = torch.load(tmp_path / "c" / "rank-00000.pt")["m"]
     assert found._metadata == saved.state_dict()._metadata
-    # a hook makes load_state_dict() the way to restore
+    # with a hook, restoring calls load_state_dict()
     live[1].register_load_state_dict_pre_hook(lambda _, __, ___, local_metadata, *rest: seen.append(local_metadata))
     ds.restore([from_stateful("m", live)], tmp_path / "c")
     assert torch.equal(live[0].weight, saved[0].weight)

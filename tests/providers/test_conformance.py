@@ -1,4 +1,4 @@
-"""Every provider that we ship passes the suite that we ship."""
+"""The providers of this package pass its own suite, ``ProviderTests``."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class TestComposite(ProviderTests):
 
 
 class LazyObject(StateProvider):
-    """A lazy object: serialized in the background, past the gate."""
+    """A provider with a lazy object, which is serialized in the background before the gate opens."""
 
     def __init__(self) -> None:
         super().__init__("lazy")

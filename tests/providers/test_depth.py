@@ -1,4 +1,4 @@
-"""Values nested as deeply as ``torch.save`` takes them, and a clear refusal of what is deeper."""
+"""Values nested as deeply as ``torch.save`` takes them come back; deeper ones are refused by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DTensors in one process: described, restored, recognized again, and refused where they cannot be a part."""
+"""DTensors in one process: described, restored, recognized again, and refused where they are no part of a tensor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sharded(tensor: torch.Tensor, *placements: Any) -> DTensor:
 
 
 def local(value: Any) -> Any:
-    """A copy of a nested value, DTensors as their local tensors."""
+    """A copy of a nested value, with local tensors in place of DTensors."""
     if isinstance(value, dict):
         return {k: local(v) for k, v in value.items()}
     if isinstance(value, torch.Tensor):
@@ -178,7 +178,7 @@ def test_parameters_are_lazy_and_buffers_are_not() -> None:
     }
 
 
-# --- described anew when, and only when, more than the contents has changed
+# --- described anew only where more than the contents has changed
 
 
 def _layout(provider: StateProvider) -> object:
@@ -234,9 +234,9 @@ def test_a_change_by_the_dtensor_and_one_by_its_local_tensor_are_seen() -> None:
 def test_a_write_to_a_dtensor_that_passes_no_gate_fails_the_snapshot_by_its_key(tmp_path: Path) -> None:
     state = {"w": sharded(torch.zeros(2**20)), "d": sharded(torch.ones(2**20))}
     with ds.Checkpointer(tmp_path, host_cache="2MiB", block="1MiB", io_threads=1) as checkpointer:
-        _native.arm_fault("write", "delay", 1000, 1, 1)  # for whose block capture waits
+        _native.arm_fault("write", "delay", 1000, 1, 1)  # capture waits for this write's block
         snapshot = checkpointer.snapshot([from_state_dict("x", state)], step=1)
-        state["d"].mul_(1)  # the contents stay as they are: what sees it is the count of changes
+        state["d"].mul_(1)  # the contents do not change; only torch's version counter shows this write
         with pytest.raises(TornSnapshotError, match="'x/d'"):
             snapshot.wait_committed()
 

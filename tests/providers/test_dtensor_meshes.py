@@ -1,4 +1,4 @@
-"""Meshes of eight ranks, each rank in its turn in this process: torch's fake process group sends nothing."""
+"""DTensors on meshes of eight ranks; this process takes each rank in turn, over torch's fake process group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORLD = 8
 
 
 def on_each_rank(describe: Callable[[], dict[str, Any]]) -> list[list[ds.Shard]]:
-    """What each rank's provider of the DTensors that the function makes describes."""
+    """For each rank, the array shards of the state that ``describe`` makes on it."""
     ranks = []
     for rank in range(WORLD):
         dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
@@ -111,7 +111,7 @@ def test_a_mesh_that_is_no_slice_of_a_wider_one_stands_for_itself() -> None:
 
 
 def test_an_uneven_split_over_two_dimensions_is_a_box_or_refused_on_a_rank() -> None:
-    """``fully_shard`` cuts what tensor parallelism has left; torch's placements do not always say the same."""
+    """``fully_shard`` cuts what tensor parallelism has left; torch's placements sometimes describe another cut."""
     outcomes = set()
     for size, (dp, tp) in itertools.product(range(40), [(2, 2), (2, 4), (4, 2), (3, 3), (8, 2)]):
         placements = [_StridedShard(0, split_factor=tp), Shard(0)]
@@ -119,7 +119,7 @@ def test_an_uneven_split_over_two_dimensions_is_a_box_or_refused_on_a_rank() -> 
         for i, j in itertools.product(range(dp), range(tp)):
             held = _chunk(_chunk(torch.arange(size), tp, j), dp, i).tolist()
             (n,), (at,) = torch_utils._compute_local_shape_and_global_offset((size,), (dp, tp), [i, j], placements)
-            fits &= len(held) == n  # or else that rank refuses it
+            fits &= len(held) == n  # a rank on which it does not fit refuses it
             right &= held == list(range(at, at + n))
             right &= len(dtensors.stretches(size, [(dp, i, tp), (tp, j, 1)])) <= 1
         assert right or not fits

@@ -1,4 +1,4 @@
-"""Tensors of torch's own subclasses and of torchao's: they come back as torch.save and torch.load give them back."""
+"""Tensor subclasses of torch and torchao come back as ``torch.save`` and ``torch.load`` give them back."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 def _parts(value: Any) -> list[Any]:
-    """What it is made of, down to plain tensors and what compares."""
+    """The parts of a tensor, down to plain values that can be compared."""
     if hasattr(value, "__tensor_flatten__"):
         names, context = value.__tensor_flatten__()
-        # a jagged tensor's symbolic size is another in each
+        # the symbolic size of a jagged tensor differs from tensor to tensor
         rest = [] if value.is_nested else [repr(context)]
         return [type(value), *rest, *(p for name in names for p in _parts(getattr(value, name)))]
     if value.is_nested:
@@ -62,7 +62,7 @@ def _parts(value: Any) -> list[Any]:
     return [type(value), value.dtype, value.stride(), value.requires_grad, value.detach().tolist()]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that nested tensors are a prototype
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns that nested tensors are a prototype
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_torch_gives_back_is_given_back(tmp_path: Path, kind: str) -> None:
     value = KINDS[kind]()

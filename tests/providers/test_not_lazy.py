@@ -1,4 +1,4 @@
-"""An average of weights that changes right after ``snapshot()``: torn as it is, saved where it is not lazy."""
+"""A weight average that changes right after ``snapshot()`` tears a lazy snapshot; one that is not lazy saves it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
 
 
 class Held(ds.StateProvider):
-    """An object that is serialized in the background, and holds the capture up until it may be."""
+    """A provider of a lazy object, whose serialization holds the capture up until ``go_on`` is set."""
 
     def __init__(self) -> None:
         super().__init__("held")
@@ -58,7 +58,7 @@ def test_what_is_not_lazy_is_saved_as_it_was_at_the_call(tmp_path: Path) -> None
     ema, held = average(), Held()
     provider = from_stateful("ema", ema, lazy=False)
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
-        for step in range(3):  # later ones are described by what the first has found
+        for step in range(3):  # later snapshots reuse the first one's description
             ema.update_parameters(torch.nn.Linear(512, 1024))
             before = copy.deepcopy(ema.state_dict())
             held.go_on.clear()

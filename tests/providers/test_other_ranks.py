@@ -1,4 +1,4 @@
-"""Restoring what other ranks had: it is not in the nested value that this one finds, or it was saved key by key."""
+"""Restoring arrays that other ranks saved: this rank's nested value lacks them, or they were saved key by key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATES = ("step", "exp_avg", "exp_avg_sq")
 
 
 def _states(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, torch.Tensor]]:
-    """The states by number and name, in this order."""
+    """The optimizer's states by parameter number and state name, in a fixed order."""
     return {n: {k: states[k] for k in STATES} for n, states in sorted(optimizer.state_dict()["state"].items())}
 
 
@@ -83,7 +83,7 @@ def test_what_was_saved_key_by_key_restores_into_containers(tmp_path: Path) -> N
 
 
 class Merged(Saved):
-    """A checkpoint of several ranks: one's nested value, whose arrays are listed, and the arrays of others."""
+    """A checkpoint of several ranks: the nested value of one, whose arrays are listed, and arrays of the others."""
 
     strict = True
 
@@ -137,7 +137,7 @@ class Merged(Saved):
         return self.value
 
     def restore(self, provider: ds.StateProvider) -> set[str]:
-        """As an engine restores; returns the keys that were read."""
+        """Restore as the engine does; returns the keys of the arrays that were read."""
         shards = provider.destinations(self)
         into = {shard.key: shard.source for shard in shards if not shard.is_object}
         for shard in shards:
@@ -159,7 +159,7 @@ class Merged(Saved):
 
 
 def _without(state: Any, number: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """An optimizer's state without one parameter's, and that by key."""
+    """An optimizer's state without one parameter, and the arrays of that parameter by key."""
     gone = {f"state/{number}/{name}": tensor for name, tensor in state["state"][number].items()}
     return {**state, "state": {n: s for n, s in state["state"].items() if n != number}}, gone
 
@@ -184,7 +184,7 @@ def test_a_rank_that_had_no_states_stands_for_none(is_fresh: bool) -> None:
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_partition_takes_what_any_rank_had(number: int) -> None:
-    """What one rank lists may lack a parameter, or have only states of which another rank has the number."""
+    """The listed arrays of one rank lack a parameter; the partition takes it from another rank."""
     model, optimizer = _trained(1)
     saved = Merged(*_without(optimizer.state_dict(), number))
     for provider in (_zero(*_trained(2)), _zero(model, torch.optim.AdamW(model.parameters()))):
@@ -220,7 +220,7 @@ def test_what_no_rank_had_is_missing() -> None:
 
 
 class ByName:
-    """An optimizer whose state is by the parameters' names."""
+    """An optimizer whose state has the parameters' names as keys."""
 
     def __init__(self, *names: str) -> None:
         self.value: Any = {

@@ -17,7 +17,7 @@ from datastates.providers import PickledObjectProvider, from_state_dict, from_st
 
 
 class Pair(torch.Tensor):
-    """A wrapper without storage whose parts are made by what pickles it, as torch's own of sparsity are."""
+    """A wrapper without storage; pickling makes its parts anew, as for torch's sparse subclasses."""
 
     __slots__ = ("first", "second")
 
@@ -61,7 +61,7 @@ def save(tmp_path: Path, value: object) -> Path:
 
 
 def test_wrappers_are_kept_apart(tmp_path: Path) -> None:
-    """What pickles them makes their parts anew each time: none may be taken for one that is gone."""
+    """Pickling makes their parts anew each time, and no part may be taken for an earlier one that is gone."""
     value = [Pair(torch.full((3,), float(i)), torch.full((3,), i / 8)) for i in range(20)]
     found = ds.load(save(tmp_path, value), trust="all")["s"]
     for i, pair in enumerate(found):
@@ -87,7 +87,7 @@ NAME = f"{__name__}.Named"
 
 
 def states() -> list[Any]:
-    """Each with what is beside the elements of tensors."""
+    """States whose tensors have classes, flags or attributes beside their elements."""
     shared = torch.arange(6.0)
     parameter = attributed(nn.Parameter(torch.ones(3)), partition_dim=1, note=["a", {1}], mean=torch.arange(4))
     buffer = nn.Buffer(torch.ones(2), persistent=False)
@@ -129,7 +129,7 @@ def assert_alike(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("number", range(len(states())))
 def test_what_torch_keeps_is_kept(tmp_path: Path, number: int) -> None:
-    """Loaded, restored, and read by torch itself; the second snapshot is that of the same provider."""
+    """Loading, restoring and ``torch.load`` agree, also for a second snapshot by the same provider."""
     value = states()[number]
     torch.save(value, tmp_path / "torch.pt")
     expected = torch.load(tmp_path / "torch.pt", weights_only=False)
@@ -198,7 +198,7 @@ def test_what_is_no_attribute_is_refused_by_key(tmp_path: Path) -> None:
 
 
 def test_a_module_is_saved_without_attributes(tmp_path: Path) -> None:
-    """As its ``state_dict()`` has none."""
+    """Its ``state_dict()`` has none either."""
     module = nn.Linear(2, 2)
     attributed(module.weight, hook=lambda: None)
     ds.snapshot([from_stateful("m", module)], tmp_path / "c").wait_committed()
@@ -224,7 +224,7 @@ def test_an_uninitialized_module_is_refused_by_key(tmp_path: Path) -> None:
 
 
 def test_a_subclass_of_a_type_without_storage_class_comes_back(tmp_path: Path) -> None:
-    """torch describes its memory in another way than that of other types."""
+    """torch describes the memory of such types in another way."""
     found = ds.load(save(tmp_path, [named(torch.arange(4).to(torch.uint16), x=1)]), trust=[NAME])["s"][0]
     assert type(found) is Named
     assert found.tolist() == [0, 1, 2, 3]

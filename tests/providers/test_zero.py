@@ -1,4 +1,4 @@
-"""ZeRO: the layouts tile every parameter, padding is never saved, and any number of ranks restores from any other."""
+"""ZeRO: layouts tile every parameter, padding is never saved, and any number of ranks restores a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from datastates.state.shards import HOST, Shards
 from datastates.testing import ProviderTests, equal
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while the module is imported
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch warns while it imports the module
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
@@ -182,7 +182,7 @@ def test_any_number_of_ranks_restores_from_any_other(source: str, kind: str, bef
         saved = checkpoint.restore(provider, rank)
         assert saved.differences == []
         tensors, hyper = provider.live  # type: ignore[attr-defined]
-        # what is padding stays as it was
+        # padding stays as it was
         layout = _layout(kind, rank, after)
         wanted = {"fp32": _flat(layout, _logical(0)), "exp_avg": _flat(layout, _logical(1)), "step": torch.tensor(4.0)}
         assert equal(tensors, wanted)
@@ -286,7 +286,7 @@ def _train(optimizer: torch.optim.Optimizer, layouts: list[FlatLayout], steps: i
 
 
 def _groups(rank: int, world: int) -> list[FlatLayout]:
-    """Two parameter groups; the second of one parameter, so that some ranks hold nothing of it but padding."""
+    """Two parameter groups; the second has one parameter, of which some ranks hold only padding."""
     items = list(SHAPES.items())
     return [
         FlatLayout.concatenated(items[1:], rank, world, alignment=2),
@@ -317,7 +317,7 @@ def _with_optimizer(
 @pytest.mark.parametrize("steps_before", [0, 1], ids=["fresh", "stepped"])
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4), (4, 4), (8, 2)])
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(before: int, after: int, steps_before: int) -> None:
-    """Restored on another number of ranks, and stepped once more, it has what an unbroken run on that number has."""
+    """Restored on another number of ranks and stepped once more, it equals an unbroken run on that number."""
     checkpoint = in_memory.Checkpoint.of([_with_optimizer(rank, before, steps=3)[0] for rank in range(before)])
     assert checkpoint.is_tiled
     restored, unbroken = [], []
@@ -399,7 +399,7 @@ def _plain_optimizer(steps: int) -> tuple[torch.optim.Optimizer, list[torch.nn.P
 @pytest.mark.parametrize("tensor_rate", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_an_unsharded_optimizer_restores_into_partitions(world: int, tensor_rate: bool) -> None:
-    """A state dict by parameter's name, as of one process or of FSDP2, is taken apart by ranges."""
+    """A state dict by parameter name, as one process or FSDP2 saves it, is cut into the partitions' ranges."""
     optimizer, _ = _plain_optimizer(3)
     state = optimizer.state_dict()
     if tensor_rate:
@@ -467,7 +467,7 @@ def test_zero_redundancy_by_names() -> None:
 
 @pytest.mark.usefixtures("_process_group")
 def test_a_plain_optimizer_restores_into_zero_redundancy(tmp_path: Path) -> None:
-    """Through files: both number their parameters alike."""
+    """This goes through files; both optimizers number their parameters alike."""
     plain, parameters = _plain_optimizer(3)
     ds.snapshot([from_stateful("optim", plain)], tmp_path / "saved").wait_committed()
     twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
@@ -548,7 +548,7 @@ class TestFlatOptimizer(ProviderTests):
         optimizer.step()
 
     def state(self, provider: Any) -> object:
-        """Without what is padding."""
+        """The state without padding."""
         optimizer, layouts = provider.live
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         held = []

@@ -1,4 +1,4 @@
-"""The first sign of a rank in a shared directory, whose folder others make and delete."""
+"""A rank writes its hello file into a folder that other ranks make and delete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which opening the ranks are at, whatever failed before on some of them: threads and a store in memory."""
+"""Ranks enter the same opening, whatever failed before on some of them; all run here over a store in memory."""
 
 from __future__ import annotations
 

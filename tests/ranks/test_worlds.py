@@ -41,7 +41,7 @@ Worlds = Callable[[], list[World]]
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """Call all at once, each on a thread; gives what each returned or raised."""
+    """Call all at once, each on a thread; returns what each returned, or the ``DatastatesError`` that it raised."""
 
     def outcome(call: Callable[[], Any]) -> Any:
         try:
@@ -54,13 +54,13 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def agree(worlds: list[World], name: str = "name", timeout: float = SECONDS, **options: Any) -> list[Any]:
-    """All these worlds agree at once on the sum of what they say."""
+    """Let all these worlds agree at once on their joined votes; returns the outcome of each."""
     options = {"decide": joined, **options}
     return together(*(lambda w=w: w.agree(name, f"<{w.rank}>".encode(), timeout=timeout, **options) for w in worlds))
 
 
 def give_up(worlds: list[Any], name: str = "name") -> list[Any]:
-    """The same without some ranks: once the others have voted, rank 0 waits half a second for these, and tells."""
+    """Agree without the ranks that are not given: once the given ones have voted, rank 0 waits half a second more."""
     first, *others = worlds
 
     def coordinate() -> bytes:
@@ -136,7 +136,7 @@ def test_missing_ranks_are_named_to_all_that_wait(worlds: list[World]) -> None:
     assert [type(o) for o in outcomes] == [RanksMissingError] * 2
     assert [o.ranks for o in outcomes] == [(1, 3)] * 2
     assert {str(o) for o in outcomes} == {"name: no answer from ranks 1, 3 within 0.4 s"}
-    # late, they learn it at once, and their votes count for nothing
+    # ranks that come late learn the outcome at once, and their votes do not count
     begin = time.monotonic()
     late = agree([w for w in worlds if w.rank in (1, 3)])
     assert [str(o) for o in late] == [str(o) for o in outcomes]
@@ -147,7 +147,7 @@ def test_missing_ranks_are_named_to_all_that_wait(worlds: list[World]) -> None:
 def test_without_the_coordinator_it_is_named(worlds: list[World]) -> None:
     outcomes = agree(worlds[1:], timeout=0.5)
     assert [o.ranks for o in outcomes] == [(0,)] * 3
-    # what they took back does not count when it comes after all
+    # rank 0 comes late: the votes that the others took back do not count
     (late,) = agree(worlds[:1])
     assert isinstance(late, RanksMissingError)
     assert late.ranks in {(1,), (2,), (3,)}
@@ -432,7 +432,7 @@ def session_of(path: Path) -> dict[str, Any]:
 
 
 def debris_of_a_killed_run(path: Path, *, until: str) -> None:
-    """What a run of all ranks leaves that is killed while it joins, or after it has agreed."""
+    """Leave the files of a run whose ranks were all killed while they joined, or after they had agreed."""
     root = path / FOLDER
     run = "0123456789abcdef"
     processes = [f"{rank}-{rank:016x}" for rank in range(1, SIZE)]
@@ -485,7 +485,7 @@ def test_a_session_that_cannot_be_read_is_none(tmp_path: Path, content: bytes) -
 
 
 def test_a_rank_killed_while_joining_may_start_again(tmp_path: Path) -> None:
-    """It has said hello and answered, is killed, and comes again before the last rank comes."""
+    """Rank 2 has said hello and answered, is killed, and starts again before the last rank comes."""
     pool = ThreadPoolExecutor(SIZE)
     root = tmp_path / FOLDER
     root.mkdir()
@@ -494,7 +494,7 @@ def test_a_rank_killed_while_joining_may_start_again(tmp_path: Path) -> None:
         (root / f"hello-{rank}-{SIZE}-{rank:016x}").touch()
     while not list(root.glob("session-*")):
         time.sleep(0.01)
-    (root / session_of(tmp_path)["run"] / "joined" / f"2-{2:016x}").touch()  # 3 is killed before that
+    (root / session_of(tmp_path)["run"] / "joined" / f"2-{2:016x}").touch()  # rank 3 is killed before it answers
     time.sleep(0.1)
     rest = [pool.submit(world_of, 2, SIZE, tmp_path, SECONDS)]
     while len(list(root.glob("hello-2-*"))) < 2:
@@ -522,7 +522,7 @@ def test_runs_follow_each_other_in_one_directory(tmp_path: Path) -> None:
 
 
 def test_a_run_may_end_while_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the one deletes is not the other's, however long that takes."""
+    """A run deletes only its own files, however long that takes."""
 
     def late(path: Path) -> None:
         time.sleep(0.1)
@@ -593,7 +593,7 @@ def test_alone(tmp_path: Path) -> None:
         assert isinstance(world, SoloWorld)
         assert (world.rank, world.size) == (0, 1)
         assert world.agree("name", b"<0>", joined, timeout=0) == b"<0>"
-        with pytest.raises(AttributeError):  # there is nobody whom it has to be told
+        with pytest.raises(AttributeError):  # no other rank has to be told, so the error is raised as it is
             world.agree("name", b"", lambda votes: votes.nothing, timeout=0)  # type: ignore[attr-defined]
         assert world.token("a") == world.token("a") != world.token("b")
         world.close()

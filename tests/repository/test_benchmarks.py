@@ -1,4 +1,4 @@
-"""The benchmarks run, every row and every system, with states of a few MB; how fast is not looked at."""
+"""The benchmarks run with states of a few MB and give every row of every system; speed is not checked."""
 
 from __future__ import annotations
 
@@ -59,18 +59,19 @@ SCALE_ROWS = {
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """A directory on the sources' file system: that of temporary files may have no cache to be cold."""
+    """A directory on the sources' file system; that of temporary files may be in memory, where no cache is cold."""
     (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "build", prefix="tests-") as directory:
         yield Path(directory)
 
 
 def run_script(name: str | Path, *arguments: str | Path, cores: set[int] | None = None) -> str:
-    """Run a script of benchmarks/, or another, as a user does; on some cores only, if these are given."""
-    # MAKE…: of the make that may have started the tests; with PYTHONSAFEPATH a script does not find its neighbours
+    """Run a script of benchmarks/, or another one, as a user does; on ``cores`` only, if they are given."""
+    # a make that started the tests sets MAKE…; with PYTHONSAFEPATH a script does not find its neighbours
     unwanted = ("MAKE", "MFLAGS", "PYTHONSAFEPATH")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)} | {"OMP_NUM_THREADS": "1"}
-    if name == "run.py" and not (ROOT / ".whl" / "raw_io").exists():  # carried to a machine that cannot build it
+    # one in .whl was carried to a machine that cannot build it
+    if name == "run.py" and not (ROOT / ".whl" / "raw_io").exists():
         subprocess.run(["make", "--no-print-directory", "build/raw_io"], cwd=ROOT, env=environment, check=True)
     command = [sys.executable, str(ROOT / "benchmarks" / name), *map(str, arguments)]
     if cores:
@@ -129,7 +130,7 @@ MACHINE = {
 
 
 def report_of(suite: str, name: str, samples: dict[str, list[dict[str, float]]], **benchmark: Any) -> dict[str, Any]:
-    """What a suite reports of one benchmark."""
+    """The report of a suite with one benchmark."""
     made = {"parameters": {"bytes": 10**9, "period": 3}, "settings": {}, "samples": samples, "errors": {}} | benchmark
     circumstances = {"suite": suite, "tiny": False, "repeat": 3, "date": "today", "machine": MACHINE}
     return {**circumstances, "benchmarks": {name: made}}
@@ -140,7 +141,7 @@ def test_the_scale_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     report = run_suite("scale", scratch, folder)
     check(report, SCALE_ROWS)
-    # a rank asks the Store as often however many there are
+    # a rank makes the same number of Store calls, however many ranks there are
     agreed = [samples[0] for samples in report["benchmarks"]["agreement"]["samples"].values()]
     assert {sample["rank_calls"] for sample in agreed} == {sample["rank_calls_least"] for sample in agreed} == {5}
 
@@ -318,10 +319,10 @@ def test_a_simulated_commit_takes_what_its_parts_take() -> None:
     # two ranks, a network that is slow, a server that is not
     setting = model.Setting(2, 0.0, 10.0, 0.0, 0.0, 0.0, 100, 7.0)
     o = model.simulate(setting, 1)
-    # a look in vain, whether one has failed, a look that finds the mark; all there, one multi_get, and the gate
+    # six calls: a look in vain, has one failed, a look that finds the mark, are all there, one multi_get, the gate
     assert o.heard == pytest.approx(6 * 20, abs=0.1)
     assert o.committed - o.heard == pytest.approx(7)
-    # the answer on its way, a look that finds it and may just have been missed, and the answer fetched
+    # the answer is sent, a look finds it (the look before may just have missed it), and the answer is fetched
     assert 40 <= o.last - o.committed <= 60.1
     # the server serves one at a time
     slow = model.simulate(model.Setting(50, 0.0, 0.0, 1.0, 0.0, 0.0, 100, 0.0), 1)

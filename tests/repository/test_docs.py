@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if "```python" in p.read_text())
 
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""What torchrun would say to a page that is about several ranks, and runs as one."""
+"""The variables that torchrun would set, for pages about several ranks, which run here as one."""
 
 FRAMEWORKS = ("deepspeed", "lightning", "megatron", "transformers")
-"""What a page may need that is not always there."""
+"""Packages that a page may need and that are not always installed."""
 
 
 def frameworks_of(page: Path) -> set[str]:

@@ -14,7 +14,7 @@ APT = "apt install g++ liburing-dev libdeflate-dev"
 
 
 def build(compiler: Path | str, directory: Path) -> str:
-    """Try to build the native module with a compiler; gives the one line that says why that failed."""
+    """Try to build the native module with a compiler; returns the last line of the error output."""
     done = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--build-temp", directory, "--build-lib", directory],
         cwd=ROOT,

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
-# from the bottom to the top: each may import what stands before it, none its neighbours on one line
+# from bottom to top: a package may import those of earlier lines, but not those of its own line
 ORDER = [
     {"errors"},
-    {"_base"},  # what every stage stands on
+    {"_base"},  # every stage uses it
     {"config"},
     {"state"},  # no I/O
     {"planning"},  # pure
     {"executor"},
     {"container"},
-    {"ranks"},  # know no checkpoint
+    {"ranks"},  # knows nothing of checkpoints
     {"commit"},
     {"saving", "restoring"},
     {"_calls"},
@@ -51,7 +51,7 @@ LEVEL = {name: level for level, line in enumerate(ORDER) for name in line}
 
 
 def _modules() -> dict[str, Path]:
-    """Every module below ``datastates`` by its dotted name; of a package its ``__init__``."""
+    """Every module below ``datastates`` by its dotted name; the name of a package stands for its ``__init__``."""
     found = {}
     for folder, prefix in (("datastates", ()), ("providers", ("providers",)), ("adapters", ("adapters",))):
         for path in (ROOT / folder).rglob("*.py"):
@@ -69,7 +69,7 @@ def _package(module: str) -> str:
 
 
 def _imports(module: str) -> list[tuple[str, str, bool]]:
-    """Every (module, name) that is imported of what, and whether that runs when this module is imported."""
+    """Every import of a module: its source, its name, and whether it runs when the module itself is imported."""
     tree = ast.parse(MODULES[module].read_text())
     inside = {
         id(n) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in ast.walk(f)
@@ -86,7 +86,7 @@ def _imports(module: str) -> list[tuple[str, str, bool]]:
 
 
 def _ours(module: str) -> list[tuple[str, str]]:
-    """What it imports of this package: the module, and the name out of it or nothing where it is the module itself."""
+    """A module's imports from this package, as (module, name); the name is empty where it imports a module."""
     found = []
     for source, name, _ in _imports(module):
         if source == "datastates" or source.startswith("datastates."):
@@ -151,7 +151,7 @@ def test_files_are_short() -> None:
 
 
 def test_the_doors_to_the_native_core() -> None:
-    # beside the executor: the container for checksums, and scans of many arrays or opcodes at once
+    # besides the executor: checksums of the container, and scans of many arrays or opcodes at once
     assert {m for m in MODULES if any(target == "_native" for target, _ in _ours(m))} == NATIVE
 
 

@@ -22,7 +22,7 @@ from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Buffer, Shard
 
 SMALL: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
-BIG = np.arange(3 * CHUNK + 77, dtype=np.float64)  # six chunks and a part of one: through the executor
+BIG = np.arange(3 * CHUNK + 77, dtype=np.float64)  # 24 chunks and a part of one: read through the executor
 MIDDLE = np.arange(CHUNK // 2, dtype=np.float32)  # two chunks: read at once
 
 

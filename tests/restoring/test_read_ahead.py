@@ -1,4 +1,4 @@
-"""A container is begun to be read while it is compared: as it would be read then, and only where it will be."""
+"""Reading ahead: a container is read while it is compared, in the same extents, and only where all is wanted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def provider_of(state: dict[str, torch.Tensor], name: str = "model") -> StatePro
 
 
 class Begun(list[tuple[Extents, Any]]):
-    """Extents of what was begun to be read, with the handle; all of it is there before anything is compared."""
+    """For each read-ahead its extents and its handle. The fixture waits for all its bytes before the comparison."""
 
     def nbytes_left(self) -> list[int]:
         return [ahead.bytes_read for _, ahead in self]
@@ -102,15 +102,15 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
         return ahead
 
     monkeypatch.setattr(Executor, "read_ahead", read_ahead)
-    monkeypatch.setattr(restoring, "current_device", lambda: None)  # where there is one, other tests have used it
+    monkeypatch.setattr(restoring, "current_device", lambda: None)  # where there is a device, other tests have used it
     return seen
 
 
 def drop_from_cache(root: Path) -> Path:
-    """Put its only container out of the page cache."""
+    """Drop the directory's only container from the page cache; returns its path."""
     (path,) = root.rglob("*.pt")
     with path.open("rb") as file:
-        os.fsync(file.fileno())  # what is yet to be written stays
+        os.fsync(file.fileno())  # the page cache keeps what is not written yet
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return path
 
@@ -130,7 +130,7 @@ def test_what_was_read_ahead_is_not_read_again(tmp_path: Path, begun: Begun, mon
         real = Restore._compare
 
         def compare(restore: Restore) -> Any:
-            # not the small ones: they lie beside the index, with which they came into the page cache
+            # small extents stay: they lie beside the index, and came into the page cache with it
             overwrite(path, [extent for extent in begun[0][0] if extent[1] > 100_000])
             return real(restore)
 

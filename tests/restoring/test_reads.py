@@ -1,4 +1,4 @@
-"""Parts of tensors out of several containers into other parts: bit-identical, and hardly more read than needed."""
+"""Reading parts of tensors from several containers into other parts is bit-identical and reads little extra."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def executor() -> Iterator[Executor]:
 
 
 def live(key: str, part: Part, array: Any, *, buffer: Any = None) -> Shard:
-    """A part of a tensor that lies in an array of its shape."""
+    """The shard of a part of a tensor; ``array`` holds the part and has its shape."""
     described = arrays.array_shard(key, array) if buffer is None else buffer
     return Shard(
         key=key,
@@ -67,7 +67,7 @@ def live(key: str, part: Part, array: Any, *, buffer: Any = None) -> Shard:
 
 
 class PartsProvider(StateProvider):
-    """Shards as they are given."""
+    """A provider of the shards that it is given."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         super().__init__("s")
@@ -83,7 +83,7 @@ def save(path: Path, shards: Sequence[Shard]) -> Container:
 
 
 def elements(tensor: Any, part: Part) -> Any:
-    """What a part has of a tensor, as a copy."""
+    """A copy of a part of a tensor."""
     if part.flat is not None:
         return tensor.reshape(-1)[slice(*part.flat)].clone()
     assert part.offset is not None
@@ -190,7 +190,7 @@ def test_any_layout_into_any_other(source: str, ranks: int, tmp_path: Path, exec
             tally = stored.read(shards, executor)
             for shard in shards:
                 assert torch.equal(shard.source, elements(tensors[shard.key], split[shard.key])), (layout, wanted)
-            # so little is verified as a whole
+            # arrays this small are verified as a whole
             assert (tally.unverified_nbytes, tally.unverified_keys) == (0, ())
             assert tally.needed_nbytes == sum(s.nbytes or 0 for s in shards)
 
@@ -312,7 +312,7 @@ def test_all_strides(source: str, dest: str, tmp_path: Path, executor: Executor)
 
 
 def arrays_part(key: str, part: Part, array: Any) -> Shard:
-    """A part to restore into, as a provider gives it: nothing is copied, whatever its strides."""
+    """The shard of a part to restore into. It describes the array itself, not a copy, whatever its strides."""
     described = arrays.destination(key, array)
     return live(key, part, array, buffer=described)
 
@@ -334,7 +334,7 @@ def test_numpy_arrays_and_scalars(tmp_path: Path, executor: Executor) -> None:
 
 
 def test_a_range_of_numpy_arrays_out_of_columns(tmp_path: Path, executor: Executor) -> None:
-    """``float8_e5m2`` too, of which NumPy itself knows no view."""
+    """Also for ``float8_e5m2``, which NumPy itself does not know."""
     for number, dtype in enumerate((np.dtype(np.int16), np.dtype(ml_dtypes.float8_e5m2))):
         matrix = np.arange(48).astype(np.int8).astype(dtype).reshape(6, 8)
         columns = np.ascontiguousarray(matrix.T).T
@@ -378,7 +378,7 @@ def test_small_stretches_go_to_a_device_by_way_of_one_copy(
 
     assert queued(Part((64, 65536), (64, 1000), (0, 5))) == {-1}
     assert queued(Part((64, 65536), (64, 60_000), (0, 5))) == {0}  # stretches of 240,000 bytes
-    assert queued(Part((64, 65536), (10, 65536), (27, 0))) == {0}  # one stretch of each
+    assert queued(Part((64, 65536), (10, 65536), (27, 0))) == {0}  # one stretch in each container
 
 
 # --- what does not fit, and what fails
@@ -398,7 +398,8 @@ def test_a_dtensor_is_filled_where_its_local_tensor_lies(tmp_path: Path, executo
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))
-        rows = DTensor.from_local(torch.zeros(8, 5).T, mesh, [TorchShard(0)])  # by way of a landing: it is strided
+        # strided, so it is read by way of a landing
+        rows = DTensor.from_local(torch.zeros(8, 5).T, mesh, [TorchShard(0)])
         stored.read([arrays.destination("w", rows)], executor)
         assert torch.equal(rows.to_local(), stored.tensors["w"][5:])
     finally:
@@ -477,7 +478,7 @@ def test_a_flipped_byte_in_any_container_is_found(tmp_path: Path, executor: Exec
 def test_a_flipped_byte_in_a_part_too_small_to_count_is_found(tmp_path: Path, executor: Executor) -> None:
     stored = store(tmp_path, {"w": fill((64, 64))}, "rows", 2)
     flip(stored.containers[1], int(stored.containers[1].index.data_offset[0]) + 5)
-    shard = live("w", Part((64, 64), (64, 8), (0, 8)), torch.zeros(64, 8))  # not the byte that is wrong
+    shard = live("w", Part((64, 64), (64, 8), (0, 8)), torch.zeros(64, 8))  # without the byte that is wrong
     with pytest.raises(CorruptError, match="'s/w'"):
         stored.read([shard], executor)
 

@@ -1,4 +1,4 @@
-"""A restore is a change in place that autograd knows of."""
+"""Autograd sees a restore as a change in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_backward_over_a_graph_from_before_a_restore_is_refused(tmp_path: Path) 
 def test_every_restored_tensor_counts_it_and_no_other(tmp_path: Path) -> None:
     tensors = {"plain": torch.ones(4), "transposed": torch.ones(4, 5).t(), "empty": torch.ones(0)}
     with torch.inference_mode():
-        tensors["of inference"] = torch.ones(4)  # has no count
+        tensors["of inference"] = torch.ones(4)  # it has no version counter
     other = torch.ones(4)
     with ds.Checkpointer(tmp_path) as ckpt:
         ckpt.snapshot([HostTensorProvider("m", tensors)], step=1).wait_committed()

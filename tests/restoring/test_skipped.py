@@ -1,4 +1,4 @@
-"""What ``strict=False`` leaves out is said, and is an error where that is everything."""
+"""``strict=False`` warns of what it leaves out, and fails where nothing fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What providers describe, as one of several ranks saves it: who writes what is shared, and what has its own record."""
+"""Collecting what providers describe on one of several ranks: who writes shared memory, and what gets a record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_what_shares_memory_is_written_by_one_rank() -> None:
 
 
 class _Last(ds.StateProvider):
-    """A rank behind the last rows of two tensors, as torch shards them: both of its parts are empty, at no address."""
+    """A rank past the last rows of two tensors, as torch shards them: both of its parts are empty, at address 0."""
 
     def shards(self) -> Sequence[Shard]:
         return [
@@ -58,7 +58,7 @@ class _Both(ds.StateProvider):
         return [*arrays, *map(object_shard, self._objects)]
 
     def serialize(self, shard: Shard) -> bytes:
-        """Anything."""
+        """Pickle the key; any value would do."""
         return dumps(shard.key)
 
 
@@ -69,7 +69,7 @@ class _Both(ds.StateProvider):
 def test_of_two_shards_none_takes_the_others_place(
     tmp_path: Path, arrays: list[str], objects: list[str], key: str
 ) -> None:
-    """Also where the arrays are those of the last time."""
+    """Also where the arrays are those of the last snapshot."""
     with ds.Checkpointer(tmp_path) as ckpt:
         ckpt.snapshot([_Both("m", arrays, ["other"])], step=1)
         with pytest.raises(ProviderError, match=key):

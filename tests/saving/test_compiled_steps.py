@@ -1,4 +1,4 @@
-"""Compiled steps: the gate holds in them, and Dynamo never looks into it."""
+"""The gate holds in compiled steps, and Dynamo never traces into it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from datastates.providers import from_stateful
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.filterwarnings("default")  # what torch says of itself while it compiles
+pytestmark = pytest.mark.filterwarnings("default")  # torch warns while it compiles
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
 HELD = 500
-"""Milliseconds for which a first write, for whose block capture waits, is held up."""
+"""Milliseconds by which the first write is delayed. Capture waits for the block of that write."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_the_gate_holds_in_compiled_steps(
             assert not torch.equal(training.model[0].weight, expected["0.weight"])
             found = ds.load(tmp_path)["model"]
             assert all(torch.equal(found[key], expected[key]) for key in expected)
-        assert snapshot.report.gate_seconds > 0  # by now nothing is compiled any more
+        assert snapshot.report.gate_seconds > 0  # the last step compiles nothing any more
 
 
 def test_what_fails_in_the_gate_fails_the_snapshot_and_not_the_step(

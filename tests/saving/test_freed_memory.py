@@ -1,4 +1,4 @@
-"""Memory that its owner gives back in place before it is captured: that snapshot fails by name, nothing else does."""
+"""Memory given back before it is captured: that snapshot fails and names a key, and nothing else fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIVEN_BACK = {
     "protected": ("libc.mprotect(ctypes.c_void_p(address), SIZE, 0)", "m/mapped"),
     "a file cut short": ("os.truncate(file, 0)", "m/file"),
 }
-"""What is done to the state after ``snapshot()``, and a key that the error must name, by what happens to the memory."""
+"""By what happens to the memory: the statement run after ``snapshot()``, and a key that the error must name."""
 
 SCRIPT = """
 import ctypes, mmap, os, sys
@@ -98,7 +98,7 @@ GONE = {
     "partly readable": "libc.mprotect(ctypes.c_void_p(address + SIZE // 2), SIZE // 2, 0)",
     "a file cut short": "os.truncate(file, 0)",
 }
-"""What is done to the memory before ``snapshot()``."""
+"""By what happens to the memory: the statement run before ``snapshot()``."""
 
 GONE_SCRIPT = """
 import ctypes, mmap, os, sys

@@ -1,4 +1,4 @@
-"""The gate: what an optimizer changes is captured before it does, and what gets past the gate is caught and named."""
+"""The gate: state is captured before an optimizer changes it, and a write that passes no gate is caught and named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from datastates.providers import HostTensorProvider, from_state_dict, from_state
 torch = pytest.importorskip("torch")
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
-"""A cache smaller than any state here: the rest is captured only when a first write is through."""
+"""A cache smaller than any state saved with it, so that capture cannot end before the first write has."""
 HELD = 500
 """Milliseconds for which the tests hold that write up."""
 
@@ -65,12 +65,12 @@ def each_backend(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def hold_capture_up(milliseconds: int = HELD) -> None:
-    """Let the first write, for whose block capture waits, take its time."""
+    """Delay the first write. Capture waits for the block of that write."""
     _native.arm_fault("write", "delay", milliseconds, 1, 1)
 
 
 class Training:
-    """A model of 4 MiB and its optimizer, some steps on."""
+    """A model of 4 MiB and its optimizer, after two steps, with gradients for the next."""
 
     def __init__(self, make: Callable[[Any], Any], seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -164,7 +164,7 @@ def test_an_optimizer_of_ones_own_waits_before_it_calls_a_closure(options: dict[
         def step(self, closure: Any = None) -> Any:
             with torch.no_grad():
                 for parameter in self.param_groups[0]["params"]:
-                    parameter.add_(1)  # as one that looks ahead does
+                    parameter.add_(1)  # as optimizers that look ahead do
             return super().step(closure)
 
     training = Training(lambda p: Own(p, lr=0.1))

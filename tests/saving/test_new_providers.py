@@ -1,4 +1,4 @@
-"""New provider objects of a state that was saved before: what is known of it is known again."""
+"""New provider objects for a state that was saved before reuse what is known of it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MAKERS: dict[str, Callable[[], StateProvider]] = {
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often what is expensive was called, by name."""
+    """Count the calls of the expensive functions, by name."""
     counted: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
@@ -107,7 +107,7 @@ def test_the_children_of_a_composite_are_not_described_again(calls: Counter[str]
 def test_another_objects_state_is_seen(tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path) as checkpointer:
         for step in range(20):
-            model = nn.Linear(5, 3)  # where the last one lay, perhaps
+            model = nn.Linear(5, 3)  # perhaps at the address of the last one
             checkpointer.snapshot([from_stateful("m", model)], step=step).wait_committed()
             assert equal(ds.load(tmp_path, step=step)["m"], model.state_dict())
             del model
@@ -173,7 +173,7 @@ def test_what_is_known_keeps_nothing_alive(tmp_path: Path) -> None:
 
 
 def test_a_negative_view_in_a_dead_tensors_place_is_seen() -> None:
-    """Of an object that is gone another one gets the id: that says nothing."""
+    """A new object may get the id of one that is gone, so an equal id proves nothing."""
     base = torch.arange(1.0, 5.0)
     for _ in range(20):
         describer = Describer()

@@ -21,7 +21,7 @@ from datastates.providers import PickledObjectProvider, from_state_dict
 
 
 class Numbered:
-    """One that copyreg knows by a number."""
+    """A class that copyreg knows by a number."""
 
 
 class Record(collections.namedtuple("Record", "a")):
@@ -33,7 +33,7 @@ def numbered() -> None:
 
 
 class Lock:
-    """One that does not pickle."""
+    """A class whose objects do not pickle."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -84,7 +84,7 @@ def test_it_is_refused_by_its_key(what: str, tmp_path: Path) -> None:
 
 
 class Zone(datetime.tzinfo):
-    """One of the user's own, made by a method of its class."""
+    """A time zone of the user's own; its pickle calls a method of the class."""
 
     @classmethod
     def make(cls) -> Zone:

@@ -1,4 +1,4 @@
-"""A snapshot of a state that was saved before looks at what has changed since, and at nothing else."""
+"""A snapshot of a state that was saved before saves what has changed; an unchanged one is not described again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers by themselves: a file with the name and the top level of whoever asks for it."""
+"""Single container files, whose name and top level the caller chooses."""
 
 from __future__ import annotations
 

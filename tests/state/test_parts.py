@@ -1,4 +1,4 @@
-"""What parts share, and whether they tile a tensor: against counting element by element."""
+"""What parts share, and whether they tile a tensor, checked by counting element by element."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from datastates.state.parts import Part
 
 
 def shape_of(random: random.Random) -> tuple[int, ...]:
-    """Up to four dimensions; seldom one of nothing."""
+    """A shape of up to four dimensions, few of them of length 0."""
     return tuple(random.choice((0, *range(1, 7), *range(1, 7))) for _ in range(random.randint(0, 4)))
 
 
@@ -139,13 +139,13 @@ Held = tuple[str, str, Part]
 
 
 def holds(held: list[Held]) -> bool:
-    """Whether what all ranks hold passes: no claim twice, and the covers add up to nothing."""
+    """Whether the parts of all ranks pass: no claim occurs twice, and the covers add up to 0 modulo ``PRIME``."""
     claims = [c for key, _, part in held if (c := tiling_proof.claim(key, part)) is not None]
     return len(set(claims)) == len(claims) and sum(tiling_proof.cover(*h) for h in held) % PRIME == 0
 
 
 def tiling(random: random.Random, shape: tuple[int, ...]) -> list[Part]:
-    """A tensor cut at random: flat, or as boxes that are halved again and again, which gives more than grids."""
+    """A tensor cut at random: into flat ranges, or into boxes by repeated splits, which need not form a grid."""
     if random.random() < 0.5:
         n = math.prod(shape)
         cuts = [0, *sorted(random.randint(0, n) for _ in range(random.randint(0, 5))), n]
@@ -182,14 +182,14 @@ def test_exact_tilings_add_up_to_nothing() -> None:
         held = state(chance)
         assert holds(held)
         key, dtype, part = chance.choice(held)
-        # a rank that leaves its replica to another, or gets nothing of an uneven split
+        # empty parts, of a rank that leaves its replica to another or gets nothing of an uneven split
         if part.shape:
             nothing = Part(part.global_shape, (0, *part.shape[1:]), part.offset, part.flat and (part.flat[0],) * 2)
             assert holds([*held, *[(key, dtype, nothing)] * 2])
 
 
 def moved(part: Part) -> Part | None:
-    """The same shape of part elsewhere: as much too much as is missing."""
+    """The part moved by one: it overlaps as much as it leaves out. None where it cannot be moved."""
     if part.flat is not None:
         a, b = part.flat
         n = math.prod(part.global_shape)
@@ -224,11 +224,11 @@ def test_what_is_no_tiling_shows(spoil: str) -> None:
         i = chance.randrange(len(held))
         key, _, part = held[i]
         others = sum(h[0] == key and h[2].numel > 0 for h in held) - 1
-        # without its only part, or with that renamed, a tensor is another state and no fault
+        # where it is the tensor's only part, what is left is another valid state
         if part.numel == 0 or (spoil in ("a gap", "another dtype", "another shape", "another key") and not others):
             continue
         if spoil == "another shape" and part.flat is None:
-            continue  # a box of another number of dimensions is refused with the index
+            continue  # the index refuses a box of another number of dimensions
         assert not holds(held[:i] + SPOILS[spoil](held[i]) + held[i + 1 :])
         seen += 1
     assert seen > 100
@@ -265,7 +265,7 @@ def test_boxes_and_flat_ranges_do_not_make_up_for_each_other() -> None:
 def test_every_whole_of_two_ranks_shows() -> None:
     assert not holds([("k", "int8", Part.whole(()))] * 2)
     assert not holds([("k", "int8", Part.whole((3,))), ("k", "int16", Part.whole((3,)))])
-    assert holds([("k", "int8", Part.whole((0, 3)))] * 2)  # nothing, twice, is nothing
+    assert holds([("k", "int8", Part.whole((0, 3)))] * 2)  # an empty tensor may be held twice
 
 
 # --- cost

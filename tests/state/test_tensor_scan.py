@@ -1,4 +1,4 @@
-"""Tensors that are looked at all at once are described, saved and restored as those that are looked at one by one."""
+"""Tensors scanned all at once are described, saved and restored like tensors that are looked at one by one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TENSORS = {
 
 @pytest.fixture(params=["at once", "one by one"])
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways: what cannot be looked at all at once is looked at one by one."""
+    """Run a test both ways: with the scan, and with a scan that leaves all tensors to be looked at one by one."""
     if request.param == "one by one":
         monkeypatch.setattr(tensor_scan, "layout", lambda values: None)
     return str(request.param)
@@ -60,7 +60,7 @@ def test_a_layout_is_what_torch_says() -> None:
 def test_every_element_type_is_told_from_every_other(dtype: str) -> None:
     seen = tensor_scan.layout([torch.empty(2, dtype=getattr(torch, dtype))])
     if "complex" in dtype or dtype.startswith("bits"):
-        assert seen is None  # may be conjugated; cannot be exchanged
+        assert seen is None  # complex tensors may be conjugated; bits types cannot be exchanged
     else:
         assert seen is not None
         assert dtypes.ALL[int(seen.dtype[0])].name == dtype

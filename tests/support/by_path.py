@@ -1,4 +1,4 @@
-"""Modules that are no part of a package, by their files."""
+"""Loads modules that are no part of a package, by their files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def module_at(path: Path) -> ModuleType:
-    """The module of a file, run anew; no other one gets its name."""
+    """Run a file as a new module, named after its folder and the file."""
     name = f"{path.parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

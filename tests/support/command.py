@@ -1,4 +1,4 @@
-"""The command, called in this process."""
+"""The ``datastates`` command, called in this process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from datastates.cli import commands
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Its exit status, and what it printed."""
+    """Call the command; returns its exit status and what it printed."""
     status = commands.main([str(a) for a in arguments])
     return status, capsys.readouterr().out
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
-    """The same with ``--json``, read."""
+    """Call the command with ``--json``; returns its exit status and the decoded output."""
     status, output = run(capsys, *arguments, "--json")
     return status, json.loads(output)

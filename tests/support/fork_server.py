@@ -1,8 +1,8 @@
-"""Python processes that start at once: each is forked from one that has imported what takes seconds to import.
+"""Python processes that start fast: each is forked from a server that has imported the slow modules.
 
-As a script, ``fork_server.py MODULE…`` imports the modules, and serves the socket that is its standard input until
-that is closed. It imports nothing of ``datastates``, runs no thread, and opens no file: a process forked from it is as
-good as a new one, except for its hash seed, which all of them share.
+As a script, ``fork_server.py MODULE…`` imports the modules, and serves the socket on its standard input until that is
+closed. It does not import ``datastates`` itself, runs no thread, and opens no file. A process forked from it is
+therefore as good as a new one, except that all of them share one hash seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 REQUEST_BYTES = 128 << 10
-# what Python, the loader and OpenMP read as a process begins
+# prefixes of the variables that Python, the loader and OpenMP read when a process starts
 READ_AT_START = ("PYTHON", "LD_", "OMP_")
 
 
@@ -59,7 +59,7 @@ class Forked:
 
 
 class ForkServer:
-    """The parent of processes that have ``modules`` imported; these read ``variables`` as they are imported."""
+    """The parent of processes that have ``modules`` imported. It imports them with ``variables`` in its environment."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         self._environment = {**os.environ, **variables}
@@ -70,7 +70,7 @@ class ForkServer:
             )
 
     def serves(self, environment: Mapping[str, str]) -> bool:
-        """Whether a process with these variables may be forked: what is read at the start is the server's."""
+        """Whether a process with these variables may be forked: those read at the start must be the server's."""
         keys = {k for k in [*environment, *self._environment] if k.startswith(READ_AT_START)}
         return all(environment.get(k) == self._environment.get(k) for k in keys)
 
@@ -85,13 +85,13 @@ class ForkServer:
             return Forked(ours, args)
 
     def close(self) -> None:
-        """End the server, not what it has started."""
+        """End the server, but not the processes that it has started."""
         self._requests.close()
         self._process.wait()
 
 
 class Request:
-    """What a child is to be: a session, files, variables and arguments."""
+    """A request for a child: its files, folder, variables and arguments."""
 
     def __init__(self, content: bytes, descriptors: Sequence[int]) -> None:
         self.fields: dict[str, Any] = json.loads(content)
@@ -103,7 +103,7 @@ class Request:
             os.close(descriptor)
 
     def become(self) -> None:
-        """Have all that from now on."""
+        """Turn this process into the child that is requested, in a session of its own."""
         os.setsid()
         null = os.open(os.devnull, os.O_RDONLY)
         for at, descriptor in enumerate([null, *self.files]):
@@ -113,18 +113,18 @@ class Request:
         os.environ.clear()
         os.environ.update(self.fields["environment"])
         sys.argv[:] = self.fields["args"]
-        if not getattr(sys.flags, "safe_path", False):  # then there is no folder of a script in it
+        if not getattr(sys.flags, "safe_path", False):  # with it, sys.path has no folder of a script
             sys.path[0] = str(Path(sys.argv[0]).parent)
 
 
 def serve() -> Request | None:
-    """Fork until standard input ends; gives None then, and in each child what it is to be."""
+    """Fork a child for each request until standard input ends; returns None then, and in each child its request."""
     running: dict[int, socket.socket] = {}
     waker, woken = socket.socketpair()
     waker.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno())
-    requests = socket.socket(fileno=os.dup(0))  # a child puts something else in the place of standard input itself
+    requests = socket.socket(fileno=os.dup(0))  # a child replaces its standard input
     with requests, waker, woken, selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)
@@ -149,7 +149,7 @@ def serve() -> Request | None:
 
 
 def _reap(running: dict[int, socket.socket]) -> None:
-    """Tell how the children that have ended did so."""
+    """Send the exit statuses of the children that have ended."""
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:

@@ -108,7 +108,7 @@ def of_state_dict(state: Any) -> Checkpoint:
 
 
 class InMemory(Saved):
-    """One rank's sight of such a checkpoint."""
+    """One rank's view of a ``Checkpoint``."""
 
     strict = True
 

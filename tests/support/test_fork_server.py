@@ -1,4 +1,4 @@
-"""A process of the fork server is as one that Python has started: its files, its arguments, how it ends."""
+"""A process of the fork server is like one that Python has started: its files, arguments and exit status."""
 
 from __future__ import annotations
 
