@@ -9,7 +9,8 @@ from datastates._base.loaded import loaded
 from datastates.container.pickle_policy import is_generator
 from datastates.errors import ProviderError
 from datastates.providers.nested.pairing import add, pair
-from datastates.providers.nested.tree import TreeProvider, is_inner
+from datastates.providers.nested.taken_apart import is_inner
+from datastates.providers.nested.tree import TreeProvider
 from datastates.providers.optimizer.state_dict_tree import (
     fresh,
     group_differences,

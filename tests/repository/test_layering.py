@@ -45,7 +45,6 @@ LONG = {
     "native/bindings/plain_pickle.cpp": "one table of opcodes",
     "native/src/read/reader.cpp": "reads ahead and reads at once share their queue",
     "native/src/write/write_state.cpp": "one state under one lock",
-    "providers/nested/tree.py": "taking nested values apart is the mirror of putting them together",
 }
 LEVEL = {name: level for level, line in enumerate(ORDER) for name in line}
 

@@ -1,0 +1,353 @@
+"""Nested values taken apart: into arrays, and a frozen copy of the rest that refers to them."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from datastates._base.loaded import loaded
+from datastates.container.pickle_policy import is_generator
+from datastates.container.pickle_reader import needs_trust
+from datastates.container.pickle_writer import PROTOCOL, dumps
+from datastates.errors import ProviderError
+from datastates.providers.nested.freezing import freeze, thaw, vet
+from datastates.providers.nested.skeleton import Skeleton, attributes_of, is_plain_key
+from datastates.state import arrays, dressed, dtensors
+from datastates.state.depth import DEEPEST, deeper
+from datastates.state.keys import join
+from datastates.state.repeated import Describer
+from datastates.state.shards import ArrayLeaf, Shard, StoredArray
+
+_log = logging.getLogger("datastates")
+_told: set[tuple[str, str]] = set()
+"""Provider and class of everything whose need of trust was logged: that is logged once in a process."""
+
+Lazy = Callable[[str, object], bool]
+"""Given an array and its key, whether the array stays unchanged until the snapshot is captured."""
+
+_INNER = "~5"
+"""Prefix of the keys of arrays inside objects of other classes; no path component begins with it."""
+
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
+
+
+class _Opaque:
+    """Stands in a frozen tree for an object that was copied by pickling it, by its number among those."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@dataclass(eq=False)
+class Call:
+    """Stands in a frozen tree for an object that a function call makes; it pickles as that call."""
+
+    function: Any
+    arguments: Any
+    state: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.arguments, self.state
+
+
+@dataclass
+class Tree:
+    """A value split into its arrays, as shards, and a frozen copy of the rest.
+
+    Attributes:
+        shards: The arrays.
+        root: The copied containers, with an :class:`~datastates.state.shards.ArrayLeaf` for each array.
+        name: The provider's name, for messages.
+    """
+
+    shards: Sequence[Shard] = ()
+    root: object = None
+    name: str = ""
+    _opaque: bytes = b""
+
+    def thaws(self) -> bool:
+        """Whether the copied objects can be built with leaves in place of the tensors in them."""
+        try:
+            self._thaw()
+        except Exception:  # the objects' own code may raise anything
+            return False
+        return True
+
+    def _thaw(self) -> list[object]:
+        return thaw(self._opaque) if self._opaque else []
+
+    def encode(self, locate: Callable[[ArrayLeaf], StoredArray]) -> bytes:
+        """Serialize the frozen copy, independently of live state."""
+        names: set[str] = set()
+        with deeper():
+            data = dumps(_fill(self.root, self._thaw(), {}), locate, names)
+        needed = [name for name in needs_trust(names) if (self.name, name) not in _told]
+        if needed:
+            _told.update((self.name, name) for name in needed)
+            _log.warning("%r is saved with objects that are read back with trust=%s only", self.name, needed)
+        return data
+
+
+@dataclass
+class PlainTree:
+    """A value of arrays and plain values in known containers, split.
+
+    Attributes:
+        skeleton: The containers.
+        requires_grad, parameter: For each array, those fields of its :class:`~datastates.state.shards.ArrayLeaf`.
+        plain: The plain values.
+        attributes: For each array, its Python attributes; None if no array has any.
+        tied: For each array that is the same object as an earlier one: its number, and that of the first.
+    """
+
+    skeleton: Skeleton
+    requires_grad: Sequence[bool]
+    parameter: Sequence[bool]
+    plain: Sequence[object]
+    attributes: Sequence[dict[str, Any]] | None = None
+    tied: Sequence[tuple[int, int]] = ()
+
+    def encode(self, locate: Callable[[ArrayLeaf], StoredArray]) -> bytes:
+        """Serialize everything but the arrays, independently of live state."""
+        leaves = list(map(ArrayLeaf, self.skeleton.keys, self.requires_grad, self.parameter))
+        for leaf, attributes in zip(leaves, self.attributes or (), strict=False):
+            leaf.attributes = attributes
+        for again, first in self.tied:
+            leaves[again] = leaves[first]
+        with deeper():
+            return dumps(self.skeleton.clothe(leaves, self.plain), locate)
+
+
+def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: bool = False) -> Tree:
+    """Walk nested dicts, lists and tuples: arrays become shards, everything else is copied now.
+
+    The copy has the same shared and cyclic containers as the value. Objects of other classes are copied by pickling
+    them. Torch tensors inside those become shards, too, and are never lazy.
+
+    Args:
+        value: The value.
+        lazy: Whether an array stays unchanged until the snapshot is captured.
+        describer: Describes the arrays.
+        detached: Store parameters as plain tensors, as ``state_dict()`` returns them.
+
+    Raises:
+        ProviderError: An object does not pickle, or a container is nested too deep; the message names its key.
+    """
+    walk = _Walk(lazy, detached)
+    tree = Tree(root=walk.copy(value, ""))
+    if walk.opaque:
+        plain = len(walk.found)
+        tree._opaque = freeze(walk.opaque, walk.opaque_keys, walk.inner)
+        if len(walk.found) > plain and not tree.thaws():
+            # their own code needs real tensors: pickle the tensors with them
+            del walk.found[plain:]
+            tree._opaque = freeze(walk.opaque, walk.opaque_keys, lambda _: None)
+        if not tree.thaws():
+            raise ProviderError(f"{', '.join(map(repr, walk.opaque_keys))}: what they pickle cannot be read back")
+    keys, values, lazies = ([row[i] for row in walk.found] for i in range(3))
+    tree.shards = describer.describe(keys, values, lazies)
+    return tree
+
+
+class _Walk:
+    """One walk through a nested value, which copies its containers.
+
+    Attributes:
+        found: The arrays: key, array, and whether it is lazy.
+        opaque, opaque_keys: The objects of other classes, and the keys that messages name them by.
+    """
+
+    def __init__(self, lazy: Lazy, detached: bool) -> None:
+        self.found: list[tuple[str, Any, bool]] = []
+        self.opaque: list[object] = []
+        self.opaque_keys: list[str] = []
+        self._lazy = lazy
+        self._detached = detached
+        self._outer: dict[str, str] = {}  # by the key of an array inside an object: the object's key
+        self._depth = 0
+        self._copies: dict[int, object] = {}
+        self._leaves: dict[int, ArrayLeaf] = {}
+        self._made: list[object] = []  # keeps temporary objects alive: a freed object's id may be used again
+        self._open_tuples: set[int] = set()
+
+    def copy(self, item: Any, key: str) -> object:
+        """The frozen copy of a value; ProviderError if it is nested too deep."""
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise ProviderError(f"{self._shown(key)[:80]!r}... is nested more than {DEEPEST} levels deep")
+        copy = self._copy(item, key)
+        self._depth -= 1
+        return copy
+
+    def inner(self, item: object) -> ArrayLeaf | None:
+        """The leaf for an array inside an object that is pickled; None for what is no torch tensor."""
+        if arrays.kind_of(item) != "torch":
+            return None
+        if dtensors.is_dtensor(item):  # it would come back as a plain tensor
+            raise ProviderError("it holds a DTensor: keep DTensors in plain dicts, lists and tuples")
+        made = self._leaf(f"{_INNER}{len(self.found)}", item, False)
+        made.attributes = None if self._detached else next(iter(dressed.attributes_of([item]) or ()), None)
+        return made
+
+    def _copy(self, item: Any, key: str) -> object:
+        if type(item) in _IMMUTABLE:
+            return item
+        if id(item) in self._copies:
+            return self._copies[id(item)]
+        if arrays.kind_of(item) is not None:
+            return self._array(item, key)
+        if type(item) in (dict, OrderedDict):
+            return self._mapping(item, key)
+        if type(item) is list:
+            sequence: list[object] = []
+            self._copies[id(item)] = sequence
+            sequence.extend(self.copy(v, join(key, i)) for i, v in enumerate(item))
+            return sequence
+        if _is_tuple(item) and id(item) not in self._open_tuples:
+            return self._tuple(item, key)
+        if is_plain(item):
+            return item
+        if dressed.is_tensor(item):  # sparse, meta and the like
+            return self._odd_tensor(item, key)
+        if is_generator(item):  # its state is an array
+            return self._call(item, item.__reduce__(), self._inside(key))
+        self.opaque.append(item)
+        self.opaque_keys.append(self._shown(key))
+        return _Opaque(len(self.opaque) - 1)
+
+    def _array(self, item: Any, key: str) -> ArrayLeaf:
+        if not self._detached and (beside := dressed.attributes_of([item])):
+            return self._dressed(key, item, None, *beside)
+        found = self._leaf(key, item, self._lazy(key, item))
+        is_apart = found.parameter or found.requires_grad
+        return self._leaves.setdefault(id(item), found) if is_apart else found
+
+    def _mapping(self, item: dict[Any, Any], key: str) -> dict[Any, object]:
+        mapping = self._copies[id(item)] = type(item)()
+        for k, v in item.items():
+            mapping[k] = self.copy(v, self._key_of(key, k))
+        if attributes := attributes_of(item):
+            inner_key = self._inside(key)
+            vars(mapping).update((k, self.copy(v, join(inner_key, k))) for k, v in attributes.items())
+        return mapping
+
+    def _tuple(self, item: Any, key: str) -> object:
+        if type(item) is not tuple:
+            vet(self._shown(key), type(item))
+        self._open_tuples.add(id(item))
+        parts = [self.copy(v, join(key, i)) for i, v in enumerate(item)]
+        self._open_tuples.remove(id(item))
+        return tuple.__new__(type(item), parts)
+
+    def _odd_tensor(self, item: Any, key: str) -> object:
+        """A tensor that cannot be stored as its memory: ``__reduce_ex__`` gives the plain tensors inside it."""
+        if dressed.is_uninitialized(item):
+            raise ProviderError(f"{self._shown(key)!r} is uninitialized: call the lazy module once before it is saved")
+        inner_key = self._inside(key)
+        parts = item.__reduce_ex__(PROTOCOL)[:2]
+        memory = dressed.memory(parts)
+        if memory is None:
+            return self._call(item, parts, inner_key)
+        self._made.append(parts)
+        leaf = self._copies[id(item)] = self._dressed(inner_key, memory, parts[1][1], parts[1][3])
+        return leaf
+
+    def _call(self, item: object, parts: tuple[Any, ...], inner_key: str) -> Call:
+        """An object as the function call that makes it."""
+        self._made.append(parts)
+        call = Call(*(self.copy(part, join(inner_key, i)) for i, part in enumerate(parts)))
+        self._copies[id(item)] = call
+        return call
+
+    def _dressed(self, key: str, array: Any, kind: Any, attributes: Any) -> ArrayLeaf:
+        """An array of a subclass, or with attributes."""
+        made = self._copies[id(array)] = self._leaf(key, array, kind is None and self._lazy(key, array))
+        inner_key = self._inside(key)
+        made.kind, made.attributes = self.copy(kind, inner_key), self.copy(attributes, inner_key)
+        return made
+
+    def _leaf(self, key: str, array: Any, is_lazy: bool) -> ArrayLeaf:
+        self.found.append((key, array, is_lazy))
+        if self._detached:
+            return ArrayLeaf(key)
+        return ArrayLeaf(key, bool(getattr(array, "requires_grad", False)), arrays.is_parameter(array))
+
+    def _inside(self, key: str) -> str:
+        inner_key = f"{_INNER}{len(self.found)}"
+        self._outer[inner_key] = key
+        return inner_key
+
+    def _shown(self, key: str) -> str:
+        """A key as messages show it."""
+        head, slash, rest = key.partition("/")
+        return f"{self._shown(self._outer[head])}{slash}{rest}" if head in self._outer else key
+
+    def _key_of(self, key: str, k: object) -> str:
+        if not is_plain_key(k):
+            vet(self._shown(key), {k: None})
+        try:
+            return join(key, k)
+        except ValueError as error:  # an integer with too many digits
+            raise ProviderError(f"{self._shown(key)!r} has a key without a name: {error}") from error
+
+
+def tied(values: Sequence[object], apart: Sequence[bool]) -> list[tuple[int, int]]:
+    """Numbers of objects that occurred before, each with the number of the first occurrence.
+
+    Only those marked ``apart`` are compared: parameters and tensors that require gradients. Others only share memory.
+    """
+    numbers = [i for i, is_apart in enumerate(apart) if is_apart]
+    first: dict[int, int] = {}
+    found = ((i, first.setdefault(id(values[i]), i)) for i in numbers)
+    return [(i, number) for i, number in found if i != number]
+
+
+def _is_tuple(item: object) -> bool:
+    return type(item) is tuple or (isinstance(item, tuple) and hasattr(item, "_fields"))
+
+
+def is_plain(item: object) -> bool:
+    """Whether a value is immutable and no container, so that it needs no copy."""
+    if type(item) in _IMMUTABLE:
+        return True
+    torch = loaded("torch")
+    if torch is not None and isinstance(item, (torch.Size, torch.dtype, torch.device, torch.layout)):
+        return True
+    return isinstance(item, np.generic) and not isinstance(item, (np.object_, np.void))
+
+
+def _fill(item: Any, objects: list[object], seen: dict[int, object]) -> object:
+    """Put the copied objects in the place of their stand-ins; containers keep their identity."""
+    if type(item) is _Opaque:
+        return objects[item.number]
+    if id(item) in seen:
+        return seen[id(item)]
+    if type(item) in (dict, OrderedDict):
+        seen[id(item)] = item
+        for k, v in item.items():
+            item[k] = _fill(v, objects, seen)
+        for k, v in attributes_of(item).items():
+            setattr(item, k, _fill(v, objects, seen))
+    elif type(item) is list:
+        seen[id(item)] = item
+        item[:] = [_fill(v, objects, seen) for v in item]
+    elif _is_tuple(item):
+        return tuple.__new__(type(item), [_fill(v, objects, seen) for v in item])
+    elif type(item) is ArrayLeaf:
+        seen[id(item)] = item
+        item.kind, item.attributes = _fill(item.kind, objects, seen), _fill(item.attributes, objects, seen)
+    elif type(item) is Call:
+        seen[id(item)] = item
+        parts = (item.function, item.arguments, item.state)
+        item.function, item.arguments, item.state = (_fill(part, objects, seen) for part in parts)
+    return item
+
+
+def is_inner(key: str) -> bool:
+    """Whether a key belongs to an array inside an object of another class."""
+    return key.startswith(_INNER)
