@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from datastates import _native
+from datastates._base import faults
 from datastates.commit.ending import FileEnding
 from datastates.config import IoSettings
 from datastates.executor.make import make_executor
@@ -54,6 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def outside_the_sources(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Work in an empty directory: Python with -c or -m imports from the working directory first."""
     os.chdir(tmp_path_factory.mktemp("work"))
+
+
+@pytest.fixture(autouse=True)
+def no_faults_left() -> Iterator[None]:
+    """What a test arms does not outlive it."""
+    yield
+    _native.clear_faults()
+    faults.clear()
 
 
 WriteFile = Callable[..., Snapshot]

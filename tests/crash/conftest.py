@@ -17,7 +17,6 @@ from by_path import module_at
 
 import datastates as ds
 from datastates import _native
-from datastates._base import faults
 from datastates.cli.verify import verify_container
 from datastates.commit import directories, retention
 from datastates.restoring.stored import open_checkpoint
@@ -28,13 +27,6 @@ LOOP = HERE / "training_loop.py"
 sys.path.insert(0, str(HERE))  # what these tests share
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    yield
-    faults.clear()
-    _native.clear_faults()
 
 
 @pytest.fixture(params=["io_uring", "pwrite"])

@@ -35,7 +35,9 @@ def test_every_restored_tensor_counts_it_and_no_other(tmp_path: Path) -> None:
         tensors["of inference"] = torch.ones(4)  # it has no version counter
     other = torch.ones(4)
     with ds.Checkpointer(tmp_path) as ckpt:
-        ckpt.snapshot([HostTensorProvider("m", tensors)], step=1).wait_committed()
+        ckpt.snapshot(
+            [HostTensorProvider("m", tensors), HostTensorProvider("n", {"other": other})], step=1
+        ).wait_committed()
         before = {key: t._version for key, t in tensors.items() if not t.is_inference()}
         ckpt.restore([HostTensorProvider("m", tensors)])
     assert all(tensors[key]._version > version for key, version in before.items())

@@ -6,7 +6,7 @@ import copy
 import errno
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "SGD plain": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False, fused=False),
 }
-
-
-@pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    yield
-    _native.clear_faults()
 
 
 @pytest.fixture
@@ -391,8 +385,7 @@ def test_the_gate_waits_for_capture_and_not_for_storage(options: dict[str, Any],
         snapshot = ckpt.snapshot(training.providers(), step=1)
         training.optimizer.step()
         ckpt.gate()
-        assert snapshot.captured or not snapshot.persisted
-        assert not snapshot.committed
+        assert not snapshot.persisted
 
 
 def test_a_gradient_change_is_no_tear(options: dict[str, Any], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ import pytest
 from by_path import module_at
 
 from datastates import _native
-from datastates._base import faults
 from datastates.commit import manifest, retention
 from datastates.errors import SettingsError, StorageError
 
@@ -32,13 +31,6 @@ HELD = 2000
 @pytest.fixture(scope="module")
 def training() -> ModuleType:
     return module_at(HERE / "training.py")
-
-
-@pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    yield
-    _native.clear_faults()
-    faults.clear()
 
 
 @pytest.fixture(scope="module")
