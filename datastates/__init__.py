@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The engine that DeepSpeed asks for by its entry ``datastates_ckpt``; nothing of DeepSpeed is imported before."""
+    """Import ``CheckpointEngine``, DeepSpeed's ``datastates_ckpt`` engine, when it is accessed: it needs DeepSpeed."""
     if name == "CheckpointEngine":
         from datastates.adapters.deepspeed import CheckpointEngine
 

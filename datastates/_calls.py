@@ -1,4 +1,4 @@
-"""What all public calls share: their arguments checked, and the ranks that they meet."""
+"""Shared parts of the public calls: they check arguments and open the world of ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def open_world(settings: RankSettings, directory: Path) -> World:
 
 
 def world_beside(path: Path) -> Path:
-    """Where ranks that restore meet: beside a checkpoint, never in it."""
+    """The directory where ranks meet to restore from ``path``: beside a checkpoint, never in it."""
     return path if path.is_dir() and not (path / manifest.FILE).exists() else path.parent
 
 
 def checked_step(step: Any) -> int:
-    """A step from any integer, NumPy's too; TypeError or ValueError otherwise."""
+    """A step from any integer, also one of NumPy; raises TypeError or ValueError for anything else."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise TypeError(f"step: must be an integer, got {step!r:.40} ({type(step).__name__})")
     number = operator.index(step)
@@ -40,7 +40,7 @@ def checked_step(step: Any) -> int:
 
 
 def meeting_of(world: World, name: str, timeout: float, attempt: int) -> Meeting:
-    """Of the ranks that restore, at one of its attempts."""
+    """The meeting for one attempt of a restore; attempts count from 0."""
     return Meeting(world, f"{name}/again/{attempt}" if attempt else name, timeout)
 
 
@@ -52,7 +52,7 @@ def wished(
     fallback: bool,
     strict: bool,
 ) -> int | None:
-    """The step that is wanted; what is impossible is raised once the other ranks know of it."""
+    """The step that is wanted. Errors in the arguments are raised once the other ranks know of them."""
     try:
         check_order(providers)
         wish = None if step is None else checked_step(step)
@@ -63,7 +63,7 @@ def wished(
 
 
 def check_order(providers: Sequence[StateProvider]) -> None:
-    """Refuse a path where providers belong."""
+    """Raise TypeError for a path in the place of providers."""
     if isinstance(providers, (str, bytes, os.PathLike)):
         raise TypeError(f"providers: got the path {providers!r:.80}; providers come first, then the path")
 
@@ -80,9 +80,27 @@ def restore_by(
     strict: bool,
     **how: Any,
 ) -> Restored | None:
-    """What both ways to restore share. ``wait`` is called once the state may change, before anything is looked for."""
+    """Restore; the common part of :func:`datastates.restore` and :meth:`datastates.Checkpointer.restore`.
+
+    Args:
+        directory: A checkpoint directory, or a directory of them.
+        providers: What to restore.
+        meetings: Returns the meeting of the n-th attempt, from 0.
+        executor: Returns the executor to use, given the number of bytes that will be read.
+        wait: Called when the state may change, before a checkpoint is chosen.
+        step: The step as the user gave it.
+        fallback: As for :meth:`datastates.Checkpointer.restore`.
+        strict: As for :meth:`datastates.Checkpointer.restore`.
+        **how: Other arguments of :class:`~datastates.restoring.restore.Restore`.
+
+    Returns:
+        The result; None if there is no checkpoint at all.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint of that step.
+    """
     wish = wished(meetings, providers, step, fallback=fallback, strict=strict)
-    gate.pass_all()  # restoring changes the state, too
+    gate.pass_all()  # a restore changes the state, so it waits for captures like any update
     wait()
     restored = restore_newest(
         providers,

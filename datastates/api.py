@@ -1,4 +1,4 @@
-"""Calls without a :class:`Checkpointer`: :func:`snapshot`, :func:`restore`, :func:`load` and :func:`open`."""
+"""Functions that need no :class:`Checkpointer`: :func:`snapshot`, :func:`restore`, :func:`load` and :func:`open`."""
 
 from __future__ import annotations
 
@@ -42,20 +42,30 @@ def snapshot(
     auto_gate: bool = True,
     **options: Unpack[RankOptions],
 ) -> Snapshot:
-    """Write one checkpoint directory at ``path``, which must not exist, without a :class:`Checkpointer`.
+    """Write one checkpoint directory at ``path``, without a :class:`Checkpointer`. All ranks call it together.
 
-    Returns at once, as :meth:`Checkpointer.snapshot` does; the interpreter's exit waits for the commit.
+    It returns when everything that is not lazy has been copied, as :meth:`Checkpointer.snapshot` does. The exit of the
+    interpreter waits for the commit. Before other code than a torch optimizer updates lazy state, wait with
+    :meth:`Snapshot.wait_captured`.
 
     Args:
-        providers: What makes the state.
-        path: The directory that appears once the checkpoint is committed.
-        step: A number to store with it.
+        providers: The state, one provider for each piece of it. Their names must differ.
+        path: The directory, which must not exist. It appears when the checkpoint is committed.
+        step: The number to store with the checkpoint, from 0 to 10**18 - 1.
         auto_gate: Let every torch optimizer's ``step()`` wait for capture.
-        **options: Fields of :class:`~datastates.config.IoSettings`.
+        **options: Fields of :class:`~datastates.config.RankSettings`.
+
+    Returns:
+        The snapshot. Failures of storage, of devices or of other ranks make it fail, and are not raised here.
 
     Raises:
-        FileExistsError: There is something at ``path``.
-        SettingsError, ProviderError: As for :class:`Checkpointer`.
+        FileExistsError: ``path`` exists. With several ranks it is a CommitError.
+        SettingsError: An option is unknown or impossible.
+        ProviderError: A provider describes its state wrongly, or an object does not pickle.
+        TypeError, ValueError: Another argument is impossible.
+        CommitError: Another rank failed before it began to save, or the ranks gave different paths.
+        RanksMissingError: Some ranks did not call it within ``rank_timeout`` seconds.
+        StorageError: The directory around ``path`` cannot be listed, or cleaned of what interrupted runs left.
     """
     name = "snapshot"
     with telling(lambda: paths.local(path).parent, options, partial(refuse_to_meet, name)):
@@ -91,20 +101,25 @@ def restore(
     fallback: bool = False,
     **options: Unpack[RankOptions],
 ) -> Restored:
-    """Restore one checkpoint in place: the mirror of :func:`snapshot`; all ranks call it together.
+    """Restore one checkpoint in place, without a :class:`Checkpointer`. All ranks call it together.
 
     Args:
-        providers: What to restore.
+        providers: What to restore, as for :meth:`Checkpointer.restore`.
         path: A checkpoint directory, or a directory of them.
-        step: Which of them; None for the newest.
-        strict: As for :meth:`Checkpointer.restore`, as are the errors.
+        step: The step of the checkpoint; None for the newest.
+        strict: As for :meth:`Checkpointer.restore`.
         trust: As for :meth:`Checkpointer.restore`.
         verify: As for :meth:`Checkpointer.restore`.
         fallback: As for :meth:`Checkpointer.restore`.
         **options: Fields of :class:`~datastates.config.RankSettings`.
 
+    Returns:
+        What was restored, and from which step.
+
     Raises:
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
+        SettingsError: An option is unknown or impossible.
+        DatastatesError: The other errors are those of :meth:`Checkpointer.restore`.
     """
     name = "restore"
     with telling(lambda: _calls.world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
@@ -130,18 +145,31 @@ def restore(
 
 
 def load(path: PathLike, *, step: int | None = None, trust: Trust = (), **options: Unpack[IoOptions]) -> dict[str, Any]:
-    """Read a checkpoint as nested host arrays and objects, with no providers: ``{provider name: value}``.
+    """Read a whole checkpoint as nested host arrays and objects, without providers. Everything read is verified.
+
+    Parts that several ranks saved are put together into whole tensors. Of other values that several ranks saved under
+    one key, that of the lowest rank is returned. Each process reads by itself: no other rank takes part.
+
+    If the newest checkpoint of a directory is damaged, the message of the error names an older one that looks whole.
 
     Args:
         path: A checkpoint directory, a directory of them, or one container file.
-        step: Which of a directory of them, None for the newest; otherwise the step that it must be.
+        step: In a directory of checkpoints, the step to read; None reads the newest. For a single checkpoint or file,
+            the step that it must have; None accepts any.
         trust: As for :meth:`Checkpointer.restore`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
+    Returns:
+        The value of each provider, by the name that it is stored under. An array that came from torch is a torch tensor
+        if torch is installed. All others are NumPy arrays.
+
     Raises:
         TrustError: An object needs a class that is not trusted.
-        CorruptError, FormatError: A file is damaged or missing; the message names an older checkpoint that looks whole.
+        CorruptError: A tensor or object does not match its checksum; the message names it.
+        FormatError: A file is damaged, or is no container.
+        StorageError: A file is missing or cannot be read.
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
+        SettingsError: An option is unknown or impossible.
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
     settings = IoSettings.of(options)
@@ -151,7 +179,10 @@ def load(path: PathLike, *, step: int | None = None, trust: Trust = (), **option
 
 @contextlib.contextmanager
 def _kept(path: PathLike, step: int | None) -> Iterator[Path]:
-    """What a path means, kept from deletion; an error that says that it is damaged names one that looks whole."""
+    """The checkpoint or file that a path means, protected from deletion.
+
+    If the newest checkpoint of a directory is damaged, the error names an older one that looks whole.
+    """
     given, wish = paths.local(path), None if step is None else _calls.checked_step(step)
     with directories.kept(given, wish) as found:
         if wish is not None and found.is_file() and (saved := Stored.of_file(found).head.step) != wish:
@@ -165,22 +196,28 @@ def _kept(path: PathLike, step: int | None) -> Iterator[Path]:
 
 
 def open(path: PathLike, *, step: int | None = None, **options: Unpack[IoOptions]) -> Checkpoint:
-    """Open a checkpoint to read single arrays: a mapping of full keys to host arrays, each read when it is asked for.
+    """Open a checkpoint to read single arrays: a mapping of full keys to host arrays, each read when it is accessed.
 
-    Retention does not delete the checkpoint before it is closed. What several ranks saved is opened rank by rank, as it
-    is needed.
+    Retention does not delete a checkpoint directory while it is open. The containers of several ranks are opened when
+    they are needed. Each process reads by itself: no other rank takes part.
 
     Args:
         path: As for :func:`load`.
         step: As for :func:`load`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
+    Returns:
+        The mapping; close it, or use it in a ``with`` block.
+
     Raises:
-        FormatError: The file is damaged; the message names an older checkpoint that looks whole.
+        FormatError: A file is damaged. If it belongs to the newest of several checkpoints, the message names an older
+            one that looks whole.
+        StorageError: A file is missing or cannot be read.
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
+        SettingsError: An option is unknown or impossible.
     """
     settings = IoSettings.of(options)
-    most = (settings.queue_depth + 1) * settings.block  # what one array after another keeps in flight
+    most = (settings.queue_depth + 1) * settings.block  # enough for reads of one array at a time
     with contextlib.ExitStack() as reading:
         found = reading.enter_context(_kept(path, step))
         stored = Stored.of_file(found) if found.is_file() else Stored.open(found)

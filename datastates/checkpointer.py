@@ -1,4 +1,4 @@
-"""The snapshots of one training run: :class:`Checkpointer`."""
+""":class:`Checkpointer`, which takes the snapshots of one training run and restores them."""
 
 from __future__ import annotations
 
@@ -51,21 +51,33 @@ def _warning() -> Iterator[None]:
 
 
 class Checkpointer:
-    """Snapshots of one training run in one directory, and their restore.
+    """Takes snapshots of one training run in one directory, and restores them.
 
-    Its methods are called from the training thread; the snapshots it returns may be waited for from any.
+    With several ranks, each rank makes a checkpointer for the same directory. The n-th :meth:`snapshot` calls of all
+    ranks make one checkpoint, and their n-th :meth:`restore` calls make one restore. Use it as a context manager, or
+    call :meth:`close`.
+
+    Not thread-safe: call the methods on the training thread. The snapshots that it returns are thread-safe.
+
+    Attributes:
+        settings: The settings, a :class:`~datastates.config.Settings`.
+        directory: The absolute path of the directory.
+        failures: Number of failed snapshots, as counted at the last :meth:`snapshot` or :meth:`close`.
     """
 
     def __init__(self, directory: PathLike, **options: Unpack[Options]) -> None:
-        """Open a directory of checkpoints, creating it, and remove what interrupted runs left there.
+        """Open a directory of checkpoints. Create it if needed, and remove what interrupted runs left there.
 
         Args:
-            directory: Where checkpoints go, one folder a step.
+            directory: The directory of the checkpoints. Each checkpoint is a directory in it.
             **options: Fields of :class:`~datastates.config.Settings`.
 
         Raises:
             SettingsError: An option is unknown or impossible; the message names it.
             StorageError: The directory cannot be made or written.
+            TypeError, ValueError: ``directory`` is not a path, or is the address of a store.
+            CommitError: Another rank failed, or the ranks gave different directories.
+            RanksMissingError: Some ranks did not come within ``rank_timeout`` seconds.
         """
         self._name = "checkpointer"
         with telling(lambda: paths.local(directory), options, partial(refuse_to_meet, self._name)):
@@ -98,7 +110,6 @@ class Checkpointer:
         self._taken: list[Snapshot] = []
         self._closed = False
         self.failures = 0
-        """How many snapshots have failed so far."""
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
 
     def _clear_debris(self) -> None:
@@ -107,20 +118,30 @@ class Checkpointer:
     # --- saving
 
     def snapshot(self, providers: Sequence[StateProvider], *, step: int) -> Snapshot:
-        """Take a snapshot of all providers; returns as soon as what may change at any time has been copied.
+        """Take a snapshot of all providers. It returns when everything that is not lazy has been copied.
 
-        Lazy state (parameters, optimizer states) is captured while training goes on: every torch optimizer's ``step()``
-        waits for that by itself, other updates must be guarded by :meth:`gate`.
+        Lazy state, such as parameters and optimizer states, is captured while training continues. Every torch
+        optimizer's ``step()`` waits for the capture, unless ``auto_gate=False``. Guard all other updates of lazy state
+        with :meth:`gate`.
+
+        If ``max_in_flight`` snapshots are in flight, the call first waits until one has ended.
 
         Args:
-            providers: What makes the state.
-            step: Its number, 0 or more. A step saved before is superseded once the new one is committed. What is taken
-                last is the newest, after a roll-back, too: the higher steps of before are then older.
+            providers: The state, one provider for each piece of it. Their names must differ.
+            step: The number of the training step, from 0 to 10**18 - 1. If the step was saved before, the new
+                checkpoint supersedes the old one when it is committed. The newest checkpoint is the one taken last, not
+                the one of the highest step: after a roll-back, earlier checkpoints of higher steps are older.
+
+        Returns:
+            The snapshot. Failures of storage, of devices or of other ranks make it fail, and are not raised here.
 
         Raises:
-            DatastatesError: With ``on_error="raise"``, an earlier snapshot failed in the background; nothing is taken.
-            SnapshotRefusedError: Too many are in flight and ``when_busy="refuse"``.
-            ProviderError: Two shards have the same key, or an object does not pickle.
+            DatastatesError: With ``on_error="raise"``, an earlier snapshot failed in the background. Its error, of
+                whatever class, is raised once, and no snapshot is taken. On the other ranks, this snapshot fails with
+                SnapshotSkippedError, which is logged.
+            SnapshotRefusedError: Too many snapshots are in flight, and ``when_busy="refuse"``.
+            ProviderError: A provider describes its state wrongly, or an object does not pickle.
+            TypeError, ValueError: ``providers`` or ``step`` is impossible.
             ClosedError: The checkpointer is closed.
         """
         self._raise_if_closed()
@@ -141,7 +162,7 @@ class Checkpointer:
             taken = self._engine.take(collected, ballot, self._place(step), self._retain, begin=begin)
         except BaseException as error:
             told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
-            self._engine.decline(ballot, told)  # the other ranks are not to wait for this one
+            self._engine.decline(ballot, told)  # so that the other ranks do not wait for this one
             raise
         self._taken.append(taken)
         return taken
@@ -149,22 +170,25 @@ class Checkpointer:
     def _place(self, step: int) -> Target:
         if self._engine.world.size == 1:
             return Target.fixed(partial(directories.target, self.directory, step))
-        # which revision it is, only the coordinator can say, and only when it commits
+        # only the coordinator knows the revision, and only when it commits
         expected = self.directory / directories.step_name(step)
         before = [s for s in self._taken if s.step == step]
 
         def final() -> Path:
-            for snapshot in before:  # of two of one step the later one is to supersede the earlier
+            for snapshot in before:  # so that a later snapshot of the same step supersedes the earlier one
                 snapshot.wait_ended()
             return directories.target(self.directory, step, in_flight=False)
 
         return Target(lambda: expected, final)
 
     def gate(self) -> contextlib.AbstractContextManager[None]:
-        """Wait until the state may change; a call does it, and so does a ``with`` block around the update.
+        """Wait until the state may change. Call it before an update, or write ``with checkpointer.gate():`` around it.
 
-        Waits for capture only, never for storage. Where all that is left are copies on a GPU, the current streams are
-        made to wait for them instead of the CPU.
+        The call itself waits; the block adds nothing. It waits only for the capture of the snapshots in flight. If only
+        copies from a GPU are left, it makes the current CUDA streams wait for them, and the CPU does not wait.
+
+        Returns:
+            A context manager that does nothing.
         """
         for snapshot in self._engine.pending():
             snapshot.pass_gate()
@@ -177,7 +201,7 @@ class Checkpointer:
             pending[0].wait_ended()
 
     def _retain(self) -> None:
-        """Delete what the settings do not keep, once a snapshot has been committed; never the one taken last."""
+        """Delete the checkpoints that the settings do not keep. Called after each commit."""
         with self._retention, _warning():
             for path in retention.outdated(self.directory, self.settings.keep_last, self.settings.keep_every):
                 with _warning():
@@ -195,38 +219,48 @@ class Checkpointer:
         verify: Verify = "checksum",
         fallback: bool = False,
     ) -> Restored | None:
-        """Restore the newest committed checkpoint, or that of ``step``, in place; all ranks call it together.
+        """Restore the newest committed checkpoint, or that of ``step``, in place. All ranks call it together.
 
-        It first waits until no snapshot of this checkpointer is in flight, so it sees them all. One that failed is told
-        as ever, by the next :meth:`snapshot` or by :meth:`close`.
+        The call first waits until no snapshot of this checkpointer is in flight, so that it finds all of them. Errors
+        of failed snapshots are not raised here, but by the next :meth:`snapshot` or by :meth:`close`.
 
-        It does not matter how many ranks saved it, nor how they shared it out: each rank reads the parts that it holds
-        now. Keys, shapes and dtypes are all compared, on all ranks, before anything is changed. A damaged file is found
-        while it is read: the error then names the tensor, and the state is partly overwritten.
+        The number of ranks and the parts that each rank holds may differ from those at the save. Each rank reads the
+        parts that it holds now. Keys, shapes and dtypes are compared on all ranks before any state is changed. Damaged
+        array data is found only while it is read. The error then names the tensor, and the state is partly overwritten.
 
         Args:
-            providers: What to restore; providers in the checkpoint that are not named here are left alone.
-            step: Which checkpoint; None for the newest.
-            strict: Refuse missing, unexpected and mismatched keys. False restores what both sides have. What is left
-                out is logged as a warning, and is in ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys`` of
-                what is returned; where nothing fits at all it is an error.
-            trust: Classes that pickled objects may be of, as ``module.qualname``, or ``"all"``.
-            verify: ``"digest"`` also compares the digest of every logical tensor, over all ranks, with the one that was
-                saved. What is read without checksums, because little of it is wanted, is compared so in any case.
-            fallback: Where the newest checkpoint is damaged, restore the newest that is not, on all ranks alike; a
-                warning and ``passed_over`` of the result say so. Not with ``step``, nor with ``strict=False``.
+            providers: What to restore. Providers in the checkpoint that are not among these are left out.
+            step: The step of the checkpoint; None for the newest.
+            strict: Refuse missing, unexpected and mismatched keys. False restores the keys that fit. The others are
+                logged as a warning, and listed in ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys`` of the
+                result. If nothing fits at all, RestoreError is raised all the same.
+            trust: Classes that pickled objects may have, as ``module.qualname``; ``"all"`` for any class, which lets
+                the checkpoint run code.
+            verify: ``"checksum"`` verifies what is read with the checksums of the files. ``"digest"`` also compares the
+                digest of every restored logical tensor, over all ranks, with the saved one. If only a little of a chunk
+                is wanted, it may be read without its checksum; the digest of that tensor is then compared in any case.
+            fallback: If the newest checkpoint is damaged, restore the newest one that is not, the same on all ranks. A
+                warning and ``passed_over`` of the result tell which were damaged. Not allowed with ``step`` or with
+                ``strict=False``.
 
         Returns:
-            The step, what was left as it was, and what was read; None when there is no checkpoint.
+            The result of the restore; None if there is no checkpoint.
 
         Raises:
-            RestoreError: The checkpoint and the live state do not fit, on this rank or another; nothing has changed.
-            CommitError: Another rank could not read, or a provider there could not take back, what it was given. The
-                state may be partly overwritten by then.
-            RanksMissingError: Other ranks did not come to restore in time.
-            TrustError: An object needs a class that is not trusted; nothing has been changed.
-            CorruptError, FormatError: A file is damaged; the message names an older checkpoint that looks whole.
+            RestoreError: The checkpoint does not fit the live state, on this rank or another, or another rank could not
+                begin. No state has been changed.
+            CommitError: Another rank failed while it read or while a provider took back its objects. The state may be
+                partly overwritten.
+            RanksMissingError: Other ranks did not come within ``rank_timeout`` seconds.
+            TrustError: An object needs a class that is not trusted. No state has been changed.
+            CorruptError: Data does not match its checksum or digest; the message names the tensor or object.
+            FormatError: A file is damaged. Without ``step``, the message of this and similar errors names an older
+                checkpoint that looks whole.
+            StorageError: A file is missing or cannot be read.
+            DeviceError: A copy to a GPU failed.
             CheckpointNotFoundError: There is no checkpoint of that step.
+            TypeError, ValueError: An argument is impossible.
+            ClosedError: The checkpointer is closed.
         """
         self._raise_if_closed()
         name, executor = f"{self._name}/restore/{next(self._restores)}", self._engine.executor
@@ -235,7 +269,7 @@ class Checkpointer:
             providers,
             partial(_calls.meeting_of, self._engine.world, name, self.settings.rank_timeout),
             lambda _: executor,
-            self.wait,  # what it finds must not depend on how fast the storage is
+            self.wait,  # so that the checkpoint it finds does not depend on the speed of the storage
             step=step,
             fallback=fallback,
             strict=strict,
@@ -245,24 +279,25 @@ class Checkpointer:
         )
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, ascending; those in flight are not among them, see :meth:`wait`."""
+        """The steps of the committed checkpoints, ascending. Snapshots in flight do not count; see :meth:`wait`."""
         return list(directories.committed(self.directory))
 
     def latest(self) -> int | None:
-        """The committed step that was saved last, None when there is none; after a roll-back, not the highest."""
+        """The step of the newest committed checkpoint, None if there is none. After a roll-back, not the highest."""
         return next(reversed(directories.by_age(self.directory)), None)
 
     # --- ending
 
     def wait(self) -> None:
-        """Wait until no snapshot is in flight; failures stay for :meth:`snapshot` or :meth:`close` to raise."""
+        """Wait until no snapshot is in flight. Errors are not raised here, but by :meth:`snapshot` or :meth:`close`."""
         self._engine.wait()
 
     def close(self) -> None:
-        """Wait until every snapshot is committed, and give threads and memory back. Idempotent.
+        """Wait until every snapshot is committed or has failed, then free threads and memory. Idempotent.
 
         Raises:
-            DatastatesError: With ``on_error="raise"``, a snapshot failed and nobody has been told.
+            DatastatesError: With ``on_error="raise"``, a snapshot failed and its error, of whatever class, was not
+                delivered yet. The checkpointer is closed all the same.
         """
         if self._closed:
             return
@@ -280,7 +315,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; an error of the block is not replaced by one of closing."""
+        """Close. If the block raised an error, an error of closing is only logged."""
         if error is None:
             self.close()
             return
@@ -294,12 +329,12 @@ class Checkpointer:
             raise ClosedError(f"the checkpointer of {self.directory} is closed")
 
     def _failure(self) -> BaseException | None:
-        """What failed in the background since the last time, and is to be raised; the rest is logged."""
+        """The first background failure since the last call, if the settings say to raise it. The others are logged."""
         ended = [s for s in self._taken if s.ended]
         self._taken = [s for s in self._taken if not s.ended]
         self.failures += sum(s.failed for s in ended)
         undelivered = [(s, error) for s in ended if (error := s.deliver()) is not None]
-        # what another rank raised is not raised once more here: that would go back and forth for ever
+        # do not raise here what another rank has raised: its next snapshot would be skipped, and so on for ever
         own = [error for _, error in undelivered if not isinstance(error, SnapshotSkippedError)]
         raised = own[0] if own and self.settings.on_error == "raise" else None
         for snapshot, error in undelivered:
@@ -308,7 +343,7 @@ class Checkpointer:
         return raised
 
     def _call_back(self, snapshot: Snapshot) -> None:
-        """Call what the settings name for a snapshot that has ended."""
+        """Call ``on_error`` or ``on_commit`` of the settings for a snapshot that has ended."""
         call = self.settings.on_error if snapshot.failed else self.settings.on_commit
         if not callable(call):
             return
@@ -316,10 +351,10 @@ class Checkpointer:
             snapshot.deliver()
         try:
             call(snapshot)
-        except Exception:  # of the user's; training is not to suffer from it
+        except Exception:  # an error in the user's function must not disturb training
             _log.exception("%r raised, called for %r", call, snapshot)
 
     def _wait_for_these(self) -> None:
-        """Wait for the snapshots that are in flight now, not for later ones."""
+        """Wait for the snapshots that are in flight now, but not for later ones."""
         for snapshot in self._engine.pending():
             snapshot.wait_ended()

@@ -1,4 +1,4 @@
-"""The command ``datastates``: ls, inspect, verify and diff. Imports no framework."""
+"""The command ``datastates`` with its subcommands ls, inspect, verify and diff. Imports no framework."""
 
 from datastates.cli.commands import main
 

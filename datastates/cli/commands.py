@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"datastates: {error}", file=sys.stderr)
         return 2 if isinstance(error, CheckpointNotFoundError) else 1
     except BrokenPipeError:
-        # whoever read our output has seen enough; keep the interpreter from writing the rest at exit
+        # the reader of our output has closed it; keep the interpreter from writing the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -95,7 +95,7 @@ def _ls(arguments: argparse.Namespace) -> int:
     for age, (step, path) in enumerate(by_age.items()):
         later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
         entry: dict[str, Any] = {"step": step, "name": path.name, "superseded_by": later}
-        with contextlib.suppress(FormatError, StorageError):  # it is told below
+        with contextlib.suppress(FormatError, StorageError):  # reported below
             opened = manifest.open(path)
             entry |= {"created": opened.created, "ranks": opened.world_size, "bytes": opened.nbytes}
         if (what := health.problem(path)) is not None:
@@ -158,7 +158,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _print_assembled(path: Path, containers: Sequence[dict[str, Any]], tensors: Sequence[dict[str, Any]]) -> None:
-    """Each logical tensor once, and below it who holds which part."""
+    """Print each logical tensor once, and below it the part that each rank holds."""
     nbytes = sum(one["bytes"] for one in containers)
     print(f"{path}  step {containers[0]['step']}, {len(containers)} ranks, {as_size(nbytes)}")
     rows = [["KEY", "TYPE", "SHAPE", "RANK", "PART", "SIZE", "OFFSET", "DIGEST"]]
@@ -177,7 +177,7 @@ def _print_assembled(path: Path, containers: Sequence[dict[str, Any]], tensors: 
 
 
 def _assemble(key: str, tensor: Logical, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A logical tensor and its parts; a part without elements only says that a rank knows it."""
+    """A logical tensor and its parts, without empty ones, which only say that a rank knows the tensor."""
     stored = [(containers[c], containers[c]["arrays"][i]) for c, i, row in tensor.parts if row.part.numel]
     _, _, first = tensor.parts[0]
     return {

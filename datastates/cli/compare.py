@@ -1,4 +1,4 @@
-"""Two checkpoints compared: their tensors by digest, which needs no data, and their objects without running code."""
+"""Compares two checkpoints: tensors by digest, which reads no data, and objects without running code from them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from datastates.errors import FormatError
 from datastates.state.shards import full_key
 
 Objects = dict[str, dict[int, tuple[Container, StoredObject]]]
-"""By full key, by rank."""
+"""The stored objects by full key, then by rank, each with its container."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between two checkpoints, A and B. Keys are in the order in which A, then B, holds them.
+    """What differs between two checkpoints, A and B. Keys are in the order of the checkpoint that has them, A first.
 
     Attributes:
-        only_a, only_b: Keys that one of them lacks.
-        descriptions: Of tensors whose type or shape differs: the key, and what each is.
-        contents: Keys of tensors and objects that hold other values.
-        equal: How many tensors and objects are alike.
-        read: Bytes of tensors that were read, because a digest was missing.
+        only_a, only_b: Keys that only A has, and that only B has.
+        descriptions: For each tensor whose type or shape differs: its key, and its type and shape in A and in B.
+        contents: Keys of tensors and objects whose values differ.
+        equal: Number of tensors and objects that are equal.
+        read: Bytes of tensors that were read because a digest was missing.
     """
 
     only_a: tuple[str, ...]
@@ -50,13 +50,13 @@ class Comparison:
 def compare(a: Sequence[Container], b: Sequence[Container]) -> Comparison:
     """Compare two checkpoints, each given by all its containers.
 
-    Tensors are alike when type, shape and digest are: however they were cut into parts, and whatever library they came
-    from. Only those without a digest are read. Objects are compared with their arrays left out, which are tensors by
-    themselves; what only their classes' code could build is compared as stored.
+    Two tensors are equal if their types, shapes and digests are. The parts that they were cut into and the library that
+    they came from do not matter. Only tensors without a digest are read. Objects are compared without their arrays,
+    which are compared as tensors. An object that only the code of its class could build is compared as stored.
 
     Raises:
-        FormatError: The containers of one checkpoint contradict each other, or not all of a tensor is there.
-        CorruptError: What had to be read does not match its checksum.
+        FormatError: The containers of one checkpoint contradict each other, or elements of a tensor are missing.
+        CorruptError: Data that had to be read does not match its checksum.
     """
     tensors = _Tensors(a), _Tensors(b)
     only_a, only_b, common = _split(tensors[0].found, tensors[1].found)
@@ -89,7 +89,7 @@ def _describe(tensor: Logical) -> str:
 
 
 class _Tensors:
-    """The logical tensors of one checkpoint, and their digests, computed where they are not stored."""
+    """The logical tensors of one checkpoint, and their digests, computed from the data if they are not stored."""
 
     def __init__(self, containers: Sequence[Container]) -> None:
         self._containers = containers
@@ -134,7 +134,7 @@ def _objects(containers: Sequence[Container]) -> Objects:
 
 
 def _same_object(a: dict[int, tuple[Container, StoredObject]], b: dict[int, tuple[Container, StoredObject]]) -> bool:
-    """Whether each rank would be given the same value: its own, or that of the lowest rank that has one."""
+    """Whether each rank would restore the same value: its own, or that of the lowest rank that has one."""
     pairs = {(a.get(rank, a[min(a)]), b.get(rank, b[min(b)])) for rank in {*a, *b}}
     return all(_same_stored(*x, *y) for x, y in pairs)
 
@@ -142,7 +142,7 @@ def _same_object(a: dict[int, tuple[Container, StoredObject]], b: dict[int, tupl
 def _same_stored(a: Container, stored_a: StoredObject, b: Container, stored_b: StoredObject) -> bool:
     if (stored_a.nbytes, stored_a.crc) == (stored_b.nbytes, stored_b.crc):
         return True
-    # a survey leaves what others' classes would make unbuilt, trusted or not: it runs no code of theirs
+    # a survey builds no objects of other classes, even with trust="all", so it runs no code of theirs
     surveys = [
         pickle_reader.survey(b"\x80\x02" + one.read_object(stored) + b".", lambda _: _ARRAY, trust="all")
         for one, stored in ((a, stored_a), (b, stored_b))
@@ -157,7 +157,7 @@ _ARRAY = object()
 def _same_value(a: Any, b: Any) -> bool:
     """Whether two surveyed values are equal: the same types, keys and order. They may contain themselves."""
     rest = [(a, b)]
-    seen: dict[tuple[int, int], tuple[Any, Any]] = {}  # with the values, so that no identity is given anew
+    seen: dict[tuple[int, int], tuple[Any, Any]] = {}  # keeps the values, so that their ids stay unique
     while rest:
         x, y = rest.pop()
         if (id(x), id(y)) in seen:

@@ -1,4 +1,4 @@
-"""What the commands print: JSON, tables, sizes, shapes."""
+"""Printing for the commands: JSON, tables, sizes, shapes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SCHEMA = 1
-"""Of the JSON: goes up where a field changes its meaning or goes away."""
+"""The version of the JSON output. It increases when a field changes its meaning or is removed."""
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print a value, with the number of its schema."""
+    """Print a value as JSON, with the schema number."""
     json.dump({"schema": SCHEMA, **value}, sys.stdout, indent=2)
     print()
 
@@ -21,8 +21,8 @@ _WIDEST = 80
 
 
 def print_table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> None:
-    """Print rows of equal length in aligned columns; those in ``numbers`` to the right."""
-    # a longer cell stands out, and does not push all other lines apart
+    """Print rows of equal length in aligned columns; the columns in ``numbers`` are aligned to the right."""
+    # a cell that is wider than this sticks out, and does not widen its column
     widths = [max((n for row in rows if (n := len(row[i])) <= _WIDEST), default=0) for i in range(len(rows[0]))]
     for row in rows:
         cells = (c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -30,7 +30,7 @@ def print_table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> None:
 
 
 def as_size(nbytes: int) -> str:
-    """A number of bytes in the unit that fits."""
+    """A number of bytes as text, in the largest unit that gives at least 1."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -40,12 +40,12 @@ def as_size(nbytes: int) -> str:
 
 
 def printable(text: str) -> str:
-    """A text without control characters, which could do something to a terminal."""
+    """A text with control characters escaped, because they could control a terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 def as_part(part: Mapping[str, Any], shape: Sequence[int]) -> str:
-    """Which part of a tensor of that shape."""
+    """Describe a part of a tensor of that shape."""
     if part["shape"] == shape:
         return "all"
     if part["flat"] is not None:

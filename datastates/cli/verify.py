@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint compared with its checksum, or with what the rest makes of it."""
+"""Verifies every byte of a checkpoint: compares it with a checksum, or with what the rest of the checkpoint implies."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Problem:
 
 
 def verify_container(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Read every byte of a container and compare it with its checksum, or with what the index makes of it.
+    """Read every byte of a container, and compare it with its checksum or with what the index implies.
 
-    ``progress`` is told of bytes as they have been read.
+    ``progress`` is called with the number of bytes after each read.
     """
     read = read_bytes(source.path)
     index = source.index
@@ -70,9 +70,9 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
 
 
 def verify_catalog(head: Head, containers: Sequence[Container], progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Compare every byte of the catalog of a checkpoint of several ranks with what their containers make of it.
+    """Compare every byte of a checkpoint's catalog with the catalog that its containers imply.
 
-    ``progress`` is told of bytes as they have been read.
+    ``progress`` is called with the number of bytes after each read.
     """
     assert head.catalog is not None
     path, entry = head.path / head.catalog.file, head.catalog
@@ -93,7 +93,7 @@ def verify_catalog(head: Head, containers: Sequence[Container], progress: Callab
 
 
 class _Digests:
-    """The digests of a container's rows, recomputed as its records go by in order."""
+    """The digests of a container's rows, recomputed while its records are read in order."""
 
     def __init__(self, source: Container) -> None:
         self._source = source
@@ -107,7 +107,7 @@ class _Digests:
         self._digester.update(data)
 
     def problems(self, record_crc: U32, damaged: set[int]) -> Iterator[Problem]:
-        """What contradicts what was read, apart from records that are damaged themselves."""
+        """Digests that contradict the data that was read, except in records that are known to be damaged."""
         table, known = self._source.index.shards, self._plan.known
         folded = np.frombuffer(self._digester.finish(), "<u4")
         found = self._plan.contributions(record_crc, folded, table)

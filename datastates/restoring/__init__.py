@@ -1,4 +1,4 @@
-"""The way up: a checkpoint is opened, compared, and read into live state, arrays or a mapping."""
+"""Restoring: opens a checkpoint, compares it, and reads it into live state, into new arrays or as a mapping."""
 
 from datastates.restoring.loading import load
 from datastates.restoring.mapping import Checkpoint

@@ -1,4 +1,4 @@
-"""Parts that several ranks restore alike: one of them reads, and torch broadcasts to the others."""
+"""Restores parts that several ranks hold alike: one rank reads a part, and torch broadcasts it to the others."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from datastates.state import dtensors
 from datastates.state.shards import HOST, Shard
 
 PartKey = tuple[str, str]
-"""A full key, and which part of that logical tensor, in words: alike on all ranks that hold it."""
+"""A full key, and the text of a part of that logical tensor: equal on all ranks that hold the part."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """A part that several ranks want. The ranks are those of torch.distributed, which may number them otherwise.
+    """A part that several ranks want. Ranks have the numbers of torch.distributed, which may differ from ours.
 
     Attributes:
-        place: Which.
-        ranks: Who wants it, ascending.
-        reader: Who reads it.
+        place: The part.
+        ranks: The ranks that want it, ascending.
+        reader: The rank that reads it.
     """
 
     place: PartKey
@@ -36,7 +36,7 @@ class SharedPart:
 
 
 def can_broadcast(shard: Shard) -> bool:
-    """Whether torch can send a shard's memory to other ranks."""
+    """Whether torch can send a shard's memory to other ranks. Raises SettingsError as :func:`agree` does."""
     if shard.kind != "torch" or shard.buffer is None or not shard.part.numel:
         return False
     devices = str(_distributed().distributed_c10d.get_backend_config())
@@ -44,16 +44,20 @@ def can_broadcast(shard: Shard) -> bool:
 
 
 def agree(meeting: Meeting, wanted: Callable[[], Mapping[PartKey, int]]) -> list[SharedPart]:
-    """Who reads what: the parts that more than one rank wants, the work spread evenly; the same list on all ranks.
+    """Agree on who reads each part that several ranks want. The bytes are spread evenly over the ranks.
 
     Args:
-        meeting: Of the ranks.
-        wanted: Gives the parts that this rank wants and can be sent, each with its bytes; what it raises is raised,
-            once the others know of it.
+        meeting: The meeting of the ranks.
+        wanted: Returns the parts that this rank wants and can be sent, each with its size in bytes. Its error is raised
+            here once the other ranks know of it.
+
+    Returns:
+        The shared parts: the same list on all ranks.
 
     Raises:
-        SettingsError: torch.distributed is not initialized here.
-        RestoreError: That is so on another rank, or it has other ranks than those that restore; the same on all ranks.
+        SettingsError: torch.distributed is not initialized on this rank.
+        RestoreError: Another rank has failed, or the ranks that restore are not those of torch.distributed. The same
+            error on all ranks.
     """
 
     def decide(told: dict[int, bytes]) -> bytes:
@@ -85,17 +89,22 @@ def agree(meeting: Meeting, wanted: Callable[[], Mapping[PartKey, int]]) -> list
 
 
 def received(shares: Sequence[SharedPart]) -> set[str]:
-    """Full keys of what this rank does not read by itself: it is sent them."""
+    """The full keys of the parts that this rank receives instead of reading them."""
     rank = _distributed().get_rank() if shares else None
     return {share.place[0] for share in shares if rank in share.ranks and rank != share.reader}
 
 
 def broadcast(shares: Sequence[SharedPart], shards: Mapping[PartKey, Shard]) -> None:
-    """Send what has been read; all ranks call it with the same shares, each with its own live parts."""
+    """Send the parts that have been read to the ranks that want them.
+
+    Args:
+        shares: The result of :func:`agree`. All ranks call this function with the same list.
+        shards: The live parts of this rank.
+    """
     distributed = _distributed()
     rank, everybody = distributed.get_rank(), tuple(range(distributed.get_world_size()))
     for ranks, members in groupby(shares, key=lambda share: share.ranks):
-        # a group is made by all ranks together, also by those that are not in it
+        # all ranks must take part in making a group, even those that are not in it
         group = None if ranks == everybody else distributed.new_group(list(ranks))
         if rank in ranks:
             for share in members:
@@ -105,7 +114,7 @@ def broadcast(shares: Sequence[SharedPart], shards: Mapping[PartKey, Shard]) -> 
 
 
 def _distributed() -> Any:
-    """torch.distributed; raises SettingsError where it cannot send."""
+    """torch.distributed; raises SettingsError if it is not initialized."""
     distributed: Any = loaded("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         raise SettingsError("replicas: 'broadcast' needs torch.distributed to be initialized; 'read' does without")
@@ -115,7 +124,7 @@ def _distributed() -> Any:
 def _send(distributed: Any, array: Any, reader: int, group: Any) -> None:
     torch: Any = loaded("torch")
     tensor = dtensors.local(array).detach()
-    # as bytes: not every backend knows every element type
+    # as bytes, because not every backend supports every element type
     flat = tensor.contiguous()
     distributed.broadcast(flat.view(-1).view(torch.uint8), src=reader, group=group)
     if flat.data_ptr() != tensor.data_ptr():

@@ -1,4 +1,4 @@
-"""Which checkpoint to restore: the coordinator finds it, all ranks open it, and none deletes it meanwhile."""
+"""Choosing the checkpoint to restore: the coordinator finds it, and all ranks open it and protect it from deletion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from datastates.restoring.stored import Head, Stored
 def advised(path: Path, wish: int | None) -> contextlib.AbstractContextManager[None]:
     """Let an error about a damaged newest checkpoint name an older one that looks whole.
 
-    Does nothing where the user wished for a step.
+    Does nothing if the user asked for a step, ``wish``.
     """
     if wish is not None:
         return contextlib.nullcontext()
@@ -29,14 +29,17 @@ def open_together(
     *,
     fallback: bool,
 ) -> Stored | None:
-    """Open the checkpoint that the coordinator finds, on all ranks, and keep it from being deleted meanwhile.
+    """Open the checkpoint that the coordinator finds, on all ranks, and protect it from deletion.
 
     Args:
         meeting: The meeting of the ranks.
         wish: The step that is wanted, None for the newest.
-        find: Called on the coordinator. Returns where the checkpoint is, or None.
-        reading: The checkpoint can be deleted once this is closed.
+        find: Called on the coordinator. Returns the path of the checkpoint, or None.
+        reading: The protection ends when this is closed.
         fallback: Whether ``find`` passes over damaged checkpoints.
+
+    Returns:
+        The checkpoint; None if ``find`` returned None.
     """
 
     def pick() -> bytes:

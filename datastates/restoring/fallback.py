@@ -1,4 +1,4 @@
-"""Restoring the newest checkpoint, or the newest that is not damaged, on all ranks alike."""
+"""Restores a checkpoint on all ranks: the wanted step, the newest, or the newest that is not damaged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
 
 
 def check(*, fallback: bool, step: int | None, strict: bool) -> None:
-    """Refuse what cannot go together; ValueError."""
+    """Raise ValueError for arguments that exclude each other."""
     if fallback and step is not None:
         raise ValueError(f"fallback: is for the newest checkpoint, and step={step} names one")
     if fallback and not strict:
@@ -42,20 +42,20 @@ def restore(
     fallback: bool,
     **how: Any,
 ) -> Restored | None:
-    """Restore the last of the candidates; None when there is none.
+    """Restore the newest of the candidates; returns None if there is none.
 
     Args:
         providers: What to restore.
-        candidates: The checkpoints to choose from, the newest at the end; called on the coordinator.
+        candidates: Returns the checkpoints to choose from, the newest last. Called on the coordinator.
         executor: As for :class:`~datastates.restoring.restore.Restore`.
-        meetings: The meeting of the n-th attempt, from 0.
-        step: Which one is wanted; None for the newest.
-        fallback: Pass over those that are damaged.
+        meetings: Returns the meeting of the n-th attempt, from 0.
+        step: The step that is wanted; None for the newest.
+        fallback: Whether to pass over damaged checkpoints.
         **how: As for :class:`~datastates.restoring.restore.Restore`.
 
     Raises:
-        FormatError: With ``fallback``, all are damaged.
-        DatastatesError: As of :meth:`datastates.Checkpointer.restore`.
+        FormatError: With ``fallback``, all candidates are damaged. With several ranks it is a RestoreError.
+        DatastatesError: As for :meth:`datastates.Checkpointer.restore`.
     """
     damaged: dict[Path, str] = {}  # on the coordinator
 
@@ -102,7 +102,7 @@ def restore(
 def _agree(
     meeting: Meeting, error: Exception | None, path: Path, damaged: dict[Path, str]
 ) -> tuple[bool, dict[str, str]]:
-    """Whether all go on with another checkpoint, and what has been passed over by then."""
+    """Whether all ranks try another checkpoint, and the checkpoints that were passed over so far, with the reasons."""
 
     def decide(votes: dict[int, bytes]) -> bytes:
         said = {rank: msgpack.unpackb(vote) for rank, vote in votes.items()}
@@ -127,7 +127,7 @@ def _vote(error: Exception | None) -> int:
         return _FINE
     misfit = isinstance(error, RestoreError) and (error.missing or error.unexpected or error.mismatched)
     if isinstance(error, (CommitError, RestoreError)) and not misfit:
-        return _TOLD  # another rank's failure, which says by itself what it was
+        return _TOLD  # another rank has failed, and votes itself on what it was
     return _DAMAGED if health.is_damage(error) else _OTHER
 
 

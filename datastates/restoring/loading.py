@@ -1,4 +1,4 @@
-"""Whole checkpoints without providers: nested host arrays and objects, put together from the parts of all ranks."""
+"""Loads whole checkpoints without providers: nested host arrays and objects, assembled from the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,21 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint directory, or one container file, as nested host arrays and objects.
 
-    ``place`` says of each array of bytes that torch tensors of one file are to lie in which one to fill instead.
+    Args:
+        path: A checkpoint directory, a directory of them (the newest is read), or one container file.
+        executor: Makes an executor for reading so many bytes.
+        trust: As for :func:`datastates.load`.
+        place: Given the byte array that a record with torch tensors is about to be read into, returns the array to use
+            instead. It is used only if there is a single container.
+
+    Raises:
+        DatastatesError: As for :func:`datastates.load`.
     """
     sources = open_all(path)
     pickles = [(source, _read_pickle(source)) for source in sources]
     blocks: _Records | _Tensors = _Records(sources[0], place) if len(sources) == 1 else _Tensors(sources)
 
-    # over arrays that are still to be read: what is not trusted or damaged is refused before
+    # read the objects before the arrays, so that untrusted or damaged ones are refused early
     surveyed = [_survey(source, data, blocks, trust) for source, data in pickles]
     blocks.read(executor)
     values = []
@@ -55,7 +63,7 @@ def _survey(source: Container, data: bytes, blocks: _Records | _Tensors, trust: 
 
 
 def _merged(first: Any, second: Any) -> Any:
-    """What several ranks have together: the keys of both; where both have a value, that of the lower rank."""
+    """Merge the values of two ranks: the keys of both. For a key that both have, the value of the lower rank."""
     if isinstance(first, dict) and isinstance(second, dict):
         for key, value in second.items():
             first[key] = _merged(first[key], value) if key in first else value
@@ -65,7 +73,7 @@ def _merged(first: Any, second: Any) -> Any:
 
 
 class _Tensors:
-    """Every logical tensor in fresh host memory, to be filled from the parts of all containers."""
+    """Every logical tensor in new host memory, to be filled from the parts of all containers."""
 
     def __init__(self, sources: Sequence[Container]) -> None:
         self._reads = Reads(in_full=True)
@@ -83,7 +91,7 @@ class _Tensors:
                     self._reads.add(sources[number], row, live)
 
     def of(self, source: Container) -> Callable[[StoredArray], object]:
-        """The arrays that a container's objects refer to."""
+        """A function that returns the array for a reference in a container's objects."""
         keys = self._keys[id(source)]
 
         def array(stored: StoredArray) -> object:
@@ -95,19 +103,19 @@ class _Tensors:
         return array
 
     def read(self, executor: Callable[[int], Executor]) -> None:
-        """Fill all tensors, verified."""
+        """Read and verify all tensors."""
         self._reads.run(executor(self._reads.nbytes))
 
 
 class _Records:
-    """Every storage record in fresh host memory, and the arrays that lie in it, sharing it."""
+    """Every record of one container in new host memory, and the arrays that are views of it."""
 
     def __init__(self, source: Container, place: Callable[[Any], Any]) -> None:
         self._source = source
         table = source.index.shards
         self._rows = {place_of(row): row for row in map(table.row, range(len(table)))}
         kinds = {row.record: row.kind for row in self._rows.values() if row.kind != "torch"}
-        # a torch block has views of both kinds
+        # a block from torch can be viewed as arrays of both kinds, so torch wins where both lie in a record
         kinds |= {row.record: row.kind for row in self._rows.values() if row.kind == "torch"}
         sizes = source.index.record_nbytes.tolist()
         self._blocks = [memory.allocate(kinds.get(r, "numpy"), n) for r, n in enumerate(sizes)]
@@ -115,7 +123,7 @@ class _Records:
         self._made: dict[DataPlace, Any] = {}
 
     def array(self, stored: StoredArray) -> object:
-        """The array that an object refers to; tied ones are one."""
+        """The array for a reference in an object. Tied arrays are the same object."""
         place = place_in_pickle(stored)
         if place not in self._made:
             if place not in self._rows:
@@ -125,12 +133,12 @@ class _Records:
         return memory.with_grad(self._made[place], stored.requires_grad)
 
     def of(self, source: Container) -> Callable[[StoredArray], object]:
-        """The arrays that the container's objects refer to."""
+        """A function that returns the array for a reference in the container's objects."""
         del source
         return self.array
 
     def read(self, executor: Callable[[int], Executor]) -> None:
-        """Fill all records, verified."""
+        """Read and verify all records."""
         reads = Reads()
         for block, offset in zip(self._blocks, self._source.index.data_offset.tolist(), strict=True):
             reads.add_memory(self._source, offset, arrays.memory(block))
@@ -138,7 +146,7 @@ class _Records:
 
 
 def _read_pickle(source: Container) -> bytes:
-    """The whole of ``data.pkl``, verified; raises CorruptError that names the object, if it is one, that is damaged."""
+    """Read and verify all of ``data.pkl``; raises CorruptError, which names the damaged object where it is one."""
     index = source.index
     data = read_bytes(source.path)(index.pickle_offset, index.pickle_nbytes)
     if checksums.crc32(data) != index.pickle_crc:

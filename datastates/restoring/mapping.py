@@ -1,4 +1,4 @@
-"""A checkpoint as a mapping: each array is read, and verified, when it is asked for."""
+""":class:`Checkpoint`, a checkpoint as a mapping: each array is read and verified when it is accessed."""
 
 from __future__ import annotations
 
@@ -25,24 +25,27 @@ from datastates.state.parts import Part, uncovered
 from datastates.state.strides import span
 
 _SMALL_READ = 4 * CHUNK
-"""Bytes up to which one plain read is faster than waking the executor's threads, and far faster than starting them."""
+"""Up to so many bytes, one plain read is faster than waking the executor's threads, or even starting them."""
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The arrays of one checkpoint by full key (``"model/wte.weight"``), as host arrays. Thread-safe.
+    """The arrays of one checkpoint as host arrays, by full key such as ``"model/wte.weight"``. Thread-safe.
 
-    An array that several ranks saved parts of is put together from them. Each access reads anew: torch's come as
-    tensors where torch is installed, all others as NumPy arrays. Looking at keys reads no data; listing them opens the
-    containers of all ranks. Objects are not in it: :func:`datastates.load` reads those.
+    :func:`datastates.open` returns it. Use it as a context manager, or call :meth:`close`.
+
+    Each access reads the array again, as a whole logical tensor: parts that several ranks saved are put together. An
+    array that came from torch is a torch tensor if torch is installed. All others are NumPy arrays. Looking up a key
+    reads no array data. Listing the keys opens the containers of all ranks. Objects are not in the mapping:
+    :func:`datastates.load` reads those.
     """
 
     def __init__(self, stored: Stored, executor: Callable[[int], Executor], reading: contextlib.ExitStack) -> None:
-        """Keep an opened checkpoint.
+        """Take an opened checkpoint.
 
         Args:
             stored: The checkpoint.
-            executor: Makes one for reads of up to so many bytes.
-            reading: Keeps the checkpoint from being deleted until it is closed.
+            executor: Makes an executor for reads of up to so many bytes.
+            reading: Protects the checkpoint from deletion until it is closed.
         """
         self._stored = stored
         self._reading = reading
@@ -53,18 +56,19 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def step(self) -> int:
-        """The number it was saved under."""
+        """The step that it was saved at."""
         return self._stored.head.step
 
     def __len__(self) -> int:
-        """How many arrays there are."""
+        """The number of arrays; raises as :meth:`__iter__` does."""
         return len(self._keys())
 
     def __iter__(self) -> Iterator[str]:
-        """Their keys, in the order in which they were saved, those of rank 0 first.
+        """Iterate over the full keys in the order in which they were saved, those of rank 0 first.
 
         Raises:
-            StorageError: The container of a rank is missing.
+            StorageError: The container of a rank is missing or cannot be read.
+            FormatError: The container of a rank is damaged.
         """
         return iter(self._keys())
 
@@ -73,23 +77,30 @@ class Checkpoint(Mapping[str, Any]):
             return self._stored.keys
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is an array of that key."""
+        """Whether there is an array with that full key."""
         with self._lock:
             return isinstance(key, str) and self._holds(key)
 
     def _holds(self, key: str) -> bool:
-        # of one rank, there is nothing else that would know where the container is missing
+        # a checkpoint of one rank has no catalog: only `keys` raises an error if its container is missing
         return key in self._stored.keys if self._stored.head.ranks == 1 else self._stored.holds(key)
 
     def __getitem__(self, key: str) -> Any:
-        """Read one array into fresh host memory, verified.
+        """Read and verify one array, into new host memory.
+
+        Args:
+            key: The full key.
+
+        Returns:
+            A torch tensor or a NumPy array with the shape of the logical tensor.
 
         Raises:
-            KeyError: There is none of that key.
+            KeyError: There is no array with that key.
             CorruptError: Its bytes do not match their checksum.
+            FormatError: A file of the checkpoint is damaged.
             StorageError: Reading failed.
             ClosedError: The checkpoint is closed.
-            DatastatesError: Only a part of that tensor is there: this is one container of several, or one is missing.
+            DatastatesError: Only a part of the tensor is there: this is one of several containers, or one is missing.
             ImportError: The element type needs torch or ml_dtypes and neither is installed.
         """
         with self._lock:
@@ -108,7 +119,7 @@ class Checkpoint(Mapping[str, Any]):
         return array
 
     def _find(self, key: str) -> tuple[Row, list[tuple[Container, Row]]]:
-        """A row of an array, and those that together have all of it; an empty one has itself."""
+        """A row of an array, and all rows that hold elements of it; an array without elements has none."""
         stored = self._stored
         if not self._holds(key):
             raise KeyError(key)
@@ -123,12 +134,15 @@ class Checkpoint(Mapping[str, Any]):
         return row, sources
 
     def digest(self, key: str) -> str | None:
-        """The CRC-32 of an array's bytes in row-major order, as eight hex digits; None where it is not stored.
+        """The CRC-32 of an array's bytes in row-major order, as 8 hexadecimal digits; None if it was not stored.
 
-        It depends on nothing but the elements: not on how the array was cut into parts. Reads no data.
+        It depends only on the elements, not on how the array was cut into parts. The call reads no array data.
+
+        Args:
+            key: The full key.
 
         Raises:
-            KeyError: There is no array of that key.
+            KeyError: There is no array with that key.
         """
         with self._lock:
             row = self._stored.find(key) if self._holds(key) else None
@@ -161,7 +175,11 @@ class Checkpoint(Mapping[str, Any]):
         reads.run(executor)
 
     def close(self) -> None:
-        """Give threads and memory back once running reads have ended; keys stay. Idempotent."""
+        """Free threads and memory, and allow the deletion of the checkpoint. Idempotent.
+
+        Waits for reads that run on its threads. Later accesses to arrays raise ClosedError. Keys and digests stay
+        available as long as the files exist.
+        """
         with self._lock:
             self._closed = True
             self._reading.close()

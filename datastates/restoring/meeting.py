@@ -1,4 +1,4 @@
-"""What ranks that restore together agree on: the checkpoint, that it fits all of them, and that all have read it."""
+"""The agreements of ranks that restore together: on the checkpoint, that it fits all ranks, that all have read it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FINE, _FAILED = b"+", b"-"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank has restored of a logical tensor.
+    """A part of a logical tensor that a rank has restored.
 
     Attributes:
         key: The full key.
-        part: Which part, in words: equal words are equal parts.
-        numel: Its elements.
-        total: The elements of the logical tensor.
-        contribution: What it contributes to the tensor's digest.
+        part: The text of the part: equal for equal parts.
+        numel: Number of elements of the part.
+        total: Number of elements of the logical tensor.
+        contribution: What the part contributes to the tensor's digest.
     """
 
     key: str
@@ -41,9 +41,9 @@ class Fit:
     """How a checkpoint fits one rank.
 
     Attributes:
-        wanted: Hashes of the keys that this rank restores.
-        names: The providers that it has, by the names they are stored under.
-        is_vain: Whether nothing fits here, though something is wanted; None where nothing is wanted.
+        wanted: Hashes of the keys that this rank's providers ask for.
+        names: The names that its providers are stored under.
+        is_vain: Whether nothing fits although something is wanted; None if nothing is wanted.
     """
 
     wanted: U64
@@ -52,17 +52,23 @@ class Fit:
 
 
 def _told(error: Exception) -> bytes:
-    """What other ranks are told of an error: its text, and the files that it misses."""
+    """The message to other ranks about an error: its text, and its list of missing files."""
     text = (str(error) or type(error).__name__).encode(errors="replace").decode()
     lost = [file.encode(errors="replace").decode() for file in getattr(error, "lost", ())]
     return msgpack.packb([text, lost])
 
 
 class Meeting:
-    """One restore, of all ranks together. Used on the training thread; a step of it is a wait for all ranks."""
+    """The agreements of all ranks in one restore. Each method waits for all ranks. Use it on one thread."""
 
     def __init__(self, world: World, name: str, timeout: float) -> None:
-        """Name it as all ranks name it; ``timeout`` in seconds for each wait."""
+        """Prepare a meeting; nobody is told yet.
+
+        Args:
+            world: The ranks.
+            name: The name of the restore: the same on all ranks, and used once in a run.
+            timeout: Seconds that each wait may take.
+        """
         self._world = world
         self._name = name
         self._timeout = timeout
@@ -72,22 +78,24 @@ class Meeting:
     def settle(
         self, stage: str, own: Callable[[], bytes], decide: Callable[[dict[int, bytes]], bytes] = lambda _: b""
     ) -> bytes:
-        """Do a stage on all ranks, and go on together or not at all.
+        """Do one stage of the restore on all ranks, and go on together or not at all.
 
         Args:
-            stage: Its name, the same on all ranks.
-            own: Does this rank's part, and returns its data. What it raises is told to the other ranks.
-            decide: Called on the coordinator with the data of every rank.
+            stage: The name of the stage, the same on all ranks.
+            own: Does this rank's part, and returns its data. If it raises, the other ranks are told.
+            decide: Called on the coordinator with the data of every rank, by rank, if no rank has failed.
 
         Returns:
             What ``decide`` returned, on every rank.
 
         Raises:
-            Exception: What ``own`` raised, once the others know of it.
-            RestoreError: Another rank has failed at this stage, or ``decide`` has; the same on all ranks. It names the
-                files that those miss.
-            CommitError: The same, once the live state may have been changed.
-            RanksMissingError: Some did not come in time.
+            Exception: The error of ``own``, once the other ranks know of it. In a world of one rank also that of
+                ``decide``.
+            RestoreError: ``own`` has failed on another rank, or ``decide`` has failed, before the live state may have
+                been changed. Its ``lost`` has the missing files that the failed ranks reported.
+            CommitError: The same, after the live state may have been changed.
+            RanksMissingError: Some ranks did not come in time.
+            StorageError: The directory that the ranks meet in failed.
         """
         error = None
         try:
@@ -123,7 +131,7 @@ class Meeting:
         raise CommitError(reasons) if self._has_begun else RestoreError(reasons, lost=lost)
 
     def together(self, stage: str, action: Callable[[], _T]) -> _T:
-        """Do something on all ranks, and return this rank's result; raises as :meth:`settle` does."""
+        """Do ``action`` on all ranks, and return this rank's result; raises as :meth:`settle` does."""
         results = []
 
         def own() -> bytes:
@@ -134,7 +142,7 @@ class Meeting:
         return results[0]
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise what keeps this rank from beginning, once the others know of it."""
+        """Raise ``error``, which keeps this rank from beginning, once the other ranks know of it."""
 
         def fail() -> bytes:
             raise error
@@ -143,7 +151,10 @@ class Meeting:
         raise error
 
     def choose(self, wish: str, pick: Callable[[], bytes]) -> bytes:
-        """Which checkpoint: what ``pick`` gives on the coordinator. All must wish for the same, in words."""
+        """Choose the checkpoint; returns what ``pick`` returns on the coordinator.
+
+        ``wish`` says which checkpoint this rank wants. If the ranks' texts differ, all raise as :meth:`settle` does.
+        """
 
         def decide(wishes: dict[int, bytes]) -> bytes:
             if len(set(wishes.values())) > 1:
@@ -154,15 +165,15 @@ class Meeting:
         return self.settle("choose", wish.encode, decide)
 
     def compare(self, own: Callable[[], Fit], find: Callable[[U64, set[str]], list[str]]) -> tuple[list[str], bool]:
-        """Whether the checkpoint fits all ranks.
+        """Find out whether the checkpoint fits all ranks; raises as :meth:`settle` does.
 
         Args:
-            own: Returns how it fits this rank; raises where it does not.
-            find: Called on the coordinator with the hashes and the names of all ranks. Returns the keys of those names
-                that no rank wants.
+            own: Returns how the checkpoint fits this rank, or raises because it does not.
+            find: Called on the coordinator with the hashes and the provider names of all ranks. Returns the keys of
+                these providers that no rank wants.
 
         Returns:
-            What ``find`` returned, and whether nothing fits any rank.
+            The result of ``find``, and whether nothing fits on any rank although something is wanted.
         """
 
         def encoded() -> bytes:
@@ -182,7 +193,10 @@ class Meeting:
         return unwanted, in_vain
 
     def finish(self, read: Callable[[], list[str]]) -> list[str]:
-        """Read on all ranks. Takes and returns keys that were read without checksums: of this rank, and of any."""
+        """Read on all ranks; raises as :meth:`settle` does.
+
+        ``read`` returns the keys that this rank has read without checksums. The result has those of all ranks, sorted.
+        """
 
         def decide(told: dict[int, bytes]) -> bytes:
             return msgpack.packb(sorted({key for data in told.values() for key in msgpack.unpackb(data)}))
@@ -193,15 +207,16 @@ class Meeting:
     def digest(
         self, held: Callable[[], Iterable[Held]], stored: Callable[[str], int | None]
     ) -> tuple[list[str], list[str]]:
-        """Compare digests of what all ranks hold together with what was saved.
+        """Compare the digests of what all ranks have restored with the saved ones; raises as :meth:`settle` does.
 
         Args:
-            held: Returns what this rank holds.
-            stored: The digest of a key as it was saved; called on the coordinator.
+            held: Returns the parts that this rank has restored.
+            stored: Returns what all parts of a key's tensor contributed to its digest when it was saved; None if that
+                is unknown. Called on the coordinator.
 
         Returns:
-            Keys whose contents are not what was saved, and keys for which that is unknown. It is unknown where no
-            digest was saved, or where the ranks do not hold all elements, each once or all alike.
+            The keys whose contents differ from what was saved, and the keys for which that cannot be said. The latter
+            have no saved digest, or the ranks' distinct parts do not make up the tensor, each element once.
         """
 
         def encoded() -> bytes:
@@ -219,7 +234,7 @@ class Meeting:
                 for _, _, contribution in one:
                     digest ^= contribution
                 if any(len(alike) > 1 for alike in found.values()):
-                    wrong.append(key)  # ranks that hold the same part hold other contents
+                    wrong.append(key)  # two ranks hold different contents of the same part
                 elif expected is None or sum(numel for numel, _, _ in one) != one[0][1]:
                     unknown.append(key)
                 elif digest != expected:

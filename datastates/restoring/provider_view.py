@@ -1,4 +1,4 @@
-"""What a checkpoint holds for one provider, compared with what is live: what to read, and what differs."""
+"""What a checkpoint holds for one provider, compared with the live state: what to read, and what differs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key, keys_of, objects_of
 
 Trust = Collection[str] | str
-"""``"all"``, or the classes, as ``module.qualname``, that objects in a checkpoint may be of."""
+"""The classes that objects in a checkpoint may have, as ``module.qualname``; ``"all"`` for any class."""
 
 
 def place_in_pickle(stored: StoredArray) -> DataPlace:
-    """Where a reference in ``data.pkl`` says that the elements are."""
+    """The place of the elements that a reference in ``data.pkl`` gives."""
     return stored.record, stored.offset, stored.dtype, stored.shape, stored.stride
 
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Say in a plain FormatError what could not be decoded; its subclasses say so themselves."""
+    """Put ``what`` in front of the message of a FormatError, but not of its subclasses, which name it themselves."""
     try:
         yield
     except FormatError as error:
@@ -49,10 +49,10 @@ _PLAIN = {int, float, str, bool, type(None)}
 
 
 def _fill(value: object, resolve: Callable[[ArrayRef], object]) -> bool:
-    """Put arrays in the place of references in a surveyed dict or list; False when there is more to it than those."""
+    """Replace the references in a surveyed dict or list by arrays; False if it holds other kinds of values."""
     left = [value]
     seen: set[int] = set()
-    made: dict[int, tuple[ArrayRef, object]] = {}  # by id of the reference, which it keeps: what is one array stays one
+    made: dict[int, tuple[ArrayRef, object]] = {}  # by id of the reference, so that one reference becomes one array
     while left:
         container: Any = left.pop()
         if type(container) not in (dict, OrderedDict, list):
@@ -73,20 +73,28 @@ def _fill(value: object, resolve: Callable[[ArrayRef], object]) -> bool:
 
 
 class SavedState(Saved):
-    """What a checkpoint holds for one provider; collects what is reported about it.
+    """What a checkpoint holds for one provider. It also collects the differences that are reported.
 
-    Objects, and the keys that are listed, are those of one container, the base: that of this rank's number, or the
-    first that has the provider. What any rank holds is found by its key.
+    The objects and the listed keys are those of one container, the base: the one with this rank's number or, if that
+    has nothing of the provider, another one. A look-up by key finds the arrays of all ranks. Not thread-safe.
 
     Attributes:
-        name: What the provider is stored under.
-        missing, unexpected: Full keys of what only the live state has, and of what only the checkpoint has.
+        name: The name that the provider is stored under.
+        missing, unexpected: Full keys that only the live state has, and that only the checkpoint has.
         mismatched: By full key, what differs.
-        lost: By full key, what is missing of an array because a container is.
+        lost: By full key, what is missing of an array or object because a container is missing.
     """
 
     def __init__(self, stored: Stored, base: Container, name: str, *, strict: bool, trust: Trust) -> None:
-        """Look into the base container."""
+        """Find the provider's rows and objects in the base container.
+
+        Args:
+            stored: The checkpoint.
+            base: The base container.
+            name: The name that the provider is stored under.
+            strict: Whether the caller of ``restore()`` refuses all differences.
+            trust: Classes that objects may have.
+        """
         self.strict = strict
         self.name = name
         self.missing: list[str] = []
@@ -95,8 +103,8 @@ class SavedState(Saved):
         self.lost: dict[str, str] = {}
         self._asked_arrays: Sequence[str] = ()
         self._asked_objects: list[str] = []
-        self._shards: list[Shard] = []  # the array shards that are restored, where they are compared one by one
-        self._alike: Destinations | None = None  # all of them, where they are compared in columns
+        self._shards: list[Shard] = []  # the array shards that are restored, if they are compared one by one
+        self._alike: Destinations | None = None  # all shards, if they are compared in columns
         self._stored = stored
         self._base = base
         self._trust = trust
@@ -107,21 +115,21 @@ class SavedState(Saved):
         self._surveyed: dict[str, tuple[Any, bool]] = {}
 
     def arrays(self) -> Mapping[str, ArrayRef]:
-        """The stored arrays, logical tensors."""
+        """The stored arrays by key, each as its whole logical tensor."""
         return _References(self)
 
     def every_key(self) -> Sequence[str]:
-        """Keys of all stored arrays, whichever rank had them."""
+        """Keys of the stored arrays of all ranks."""
         return self._stored.every_key(self.name)
 
     def note_lost_objects(self, rank: int) -> None:
-        """Note which objects a rank saved in a container that is missing: those of another rank are not its own."""
+        """Record the objects that a rank saved in a missing container: the base has those of another rank instead."""
         for key in self._objects:
             if self._stored.has_lost(full := full_key(self.name, key), rank):
                 self.lost[full] = "what this rank saved of it"
 
     def find(self, key: str) -> Row | None:
-        """A row of an array by its key within the provider, whichever part of it; None when nothing is there."""
+        """A row with any part of an array, by the key within the provider; None if there is none."""
         return self.rows[key] if key in self.rows else self._stored.find(full_key(self.name, key))
 
     def objects(self) -> Sequence[str]:
@@ -135,7 +143,7 @@ class SavedState(Saved):
         unexpected: Sequence[str] = (),
         mismatched: Mapping[str, str] | None = None,
     ) -> None:
-        """Note what differs."""
+        """Record differences; see :meth:`datastates.state.provider.Saved.report`."""
         self.missing += [full_key(self.name, key) for key in missing]
         self.unexpected += [full_key(self.name, key) for key in unexpected]
         self.mismatched.update({full_key(self.name, key): what for key, what in (mismatched or {}).items()})
@@ -157,16 +165,16 @@ class SavedState(Saved):
         return self._surveyed[key]
 
     def vet(self, key: str) -> None:
-        """Refuse an object that is not trusted, or damaged."""
+        """Raise an error if an object is not trusted or is damaged; see :meth:`structure`."""
         self._survey(key)
 
     def fill(self, key: str, targets: Mapping[str, object]) -> bool:
-        """Put the live arrays into what was read of the object; False when it is to be built over restored arrays."""
+        """Put the live arrays into the object as read before its arrays; False if it needs :meth:`build` instead."""
         value, complete = self._survey(key)
         return complete and _fill(value, lambda ref: _target(targets, ref))
 
     def build(self, key: str, targets: Mapping[str, object]) -> object:
-        """The object over the arrays that have been restored; what was not stays a reference."""
+        """Build an object with the arrays that have been restored. A reference stands for each other array."""
 
         def resolve(stored: StoredArray) -> object:
             return _target(targets, self._reference(stored))
@@ -189,10 +197,18 @@ class SavedState(Saved):
         return naming(f"{full_key(self.name, key)!r} in {self._base.path}")
 
     def plan(self, shards: Sequence[Shard], reads: Reads, received: Collection[str] = ()) -> dict[str, object]:
-        """Read what can be restored, but for the full keys that are received from other ranks, and report the rest.
+        """Queue the reads of all arrays that can be restored, and record what cannot.
+
+        Args:
+            shards: The provider's destinations.
+            reads: Gets the reads.
+            received: Full keys that this rank receives from other ranks instead of reading them.
 
         Returns:
-            The live arrays, by the keys that stand for their places.
+            The live arrays that are restored, by the keys that stand for their places in ``data.pkl``.
+
+        Raises:
+            ProviderError: A destination is an array that the checkpoint does not hold.
         """
         self._asked_arrays, self._asked_objects = keys_of(shards), [shard.key for shard in objects_of(shards)]
         if not received and isinstance(shards, Destinations) and self._plan_alike(shards, reads):
@@ -213,7 +229,7 @@ class SavedState(Saved):
         return {named.get(shard.key, shard.key): shard.source for shard in self._shards}
 
     def _plan_parts(self, row: Row, shard: Shard, reads: Reads) -> bool:
-        """Read a live part out of the parts that were saved; False when not all of it is there."""
+        """Queue the reads of a live part from the saved parts; False if some of its elements are missing."""
         part, full = shard.part, full_key(self.name, shard.key)
         if shard.key in self.rows and row.part == part:
             reads.add(self._base, row, shard)
@@ -228,7 +244,10 @@ class SavedState(Saved):
         return True
 
     def _plan_alike(self, shards: Destinations, reads: Reads) -> bool:
-        """Read all arrays, compared in columns; False, and nothing done, when they are not all what one rank stored."""
+        """Queue the reads of all arrays, compared in columns, which is fast.
+
+        Does nothing and returns False unless one rank saved the checkpoint and all arrays fit it as whole tensors.
+        """
         if self._stored.head.ranks > 1 or not self.rows.has_all(shards.keys):
             return False
         live, stored = tensor_scan.layout(shards.values), self.rows.columns(shards.keys)
@@ -256,7 +275,7 @@ class SavedState(Saved):
 
     @property
     def takes_something(self) -> bool | None:
-        """Whether any array is restored or, where there are no arrays, an object; None where nothing is wanted."""
+        """Whether any array is restored or, if the provider has no arrays, an object; None if nothing is wanted."""
         if self._shards or (self._alike is not None and self._alike.keys):
             return True
         if self.missing or self.mismatched or self.lost:
@@ -269,7 +288,7 @@ class SavedState(Saved):
         return [s.source for s in self._shards] if self._alike is None else self._alike.values
 
     def wanted(self) -> Iterator[int]:
-        """Hashes of the keys of all that the provider asked for."""
+        """Hashes of the full keys of all arrays and objects that the provider asked for."""
         for key in self._asked_arrays:
             yield key_hash(full_key(self.name, key))
         for key in self._asked_objects:
@@ -277,7 +296,7 @@ class SavedState(Saved):
 
 
 def _difference(row: Row, shard: Shard) -> str | None:
-    """Why a live part is not of the stored logical tensor, in words; None when it is."""
+    """Why a live part cannot be restored from the stored logical tensor, for a message; None if it can."""
     stored, wanted = (row.dtype.name, row.global_shape), (shard.dtype, shard.global_shape)
     if stored != wanted:
         texts = [f"{dtype} of shape {shape}" for dtype, shape in (stored, wanted)]
@@ -286,7 +305,7 @@ def _difference(row: Row, shard: Shard) -> str | None:
 
 
 def _target(targets: Mapping[str, object], ref: ArrayRef) -> object:
-    """The array that has been restored, a parameter or one with a gradient as it was saved; else the reference."""
+    """The restored array, as a parameter or with ``requires_grad`` as it was saved. Without one, the reference."""
     target = targets.get(ref.key, ref)
     if ref.parameter and dressed.is_tensor(target):
         return dressed.as_parameter(target, ref.requires_grad)
@@ -294,7 +313,7 @@ def _target(targets: Mapping[str, object], ref: ArrayRef) -> object:
 
 
 class _References(Mapping[str, ArrayRef]):
-    """The arrays as providers see them: the base's are listed, any rank's is found."""
+    """The arrays as providers see them: iteration covers those of the base, a look-up finds those of all ranks."""
 
     def __init__(self, saved: SavedState) -> None:
         self._saved = saved

@@ -1,4 +1,4 @@
-"""What is to be read of one file, and where it goes: what a read is planned from."""
+"""The queue of one file's reads: which ranges to read, and their destinations. Reads are planned from it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from datastates.state.shards import HOST, Buffer
 
 
 class Source(Protocol):
-    """A file of records that can be read from: a :class:`Container`, or one that others wrote."""
+    """A file of records: a :class:`~datastates.container.file.Container`, or a file that another package wrote."""
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The path of the file."""
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """The length of the file in bytes."""
 
     @property
     def data_offset(self) -> U64:
-        """Where each record's data begins, ascending."""
+        """File offset of each record's data, ascending."""
 
     def name_record(self, record: int) -> str:
-        """The keys that lie in a record, for an error about it."""
+        """The keys of arrays that lie in a record, for an error message."""
 
     def chunks(self, first: int, last: int) -> Chunks:
         """The chunks of the records from ``first`` to before ``last``."""
@@ -40,11 +40,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """Whole arrays of a container, and where their bytes go; lengths and offsets in bytes.
+    """Whole arrays of a file and their destinations, one column entry for each. Offsets and lengths are bytes.
 
     Attributes:
-        offset, nbytes: Where in the file each begins, and its length.
-        pointer, device, stream: Where it goes, as :class:`~datastates.state.shards.Buffer` says it.
+        offset, nbytes: File offset and length of each array.
+        pointer, device, stream: The destination of each, as in :class:`~datastates.state.shards.Buffer`.
     """
 
     offset: U64
@@ -55,7 +55,7 @@ class Ranges:
 
     @staticmethod
     def joined(parts: Sequence[Ranges]) -> Ranges:
-        """All of them; what goes from one place to another twice, as tied tensors do, is there once."""
+        """Join them. Duplicates, as of tied tensors, are dropped: the same bytes to the same destination."""
         if not parts:
             none = np.zeros(0, np.uint64)
             return Ranges(none, none, none, np.zeros(0, np.int32), none)
@@ -71,19 +71,19 @@ class Ranges:
 
 @dataclass(slots=True, eq=False)
 class ReadQueue:
-    """What is to be read of one file. Destinations are the whole arrays, then the buffers.
+    """The ranges of one file to read, and their destinations: first the whole arrays, then the buffers. In bytes.
 
     Attributes:
         source: The file.
-        whole_arrays: Arrays that are read as they are.
-        owners: What keeps their memory alive.
-        keys: For each buffer, the full key of what it gets, if it is an array.
-        buffers: Memory that one range, or several, go to.
-        offsets, lengths: Where in the file what fills a buffer begins, and its length; 0 where it is in ``runs``.
+        whole_arrays: Whole arrays that are read into destinations of the same layout.
+        owners: Objects that keep the memory of ``whole_arrays`` alive.
+        keys: For each buffer, the full key of its array; empty if it is for no array.
+        buffers: The other destinations, each for one range or several.
+        offsets, lengths: For each buffer, file offset and length of its range; 0 if its ranges are in ``runs``.
         whole: For each buffer, whether it gets a whole array, which is always verified.
-        runs: Buffers that several ranges go to: number, and the ranges' offsets in the file, offsets in the buffer, and
-            lengths.
-        seen: Buffers that are queued, by place in the file and in memory.
+        runs: Buffers with several ranges: the buffer's number, then the ranges' file offsets, offsets in the buffer,
+            and lengths.
+        seen: The buffers of ``add`` so far, by place in the file and in memory.
     """
 
     source: Source
@@ -98,7 +98,7 @@ class ReadQueue:
     seen: set[tuple[object, ...]] = field(default_factory=set)
 
     def add(self, key: str, offset: int, place: Buffer, *, whole: bool) -> None:
-        """Queue as many bytes as the memory has, from an offset of the file on."""
+        """Queue one range: from a file offset, as many bytes as ``place`` has. ``whole``: verify it at any cost."""
         same = (offset, place.nbytes, place.device, place.pointer)
         if same in self.seen:
             return  # tied tensors: the same bytes to the same memory
@@ -110,7 +110,15 @@ class ReadQueue:
         self.whole.append(whole)
 
     def add_runs(self, key: str, place: Buffer, offset: I64, at: I64, length: I64) -> None:
-        """Queue ranges of the file, each to its place in one memory; all in bytes."""
+        """Queue ranges of the file for one destination.
+
+        Args:
+            key: The full key of the array.
+            place: The destination.
+            offset: File offset of each range.
+            at: Offset of each range in the destination.
+            length: Length of each range in bytes.
+        """
         if len(length) == 1:
             to = replace(place, pointer=place.pointer + int(at[0]), nbytes=int(length[0]))
             self.add(key, int(offset[0]), to, whole=False)
@@ -129,13 +137,13 @@ class ReadQueue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are to be filled."""
+        """Bytes of memory to fill."""
         runs = sum(int(length.sum()) for *_, length in self.runs)
         return int(self._joined().nbytes.sum()) + sum(self.lengths) + runs
 
     @property
     def memory(self) -> Columns:
-        """Where the destinations are."""
+        """Address, device and stream of each destination."""
         arrays, others = self._joined(), columns(self.buffers)
         return (
             np.append(arrays.pointer, others[0]),
@@ -144,7 +152,7 @@ class ReadQueue:
         )
 
     def ranges(self) -> tuple[I64, I64, I64, I64]:
-        """All ranges that are not empty: destination, offset in the file, offset in the destination, length."""
+        """All non-empty ranges as columns: destination, file offset, offset in the destination, length."""
         arrays, count = self._joined(), len(self.buffers)
         first = len(arrays.offset)
         offset = np.concatenate((arrays.offset.astype(np.int64), np.array(self.offsets, np.int64)))
@@ -156,7 +164,7 @@ class ReadQueue:
         return dest[filled], offset[filled], at[filled], length[filled]
 
     def plan(self, extent_nbytes: int, spare_nbytes: int) -> ReadPlan:
-        """How to read it; arguments as of :func:`~datastates.planning.read.plan_read`."""
+        """Plan the reads; the arguments are those of :func:`~datastates.planning.read.plan_read`."""
         arrays, (_, device, _) = self._joined(), self.memory
         dest, offset, at, length = self.ranges()
         record = np.searchsorted(self.source.data_offset, offset.astype(np.uint64), side="right") - 1
@@ -175,7 +183,7 @@ class ReadQueue:
         )
 
     def unverified(self, plan: ReadPlan) -> set[str]:
-        """The keys of which the plan reads some bytes unverified."""
+        """The keys of arrays of which the plan reads some bytes without verifying them."""
         if not len(plan.unverified_offset):
             return set()
         dest, offset, _, length = self.ranges()

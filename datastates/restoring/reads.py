@@ -1,4 +1,4 @@
-"""Arrays out of files, read into live ones: planner and executor on the way up."""
+"""Reads arrays of files into live arrays, with the planner and the executor."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from datastates.state.shards import HOST, ArrayRef, Buffer, Shard
 from datastates.state.strides import span
 
 SMALL_STATE = 1 << 20
-"""Bytes that a restore may read in vain when it needs less than that, so that little states are verified as a whole."""
+"""A restore that fills fewer bytes may read so many unwanted ones, so that small states are verified completely."""
 AHEAD_RECORDS = 4096
-"""Records of which the begin of a file is planned; those of a few bytes each would take longer than they give."""
+"""Most records to plan a read-ahead for. Planning many tiny records would take longer than reading them ahead saves."""
 COMPARED_AT_ONCE = 4 << 20
-"""Bytes that are held of each of two places in files that are compared."""
+"""Bytes to read at a time from each of two places that are compared."""
 SMALL_COPY = 64 * 1024
-"""Bytes from which on a stretch is worth a copy to a device of its own."""
+"""Mean bytes of a part's stretches from which on each stretch is copied to the device by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What was read, of all files.
+    """What was read of all files.
 
     Attributes:
-        needed_nbytes: Bytes of the files that were wanted, each counted once.
+        needed_nbytes: Bytes of the files that were wanted; each is counted once.
         read_nbytes: Bytes that were read, as :meth:`datastates.executor.jobs.ReadJob.stats` counts them.
         unverified_nbytes: Wanted bytes that were read without a checksum over them.
         unverified_keys: Full keys of the arrays that have such bytes, sorted.
@@ -51,13 +51,13 @@ class Tally:
 
 
 class Reads:
-    """Arrays to be read out of files: straight into memory where the layout allows, else by way of a copy.
+    """Reads of arrays from files. They go straight into the live memory if its layout allows, else through a copy.
 
     Not thread-safe.
     """
 
     def __init__(self, *, in_full: bool = False) -> None:
-        """``in_full``: verify all that is read, whatever has to be read for that."""
+        """Begin without reads. ``in_full``: verify everything that is read, however many more bytes that reads."""
         self._in_full = in_full
         self._queues: dict[Source, ReadQueue] = {}
         self._copies: list[tuple[Any, Any]] = []
@@ -72,10 +72,15 @@ class Reads:
         return queue
 
     def add(self, source: Source, row: Row, shard: Shard) -> None:
-        """Read of a stored row what a live shard of the same logical tensor has of it; of the same dtype.
+        """Queue the elements that a stored row and a live shard of the same logical tensor share.
 
-        The shard's other elements are left as they are: they are for the rows of other files. Row and shard may
-        have any strides.
+        The shard's other elements are left as they are, for rows of other files. Row and shard have the same element
+        type, and may have any strides.
+
+        Args:
+            source: The file.
+            row: The stored row.
+            shard: The live shard.
 
         Raises:
             ValueError: The logical tensors have different shapes.
@@ -88,11 +93,11 @@ class Reads:
             self._add_part(self._queue(source), row, shard)
 
     def add_memory(self, source: Source, offset: int, place: Buffer) -> None:
-        """Read as many bytes as the memory has from an offset of the file, all verified."""
+        """Queue as many bytes as ``place`` has, from an offset of the file. All are verified."""
         self._queue(source).add("", offset, place, whole=True)
 
     def add_arrays(self, source: Source, ranges: Ranges, owners: object) -> None:
-        """Read many whole arrays, all verified; ``owners`` keep the memory that they go to."""
+        """Queue many whole arrays. All are verified. ``owners`` keep the destinations' memory alive."""
         queue = self._queue(source)
         queue.whole_arrays.append(ranges)
         queue.owners.append(owners)
@@ -120,7 +125,7 @@ class Reads:
             self._land(queue, row, shard, block)
 
     def _land(self, queue: ReadQueue, row: Row, shard: Shard, block: Block) -> None:
-        """Read a block of a row, of any strides, into host memory of its own, to be copied from there."""
+        """Queue a block of a row of any strides to be read into new host memory, and copied from there."""
         itemsize = row.dtype.itemsize
         apart = row.stride if row.flat is None else [step * row.stride[0] for step in block.steps]
         at, length, stride = _stretches(block.size, apart)
@@ -133,11 +138,14 @@ class Reads:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are to be filled."""
+        """Bytes of memory to fill."""
         return sum(queue.nbytes for queue in self._queues.values())
 
     def conflict(self) -> str | None:
-        """The keys of what others would overwrite with other bytes: live memory is shared that was not when saved."""
+        """Keys of arrays that other reads would overwrite with different bytes; None if there are none.
+
+        This happens if live arrays share memory but the saved ones did not.
+        """
         places = [_places(number, queue) for number, queue in enumerate(self._queues.values())]
         if not places:
             return None
@@ -147,7 +155,7 @@ class Reads:
         end = begin + length
         if (end[:-1] <= begin[1:])[device[:-1] == device[1:]].all():
             return None  # nothing is shared
-        # the same bytes at the same distance from where they are in the file are the same
+        # two ranges with the same distance between memory and file bring the same bytes
         origin = np.stack((number, (offset - begin).view(np.int64)))
         sources = list(self._queues)
         furthest = 0
@@ -165,9 +173,11 @@ class Reads:
         return None
 
     def begin(self, source: Source, executor: Executor) -> None:
-        """Begin to read a file that will probably be wanted whole, while it is found out; :meth:`close` is to follow.
+        """Begin to read a file that will probably be wanted whole, before that is certain. Call :meth:`close` later.
 
-        ``executor`` must be that of :meth:`start`, too. Destinations are taken to be in host memory.
+        Args:
+            source: The file.
+            executor: The executor; :meth:`start` must get the same one. The destinations are expected in host memory.
         """
         extent_nbytes, offset = executor.extent_nbytes(source.path), source.data_offset
         if not len(offset):
@@ -184,17 +194,17 @@ class Reads:
         self._ahead[source] = executor.read_ahead(source.path, plan)
 
     def close(self) -> None:
-        """Give back what was read ahead and not wanted."""
+        """Free the memory of what was read ahead and is not wanted."""
         for ahead in self._ahead.values():
             ahead.close()
 
     def start(self, executor: Executor) -> None:
-        """Begin to read, verified as far as :func:`plan_read` says; :meth:`finish` is to follow.
+        """Begin to read all files at once. Call :meth:`finish` afterwards.
 
-        All files are read at once.
+        :func:`~datastates.planning.read.plan_read` decides what is verified.
         """
         queues = [queue for queue in self._queues.values() if queue.buffers or queue.whole_arrays]
-        # which hold blocks until they are taken over
+        # first the files that were read ahead: these hold blocks of the host cache until their jobs take them
         queues.sort(key=lambda queue: queue.source not in self._ahead)
         for source in self._ahead.keys() - {queue.source for queue in queues}:
             self._ahead[source].close()
@@ -213,9 +223,9 @@ class Reads:
             raise
 
     def finish(self) -> Tally:
-        """Wait until everything is in place; then make the copies.
+        """Wait until everything is read, then make the copies.
 
-        No memory is written to any more when it returns or raises.
+        When it returns or raises, no memory is written to any more.
 
         Raises:
             CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
@@ -231,7 +241,7 @@ class Reads:
         return Tally(needed, read, unverified, tuple(sorted(self._loose)))
 
     def _wait(self) -> None:
-        with contextlib.ExitStack() as running:  # every job is waited for, also when another fails
+        with contextlib.ExitStack() as running:  # waits for every job, even if another one fails
             for job in self._jobs:
                 running.callback(job.wait)
 
@@ -242,14 +252,14 @@ class Reads:
 
 
 def _alike(first: tuple[Source, int], second: tuple[Source, int], nbytes: int) -> bool:
-    """Whether files, or places in one, hold the same bytes from two offsets on."""
+    """Whether two places, each a file and an offset, hold the same ``nbytes`` bytes."""
     (a, a_at), (b, b_at) = ((read_bytes(source.path), offset) for source, offset in (first, second))
     pieces = ((at, min(COMPARED_AT_ONCE, nbytes - at)) for at in range(0, nbytes, COMPARED_AT_ONCE))
     return all(a(a_at + at, length) == b(b_at + at, length) for at, length in pieces)
 
 
 def _places(number: int, queue: ReadQueue) -> Iterator[Any]:
-    """Where a queue's ranges go: device, address, length; the queue's number, and where in the file they are."""
+    """Columns of a queue's ranges: device, address, length, the queue's number, and file offset."""
     dest, offset, at, length = queue.ranges()
     pointer, device, _ = queue.memory
     yield device[dest]
@@ -265,7 +275,7 @@ def _region(shard: Shard, block: Block) -> Any:
     is_torch = arrays.kind_of(array) == "torch"
     if is_torch:
         array = array.detach()
-    if shard.flat is None:  # the dots: a view of 0-d arrays, too
+    if shard.flat is None:  # the ellipsis makes a view of a 0-d array, too
         return array[(*(slice(b, b + n) for b, n in zip(block.dest, block.size, strict=True)), ...)]
     array = array[block.dest[0] :]
     if is_torch:
@@ -280,11 +290,13 @@ def _region(shard: Shard, block: Block) -> Any:
 
 
 def _stretches(size: Sequence[int], stride: Sequence[int]) -> tuple[I64, I64, tuple[int, ...]]:
-    """What to read of a strided box, and how it lies when what was read is laid end to end; in elements.
+    """The stretches to read for a strided box, and the strides of the box once these are laid end to end; in elements.
+
+    A stretch reaches from the first to the last element along the dimension of the smallest stride, with everything
+    between them. Stretches that touch are joined.
 
     Returns:
-        Begins of stretches from the box's first element, their lengths, and the strides of the box laid end to end. A
-        stretch has all that lies between the first and the last element along the dimension of the smallest stride.
+        Begins of the stretches, counted from the box's first element; their lengths; and the new strides of the box.
     """
     dims = sorted((d for d in range(len(size)) if size[d] > 1 and stride[d] > 0), key=lambda d: stride[d])
     compact = [0] * len(size)

@@ -1,4 +1,4 @@
-"""The way up: manifest open → container → planner → executor → providers, all ranks together or none."""
+"""The way of one restore: manifest → container → planner → executor → providers, on all ranks together or on none."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from datastates.state.streams import current_device
 Verify = Literal["checksum", "digest"]
 Replicas = Literal["read", "broadcast"]
 AHEAD_MINIMUM = 16 << 20
-"""Bytes of a container from which on it is read ahead, while it is compared."""
+"""Smallest container, in bytes, that is read ahead while it is compared."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Taken:
-    """A provider that the checkpoint has: what is saved of it, and where that is to be restored."""
+    """A provider that the checkpoint has: what is saved of it, and its destinations."""
 
     provider: StateProvider
     saved: SavedState
@@ -45,7 +45,7 @@ class _Taken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Object:
-    """An object shard, and the live arrays by the keys that stand for their places in it."""
+    """An object shard, and its provider's restored live arrays by the keys that stand for their places."""
 
     provider: StateProvider
     saved: SavedState
@@ -54,7 +54,7 @@ class _Object:
 
 
 class Restore:
-    """One restore of a checkpoint into live state, in place, by all ranks together. Used once, on one thread.
+    """One restore of a checkpoint into live state, in place, by all ranks together. Use it once, on one thread.
 
     Everything is compared on all ranks before anything is changed.
     """
@@ -71,17 +71,17 @@ class Restore:
         verify: Verify,
         replicas: Replicas,
     ) -> None:
-        """Prepare it.
+        """Prepare a restore; nothing is read yet.
 
         Args:
             stored: The checkpoint.
             providers: What to restore.
-            executor: Gives the executor to use; it is told how many bytes will be read.
+            executor: Returns the executor to use, given the number of bytes that will be read.
             meeting: The meeting of the ranks.
-            strict: Refuse missing, unexpected and mismatched keys.
-            trust: Classes that pickled objects may be of, as ``module.qualname``, or ``"all"``.
+            strict: Whether to refuse missing, unexpected and mismatched keys.
+            trust: Classes that pickled objects may have, as ``module.qualname``, or ``"all"``.
             verify: ``"digest"`` compares the digests of all tensors.
-            replicas: ``"broadcast"`` lets one rank read what several restore alike.
+            replicas: ``"broadcast"`` lets one rank read a part that several restore alike, and send it to the others.
         """
         self._stored = stored
         self._providers = providers
@@ -93,21 +93,21 @@ class Restore:
         self._replicas = replicas
         self._alone = stored.head.ranks == meeting.ranks == 1
         self._reads = Reads()
-        self._executor: Executor | None = None  # what has begun to read ahead, if anything
+        self._executor: Executor | None = None  # the executor that has begun to read ahead, if any
         self._taken: list[_Taken] = []
         self._objects: list[_Object] = []
-        self._filled: list[bool] = []  # for each object, whether the live arrays were put into what was read of it
+        self._filled: list[bool] = []  # for each object, whether it is finished apart from the arrays' contents
         self._shares: list[broadcast.SharedPart] = []
         self._absent: list[str] = []  # keys of providers that the checkpoint lacks
-        self._not_here: list[str] = []  # keys of state that it has of other ranks only
+        self._not_here: list[str] = []  # keys of per-rank state that the checkpoint has for other ranks only
         self._result = Restored(stored.head.step)
 
     @gc_pause.paused()
     def run(self) -> Restored:
-        """Do it; raises as :meth:`datastates.Checkpointer.restore` does."""
+        """Do the restore; raises as :meth:`datastates.Checkpointer.restore` does."""
         with contextlib.closing(self._reads):
             if self._replicas == "broadcast" and self._strict and self._meeting.ranks > 1:
-                # what does not fit all ranks is not sent
+                # not without `strict`: a part that does not fit on all ranks cannot be broadcast
                 self._shares = broadcast.agree(self._meeting, self._look_for_shares)
                 compare = self._compare
             else:
@@ -130,7 +130,7 @@ class Restore:
             self._read_ahead()
         rank, ranks = self._meeting.rank, self._stored.head.ranks
         for provider in walk_unique(self._providers):
-            # state of its own of a rank that there was not
+            # per-rank state of a rank that did not exist when the checkpoint was saved
             is_new = provider.per_rank and rank >= ranks
             name = stored_name(provider, rank, ranks)
             base = None if is_new else self._stored.base(name, rank)
@@ -142,10 +142,10 @@ class Restore:
             self._taken.append(_Taken(provider, saved, provider.destinations(saved)))
 
     def _read_ahead(self) -> None:
-        """Begin to read this rank's container while it is compared, where all of it will probably be wanted.
+        """Begin to read this rank's container while it is compared, if all of it will probably be wanted.
 
-        Not where a device is in use: its memory is page-locked first, which takes as long as comparing does. Nor where
-        the checkpoint is made of a framework's own files, which are no containers.
+        Not if CUDA is in use: the host cache must be page-locked first, which takes as long as the comparison. Nor if
+        the checkpoint consists of a framework's own files, which are no containers.
         """
         head, meeting = self._stored.head, self._meeting
         if head.ranks != meeting.ranks or (head.container or head.catalog) is None or current_device() is not None:
@@ -153,17 +153,17 @@ class Restore:
         own = self._stored.container(meeting.rank)
         names = {stored_name(provider, meeting.rank, meeting.ranks) for provider in walk_unique(self._providers)}
         if own is not None and own.nbytes >= AHEAD_MINIMUM and names.issuperset(own.index.shards.providers):
-            # this rank may want from the others' containers what all hold alike
+            # this rank may also want parts of the other containers: each replicated tensor is only in one of them
             self._executor = self._make_executor(own.nbytes * meeting.ranks)
             self._reads.begin(own, self._executor)
 
     def _look_for_shares(self) -> dict[broadcast.PartKey, int]:
-        """The parts that other ranks can be sent, each with its bytes."""
+        """The parts of this rank that can be broadcast, each with its size in bytes."""
         self._look()
         return {place: s.nbytes or 0 for place, s in self._places().items() if broadcast.can_broadcast(s)}
 
     def _places(self) -> dict[broadcast.PartKey, Shard]:
-        """The array shards by what they are; the names are alike on all ranks."""
+        """The array shards by full key and part, which are equal on all ranks."""
         return {
             (full_key(taken.saved.name, shard.key), str(shard.part)): shard
             for taken in self._taken
@@ -182,11 +182,11 @@ class Restore:
         for taken in self._taken:
             targets = taken.saved.plan(taken.shards, self._reads, received)
             for shard in objects_of(taken.shards):
-                taken.saved.vet(shard.key)  # refused before anything is changed, where it is not trusted or damaged
+                taken.saved.vet(shard.key)  # so that an untrusted or damaged object is refused before any change
                 self._objects.append(_Object(taken.provider, taken.saved, shard, targets))
         saved, result = [taken.saved for taken in self._taken], self._result
         result.missing_keys = [*self._absent, *(key for s in saved for key in (*s.missing, *s.lost))]
-        # what one of several ranks does not want may be another's
+        # with several ranks, another rank may want what this one does not
         result.unexpected_keys = [key for s in saved for key in s.unexpected] if self._alone else []
         result.mismatched_keys = {key: what for s in saved for key, what in s.mismatched.items()}
         if self._strict and (result.missing_keys or result.unexpected_keys or result.mismatched_keys):
@@ -206,7 +206,7 @@ class Restore:
         return [] if self._alone else self._stored.strangers(wanted, names)
 
     def _take_note(self, unexpected: list[str], in_vain: bool) -> None:
-        """Raise or log what does not fit, as all ranks know it now."""
+        """Raise or log what does not fit, now that it is known for all ranks."""
         result = self._result
         result.unexpected_keys += unexpected
         if in_vain or (self._strict and result.unexpected_keys):
@@ -221,7 +221,7 @@ class Restore:
     # --- reading, and what comes after it
 
     def _read(self) -> list[str]:
-        """Read everything, and fill objects in meanwhile; returns the keys that were read without checksums."""
+        """Read everything, and fill objects meanwhile; returns the keys that were read without checksums."""
         try:
             self._reads.start(self._executor or self._make_executor(self._reads.nbytes))
             try:
@@ -235,12 +235,12 @@ class Restore:
         return list(tally.unverified_keys)
 
     def _compare_digests(self, keys: set[str] | None) -> list[str]:
-        """Compare digests of what was restored with what was saved; of some keys, or of all.
+        """Compare the digests of what was restored with the saved ones; returns the keys that cannot be compared.
 
-        Returns the keys for which that is impossible.
+        ``keys`` are full keys; None compares all.
 
         Raises:
-            CorruptError: Contents are not what was saved; the same on all ranks.
+            CorruptError: Contents differ from what was saved. The same error on all ranks.
         """
         if keys is not None and not keys:
             return []

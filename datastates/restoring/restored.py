@@ -1,4 +1,4 @@
-"""What a restore did, and what it says of what does not fit."""
+""":class:`Restored`, the result of a restore, and the messages about what does not fit."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _SHOWN = 8
 
 @dataclass(slots=True)
 class Restored:
-    """The result of a restore.
+    """The result of a restore. The keys are full keys.
 
     Attributes:
         step: The step that was restored.
-        missing_keys: Keys that the state has and the checkpoint lacks. Of state that each rank has for itself they are
-            no error: a rank that the checkpoint did not have keeps its own.
-        unexpected_keys: Keys that the checkpoint has and the state lacks.
-        mismatched_keys: Keys whose shape, dtype or container type differs, each with the difference.
-        unverified_keys: Keys whose contents were compared with neither a checksum nor a digest.
+        missing_keys: Keys that the live state has and the checkpoint lacks, on this rank. Keys of per-rank state are
+            listed but are no error if the checkpoint did not have this rank, which then keeps its own state.
+        unexpected_keys: Keys that the checkpoint has and the live state of all ranks lacks.
+        mismatched_keys: Keys whose shape, dtype or container type differs on this rank, each with the difference.
+        unverified_keys: Keys whose contents could not be compared completely, neither with checksums nor with a digest.
+            With ``verify="digest"``, keys whose digest could not be compared.
         needed_nbytes: Bytes of the files that this rank wanted.
-        read_nbytes: Bytes that this rank read for them.
+        read_nbytes: Bytes that this rank read to get them.
         passed_over: With ``fallback=True``, the newer checkpoints that are damaged: the name of each directory, and
             what is wrong with it.
     """
@@ -41,7 +42,7 @@ class Restored:
 
 
 def misfit(stored: Stored, result: Restored, lost: Mapping[str, str]) -> RestoreError:
-    """The error that names what does not fit; ``lost`` says of missing keys what is missing of them."""
+    """The error that names what does not fit. ``lost`` says, for some missing keys, what is missing of them."""
     return RestoreError(
         f"{stored.head.path} does not fit the live state: {_differences(stored, result, lost)}",
         missing=result.missing_keys,
@@ -52,7 +53,7 @@ def misfit(stored: Stored, result: Restored, lost: Mapping[str, str]) -> Restore
 
 
 def warn_of_rest(stored: Stored, result: Restored, lost: Mapping[str, str]) -> None:
-    """Log a warning that names what a restore leaves as it was, if anything."""
+    """Log a warning that names what a restore leaves unchanged, if anything."""
     counts = len(result.missing_keys), len(result.unexpected_keys), len(result.mismatched_keys)
     if any(counts):
         _log.warning(
@@ -62,13 +63,13 @@ def warn_of_rest(stored: Stored, result: Restored, lost: Mapping[str, str]) -> N
 
 
 def warn_of_unverified(keys: Sequence[str]) -> None:
-    """Log a warning that names what nothing could be compared with, if anything."""
+    """Log a warning that names the keys that could not be verified, if there are any."""
     if keys:
         _log.warning("read without checksums, and no digest to compare with: %s", sorted(keys)[:_SHOWN])
 
 
 def shortened(texts: Sequence[str], separator: str = ", ") -> str:
-    """The first of some texts, and how many more there are."""
+    """Join the first texts, and add how many more there are."""
     rest = f"{separator}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return separator.join(texts[:_SHOWN]) + rest
 

@@ -1,4 +1,4 @@
-"""A committed checkpoint, opened: which of its containers hold what. Each is opened when it is first asked for."""
+"""A committed checkpoint, opened: which containers hold which parts. A container is opened when it is first needed."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from datastates.state.shards import full_key
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a rank must know of a checkpoint to open it: not the manifest, which grows with the number of ranks.
+    """What a rank must know to open a checkpoint. Unlike the manifest, it does not grow with the number of ranks.
 
     Attributes:
-        path: Its directory.
-        step: The step it was saved under.
-        attempt: What all its containers are named by.
-        ranks: How many ranks wrote it.
-        catalog: Its catalog; None where one rank wrote it.
-        container: The container of that one; None where there are several.
+        path: The checkpoint directory, or a single container file.
+        step: The step that it was saved at.
+        attempt: The random name that all its containers share.
+        ranks: The number of ranks that wrote it.
+        catalog: Its catalog; None if one rank wrote it.
+        container: Its container; None if several ranks wrote it, or for a single file.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Head:
 
     @classmethod
     def decode(cls, data: bytes) -> Head:
-        """The mirror of :meth:`encode`."""
+        """The inverse of :meth:`encode`."""
         fields = msgpack.unpackb(data)
         catalog, container = fields["catalog"], fields["container"]
         fields["catalog"] = catalog and CatalogEntry(**catalog)
@@ -73,8 +73,8 @@ def open_catalog(head: Head) -> Catalog:
     """Open the catalog of a checkpoint that several ranks wrote.
 
     Raises:
-        FormatError: It is not the one that the manifest names, or damaged.
-        StorageError: It cannot be read.
+        FormatError: The catalog is damaged, or not the one that the manifest names.
+        StorageError: The catalog cannot be read.
     """
     assert head.catalog is not None
     path, entry = head.path / head.catalog.file, head.catalog
@@ -89,15 +89,15 @@ def open_catalog(head: Head) -> Catalog:
 
 
 class Stored:
-    """The containers of one checkpoint, and what each holds of every logical tensor. Not thread-safe.
+    """The containers of one checkpoint, and the parts of logical tensors that each holds. Not thread-safe.
 
     Attributes:
-        head: What checkpoint it is.
-        lost: By rank, the containers that are not there, as far as they have been asked for.
+        head: The head of the checkpoint.
+        lost: The paths of containers that were needed and are missing, by rank.
     """
 
     def __init__(self, head: Head) -> None:
-        """Open nothing yet."""
+        """Take the head; nothing is opened yet."""
         self.head = head
         self.lost: dict[int, Path] = {}
         self._opened: dict[int, Container] = {}
@@ -108,17 +108,18 @@ class Stored:
 
         Raises:
             CheckpointNotFoundError: There is no manifest.
-            FormatError: It is damaged.
+            FormatError: The manifest is damaged.
+            StorageError: The manifest cannot be read.
         """
         return cls(Head.of(path, manifest.open(path)))
 
     @classmethod
     def of_file(cls, path: Path) -> Stored:
-        """Open one container file by itself, as a checkpoint of what it holds.
+        """Open a single container file, as a checkpoint with only its contents.
 
         Raises:
-            FormatError: It is none, or damaged.
-            StorageError: It cannot be read.
+            FormatError: The file is no container, or a damaged one.
+            StorageError: The file cannot be read.
         """
         one = open_container(path)
         identity: dict[str, Any] = one.index.identity
@@ -128,20 +129,15 @@ class Stored:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The catalog, of a checkpoint that several ranks wrote.
-
-        Raises:
-            FormatError: It is not the one that the manifest names, or damaged.
-            StorageError: It cannot be read.
-        """
+        """The catalog of a checkpoint that several ranks wrote; raises as :func:`open_catalog` does."""
         return open_catalog(self.head)
 
     def container(self, rank: int) -> Container | None:
-        """A rank's container; None where the file is missing.
+        """A rank's container; None if the file is missing.
 
         Raises:
-            FormatError: It is not the one that the manifest names, or damaged.
-            StorageError: It cannot be read.
+            FormatError: The file is damaged, or not the container that the manifest or the catalog names.
+            StorageError: The file cannot be read.
         """
         if rank in self._opened or rank in self.lost:
             return self._opened.get(rank)
@@ -162,7 +158,10 @@ class Stored:
         return one
 
     def base(self, provider: str, rank: int) -> Container | None:
-        """The container that a rank takes a provider's objects from: that of its own number, else the first with it."""
+        """The container that a rank takes a provider's objects from; None if no container has the provider.
+
+        It is the one with the rank's number if that has the provider, else another one.
+        """
         ranks = self.head.ranks
         own = self.container(rank) if rank < ranks else None
         if own is not None and provider in own.index.shards.providers:
@@ -175,13 +174,13 @@ class Stored:
         return next((c for c in every if c is not None and provider in c.index.shards.providers), None)
 
     def holds(self, full: str) -> bool:
-        """Whether somebody saved an array of that full key, though its container may be missing."""
+        """Whether any rank saved an array with that full key. With several ranks, its container may be missing."""
         if self.head.ranks == 1:
             return self._row(0, full) is not None
         return self.catalog.find(key_hash(full)) is not None
 
     def find(self, full: str) -> Row | None:
-        """A row of the logical tensor of that full key, whichever part of it; None when nothing is there."""
+        """A row with any part of the logical tensor of that full key; None if there is none."""
         if self.head.ranks == 1:
             return self._row(0, full)
         tensor = self.catalog.find(key_hash(full))
@@ -194,10 +193,14 @@ class Stored:
         return next((row for rank in holders if (row := self._row(rank, full)) is not None), None)
 
     def sources(self, like: Row, part: Part) -> list[tuple[Container, Row]]:
-        """The rows that have elements of a part of the logical tensor of a row, each with its container.
+        """The rows that may share elements with a part of a logical tensor, each with its container.
+
+        Args:
+            like: Any row of the logical tensor.
+            part: The part.
 
         Raises:
-            FormatError: Another container says that it is a tensor of another type or shape.
+            FormatError: A container has the tensor with another type or shape.
         """
         ranks = [0]
         if self.head.ranks > 1:
@@ -217,10 +220,10 @@ class Stored:
 
     @cached_property
     def keys(self) -> Mapping[str, int]:
-        """The full keys of all arrays, in the ranks' order: this opens all containers.
+        """The full keys of all arrays, in the order of the ranks. This opens all containers.
 
         Raises:
-            StorageError: One is missing.
+            StorageError: A container is missing.
         """
         found: dict[str, int] = {}
         for rank in range(self.head.ranks):
@@ -232,14 +235,14 @@ class Stored:
         return found
 
     def has_lost(self, full: str, rank: int) -> bool:
-        """Whether a rank saved an object of that full key in a container that is missing."""
+        """Whether a rank saved an object with that full key in a container that is known to be missing."""
         if rank not in self.lost or self.head.ranks == 1:
             return False
         found = self.catalog.find(object_hash(full))
         return found is not None and rank in self.catalog.holders(found, 0, 1)
 
     def every_key(self, provider: str) -> list[str]:
-        """The keys of all arrays of a provider, of all ranks: this opens all containers."""
+        """The keys of all arrays of a provider, on all ranks. This opens all containers."""
         keys: dict[str, None] = {}
         for rank in range(self.head.ranks):
             if (source := self.container(rank)) is not None:
@@ -248,11 +251,13 @@ class Stored:
         return list(keys)
 
     def strangers(self, wanted: U64, providers: Collection[str]) -> list[str]:
-        """Full keys of what these providers saved and nobody wants; opens containers until all have names.
+        """Full keys of these providers that were saved and that no rank wants, sorted.
+
+        The catalog has only hashes of keys, so containers are opened until every unwanted hash has been found in one.
 
         Args:
             wanted: Hashes of the keys that are wanted.
-            providers: Names that they are stored under.
+            providers: The names that the providers are stored under.
         """
         taken = set(wanted.tolist())
         left = set(self.catalog.keys().tolist()) - taken if self.head.ranks > 1 else None
@@ -269,11 +274,11 @@ class Stored:
             keys |= {object_hash(full_key(*key)): key for key in objects}
             found += [full_key(*key) for n, key in keys.items() if n not in taken and key[0] in providers]
             if left is not None:
-                left.difference_update(keys)  # those of other providers, too: nobody needs to look for them
+                left.difference_update(keys)  # also those of other providers, which need not be looked for
         return sorted(set(found))
 
     def digest(self, full: str) -> int | None:
-        """What all parts of a tensor contribute to its digest; None where that is not known."""
+        """What all parts of a tensor contribute to its digest; None if that is unknown."""
         if self.head.ranks == 1:
             row = self._row(0, full)
             return None if row is None or not row.part.is_whole else row.digest
@@ -286,8 +291,8 @@ def open_checkpoint(path: Path) -> tuple[manifest.Manifest, list[Container]]:
 
     Raises:
         CheckpointNotFoundError: There is no manifest.
-        FormatError: A file is not the one that the manifest names, or damaged.
-        StorageError: One is missing, or cannot be read.
+        FormatError: A file is damaged, or not the one that the manifest names.
+        StorageError: A file is missing or cannot be read.
     """
     opened = manifest.open(path)
     containers = []
@@ -303,5 +308,11 @@ def open_checkpoint(path: Path) -> tuple[manifest.Manifest, list[Container]]:
 
 
 def open_all(path: Path) -> list[Container]:
-    """The containers at a path: of a checkpoint directory, of the newest in a directory of them, or one file."""
+    """Open the containers at a path: a checkpoint directory, a directory of them (the newest), or one container file.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        FormatError: A file is damaged, or not the one that the manifest names.
+        StorageError: A file is missing or cannot be read.
+    """
     return [open_container(path)] if path.is_file() else open_checkpoint(directories.find(path))[1]

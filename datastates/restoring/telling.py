@@ -1,4 +1,4 @@
-"""What keeps a rank from meeting the others is told to them: they are not to wait for it."""
+"""Tells the other ranks about an error that keeps this rank from meeting them, so that they need not wait for it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ _OWN = ("rank", "world_size", "rank_timeout")
 def telling(
     directory: Callable[[], Path], options: Mapping[str, Any], tell: Callable[[World, Exception, float], object]
 ) -> Iterator[None]:
-    """Until a world is opened, tell the other ranks in the background what this block raises.
+    """If the block raises, tell the other ranks in the background. For code that runs before the world is opened.
+
+    Ranks that meet in a directory, because ``rank`` and ``world_size`` are given, are not told.
 
     Args:
-        directory: Gives where they meet.
-        options: As the user gave them; they need not be right.
-        tell: Takes part in their first agreement, with the error and for how many seconds at most.
+        directory: Returns the directory where the ranks meet.
+        options: The options as the user gave them; they may be wrong.
+        tell: Takes part in the first agreement of the ranks, with the world, the error and a timeout in seconds.
     """
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(Exception):  # where that is impossible, too, they find out by its absence
+        with contextlib.suppress(Exception):  # if telling fails, too, the others run into their timeout
             settings = RankSettings.of({key: value for key, value in options.items() if key in _OWN})
             if settings.rank is None and settings.world_size is None:
                 timeout, cause = settings.rank_timeout, error
@@ -38,10 +40,10 @@ def telling(
 
 
 def refuse_to_meet(name: str, world: World, error: Exception, timeout: float) -> None:
-    """Where the others call :func:`datastates.ranks.together.meet` or ``settle`` under that name."""
+    """Report ``error`` to those that call :func:`datastates.ranks.together.meet` or ``settle`` with that name."""
     settle(world, name, error, b"", lambda _: b"", timeout=timeout)
 
 
 def refuse_to_restore(name: str, world: World, error: Exception, timeout: float) -> None:
-    """Where the others choose a checkpoint in a :class:`~datastates.restoring.meeting.Meeting` of that name."""
+    """Report ``error`` to those that choose in a :class:`~datastates.restoring.meeting.Meeting` with that name."""
     Meeting(world, name, timeout).refuse(error)

@@ -1,4 +1,4 @@
-"""The way down: what providers describe is collected, planned, written and committed."""
+"""Saving: collects what providers describe, plans it, writes it and commits it."""
 
 from datastates.saving.engine import Engine
 from datastates.saving.report import Report

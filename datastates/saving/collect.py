@@ -1,4 +1,4 @@
-"""What the providers describe for one snapshot, checked; what does not change is taken again for the next."""
+"""Collects and checks what the providers describe for one snapshot. An unchanged structure is reused by the next."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from datastates.state.shards import HOST, Buffer, Shard, Shards, full_key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """What the providers described, apart from what changes between two snapshots of the same state.
+    """What the providers described, without the contents. Successive snapshots of the same state share it.
 
     Attributes:
-        names: The providers' names.
-        layouts: What each provider gave as its layout; None from one that gives plain lists.
+        names: The names that the providers are stored under.
+        layouts: For each provider, the layout of its :class:`~datastates.state.shards.Shards`; None if it returned a
+            plain list.
         arrays: Array shards, each with its provider's number.
         buffers: The distinct buffers that the arrays lie in.
         source: For each array shard, the number of its buffer.
-        eager: For each buffer, whether it must be captured at once.
-        witness: For each buffer, 1 where a lazy array lies in it.
-        columns: The buffers as the executor wants them.
-        devices: The CUDA devices that they are on, ascending.
+        eager: For each buffer, whether it must be captured before ``snapshot()`` returns.
+        witness: For each buffer, 1 where a lazy array lies in it, else 0.
+        columns: The buffers in the form that the executor takes.
+        devices: The CUDA devices that the buffers are on, ascending.
         nbytes: Bytes of all buffers.
         counted: Numbers of the lazy array shards whose changes torch counts.
-        addresses: Where their first elements are.
+        addresses: For each of ``counted``, the address of its first element.
     """
 
     names: tuple[str, ...]
@@ -61,16 +62,16 @@ class Structure:
 
     @property
     def holds_state(self) -> bool:
-        """Whether its shards hold the state, as those of plain lists do: then it serves one snapshot only."""
+        """Whether its shards keep live arrays, as those of plain lists do. It then serves one snapshot only."""
         return None in self.layouts
 
     def without_state(self) -> Structure:
-        """What the next snapshot may compare itself with."""
+        """The structure to keep for the next snapshot: without shards and buffers if these keep live arrays."""
         return replace(self, names=(), arrays=[], buffers=[]) if self.holds_state else self
 
     @gc_pause.paused()
     def plan_key(self) -> tuple[Any, ...]:
-        """Equal for two structures that the same plan serves: all but where things are in memory."""
+        """A key that is equal for two structures that can share a plan. It has everything but the memory addresses."""
         rows = tuple(
             (p, s.key, s.kind, s.dtype, s.shape, s.stride, s.global_shape, s.offset, s.flat, s.buffer_offset)
             for p, s in self.arrays
@@ -80,14 +81,14 @@ class Structure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """What the providers described for one snapshot, and the owner of the state until :meth:`release`.
+    """What the providers described for one snapshot. It keeps the state alive until :meth:`release`.
 
     Attributes:
         providers: The providers, in the caller's order.
         structure: The arrays; it may be that of an earlier snapshot.
-        described: What each provider gave, which keeps the memory alive.
+        described: What each provider returned, which keeps the memory alive.
         sources: For each array shard, the live array.
-        memory: What keeps the memory of those alive that can be given other memory.
+        memory: Objects that keep the arrays' memory alive, even if an array is given other memory.
         objects: Object shards, each with its provider's number.
     """
 
@@ -99,7 +100,7 @@ class Collected:
     objects: list[tuple[int, Shard]]
 
     def release(self) -> None:
-        """Let go of the state: nothing reads it any more. What the structure says of it stays."""
+        """Drop all references to the state. The structure stays, but loses shards that hold the state."""
         for part in (self.providers, self.described, self.sources, self.memory, self.objects):
             part.clear()
         if self.structure.holds_state:
@@ -117,13 +118,20 @@ def collect(
 ) -> Collected:
     """Ask the providers for their shards, and check them.
 
-    ``last`` is taken again where it still holds. ``knowledge`` is handed to new providers, and kept up to date.
+    Where several ranks hold the same array, one rank writes it. The others store an empty part.
 
-    Of what this rank of several holds like others, one of them keeps the array, and the others an empty part.
+    Args:
+        providers: The providers.
+        last: The structure of the last snapshot. It is returned again if it still holds.
+        knowledge: What is known from the last snapshot. It is given to new providers, and updated.
+        rank: The number of this rank.
+        ranks: The number of ranks that save together.
 
     Raises:
-        TypeError, ValueError: Not providers, or two of one name.
-        ProviderError: Two shards have the same key, or one does not lie in its buffer.
+        TypeError: ``providers`` is not a list of providers.
+        ValueError: Two providers have the same name.
+        ProviderError: Two shards have the same key, a shard does not lie in its buffer, or it is described wrongly in
+            another way.
     """
     chosen = list(walk_unique(providers))
     if knowledge is not None:
@@ -170,7 +178,7 @@ def _structure(
     sources: Sequence[object],
     rank: int | None,
 ) -> Structure:
-    """Check array shards and number their buffers; ``rank`` is None where there is one only."""
+    """Check array shards and number their buffers; ``rank`` is None if there is only one rank."""
     rows = _checked_rows(names, layouts, described)
     left = set() if rank is None else _leave_to_owners(rows, names, rank)
     buffers: list[Buffer] = []
@@ -180,7 +188,7 @@ def _structure(
     for i, (_, shard) in enumerate(rows):
         buffer = shard.buffer
         assert buffer is not None
-        # empty parts of two tensors lie in one place, and are to be told apart by it
+        # empty parts of different tensors may have the same address, but each needs a buffer of its own
         own = i if not buffer.nbytes and shard.shape != shard.global_shape and i not in left else -1
         place = (buffer.device, buffer.stream, buffer.pointer, buffer.nbytes, shard.dtype, shard.kind, own)
         number = numbers.setdefault(place, len(buffers))
@@ -228,9 +236,9 @@ def _checked_rows(
 
 
 def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank: int) -> set[int]:
-    """Keep an empty part of what another of the ranks that hold it alike is to write; returns the numbers of those.
+    """Replace each array that another rank is to write by an empty part; returns the numbers of these rows.
 
-    What shares memory has one owner: it is written once, and shares its record when it is restored.
+    Arrays that share memory have the same owner: they are written once, and share one record.
     """
     left: set[int] = set()
     shared = [i for i, (_, shard) in enumerate(rows) if len(shard.replicas) > 1]
@@ -252,7 +260,7 @@ def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank
     for members, owner in zip(groups.values(), owners.owners(parts), strict=True):
         for i in members if owner != rank else ():
             p, shard = rows[i]
-            # tied arrays stay one, other views of the same memory must not become one
+            # tied arrays must stay one array; different views of the same memory must not become one
             view = (*_memory(rows[i]), shard.dtype, shard.kind, shard.shape, shard.stride, shard.buffer_offset)
             rows[i] = p, _empty_part(shard, views.setdefault(view, len(views) + 1))
             left.add(i)
@@ -260,14 +268,14 @@ def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank
 
 
 def _memory(row: tuple[int, Shard]) -> tuple[object, ...]:
-    """What memory an array lies in; one without any is by itself."""
+    """Identifies the memory that an array lies in. An empty array counts as memory of its own."""
     buffer = row[1].buffer
     assert buffer is not None
     return (buffer.device, buffer.pointer, buffer.nbytes) if buffer.nbytes else (row[0], row[1].key)
 
 
 def _empty_part(shard: Shard, number: int) -> Shard:
-    """Nothing of an array, in a record that it shares with those of its number only."""
+    """An empty part of an array. Only empty parts with the same ``number`` share a record."""
     nothing = Buffer(number, 0)
     return replace(
         shard, shape=(0,), stride=(1,), offset=None, flat=(0, 0), lazy=False, buffer=nothing, buffer_offset=0
@@ -296,7 +304,7 @@ def _no_list(name: str) -> ProviderError:
 
 
 def _check_objects(keys: set[tuple[int, str]], structure: Structure) -> None:
-    """Refuse an object in an array's place, and one beside that which is its provider's whole value."""
+    """Refuse an object that has an array's key, and one beside an object that is its provider's whole value."""
     apart = {(p, key) for p, key in keys if key}
     if not apart:
         return
@@ -328,7 +336,7 @@ def _check_buffer(name: str, shard: Shard) -> None:
 
 
 def _wrong(shard: Shard, buffer: Buffer, itemsize: int) -> str | None:
-    """What is wrong with where a shard says that it lies."""
+    """What is wrong with a shard's place in its buffer, to follow its key in a message; None if nothing is."""
     if len(shard.shape) != len(shard.stride) or shard.buffer_offset < 0 or shard.buffer_offset % itemsize:
         return "has strides that do not fit its shape, or an offset that does not fit its type"
     elements = 1

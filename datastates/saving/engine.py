@@ -1,4 +1,4 @@
-"""The executor, the background threads, and the snapshots in flight: what both ways to save share."""
+"""The engine: the executor, the background threads, and the snapshots in flight. All ways to save use it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ _log = logging.getLogger("datastates")
 
 
 class Engine:
-    """Takes snapshots with one executor and finishes them on threads of its own."""
+    """Takes snapshots with one executor, and finishes them on its own threads.
+
+    One thread at a time may call :meth:`collect` and :meth:`take`. In a forked child, the snapshots of the parent are
+    abandoned, and the engine starts anew.
+    """
 
     def __init__(
         self,
@@ -41,7 +45,16 @@ class Engine:
         auto_gate: bool,
         ended: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> None:
-        """``ended`` is called with each snapshot that was committed or has failed, on a thread of the engine's."""
+        """Start an engine.
+
+        Args:
+            executor: The executor; :meth:`close` closes it.
+            world: The ranks that save together; closing the engine closes it.
+            threads: Number of snapshots that can be finished at the same time.
+            auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
+            ended: Called, on a thread of the engine, with each committed snapshot, and with each failed one of
+                :meth:`take`.
+        """
         self.executor = executor
         self.world = world
         self._threads = threads
@@ -54,12 +67,12 @@ class Engine:
         self._saver = Saver(self.executor, self.world.rank, self.world.size)
         # the pool's own exit hook lets running snapshots commit before the interpreter ends
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="datastates")
-        # what waits for other ranks must not take the threads that capture state
+        # work that waits for other ranks must not occupy the threads that capture state
         self._aside = ThreadPoolExecutor(thread_name_prefix="datastates-aside")
         self._in_flight: list[Snapshot] = []
-        self._left = 0  # what its threads have to do, and do
+        self._left = 0  # number of tasks that are queued or running
         self._closing = False
-        self._lock = threading.RLock()  # a signal's handler may come while its thread holds it
+        self._lock = threading.RLock()  # a signal handler may run in the thread that holds it
 
     def _after_fork(self) -> None:
         for snapshot in self._in_flight:
@@ -67,7 +80,7 @@ class Engine:
         self._start()
 
     def collect(self, providers: Sequence[StateProvider]) -> Collected:
-        """What the providers describe; cheap where it is what they described for the last snapshot."""
+        """Collect what the providers describe. Cheap if they describe the same as for the last snapshot."""
         return self._saver.collect(providers)
 
     def take(
@@ -79,14 +92,17 @@ class Engine:
         *,
         begin: float,
     ) -> Snapshot:
-        """Take one snapshot; storage and device failures land on it, errors in the providers are raised.
+        """Take one snapshot. StorageError and DeviceError make the snapshot fail; other errors are raised.
 
         Args:
             collected: What the providers described.
-            ballot: How it is committed.
-            place: Where the checkpoint is to stand.
-            retain: Called once it is committed.
+            ballot: The agreement of the ranks that commits it.
+            place: The path of the checkpoint.
+            retain: Called on the coordinator after the commit, to delete old checkpoints.
             begin: When the user's call began, on the monotonic clock.
+
+        Returns:
+            The snapshot, in flight or failed.
         """
         snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
 
@@ -105,7 +121,7 @@ class Engine:
         return snapshot
 
     def take_file(self, saver: Saver, collected: Collected, ending: FileEnding, step: int, *, begin: float) -> Snapshot:
-        """Write one container by itself, as ``ending`` says; otherwise as :meth:`take`."""
+        """Write a single container file, ended by ``ending``; otherwise as :meth:`take`."""
         snapshot = Snapshot(step, collected.structure.nbytes, begin)
         snapshot.path = ending.path
         try:
@@ -116,28 +132,28 @@ class Engine:
         return snapshot
 
     def take_later(self, snapshot: Snapshot, begin: Callable[[], Running]) -> None:
-        """Begin a snapshot on a thread of the engine's, and finish it there; what ``begin`` raises lands on it."""
+        """Begin and finish a snapshot on a thread of the engine. If ``begin`` raises, the snapshot fails."""
         with self._lock:
             self._in_flight.append(snapshot)
         try:
             self.do_later(self._begin_and_finish, snapshot, begin)
-        except BaseException as error:  # no thread, or the interpreter is ending: nobody may wait for it
+        except BaseException as error:  # no thread, or the interpreter is ending: nobody must wait for the snapshot
             snapshot.fail(error)
             self._forget(snapshot)
-            snapshot.exception()  # told by being raised
+            snapshot.exception()  # marks it as delivered, because it is raised here
             raise
 
     def _begin_and_finish(self, snapshot: Snapshot, begin: Callable[[], Running]) -> None:
         try:
             running = begin()
-        except BaseException as error:  # on its way to whoever waits for the snapshot
+        except BaseException as error:  # the snapshot passes it to whoever waits
             snapshot.fail(error)
             self._forget(snapshot)
         else:
             self._finish(snapshot, running)
 
     def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
-        """Tell the other ranks, in the background, that this one takes no part in a checkpoint."""
+        """Tell the other ranks, in the background, that this rank takes no part in a checkpoint."""
         if self.world.size == 1:
             return
         try:
@@ -152,9 +168,9 @@ class Engine:
         try:
             gate.guard(snapshot, automatic=self._auto_gate)
             self.do_later(self._finish, snapshot, running)
-        except BaseException as error:  # no thread, or the interpreter is ending: nobody may wait for it
+        except BaseException as error:  # no thread, or the interpreter is ending: nobody must wait for the snapshot
             running.cancel(error)
-            snapshot.exception()  # told by being raised
+            snapshot.exception()  # marks it as delivered, because it is raised here
             self._forget(snapshot)
             raise
 
@@ -166,7 +182,7 @@ class Engine:
         self._tell(snapshot)
 
     def _tell(self, snapshot: Snapshot) -> None:
-        """Log a commit, and hand the snapshot to who wants to know; beside the threads that capture state."""
+        """Log a commit, and call ``ended``, away from the threads that capture state."""
         if snapshot.committed:
             _log.info("%s", snapshot.report)
         try:
@@ -176,15 +192,15 @@ class Engine:
 
     def _forget(self, snapshot: Snapshot) -> None:
         with self._lock:
-            if snapshot in self._in_flight:  # a call interrupted late forgets it, and so does its thread
+            if snapshot in self._in_flight:  # an interrupted call may have removed it, and so may its thread
                 self._in_flight.remove(snapshot)
 
     def do_later(self, work: Callable[..., None], *arguments: object) -> None:
-        """Do something on its threads."""
+        """Run ``work`` on one of the threads that capture state and finish snapshots."""
         self._submit(self._pool, work, *arguments)
 
     def do_aside(self, work: Callable[..., None], *arguments: object) -> None:
-        """Do something that may wait for other ranks; no capture has to wait for it."""
+        """Run ``work``, which may wait for other ranks, on a thread that no capture needs."""
         self._submit(self._aside, work, *arguments)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: object) -> None:
@@ -217,21 +233,21 @@ class Engine:
             return [s for s in self._in_flight if not s.ended]
 
     def wait(self) -> None:
-        """Wait until none is in flight."""
+        """Wait until no snapshot is in flight."""
         while pending := self.pending():
             pending[0].wait_ended()
 
     def close(self) -> None:
-        """Wait until none is in flight, and give threads and memory back. Interrupted, it can be called again."""
-        # the pool's own wait must not be the one that is interrupted: it would take its threads for ended
+        """Wait until no snapshot is in flight, then free threads and memory. An interrupted call can be repeated."""
+        # wait here first: a pool whose shutdown is interrupted believes that its threads have ended
         self.wait()
-        for pool in (self._pool, self._aside):  # in this order: one gives the other work
+        for pool in (self._pool, self._aside):  # in this order, because the first submits work to the second
             pool.shutdown(wait=True)
         self.executor.close()
         self.world.close()
 
     def close_later(self) -> None:
-        """Close the world once what is in flight has ended; nothing more is taken."""
+        """End the threads and close the world once all work in flight is done. No more snapshots may be taken."""
         with self._lock:
             self._closing = True
         self.do_later(lambda: None)
@@ -257,7 +273,16 @@ def take_one(
     *,
     auto_gate: bool,
 ) -> Snapshot:
-    """Take one snapshot with an engine of its own, which lasts until it has ended."""
+    """Take one snapshot with an engine of its own, which ends with the snapshot.
+
+    Args:
+        settings: How bytes move.
+        providers: The state.
+        world: The ranks; closed with the engine.
+        ballot: The agreement of the ranks that commits the checkpoint.
+        place: The path of the checkpoint.
+        auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
+    """
     begin = time.monotonic()
     try:
         collected = collect(providers, rank=world.rank, ranks=world.size)

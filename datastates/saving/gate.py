@@ -1,4 +1,4 @@
-"""The consistency gate: one process-wide hook before every torch optimizer's step."""
+"""The gate: a process-wide hook that lets every torch optimizer's step wait until snapshots are captured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _hook: Any = None
 
 
 def guard(snapshot: Snapshot, *, automatic: bool) -> None:
-    """Know of a snapshot until it is captured; if automatic, let every optimizer step wait for that."""
+    """Track a snapshot until it is captured. If ``automatic``, every optimizer step waits until then. Thread-safe."""
     global _hook
     with _lock:
         _pending[snapshot] = automatic
@@ -24,12 +24,15 @@ def guard(snapshot: Snapshot, *, automatic: bool) -> None:
             from torch._compile import _disable_dynamo
             from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-            # a compiled step runs it as it is, between two graphs; torch.compiler.disable would import Dynamo for that
+            # a compiled step then runs the hook uncompiled, between two graphs; torch.compiler.disable imports Dynamo
             _hook = register_optimizer_step_pre_hook(_disable_dynamo(_before_step))
 
 
 def pass_all(*, automatic_only: bool = False) -> None:
-    """Return once the state of every snapshot may change for work enqueued from now on."""
+    """Wait at the gates of all snapshots of this process; the state may change by work enqueued from then on.
+
+    ``automatic_only``: wait only for the snapshots that were guarded with ``automatic=True``.
+    """
     with _lock:
         snapshots = [s for s, automatic in _pending.items() if automatic or not automatic_only]
     for snapshot in snapshots:
@@ -47,7 +50,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         pass_all(automatic_only=True)
         return None
 
-    # torch's own optimizers change nothing before they have called it, and it is what runs forward and backward
+    # torch's own optimizers change nothing before they have called the closure, which runs forward and backward
     def closure_and_gate() -> Any:
         value = closure()
         pass_all(automatic_only=True)

@@ -1,4 +1,4 @@
-"""What a snapshot cost: sizes, times and rates."""
+"""The report of a snapshot: its sizes, times and rates."""
 
 from __future__ import annotations
 
@@ -13,23 +13,32 @@ STATES = ("started", "captured", "persisted", "committed")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a snapshot cost so far; times in seconds, sizes in bytes, rates in 10⁹ bytes a second.
+    """What a snapshot cost so far, on this rank. Times are seconds, sizes bytes, rates 10⁹ bytes per second.
 
     Attributes:
         step: The snapshot's step.
-        path: The checkpoint directory, once committed.
-        state: How far it is: ``started``, ``captured``, ``persisted``, ``committed`` or ``failed``.
-        nbytes: Bytes of arrays.
-        file_nbytes: Bytes of the container, 0 until it is persisted.
-        snapshot_seconds: How long the ``snapshot()`` call took, so far while it has not returned.
-        gate_seconds: How long gates held the CPU up for this snapshot; a GPU stream's own wait is not in it.
-        capture_seconds: From the call until captured, None before that.
-        persist_seconds: From the call until persisted, None before that.
-        commit_seconds: From the call until committed, None before that.
-        backend: ``io_uring``, ``pwrite``, or ``memory`` for a file system in memory.
-        direct: Whether the page cache was bypassed.
-        stages: For every stage so far its seconds, bytes and rate, and what it waited for.
-        executor: The native core's own figures.
+        path: The path of the checkpoint directory: the expected one until the commit, then the actual one.
+        state: How far the snapshot is: ``started``, ``captured``, ``persisted``, ``committed`` or ``failed``.
+        nbytes: Bytes of the arrays.
+        file_nbytes: Bytes of the container; 0 until it is persisted.
+        snapshot_seconds: Duration of the ``snapshot()`` call; until it returns, the time since it began.
+        gate_seconds: Time that gates held up the CPU for this snapshot. Waits of GPU streams do not count.
+        capture_seconds: Time from the call until captured; None before that.
+        persist_seconds: Time from the call until persisted; None before that.
+        commit_seconds: Time from the call until committed; None before that.
+        backend: ``io_uring``, ``pwrite``, or ``memory`` for a file in memory. Empty until the writing has begun.
+        direct: Whether writing bypasses the page cache.
+        stages: By the name of a stage, the sums of its finished work; see :class:`~datastates.executor.timeline.Stage`.
+        executor: Figures of the native core; empty until the writing has begun. The keys are:
+
+            - ``bytes``: length of the container in bytes; until it is persisted, without its metadata at the end.
+            - ``extents``: number of extents that the container's data is written in.
+            - ``capture_seconds``: seconds from handing the arrays to the native core until all were captured; 0 before.
+            - ``backend``, ``direct``: as above.
+            - ``pinned``: whether all host memory that the cache has reserved is page-locked.
+            - ``device_cache_bytes``: bytes that gates copied to spare GPU memory; see ``device_cache`` in the settings.
+            - ``evacuate_seconds``: seconds that gates needed to enqueue those copies.
+            - ``dropped_spans``: number of spans that the timeline had no room for; ``stages`` lacks them.
     """
 
     step: int
@@ -49,11 +58,11 @@ class Report:
 
     @property
     def stall_seconds(self) -> float:
-        """What training waited for: the call and the gates."""
+        """Seconds that training waited for this snapshot: in the call and at gates."""
         return self.snapshot_seconds + self.gate_seconds
 
     def __str__(self) -> str:
-        """One line for a log."""
+        """The most important figures, as one line for a log."""
         durable = (
             f"durable after {self.persist_seconds:.3f} s, {self.persist_gbps:.2f} GB/s" if self.persist_gbps else ""
         )
@@ -62,5 +71,5 @@ class Report:
 
     @property
     def persist_gbps(self) -> float | None:
-        """Bytes of arrays over the time until they were on stable storage."""
+        """10⁹ bytes of arrays per second, from the call until they were on stable storage; None before that."""
         return self.nbytes / self.persist_seconds / 1e9 if self.persist_seconds else None

@@ -35,7 +35,7 @@ from datastates.state.shards import ArrayLeaf, Shard, Shards, StoredArray, full_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """All that depends on the structure alone: kept from one snapshot to the next."""
+    """Everything that depends on the structure alone. It is kept from one snapshot to the next."""
 
     structure: Structure
     key: tuple[Any, ...]
@@ -49,7 +49,7 @@ class SavePlan:
     nest: Nest | None
 
     def places(self) -> Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]:
-        """For each array where its data lies in the file, and where the archive around it: offset and bytes."""
+        """For each array, its row, then offset and length in the file of its data and of the archive around it."""
         assert self.nest is not None
         data = zip(self.plan.data_offset.tolist(), self.plan.source_nbytes[self.plan.order].tolist(), strict=True)
         archives = zip(*(x.tolist() for x in self.nest.places(self.plan.header_offset, self.plan.end)), strict=True)
@@ -68,7 +68,10 @@ def _serialize(collected: Collected, provider: int, shard: Shard) -> bytes | Enc
 
 
 class VersionWitness:
-    """The free witness of D7: torch's version counters, compared once, before the gate lets anything change them."""
+    """Finds tensors that changed in place since ``snapshot()``, by torch's version counters and their addresses.
+
+    They are compared once, before the gate allows updates. This reads no data. Thread-safe.
+    """
 
     def __init__(self, collected: Collected) -> None:
         self._structure = collected.structure
@@ -84,7 +87,7 @@ class VersionWitness:
         self._changed: list[str] | None = None
 
     def compare(self) -> list[str]:
-        """Keys of the tensors that were changed in place until the first call of this."""
+        """Keys of the tensors that changed before the first call of this method."""
         with self._lock:
             if self._changed is None:
                 versions, addresses = array_versions.witness(self._tensors)
@@ -94,14 +97,14 @@ class VersionWitness:
             return self._changed
 
     def forget(self) -> None:
-        """Let go of the tensors of a snapshot that has failed: nobody asks what has changed."""
+        """Drop the tensors of a failed snapshot; :meth:`compare` then returns no keys."""
         with self._lock:
             self._tensors, self._changed = [], []
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One snapshot after ``snapshot()`` has returned: serialize, wait, append the tail, commit."""
+    """One snapshot in the background: serializes lazy objects, waits for the data, appends the metadata, commits."""
 
     collected: Collected
     snapshot: Snapshot
@@ -112,15 +115,18 @@ class Running:
     ending: Ending
     bare: bool
     lazy_serialized: threading.Event = field(default_factory=threading.Event)
+    cause: Exception | None = None  # what failed at the gate
 
     def gate(self) -> None:
-        """Wait for what reads live state on the CPU; let the consumers' streams wait for the rest.
+        """Wait until the CPU no longer reads live state, and let the consumers' GPU streams wait for the copies.
 
-        What fails here fails the snapshot, once nothing is read any more, and not the update that passes.
+        An error here makes the snapshot fail, once nothing reads the state any more. It is not raised to the update
+        that waits here.
         """
         try:
             self._pass()
         except Exception as error:
+            self.cause = error  # before the job is stopped, which run() notices
             self.job.abort()
             self.snapshot.fail(error)
 
@@ -130,12 +136,12 @@ class Running:
         try:
             self.job.gate(streams.consumer_streams(self.collected.structure.devices))
         except DeviceError:
-            # the device has failed: that is told by the snapshot, not by the optimizer that passes here
+            # the device has failed: the snapshot reports it, not the optimizer that waits here
             with contextlib.suppress(DatastatesError):
                 self.job.wait_captured()
 
     def run(self) -> BaseException | None:
-        """Do all the rest; a failure lands on the snapshot, and is returned: the other ranks are to be told."""
+        """Finish the snapshot. An error makes it fail, and is returned so that the other ranks can be told."""
         try:
             self._capture()
             tail, vote = self._write()
@@ -144,14 +150,15 @@ class Running:
             with self.snapshot.stage("commit"):
                 self.snapshot.path = self.ending.commit(vote)
             self.snapshot.reach("committed", at=self.ending.committed)
-        except BaseException as error:  # on its way to whoever waits for the snapshot
-            self.cancel(error)
-            return error
+        except BaseException as error:  # the snapshot passes it to whoever waits
+            cause = self.cause or error
+            self.cancel(cause)
+            return cause
         self._let_go()
         return None
 
     def cancel(self, error: BaseException) -> None:
-        """Stop at once, leave nothing behind, and let the snapshot fail."""
+        """Stop at once, remove what was written, and let the snapshot fail with ``error``."""
         self.lazy_serialized.set()
         self.job.abort()
         self.ending.abandon(made=self.job.made)
@@ -172,7 +179,8 @@ class Running:
         if torn := set(self.job.torn()):
             structure = self.collected.structure
             for i, source in enumerate(structure.source):
-                # what was copied at once is torn only where all of its memory was without a witness, and was not there
+                # an eager array may change after its copy, so it does not count where a lazy one shares its buffer;
+                # a buffer without a witness is torn only if its memory was unmapped
                 if source in torn and (structure.arrays[i][1].lazy or not structure.witness[source]):
                     changed.add(structure.key(i))
         if changed:
@@ -180,7 +188,7 @@ class Running:
         self.snapshot.reach("captured")
 
     def _write(self) -> tuple[bytes, Vote]:
-        """Encode the metadata while the data is being written; returns the tail, and what to say of the container."""
+        """Encode the metadata while the data is being written; returns the container's tail, and this rank's vote."""
         begin = self.planned.pickle_offset
         with self.snapshot.stage("serialize"):
             pickle, objects = data_pkl.encode_pickle(self._states(), begin, bare=self.bare)

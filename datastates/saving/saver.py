@@ -1,4 +1,4 @@
-"""The way down: providers → planner → executor → container → manifest commit, for one snapshot."""
+"""The way of one snapshot: providers → planner → executor → container → commit."""
 
 from __future__ import annotations
 
@@ -29,13 +29,18 @@ from datastates.state.shards import Shard, StoredArray
 
 
 class Saver:
-    """Takes snapshots with one executor; keeps the plan of the last structure. Not thread-safe."""
+    """Begins snapshots with one executor, and keeps the plan of the last structure. Not thread-safe."""
 
     def __init__(self, executor: Executor, rank: int, ranks: int, *, bare: bool = False, nested: bool = False) -> None:
-        """Make one for this rank.
+        """Prepare for the containers of one rank.
 
-        ``bare``: ``data.pkl`` is the value of the one provider, not a mapping of providers. ``nested``: each record is
-        an archive by itself, see :mod:`datastates.container.nested_archives`; arrays that share memory then are alike.
+        Args:
+            executor: The executor.
+            rank: The number of this rank.
+            ranks: The number of ranks that save together.
+            bare: Whether ``data.pkl`` is the value of the only provider, instead of a mapping of providers.
+            nested: Whether each record is an archive of its own; see :mod:`datastates.container.nested_archives`.
+                Arrays that share memory must then have the same shape and type.
         """
         self._executor = executor
         self._rank = rank
@@ -46,14 +51,17 @@ class Saver:
         self._knowledge = Knowledge()
 
     def collect(self, providers: Sequence[StateProvider]) -> Collected:
-        """What :func:`collect` gives; what is known from the last snapshot is taken again where it still holds."""
+        """Call :func:`~datastates.saving.collect.collect` with the structure and the knowledge of the last snapshot."""
         last = self._last.structure if self._last else None
         return collect(providers, last, self._knowledge, rank=self._rank, ranks=self._ranks)
 
     def begin(self, collected: Collected, snapshot: Snapshot, ending: Ending) -> Running:
-        """Start capturing; what returns is the rest, to be run in the background.
+        """Start capturing; returns the rest of the work, to be run in the background. If it raises, it leaves no file.
 
-        Raises what fails at once; then nothing is left behind.
+        Args:
+            collected: What the providers described.
+            snapshot: The snapshot to report to.
+            ending: Where the container is written, and how it is committed.
         """
         job = None
         try:
@@ -95,7 +103,7 @@ class Saver:
         literal = archive.encode_framing(plan.header_offset, plan.data_offset, record_nbytes, nest=nest)
         try:
             table = table_of(structure.names, structure.arrays, record)
-            table.check(record_nbytes)  # what a reader would refuse is not written
+            table.check(record_nbytes)  # so that nothing is written that a reader would refuse
         except (FormatError, ValueError, OverflowError) as error:
             raise ProviderError(f"a shard is described wrongly: {error}") from error
         stored = {

@@ -1,4 +1,4 @@
-"""The future that ``snapshot()`` returns."""
+""":class:`Snapshot`, the future that ``snapshot()`` returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from datastates.saving.report import STATES, Report
 _log = logging.getLogger("datastates")
 
 _silent: set[Snapshot] = set()
-"""Snapshots whose failure nobody has been told."""
+"""Failed snapshots whose error has not been delivered to anybody."""
 
 
 @atexit.register
@@ -34,10 +34,9 @@ def _tell_at_exit() -> None:
 
 
 class _FailedStream:
-    """The standard error stream of a process that has failed: the interpreter's own flush, its last, raises.
+    """Wraps standard error, and raises in the last flush, which the interpreter itself does at exit.
 
-    The process then ends with status 120, and everything else ends as it would. ``os._exit`` would cut off the exit
-    functions of others.
+    The process then ends with status 120. All exit functions still run, which ``os._exit`` would prevent.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -48,15 +47,18 @@ class _FailedStream:
 
     def flush(self) -> None:
         self._stream.flush()
-        if sys._getframe().f_back is None:  # nobody else calls it from outside of Python
+        if sys._getframe().f_back is None:  # only the interpreter calls it without a Python frame
             raise OSError("a snapshot failed, and nobody asked")
 
 
 def _forget_frames(error: BaseException, *, log: bool) -> None:
-    """Drop the frames that an error passed through, as they hold the training state; log them if they are of use."""
+    """Drop the frames that an error passed through, because they hold the training state.
+
+    ``log``: first log the error with its traceback, unless it is an error of this package.
+    """
     if log and not isinstance(error, DatastatesError):
         _log.error("a snapshot failed", exc_info=error)
-    seen: set[int] = set()  # an error that was told to other ranks may be the cause of its own context
+    seen: set[int] = set()  # errors may form a cycle: one that was told to other ranks may cause its own context
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
@@ -68,18 +70,24 @@ def _forget_frames(error: BaseException, *, log: bool) -> None:
 
 
 class Snapshot:
-    """One checkpoint on its way: captured, then persisted, then committed. Thread-safe.
+    """A checkpoint that is being made. It is captured, then persisted, then committed. Thread-safe.
 
     - *captured*: the training state may change again;
     - *persisted*: this process's bytes are on stable storage;
-    - *committed*: the checkpoint is complete, and what ``restore()`` finds.
+    - *committed*: the checkpoint is complete, and ``restore()`` finds it.
+
+    A snapshot that fails reaches no further state. The wait methods raise its error. If it was not delivered that way,
+    the :class:`~datastates.Checkpointer` handles it as its setting ``on_error`` says. An error that is still not
+    delivered when the process ends is logged, and the process ends with status 120.
+
+    Attributes:
+        step: The step that it was taken at.
+        path: The path of the checkpoint directory: the expected one until the commit, then the actual one.
     """
 
     def __init__(self, step: int, nbytes: int, begin: float) -> None:
         self.step = step
-        """The step it was taken at."""
         self.path = Path()
-        """The checkpoint directory that appears when it is committed."""
         self._nbytes = nbytes
         self._file_nbytes = 0
         self._begin = begin
@@ -109,34 +117,42 @@ class Snapshot:
 
     @property
     def committed(self) -> bool:
-        """Whether ``restore()`` finds it."""
+        """Whether the checkpoint is complete, so that ``restore()`` finds it."""
         return "committed" in self._times
 
     def wait_captured(self, timeout: float | None = None) -> None:
         """Wait until captured.
 
+        Args:
+            timeout: Seconds to wait; None waits without a limit.
+
         Raises:
-            SnapshotTimeoutError: ``timeout`` seconds passed first.
-            DatastatesError: The snapshot failed before.
+            SnapshotTimeoutError: ``timeout`` seconds passed first. The snapshot continues.
+            SnapshotAbandonedError: This process was forked from the one that took the snapshot.
+            DatastatesError: The snapshot failed before it was captured. Other errors, for example of a provider's
+                ``serialize()``, are raised as they are. The error then counts as delivered.
         """
         self._wait("captured", timeout)
 
     def wait_persisted(self, timeout: float | None = None) -> None:
-        """Wait until persisted; raises as :meth:`wait_captured` does."""
+        """Wait until persisted; arguments and errors are those of :meth:`wait_captured`."""
         self._wait("persisted", timeout)
 
     def wait_committed(self, timeout: float | None = None) -> None:
-        """Wait until committed; raises as :meth:`wait_captured` does."""
+        """Wait until committed; arguments and errors are those of :meth:`wait_captured`."""
         self._wait("committed", timeout)
 
     def exception(self) -> BaseException | None:
-        """What made the snapshot fail, None as long as nothing did. Does not wait."""
+        """The error that made the snapshot fail, None if it has not failed. Does not wait.
+
+        The error then counts as delivered: :class:`~datastates.Checkpointer` no longer raises it.
+        """
         with self._changed:
             return self._deliver()
 
     @property
     def report(self) -> Report:
-        """What it cost so far."""
+        """Its sizes, times and rates so far."""
         figures, spans = self._figures(), self._all_spans()
         with self._changed:
             reached = [s for s in STATES if s in self._times]
@@ -158,9 +174,13 @@ class Snapshot:
             )
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write what was done when, so far, as a trace that https://ui.perfetto.dev and Chrome show.
+        """Write a trace of the work so far, in the format that https://ui.perfetto.dev and Chrome show.
 
-        One row a thread, CUDA stream and slot of the ring; times on this machine's monotonic clock.
+        It has a row for each thread, each GPU that is copied from, and each write slot. Times are those of this
+        machine's monotonic clock.
+
+        Args:
+            path: The file to write. An existing file is replaced.
 
         Raises:
             OSError: ``path`` cannot be written.
@@ -178,16 +198,16 @@ class Snapshot:
     # --- for the engine
 
     def holds(self, nbytes: int) -> None:
-        """Note the bytes of its arrays, where they were not known when it was promised."""
+        """Set the bytes of its arrays, if they were not known when the snapshot was made."""
         self._nbytes = nbytes
 
     @property
     def ended(self) -> bool:
-        """Whether it was committed or has failed."""
+        """Whether it was committed, has failed, or was abandoned by a fork."""
         return self.committed or self._error is not None or self._abandoned
 
     def deliver(self) -> BaseException | None:
-        """Its failure, if nobody has been told yet: whoever calls this is told."""
+        """Its error if it was not delivered yet, else None. The error then counts as delivered."""
         with self._changed:
             return None if self._delivered else self._deliver()
 
@@ -203,14 +223,14 @@ class Snapshot:
         return self._error
 
     def called(self) -> None:
-        """Note that the user's call returns."""
+        """Record that the user's call returns now."""
         end = time.monotonic()
         self._call_seconds = end - self._begin
         self._spans.append(Span("stall", "training thread", self._begin, end, 0))
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Note when a stage's work, in the engine's thread, begins and ends."""
+        """Record when the work of a stage, on the engine's thread, begins and ends."""
         begin = time.monotonic()
         try:
             yield
@@ -218,27 +238,27 @@ class Snapshot:
             self._spans.append(Span(name, "engine thread", begin, time.monotonic(), 0))
 
     def pass_gate(self) -> None:
-        """Return once the state may change for work enqueued from now on; never raises for a failed snapshot."""
+        """Wait until the state may change by work that is enqueued from then on. Returns at once if it has ended."""
         if self.captured or self.ended:
             return
         begin = time.monotonic()
         gate = self._gate
         gate()
-        while gate is not (gate := self._gate):  # it was replaced meanwhile
+        while gate is not (gate := self._gate):  # it has been replaced in the meantime
             gate()
         end = time.monotonic()
         self._gate_seconds += end - begin
         self._spans.append(Span("gate", "training thread", begin, end, 0))
 
     def reach(self, state: str, *, at: float | None = None, file_nbytes: int = 0) -> None:
-        """Note that a state has been reached, now or at that time of the monotonic clock."""
+        """Record that a state has been reached, now or at the time ``at`` of the monotonic clock."""
         with self._changed:
             self._times[state] = (time.monotonic() if at is None else at) - self._begin
             self._file_nbytes = file_nbytes or self._file_nbytes
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Note what made it fail; of several errors the first is told."""
+        """Record the error that made it fail. Of several errors, the first one is kept."""
         _forget_frames(error, log=self._error is None)
         with self._changed:
             if self._error is None:
@@ -247,7 +267,7 @@ class Snapshot:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Note, in a forked child, that only the parent can finish it."""
+        """Record, in a forked child, that only the parent can finish it."""
         self._changed = threading.Condition()
         self._abandoned = True
         self.detach({}, [])
@@ -255,20 +275,20 @@ class Snapshot:
     def attach(
         self, gate: Callable[[], None], figures: Callable[[], dict[str, Any]], spans: Callable[[], list[Span]]
     ) -> None:
-        """Say how its gate is passed, and where the native core's figures and spans come from, while it lasts."""
+        """Set how to wait at its gate, and where to get the native core's figures and spans."""
         self._gate, self._figures, self._native_spans = gate, figures, spans
 
     def detach(self, figures: dict[str, Any], spans: list[Span]) -> None:
-        """Keep the last figures, and let go of everything else: a snapshot that has ended holds no state."""
+        """Keep the last figures and spans, and drop the rest: a snapshot that has ended must not hold the state."""
         self.attach(lambda: None, lambda: figures, lambda: spans)
 
     def wait_free(self) -> None:
-        """Wait until captured or failed, without raising: the state may change then."""
+        """Wait until the state may change, because the snapshot is captured or has ended. Never raises its error."""
         with self._changed:
             self._changed.wait_for(lambda: self.captured or self.ended)
 
     def wait_ended(self, timeout: float | None = None) -> bool:
-        """Wait until committed or failed, without raising; False when ``timeout`` seconds pass first."""
+        """Wait until it has ended, without raising its error. Returns False if ``timeout`` seconds pass first."""
         with self._changed:
             return self._changed.wait_for(lambda: self.ended, timeout)
 

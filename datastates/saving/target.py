@@ -1,4 +1,4 @@
-"""Where a checkpoint will stand."""
+"""The path that a checkpoint will have."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checkpoint will stand: as expected when it is begun, and as found when it is committed."""
+    """The path that a checkpoint will have.
+
+    Attributes:
+        expected: Returns the path that is expected at the beginning. The partial directory lies beside it.
+        final: Returns the path to commit to. Called on the coordinator at the commit.
+    """
 
     expected: Callable[[], Path]
     final: Callable[[], Path]
 
     @classmethod
     def fixed(cls, choose: Callable[[], Path]) -> Target:
-        """At one path, which is chosen when the checkpoint is begun."""
+        """A target whose path ``choose`` determines once, when the checkpoint is begun."""
         chosen = functools.cache(choose)
         return cls(chosen, chosen)

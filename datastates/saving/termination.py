@@ -1,4 +1,4 @@
-"""SIGTERM: what is in flight is committed before the process ends."""
+"""SIGTERM handling: commits the snapshots in flight before the process ends."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _AGAIN_SECONDS = 0.1
 
 
 class Termination:
-    """Holds SIGTERM back until all that was in flight has ended; then whatever handled the signal before does so.
+    """Holds SIGTERM back until the snapshots in flight have ended, then passes it to the previous handler.
 
-    The handler waits for nothing: it runs inside whatever it has interrupted, which may hold any lock. It wakes a
-    thread, which waits, and then sends the signal again. The handler then runs in the main thread once more, and gives
-    the signal to the one before.
+    The handler itself never waits, because the code that it interrupts may hold any lock. It wakes a thread. That
+    thread waits for the snapshots, then sends the signal again. The handler then runs once more in the main thread, and
+    passes the signal to the previous handler.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        """Take the signal over, in the main thread; ``wait`` returns once what was in flight has ended."""
+        """Install the handler; call it in the main thread. ``wait`` returns once the snapshots in flight have ended."""
         self._wait = wait
-        self._process = 0  # the one that has the thread: a forked child has none
-        self._came: queue.SimpleQueue[bool] = queue.SimpleQueue()  # it may be put into by a handler
-        self._is_over = False  # nothing that was in flight is any more
+        self._process = 0  # the process that has the thread: a forked child has none
+        self._came: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may be called in a signal handler
+        self._is_over = False  # the snapshots that the signal waits for have ended
         self._has_come = self._is_given = False
         self._previous: Any = signal.signal(signal.SIGTERM, self._handle)
 
     def watch(self) -> None:
-        """Something is about to be in flight: from now on the signal has to wait."""
+        """Begin to hold the signal back, before a snapshot is taken."""
         if self._process != os.getpid():
             self._came = queue.SimpleQueue()
             threading.Thread(target=self._watch, name="datastates-sigterm", daemon=True).start()
@@ -44,7 +44,8 @@ class Termination:
             main = threading.main_thread().ident
             assert main is not None
             while not self._is_given:
-                # to the main thread, as it ends what that waits in; again, as it may come just before it begins to wait
+                # the main thread may be blocked in a system call, which this interrupts; repeated, because the signal
+                # may come just before that call
                 signal.pthread_kill(main, signal.SIGTERM)
                 time.sleep(_AGAIN_SECONDS)
 
@@ -62,7 +63,7 @@ class Termination:
             os.kill(os.getpid(), number)
 
     def end(self) -> None:
-        """Nothing is in flight, and nothing more will be; a signal that has come is given on here."""
+        """Stop holding the signal back, as no snapshot is in flight; a signal that was held back is passed on here."""
         self._is_over = True
         self._came.put(False)
         if self._has_come and not self._is_given:
@@ -70,6 +71,6 @@ class Termination:
         self._give_back()
 
     def _give_back(self) -> None:
-        """Give the signal back to who had it before, unless somebody else has it by now."""
+        """Restore the previous handler, unless another one has been installed since."""
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
