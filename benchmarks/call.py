@@ -1,4 +1,4 @@
-"""The ``snapshot()`` call itself: how long training waits for it, the structure being that of the snapshot before."""
+"""Time the ``snapshot()`` call for a state whose structure has not changed since the last snapshot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ELEMENTS = 64
 
 
 def module_and_optimizer(tensors: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A module and its Adam of about so many tensors together: a parameter has three more in the optimizer."""
+    """A module and its Adam with about ``tensors`` tensors in all: the optimizer has three for each parameter."""
     model = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(tensors // 8))
     optimizer = torch.optim.Adam(model.parameters())
     for parameter in model.parameters():
@@ -30,7 +30,7 @@ def module_and_optimizer(tensors: int) -> tuple[torch.nn.Module, torch.optim.Opt
 
 
 def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
-    """Few and many tensors of one provider, and a module with its optimizer."""
+    """Measure one provider with few and with many tensors, and a module with its optimizer."""
     few, many = (200, 1_000) if tiny else (2_000, 100_000)
     model, optimizer = module_and_optimizer(few)
     states = {n: many_small(n, ELEMENTS) for n in (few, many)}
@@ -74,7 +74,7 @@ def _provider(state: dict[str, torch.Tensor]) -> list[StateProvider]:
 
 
 def _add(tensors: list[torch.Tensor]) -> None:
-    """What an optimizer does to all of them at once."""
+    """Update all tensors in place with one foreach call, as an optimizer does."""
     torch._foreach_add_(tensors, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Capture from the GPU into the pinned host cache, beside what plain copies into pinned memory reach."""
+"""Measure capture from the GPU into the pinned host cache, next to plain copies into pinned memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from states import many_small
 
 
 def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
-    """One tensor, one large tensor, and as many bytes as the first in many small ones."""
+    """Measure one tensor, one large tensor, and many small tensors of as many bytes as the first."""
     count, large = (200, 64 << 20) if tiny else (20_000, 4 << 30)
     one = count * 4096
     tensors = {
@@ -41,7 +41,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     }
     with contextlib.ExitStack() as stack:
         for name, arrays in tensors.items():
-            # each its own, as in training: the structure is that of the snapshot before, and the cache holds it all
+            # a checkpointer for each state, as in training: the structure stays, and the cache holds the whole state
             cache = (sum(t.nbytes for t in arrays.values()) // (64 << 20) + 2) * (64 << 20)
             checkpointer = stack.enter_context(ds.Checkpointer(directory / name, host_cache=cache, keep_last=1))
             actions[name] = partial(_capture, checkpointer, GpuTensorProvider("state", arrays))
@@ -63,14 +63,14 @@ def _capture(checkpointer: ds.Checkpointer, provider: GpuTensorProvider) -> Samp
 
 
 class _PinnedCopy:
-    """The device's own rate."""
+    """Copies into page-locked memory: the device's own copy rate."""
 
     def __init__(self, nbytes: int) -> None:
         self._source = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
         self._target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def once(self) -> Sample:
-        """One copy, after one that is not measured."""
+        """Time one copy, after a copy that is not measured."""
         begin, end = _event(), _event()
         self._target.copy_(self._source, non_blocking=True)
         begin.record()

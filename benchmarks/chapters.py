@@ -1,4 +1,4 @@
-"""What the page says of each benchmark: how it is measured, the columns of its table, and its picture."""
+"""What the page says about each benchmark: how it is measured, and the columns of its table and picture."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from targets import MIB, Values, cpu_per_gb, draining, fetched, lost, scaled, ti
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of every system.
+    """One column of a table: the same figure of every system.
 
     Attributes:
-        title: With its unit.
-        values: The figure of a system, round by round.
-        digits: How to write it.
-        skip: Systems it means nothing for.
+        title: The column's heading, with the unit.
+        values: Takes a system's name; returns what computes its figure round by round.
+        digits: The format of the figure.
+        skip: Systems for which the figure means nothing.
     """
 
     title: str
@@ -31,9 +31,9 @@ class Chapter:
     """One benchmark on the page.
 
     Attributes:
-        title: Its heading.
-        how: How it is measured; parameters of the benchmark in braces.
-        columns: Of the table; the first is the picture's.
+        title: The heading.
+        how: How it is measured. Names in braces are replaced by the benchmark's parameters.
+        columns: The columns of the table. The picture shows the first.
     """
 
     title: str

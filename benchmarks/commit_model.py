@@ -1,8 +1,9 @@
-"""A commit in simulated time: ranks, a coordinator, and the one server of their Store, message by message. Pure.
+"""Simulate a commit message by message: the ranks, the coordinator, and the one server of their Store. Pure.
 
-Every call is a request that takes ``latency`` to the server, waits there for those that came before, is served one at a
-time, and takes ``latency`` back. What the ranks call, in which order and how long they pause follows
-:mod:`datastates.ranks.board_world`, :mod:`datastates.ranks.store_board` and :mod:`datastates.ranks.polling`.
+Every call is a request. It takes ``latency`` to reach the server, where it waits for the requests that came before. The
+server handles one request at a time. The answer takes ``latency`` to return. What the ranks call, in which order, and
+how long they pause follows :mod:`datastates.ranks.board_world`, :mod:`datastates.ranks.store_board` and
+:mod:`datastates.ranks.polling`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ GROWTH = 1.5
 
 @dataclass(frozen=True)
 class Setting:
-    """What a commit is simulated with; seconds and bytes.
+    """The parameters of a simulated commit, in seconds and bytes.
 
     Attributes:
-        ranks: How many.
-        skew: The ranks persist at times spread evenly over so long; the last one at 0.
-        latency: Of the network, one way.
-        request: What a request keeps the server busy.
-        byte: What a byte, in or out, keeps it busy in addition.
-        key: What each key of a request about many keeps it busy in addition.
+        ranks: Number of ranks.
+        skew: Time from the first to the last rank that persists. The others persist at random moments in between.
+        latency: Network latency, one way.
+        request: Server time for each request.
+        byte: Additional server time for each byte, in or out.
+        key: Additional server time for each key, in a request about many keys.
         vote: Bytes of a vote.
-        decide: From the last vote in the coordinator's memory until the checkpoint is committed.
+        decide: Time from the last vote in the coordinator's memory until the checkpoint is committed.
     """
 
     ranks: int
@@ -62,14 +63,14 @@ _Process = Generator["_Sleep | _Call", Any, None]
 
 @dataclass
 class Outcome:
-    """When what had happened, in seconds after the last rank had persisted.
+    """When each event happened, in seconds after the last rank persisted.
 
     Attributes:
         heard: The coordinator had all votes in memory.
         committed: The checkpoint was committed.
-        first, last: The first and the last rank knew.
-        requests: How many the server answered.
-        busy: Its busy seconds.
+        first, last: The first and the last rank learned of the commit.
+        requests: Number of requests that the server answered.
+        busy: Seconds for which the server was busy.
     """
 
     heard: float = 0.0
@@ -82,7 +83,7 @@ class Outcome:
 
 
 def pauses(ranks: int) -> Iterator[float]:
-    """How long a rank sleeps between two looks."""
+    """The seconds that a rank sleeps between two looks. They grow up to a limit."""
     longest = slowest(ranks)
     pause = first(longest)
     while True:
@@ -115,8 +116,8 @@ class _Run:
             yield _Sleep(pause)
         yield _Call()
         self.outcome.told.append(self.now)
-        yield _Call()  # takes its vote back
-        yield _Call()  # says that it has read
+        yield _Call()  # removes its vote
+        yield _Call()  # marks that it has read the answer
 
     def _coordinator(self, persisted: float) -> _Process:
         s = self._setting
@@ -124,7 +125,7 @@ class _Run:
         for pause in pauses(s.ranks):
             if (yield _Call(what=lambda: self._marks)) >= s.ranks - 1:
                 break
-            yield _Call()  # whether one has failed
+            yield _Call()  # asks whether a rank has failed
             yield _Sleep(pause)
         yield _Call(keys=s.ranks - 1)
         for begin in range(1, s.ranks, KEYS_AT_ONCE):
@@ -138,7 +139,7 @@ class _Run:
 
     def run(self) -> Outcome:
         s = self._setting
-        # times count from the first rank that persists
+        # the simulation counts time from the first rank that persists
         moments = [0.0, s.skew, *(self._random.uniform(0, s.skew) for _ in range(s.ranks - 2))][: s.ranks]
         self._random.shuffle(moments)
         processes = [self._rank(m) if rank else self._coordinator(m) for rank, m in enumerate(moments)]
@@ -148,7 +149,7 @@ class _Run:
             heapq.heappush(events, (0.0, next(numbers), process, None, None))
         while events:
             self.now, _, process, call, answer = heapq.heappop(events)
-            if call is not None:  # it has come to the server
+            if call is not None:  # the call has reached the server
                 cost = s.request + call.nbytes * s.byte + call.keys * s.key
                 free = max(free, self.now) + cost
                 self.outcome.requests += 1
@@ -170,5 +171,5 @@ class _Run:
 
 
 def simulate(setting: Setting, seed: int) -> Outcome:
-    """One commit; another ``seed``, other moments at which the ranks persist."""
+    """Simulate one commit. The ``seed`` determines when the ranks persist."""
     return _Run(setting, seed).run()

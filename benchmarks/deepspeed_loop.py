@@ -1,7 +1,7 @@
-"""What a checkpoint costs a DeepSpeed loop: this package's engine beside DeepSpeed's own, on one GPU or several.
+"""Measure what a checkpoint costs a DeepSpeed loop with this package's engine and with DeepSpeed's own.
 
-Run by ``torchrun --nproc-per-node GPUS benchmarks/deepspeed_loop.py``. All engines run one after another in the same
-processes, round after round; rank 0 prints a table, and writes the samples with ``--json``.
+Run it by ``torchrun --nproc-per-node GPUS benchmarks/deepspeed_loop.py``, on one GPU or several. All engines run one
+after another in the same processes, round after round. Rank 0 prints a table; with ``--json`` it writes the samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from gpt import Gpt
 
-# DeepSpeed's decoupled writer leaves the disk to another process; it needs libaio
+# DeepSpeed's decoupled writer writes from another process; it needs libaio
 ENTRIES: dict[str, dict[str, Any]] = {
     "datastates": {"datastates_ckpt": {"host_cache_size": 8}},
     "torch": {},
@@ -81,7 +81,7 @@ def synchronize() -> None:
 
 
 def measure(loop: Loop, directory: Path, period: int, checkpoints: int) -> list[dict[str, float]]:
-    """Periods without a checkpoint, each followed by one that begins with a checkpoint; seconds."""
+    """Time periods without a checkpoint, each followed by a period that begins with one; in seconds."""
     loop.iterate(WARM_UP)
     loop.engine.save_checkpoint(str(directory), tag="warm-up")
     loop.iterate(1)
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seconds", type=float, default=500, help="no further round is begun after these")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
-    os.environ.setdefault("CROSS_SIZE", "1")  # as DeepSpeed's own launcher does; its fast writer asks for them
+    os.environ.setdefault("CROSS_SIZE", "1")  # DeepSpeed's own launcher sets these, and its fast writer reads them
     os.environ.setdefault("CROSS_RANK", "0")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> None:
                         measure(loop, folder, chosen.period, chosen.checkpoints)
                     )
                     loop.engine.destroy()
-                except Exception as error:  # told in the table; it fails on all ranks alike
+                except Exception as error:  # the table shows it; it fails on all ranks alike
                     found["errors"][name] = f"{type(error).__name__}: {error}"[:500]
                 loop = None
                 gc.collect()
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str]) -> None:
             chosen.json.write_text(json.dumps(found, indent=1))
     sys.stdout.flush()
     dist.destroy_process_group()
-    os._exit(0)  # a worker that failed to start would keep the interpreter
+    os._exit(0)  # a worker that failed to start would keep the interpreter from ending
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The GPU state to storage and back: until durable, and from a cold file onto the GPU, beside the raw ceiling."""
+"""Measure the durable save of a GPU's state and its restore from a cold file, next to the raw program."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from write import remove
 
 SYSTEMS = ("datastates", "torch.save/load", "DCP")
 _PEER_ROUNDS = 2
-"""The peers are slow and no target is close to theirs: fewer rounds, so that the suite ends in time."""
+"""Rounds of the peers. They are slow and far from every target, so few rounds do, and the suite ends in time."""
 TMPFS = Path("/dev/shm")
 
 
 def run(directory: Path, plan: Plan, *, tmpfs: bool, tiny: bool) -> Result:
-    """All systems, and the raw program: with O_DIRECT, or on tmpfs, which has no cache to be cold, with threads."""
+    """Measure all systems and the raw program, which uses O_DIRECT, or threads on tmpfs.
+
+    Files on tmpfs are always in memory, so nothing is dropped from the page cache there.
+    """
     loop = GpuLoop(tiny=tiny)
     raw_path = directory / "raw"
     file = raw.RawFiles((raw_path,), nbytes(loop.state), direct=not tmpfs)
@@ -54,7 +57,7 @@ def run(directory: Path, plan: Plan, *, tmpfs: bool, tiny: bool) -> Result:
 
 
 def _once(roster: Roster, name: str, state: State, probe: Probe, prepare: Callable[[Path], None]) -> Sample:
-    """Save, make cold, restore and check, delete."""
+    """Save, drop the files from the page cache, restore and check them, and delete them."""
     system = roster[name]
     torch.cuda.synchronize()
     with stopwatch() as write:

@@ -1,4 +1,4 @@
-"""A GPT: pre-norm transformer blocks, input and output embedding tied."""
+"""A GPT: pre-norm transformer blocks, with tied input and output embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each around a residual."""
+    """Attention and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, time, width) to the same."""
+        """Map (batch, time, width) to the same shape."""
         batch, length, width = x.shape
         parts = self.qkv(self.norm1(x)).chunk(3, dim=-1)
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Of width 1280 with 26 layers it has 555 M parameters."""
+    """A GPT. With a width of 1280 and 26 layers it has 555 M parameters."""
 
     VOCABULARY = 32768
     CONTEXT = 1024
@@ -43,7 +43,7 @@ class Gpt(nn.Module):
         self.head.weight = self.token.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, time) symbols to (batch, time, symbols) logits."""
+        """Map (batch, time) symbols to (batch, time, symbols) logits."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         logits: torch.Tensor = self.head(self.norm(self.blocks(x)))
         return logits

@@ -1,4 +1,4 @@
-"""A million shards: planning a file of them, encoding and opening its index, and reading one tensor out of it."""
+"""Measure a file of a million shards: planning it, encoding and opening its index, and reading one tensor."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from datastates.planning.plans import WritePlan
 from measure import Plan, Result, Sample, interleave
 
 NBYTES = 256
-"""Bytes of each tensor: it is their number that counts here."""
+"""Bytes of each tensor: few, as only the number of tensors matters here."""
 BLOCK = 8 << 20
 
 
 def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
-    """Plan, encode, open, and read one."""
+    """Measure planning, encoding, opening, and reading one tensor."""
     count = 10_000 if tiny else 1_000_000
     index = index_of(make_plan(count))
     tail, _ = archive.encode_tail(index, b"")
     path = directory / "index.pt"
-    with path.open("wb") as file:  # the records' bytes are a hole: zeros, as the checksums say
+    with path.open("wb") as file:  # the records are a hole in the file: zeros, which the checksums match
         file.seek(index.records_end)
         file.write(tail)
     key = f"model/{index.shards.keys[count // 2]}"
@@ -39,7 +39,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
         "plan": lambda: _timed(partial(make_plan, count)),
         "encode": lambda: _timed(partial(archive.encode_tail, index, b"")),
         "open": lambda: _timed(partial(open_container, path)),
-        # of a file just opened: what the first look-up builds counts
+        # from a file just opened, so that the time includes what the first look-up builds
         "read one": lambda: _timed(partial(ds.open(path).__getitem__, key)),
     }
     result = Result(
@@ -57,7 +57,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
 
 
 def make_plan(count: int) -> WritePlan:
-    """The layout of a file of so many tensors; the frames are made, too."""
+    """Plan the layout of a file of ``count`` tensors, and encode the frames between the records."""
     sizes = np.full(count, NBYTES, np.uint64)
     plan = write.plan_write(sizes, np.zeros(count, np.uint8), header_nbytes(count), BLOCK)
     encode_frames(plan.header_offset, plan.data_offset, plan.source_nbytes[plan.order])
@@ -65,7 +65,7 @@ def make_plan(count: int) -> WritePlan:
 
 
 def index_of(plan: WritePlan) -> Index:
-    """The index of such a file, all of its bytes zero."""
+    """The index of a file whose records are all zeros."""
     count = len(plan.order)
     zero = np.full(count, checksums.crc32(bytes(NBYTES)), np.uint32)
     none = np.zeros(0, np.uint64)

@@ -1,4 +1,4 @@
-"""What many ranks hold between them: each rank's table of shards, and its claims, without a tensor of any of them."""
+"""What each of many ranks holds, as a table of shards and as claims; no tensor is allocated."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DTYPE, ITEMSIZE = "bfloat16", 2
 
 @dataclass(frozen=True)
 class Layout:
-    """So many tensors in the hands of so many ranks.
+    """How tensors are spread over ranks.
 
     Attributes:
         name: "FSDP": every rank has some rows of every tensor. "own keys": every rank has tensors of its own, as
             stages of a pipeline and experts have. "ZeRO": every rank has a range of every tensor, flattened; the last
-            rank's is shorter.
-        ranks: How many.
-        tensors: How many shards each rank has.
+            rank's range is shorter.
+        ranks: Number of ranks.
+        tensors: Number of shards on each rank.
     """
 
     name: str
@@ -46,15 +46,15 @@ class Layout:
             raise ValueError(self.name)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
-        """The logical tensor's."""
+        """The shape of a logical tensor."""
         columns = _COLUMNS * (1 + tensor % 4)
         if self.name == "own keys":
             return _ROWS, columns
-        # not a multiple of the ranks
+        # the size of a ZeRO tensor is no multiple of the number of ranks
         return (_ROWS * self.ranks, columns) if self.name == "FSDP" else (self.ranks * _ROWS * columns - 3,)
 
     def part(self, rank: int, tensor: int) -> Part:
-        """What a rank holds of a tensor."""
+        """The part of a tensor that a rank holds."""
         shape = self.shape(tensor)
         if self.name == "own keys":
             return Part.whole(shape)
@@ -64,7 +64,7 @@ class Layout:
         return Part(shape, (end - begin,), None, (begin, end))
 
     def _range(self, rank: int, tensor: int) -> tuple[int, int]:
-        """A part's first element, and one past its last."""
+        """The first element of a rank's part, and one past its last."""
         numel = math.prod(self.shape(tensor))
         if self.name == "own keys":
             return 0, numel
@@ -72,7 +72,7 @@ class Layout:
         return rank * length, min((rank + 1) * length, numel)
 
     def table(self, rank: int) -> ShardTable:
-        """What a rank's container lists."""
+        """The table of shards in a rank's container."""
         owner = f"rank{rank}." if self.name == "own keys" else ""
         shards = []
         for tensor in range(self.tensors):
@@ -125,9 +125,10 @@ class Layout:
         return np.array([math.prod(self.shape(t)) for t in range(self.tensors)], np.uint64)
 
     def claims(self, rank: int) -> Claims:
-        """A rank's claims, made in columns: :func:`claims_of` would take minutes for all ranks.
+        """A rank's claims, made column by column, as :func:`claims_of` would take minutes for all ranks.
 
-        Hashes of keys of a rank's own are drawn; covers are arbitrary numbers that add up to 0 over all ranks.
+        With "own keys", the hashes of the keys are random. The covers are arbitrary numbers that add up to 0 over all
+        ranks, modulo ``PRIME``.
         """
         random = np.random.default_rng(rank)
         own = self.name == "own keys"

@@ -1,4 +1,4 @@
-"""Training loops to disturb: a small one for a CPU, and a GPT of some 555 M parameters for a GPU."""
+"""Training loops to checkpoint: a small one for a CPU, and a GPT of about 555 M parameters for a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Gate = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class Loop(ABC):
-    """A model, its optimizer, and what else there is to checkpoint."""
+    """A model, its optimizer, and the state to checkpoint."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -26,13 +26,13 @@ class Loop(ABC):
 
     @abstractmethod
     def backward(self) -> None:
-        """Forward and backward of one batch."""
+        """Run forward and backward on one batch."""
 
     def synchronize(self) -> None:  # noqa: B027 - nothing is ever enqueued on a CPU
-        """Wait until all that was enqueued is done."""
+        """Wait until all enqueued work is done."""
 
     def iterate(self, gate: Gate = contextlib.nullcontext) -> None:
-        """One training iteration, the update within a gate that is asked for when everything else is enqueued."""
+        """Run one training iteration. The gate is opened after the backward pass, and the update runs within it."""
         self.optimizer.zero_grad(set_to_none=True)
         self.backward()
         with gate():
@@ -40,19 +40,19 @@ class Loop(ABC):
 
 
 class MarkedLoop(Loop):
-    """One whose iterations can be timed without waiting for them."""
+    """A loop whose iterations can be timed without waiting for them."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """A point in time, after what has been enqueued so far."""
+        """The moment at which the work enqueued so far is done."""
 
     @abstractmethod
     def seconds(self, begin: Any, end: Any) -> float:
-        """Time between two marks; only after :meth:`synchronize`."""
+        """The time between two marks. Call it only after :meth:`synchronize`."""
 
 
 class CpuLoop(MarkedLoop):
-    """A small network, and beside it a large state that does not change, so that a snapshot drains for a while."""
+    """A small network and a large state that does not change, so that a snapshot drains for a while."""
 
     def __init__(self, *, tiny: bool) -> None:
         width = 64 if tiny else 1024
@@ -73,7 +73,7 @@ class CpuLoop(MarkedLoop):
 
 
 class GpuLoop(MarkedLoop):
-    """bf16 autocast over fp32 parameters, fused AdamW: 12 bytes a parameter, some 6.6 GB."""
+    """A GPT with bf16 autocast over fp32 parameters and fused AdamW: 12 bytes per parameter, about 6.6 GB."""
 
     def __init__(self, *, tiny: bool) -> None:
         torch.manual_seed(0)

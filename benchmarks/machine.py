@@ -1,4 +1,4 @@
-"""What ran where: machine, file system, versions."""
+"""Describe the machine, the file system and the versions of packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "numpy", "safetensors", "torchsnapshot", "torch-checkpointi
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """The machine, and where on it the files go."""
+    """Describe the machine, and the storage that a directory is on."""
     found: dict[str, Any] = {
         "cpu": _cpu(),
         "cores": cores(),
@@ -56,7 +56,7 @@ def _first(pattern: str, text: str) -> str | None:
 
 
 def _storage(directory: Path) -> str:
-    """File system and device of a directory."""
+    """The file system and device of a directory."""
     device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Interleaved repetitions: every system once a round, round after round, so that a drifting machine drifts for all."""
+"""Interleaved repetitions: each round runs every system once, so that a drift of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Sample = dict[str, float]
-"""What one repetition of one system gave, by the figure's name; times in seconds, sizes in bytes."""
+"""The figures of one repetition of one system, by name; times in seconds, sizes in bytes."""
 
 
 @dataclass
@@ -23,9 +23,9 @@ class Result:
 
     Attributes:
         parameters: Sizes and other circumstances that the figures depend on.
-        settings: In a line for each system, how it was set.
-        samples: For each system its samples, one a round.
-        errors: For each system that failed, the error; its earlier samples stay.
+        settings: For each system, its settings in one line.
+        samples: For each system, its samples, one per round.
+        errors: For each system that failed, the first error. Its earlier samples stay.
     """
 
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Result:
     errors: dict[str, str] = field(default_factory=dict)
 
     def fail(self, system: str, error: Exception) -> None:
-        """Record the error of a system, the first one, and print where it came from."""
+        """Print an error of a system with its traceback, and record it if it is the system's first."""
         print(f"  {system} failed:", file=sys.stderr)
         traceback.print_exception(error)
         self.errors.setdefault(system, f"{type(error).__name__}: {error}"[:2000])
@@ -45,8 +45,8 @@ class Plan:
     """How often to repeat.
 
     Attributes:
-        repeat: Measured rounds.
-        until: Moment of the monotonic clock after which no further round is begun; the first always runs.
+        repeat: Number of measured rounds.
+        until: Moment of the monotonic clock after which no further round begins. The first round always runs.
     """
 
     repeat: int = 5
@@ -55,9 +55,9 @@ class Plan:
 
 @contextmanager
 def stopwatch() -> Iterator[Sample]:
-    """Fill a sample with the ``seconds`` and the process's own ``cpu_seconds``, all threads, that a block took.
+    """Fill a sample with the ``seconds`` that a block took, and with the ``cpu_seconds`` of all threads of the process.
 
-    The kernel accounts io_uring's workers to the process, but not the threads that write dirty pages back later.
+    The kernel counts io_uring's workers towards the process, but not the threads that write dirty pages back later.
     """
     sample: Sample = {}
     cpu, begin = time.process_time(), time.perf_counter()
@@ -76,12 +76,12 @@ def interleave(
 ) -> None:
     """Run every action once unmeasured, then in rounds: A1 B1 C1 A2 B2 C2 …
 
-    An action that raises is left out from then on, and its error recorded.
+    An action that raises is left out from then on, and its error is recorded.
 
     Args:
         result: Where samples and errors go.
-        actions: By system, what runs and returns one sample.
-        plan: How often.
+        actions: For each system, a function that runs it once and returns the sample.
+        plan: How often to repeat.
         rounds: Fewer rounds for some systems.
         warm_up: Whether the unmeasured round comes first.
     """
@@ -110,12 +110,12 @@ def interleave(
 
 
 def cores() -> int:
-    """Cores this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def status(field: str) -> int:
-    """Bytes that the kernel says of this process in a field of ``/proc/self/status``."""
+    """The bytes in a field of this process's ``/proc/self/status``."""
     match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if match is None:
         raise RuntimeError(f"/proc/self/status has no {field}")

@@ -1,8 +1,8 @@
-"""What a checkpoint costs a loop that saves by Megatron-Core: this package's strategies beside Megatron's own.
+"""Measure what a checkpoint costs a Megatron-Core loop with this package's strategies and with Megatron's own.
 
-Run by ``torchrun --nproc-per-node N benchmarks/megatron_loop.py DIRECTORY``, on a GPU for each rank or without any. All
-run one after another in the same processes, round after round; rank 0 prints a table, and writes the samples with
-``--json``.
+Run it by ``torchrun --nproc-per-node N benchmarks/megatron_loop.py DIRECTORY``, with a GPU for each rank or with none.
+All systems run one after another in the same processes, round after round. Rank 0 prints a table; with ``--json`` it
+writes the samples.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ SYSTEMS: dict[str, tuple[Callable[[int], Any], Callable[[], Any]]] = {
     ),
     "Megatron": (lambda _: TorchDistSaveShardedStrategy("torch_dist", 1), TorchDistLoadShardedStrategy),
 }
-"""What saves, given how many bytes this rank has, and what loads; Megatron's with its defaults."""
+"""For each system, how to make its save strategy, given the bytes of this rank's state, and its load strategy."""
 WARM_UP = 3
 
 
 class Loop:
-    """A GPT on each rank, a slice of one tensor along a first axis of its own, as pipeline stages are; fused AdamW."""
+    """A GPT on each rank, trained by fused AdamW.
+
+    The ranks' tensors are slices of sharded tensors along an additional first axis, as those of pipeline stages are.
+    """
 
     def __init__(self, size: argparse.Namespace) -> None:
         gpu = torch.cuda.is_available()
@@ -53,10 +56,10 @@ class Loop:
         self._model = Gpt(width=size.width, layers=size.layers, heads=max(1, size.width // 64)).to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._tokens = torch.randint(Gpt.VOCABULARY, (size.batch, size.context), device=device)
-        self.iterate(1, lambda: None)  # which makes the moments
+        self.iterate(1, lambda: None)  # creates the optimizer's moments
 
     def state(self) -> dict[str, Any]:
-        """All of it as sharded tensors."""
+        """The whole state as sharded tensors."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
 
         def sharded(key: str, tensor: torch.Tensor) -> ShardedTensor:
@@ -76,7 +79,7 @@ class Loop:
         return 3 * sum(parameter.nbytes for parameter in self._model.parameters())
 
     def iterate(self, count: int, between: Callable[[], None]) -> None:
-        """Train, with a call after each iteration."""
+        """Train for ``count`` iterations, and call ``between`` after each."""
         for _ in range(count):
             logits = self._model(self._tokens)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), self._tokens.flatten())
@@ -94,7 +97,7 @@ def synchronize() -> None:
 
 
 def measure(loop: Loop, directory: Path, saver: Any, loader: Any, period: int) -> dict[str, float]:
-    """One checkpoint saved at once, loaded cold, and one saved while training goes on; seconds."""
+    """Save one checkpoint and load it cold, then save another while training goes on; times in seconds."""
     sample, queue = {}, AsyncCallsQueue()
     path = _made(directory / "at-once")
     synchronize()
@@ -141,7 +144,7 @@ def _made(path: Path) -> Path:
 
 
 def _sync_tree(path: Path) -> None:
-    """Put what Megatron leaves in the page cache on stable storage, within the time."""
+    """Sync the files, as Megatron leaves them in the page cache. The measured time includes this."""
     dist.barrier()
     if dist.get_rank() == 0:
         for one in (*path.iterdir(), path):
@@ -153,7 +156,7 @@ def _sync_tree(path: Path) -> None:
 
 
 def _without_cuda() -> None:
-    """Let Megatron's save run on a CPU: it asks for the current device and waits for it."""
+    """Let Megatron's save run on a CPU, though it asks for the current device and synchronizes it."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
     cuda.synchronize = lambda *_: None
@@ -204,7 +207,7 @@ def main(arguments: Sequence[str]) -> None:
             chosen.json.write_text(json.dumps(found, indent=1))
     sys.stdout.flush()
     dist.barrier()
-    os._exit(0)  # not to wait for what Megatron's own workers have left
+    os._exit(0)  # do not wait for leftovers of Megatron's workers
 
 
 def _print(found: dict[str, Any]) -> None:

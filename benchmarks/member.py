@@ -1,4 +1,4 @@
-"""What one rank of a team does: train a sharded model, save and restore it through the systems that are compared."""
+"""One rank of a team: it trains a sharded model, and saves and restores it through the compared systems."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from training import Watch, plain_period
 
 
 def serve(connection: Connection, rank: int, size: int, port: int, tiny: bool) -> None:
-    """Join the others and do what is asked for, until the connection ends.
+    """Join the other ranks, and run commands until the connection ends.
 
-    Answers each command, a method's name and its arguments, with whether it went well, and what it gave or why not.
+    A command is the name of a method of :class:`Member` and its arguments. The answer says whether the method
+    succeeded, and holds its result or the text of its error.
     """
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update({name: str(value) for name, value in here.items()})
@@ -57,7 +58,10 @@ def _next(connection: Connection) -> tuple[str, dict[str, Any]] | None:
 
 
 class Member:
-    """One rank's part. All ranks call a method together; its times begin when all are there, and are this rank's."""
+    """One rank's part in a team.
+
+    All ranks call each method together. The times are this rank's, and begin when all ranks have come.
+    """
 
     def __init__(self, device: torch.device, *, tiny: bool) -> None:
         self._loop = ShardedLoop(device, tiny=tiny)
@@ -71,11 +75,11 @@ class Member:
         return self._loop.nbytes
 
     def settings(self) -> dict[str, str]:
-        """In a line for each system that was used, how it was set."""
+        """For each system that was used, its settings in one line."""
         return self._result.settings
 
     def save(self, system: str, directory: Path, host_cache: int) -> tuple[Sample, Path]:
-        """Save through a system in a folder of its own, until durable; where that is."""
+        """Save through a system until the checkpoint is durable; returns the sample and the checkpoint's path."""
         saver = self._roster(directory, host_cache)[system]
         self._loop.fill()
         self._gather()
@@ -84,7 +88,7 @@ class Member:
         return {"write": sample["seconds"]}, path
 
     def restore(self, system: str, directory: Path, host_cache: int, path: Path) -> Sample:
-        """Restore what a system saved in that folder, on any number of ranks, and compare all of it."""
+        """Restore a checkpoint, saved by any number of ranks, through a system, and compare every element."""
         reader = self._roster(directory, host_cache)[system]
         self._loop.wipe()
         self._gather()
@@ -95,12 +99,12 @@ class Member:
         return {"read": sample["seconds"], **reader.tally()}
 
     def train(self, period: int) -> Sample:
-        """So many iterations without a checkpoint."""
+        """Train for ``period`` iterations without a checkpoint."""
         self._warm_up()
         return plain_period(self._loop, period)
 
     def checkpoint(self, system: str, directory: Path, host_cache: int, period: int) -> tuple[Sample, Path]:
-        """Begin to save, train so many iterations, and wait until the checkpoint is durable."""
+        """Begin to save, train for ``period`` iterations, and wait until the checkpoint is durable."""
         saver = self._roster(directory, host_cache)[system]
         self._warm_up()
         begin = time.perf_counter()
@@ -116,7 +120,7 @@ class Member:
         return sample, pending.path
 
     def close(self) -> dict[str, str]:
-        """Close all systems; what went wrong with some."""
+        """Close all systems; returns the errors by system."""
         self._stack.close()
         return self._result.errors
 
@@ -127,12 +131,12 @@ class Member:
         return self._rosters[directory]
 
     def _warm_up(self) -> None:
-        """Train a little, so that what was done before does not tell; and begin with what is no zero and no NaN."""
+        """Train one iteration from values without zeros and NaNs, so that earlier work does not affect the figures."""
         self._loop.fill()
         self._loop.iterate()
         self._gather()
 
     def _gather(self) -> None:
-        """Wait until all ranks are here, with nothing left to do."""
+        """Wait until all ranks are here and have finished their work."""
         self._loop.synchronize()
         dist.barrier(self._gathering)

@@ -1,7 +1,8 @@
-"""Host memory that a checkpoint takes above the training process's own, the state being three times the host cache.
+"""Measure the host memory that checkpoints add to a process whose state is three times the host cache.
 
-Each sample is a process of its own: it makes the state, imports the system, resets the kernel's record of its largest
-resident set (``/proc/self/clear_refs``), opens the system, saves three times, and reads the record (``VmHWM``).
+Each sample runs in a process of its own. The process makes the state, imports the system, resets the kernel's record of
+its largest resident set (``/proc/self/clear_refs``), opens the system, saves three times, and reads the record
+(``VmHWM``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SYSTEMS = ("datastates", "DCP async")
 
 
 def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
-    """Every system in a fresh process."""
+    """Measure every system, each sample in a fresh process."""
     cache = 16 << 20 if tiny else 256 << 20
     result = Result(
         parameters={"host_cache": cache, "bytes": 3 * cache},

@@ -1,4 +1,4 @@
-"""Putting files out of the page cache and into it, and looking whether that worked."""
+"""Drop files from the page cache or read them into it, and check what is cached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 _libc = ctypes.CDLL(None, use_errno=True)
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _TOLERATED = 0.01
-"""The part of a file that may stay cached: what the kernel holds on to while it is in a batch of its own."""
+"""The fraction of the bytes that may stay cached: the kernel cannot drop pages that wait in one of its batches."""
 
 
 def files_of(path: Path) -> Iterator[Path]:
@@ -38,7 +38,7 @@ def resident(path: Path) -> int:
 
 
 def drop(path: Path) -> None:
-    """Put a file, or all below a directory, out of the page cache; raises RuntimeError when it stays there."""
+    """Drop a file, or all files below a directory, from the page cache; raises RuntimeError if too much stays."""
     files = list(files_of(path))
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
@@ -57,7 +57,7 @@ def drop(path: Path) -> None:
 
 
 def fill(path: Path) -> None:
-    """Read a file, or all below a directory, into the page cache."""
+    """Read a file, or all files below a directory, into the page cache."""
     buffer = bytearray(8 << 20)
     for file in files_of(path):
         with file.open("rb", buffering=0) as opened:

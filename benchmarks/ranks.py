@@ -1,4 +1,4 @@
-"""Sharded state of several ranks to the disk and back, onto as many ranks and onto fewer, beside the raw ceiling."""
+"""Measure saving and restoring the sharded state of several ranks, next to the raw program."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from write import remove
 LAYOUTS = ((2, 2), (2, 1), (1, 2), (4, 2))
 """How many ranks save, and how many restore."""
 _ROUNDS = 3
-"""At most: machines with several GPUs are lent for a short time."""
+"""The most rounds to run, as machines with several GPUs are lent for a short time only."""
 _SUMMED = {"needed", "fetched"}
-"""Figures of all ranks together; of others the slowest rank's counts."""
+"""Figures that are summed over all ranks. Of the others, the largest counts."""
 _TRIED = 10**9
 """Bytes with which the raw program's modes are tried."""
 
 
 def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
-    """All systems, each layout for which there are enough GPUs, or cores where there is no GPU."""
+    """Measure all systems in each layout for which the machine has enough GPUs, or enough cores without a GPU."""
     result = Result()
     gpu = torch.cuda.is_available()
-    # a trial needs no core of its own for each process
+    # a tiny run does not need a core for each process
     room = torch.cuda.device_count() if gpu else max(LAYOUTS)[0] if tiny else cores()
     layouts = [layout for layout in LAYOUTS if max(layout) <= room]
     for saving, restoring in [layout for layout in LAYOUTS if layout not in layouts]:
@@ -71,7 +71,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
 
 
 def _close(size: int, team: Team, result: Result) -> None:
-    """Close the systems of a team; the samples stand, whatever happens."""
+    """Close the systems of a team, and record errors. The samples stay, whatever happens."""
     try:
         closed = team.call("close") if team.running else []
     except Exception as error:
@@ -84,7 +84,7 @@ def _close(size: int, team: Team, result: Result) -> None:
 
 @dataclass(frozen=True)
 class _Ceiling:
-    """The raw program, a process for each rank: it writes new files, and reads what was written once."""
+    """The raw program with a process for each rank. It writes new files, and reads files that were written once."""
 
     written: raw.RawFiles
     write_mode: raw.Mode
@@ -109,7 +109,7 @@ class _Ceiling:
         return sample | {"read": self.stored.read(self.read_mode)["seconds"]}
 
     def in_words(self) -> str:
-        """How it is set."""
+        """The modes, in words."""
         n, m = len(self.written.paths), len(self.stored.paths)
         write, read = raw.in_words(self.write_mode), raw.in_words(self.read_mode)
         return f"{n} processes write: {write}; {m} processes read: {read}"
@@ -117,7 +117,7 @@ class _Ceiling:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The systems, on so many ranks that save and so many that restore."""
+    """The systems, on a team of ranks that saves and a team that restores."""
 
     saving: Team
     restoring: Team
@@ -131,11 +131,11 @@ class _Layout:
         return _together(self.saving.call("train", period=self.period))
 
     def both(self, system: str) -> Sample:
-        """All there is to measure of a system."""
+        """Everything to measure of a system, in one sample."""
         return self.durable(system) | self.training(system)
 
     def durable(self, system: str) -> Sample:
-        """Save, make cold, restore, delete."""
+        """Save, drop the files from the page cache, restore, and delete."""
         saved = self._call(self.saving, "save", system)
         path = saved[0][1]
         page_cache.drop(path)
@@ -144,7 +144,7 @@ class _Layout:
         return _together([sample for sample, _ in saved]) | _together(restored)
 
     def training(self, system: str) -> Sample:
-        """Save while training, delete."""
+        """Save while training goes on, and delete."""
         saved = self._call(self.saving, "checkpoint", system, period=self.period)
         remove(saved[0][1])
         return _together([sample for sample, _ in saved])
@@ -156,7 +156,7 @@ class _Layout:
 
 
 def _together(samples: Sequence[Sample]) -> Sample:
-    """One sample of those of all ranks."""
+    """Combine the samples of all ranks into one."""
     return {
         figure: (math.fsum if figure in _SUMMED else max)(sample[figure] for sample in samples) for figure in samples[0]
     }

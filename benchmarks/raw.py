@@ -16,19 +16,19 @@ _CHUNKS = (4 << 20, 8 << 20, 16 << 20)
 _DEPTHS = (8, 32)
 _THREADS = (1, 2, 4, 8, 16)
 TRIED = 2 * 10**9
-"""Bytes with which the modes are tried."""
+"""Bytes with which the modes are tried, at most."""
 Operation = Literal["write", "read"]
 Mode = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RawFiles:
-    """Files that the program writes and reads, always the same number of bytes, each file by a process of its own.
+    """Files of a fixed size that the raw program writes and reads, with one process for each file.
 
     Attributes:
-        paths: Where.
-        nbytes: How many in all of them.
-        direct: io_uring with O_DIRECT, or threads through the page cache.
+        paths: Where the files are.
+        nbytes: Bytes of all files together.
+        direct: Whether to use io_uring with O_DIRECT, or else threads and the page cache.
     """
 
     paths: tuple[Path, ...]
@@ -36,28 +36,28 @@ class RawFiles:
     direct: bool = True
 
     def modes(self) -> list[Mode]:
-        """The ways to try: chunk and depth, or numbers of threads."""
+        """The modes to try: chunk sizes and queue depths, or ways to copy and numbers of threads."""
         if self.direct:
             return [("direct", str(chunk), str(depth)) for chunk in _CHUNKS for depth in _DEPTHS]
         threads = [str(n) for n in _THREADS if n <= max(2, cores())]
         return [(how, n) for how in ("copy", "map") for n in threads]
 
     def write(self, mode: Mode) -> Sample:
-        """Write them anew, durably."""
+        """Write the files anew, durably."""
         self.remove()
         return self._run("write", mode)
 
     def read(self, mode: Mode) -> Sample:
-        """Read all of them; what is in the page cache is the caller's choice."""
+        """Read all files. The caller decides what is in the page cache."""
         return self._run("read", mode)
 
     def remove(self) -> None:
-        """Delete them, those that there are."""
+        """Delete the files that exist."""
         for path in self.paths:
             path.unlink(missing_ok=True)
 
     def _run(self, operation: Operation, mode: Mode) -> Sample:
-        """All processes at once; the time is that of the slowest."""
+        """Run all processes at once; the time is that of the slowest."""
         each = str(-(-self.nbytes // len(self.paths)))
         with contextlib.ExitStack() as stack:
             processes = [
@@ -74,7 +74,7 @@ class RawFiles:
             heard = [_output(process).readline() for process in processes]
             for process in processes:
                 assert process.stdin is not None
-                process.stdin.close()  # which they begin at
+                process.stdin.close()  # the processes begin when it closes
             figures = [_output(process).read().split() for process in processes]
         for process, first in zip(processes, heard, strict=True):
             if process.returncode or first != "ready\n":
@@ -86,9 +86,9 @@ class RawFiles:
 
 
 def best_mode(files: RawFiles, operation: Operation, tried: int = TRIED) -> Mode:
-    """The fastest mode of an operation, each mode tried twice with the first ``tried`` bytes; no file is left.
+    """Find the fastest mode of an operation: try each mode twice with at most ``tried`` bytes, then delete the files.
 
-    What is read without O_DIRECT is read from the page cache, as it has just been written.
+    Reads without O_DIRECT come from the page cache, as the files have just been written.
     """
     part = replace(files, nbytes=min(files.nbytes, tried))
     if operation == "read":
@@ -100,7 +100,7 @@ def best_mode(files: RawFiles, operation: Operation, tried: int = TRIED) -> Mode
 
 
 def in_words(mode: Mode) -> str:
-    """A mode, for the page."""
+    """A mode in words, for the page."""
     if mode[0] == "direct":
         return f"io_uring, O_DIRECT, chunks of {int(mode[1]) >> 20} MiB, depth {mode[2]}"
     how = "pwrite or pread" if mode[0] == "copy" else "memcpy from and to a mapping of the file"

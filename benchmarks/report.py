@@ -1,9 +1,9 @@
 """Make the page of benchmarks from the JSON files: ``python benchmarks/report.py [DIRECTORY]``.
 
-Reads ``DIRECTORY/cpu.json``, ``gpu.json``, ``gpus-2.json`` and ``gpus-4.json``, whichever there are, draws the pictures
-beside them and writes ``DIRECTORY.md``; of ``scale.json`` it makes ``scale.md`` beside that. Those with a number are of
-the GPU suite, on a machine with so many GPUs, and may hold only what needs them. Every figure and verdict comes out of
-the JSON.
+It reads those of ``DIRECTORY/cpu.json``, ``gpu.json``, ``gpus-2.json`` and ``gpus-4.json`` that exist, draws the
+pictures next to them, and writes ``DIRECTORY.md``. It makes ``scale.md``, next to that page, from ``scale.json``. A
+file with a number comes from the GPU suite on a machine with that many GPUs, and may hold only the benchmarks that need
+them. Every figure and verdict comes from the JSON.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def section(report: dict[str, Any], machine: str, directory: Path, others: list[dict[str, Any]]) -> list[str]:
-    """One machine: what it is, the targets, and every benchmark; ``others`` are the suite's on other machines."""
+    """The section of one machine. ``others`` are the reports of the same suite from other machines."""
     lines = [f"## {MACHINES[machine]}\n", _machine(report) + "\n"]
     if report["tiny"]:
         lines.append("**A trial with tiny states: its figures and verdicts mean nothing.**\n")
@@ -97,7 +97,7 @@ def _machine(report: dict[str, Any]) -> str:
 
 
 def targets(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """The targets of a suite, and whether each is reached, but for those measured only elsewhere."""
+    """The table of a suite's targets, with verdicts. It leaves out targets that were measured only elsewhere."""
     rows = []
     for target in TARGETS:
         if target.suite != report["suite"]:
@@ -124,7 +124,7 @@ def targets(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
 
 
 def table(chapter: Chapter, benchmark: Benchmark) -> str:
-    """Every system's figures."""
+    """The table of every system's figures."""
     systems = [*benchmark["samples"], *(name for name in benchmark["errors"] if name not in benchmark["samples"])]
     rows = []
     for system in systems:
@@ -137,7 +137,7 @@ def table(chapter: Chapter, benchmark: Benchmark) -> str:
 
 
 def draw(chapter: Chapter, benchmark: Benchmark, path: Path) -> None:
-    """A bar for each system's median of the first column, with its range."""
+    """Draw a bar for each system's median of the first column, with its range."""
     column = chapter.columns[0]
     found = {
         name: column.values(name)(benchmark) for name in benchmark["samples"] if system_of(name) not in column.skip

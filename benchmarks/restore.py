@@ -1,4 +1,4 @@
-"""Restore of a host state in place, with the file out of the page cache and in it, beside the raw read."""
+"""Measure the restore of a host state in place, from cold and from cached files, next to the raw read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLD_SYSTEMS = ("datastates", "datastates with pwrite", *SYSTEMS[1:])
 
 
 class _Saved:
-    """What each system saved, made at first use."""
+    """The checkpoint of each system, saved at first use."""
 
     def __init__(self, roster: Roster, state: State) -> None:
         self._roster = roster
@@ -35,7 +35,7 @@ class _Saved:
         self._paths: dict[str, Path] = {}
 
     def restore(self, name: str, prepare: Callable[[Path], None]) -> Sample:
-        """One restore, checked."""
+        """Restore once, and check the values."""
         system = self._roster[name]
         if name not in self._paths:
             self._paths[name] = system.save(self._state)
@@ -48,13 +48,13 @@ class _Saved:
         return sample
 
     def remove(self) -> None:
-        """Delete all."""
+        """Delete all checkpoints."""
         for path in self._paths.values():
             remove(path)
 
 
 def run(directory: Path, plan: Plan, *, cold: bool, tiny: bool) -> Result:
-    """All systems, and the raw read: direct where the page cache is empty, by threads where it is full."""
+    """Measure all systems and the raw read, which uses O_DIRECT on cold files and threads on cached ones."""
     state = llm_like(tiny=tiny)
     prepare = page_cache.drop if cold else page_cache.fill
     path = directory / "raw"

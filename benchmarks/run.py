@@ -30,9 +30,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run a suite; 1 when something other than a peer failed."""
+    """Run a suite; returns 1 if something other than a peer failed."""
     arguments = _arguments()
-    # imported here: torch_checkpointing's process imports this module again, and needs nothing of it
+    # imported here, as torch_checkpointing's process imports this module again and needs none of this
     from peers import is_peer
     from suite import run_suite
 
@@ -51,7 +51,7 @@ def main() -> int:
             repeat=arguments.repeat,
             until=begin + arguments.seconds,
         ):
-            # after every benchmark, so that a suite that is stopped leaves what it has
+            # written after every benchmark, so that a suite that is stopped leaves its samples
             json_path.write_text(json.dumps(report, indent=1) + "\n")
             failed = not all(is_peer(name) for one in report["benchmarks"].values() for name in one["errors"])
     print(f"{time.monotonic() - begin:.0f} s; samples in {json_path}")

@@ -1,6 +1,6 @@
-"""What a commit and an open cost at 16,384 ranks of 1,000 shards: CPU of each step, bytes, and simulated time.
+"""Measure what a commit and an open cost at 16,384 ranks of 1,000 shards: CPU time, bytes, and simulated time.
 
-No training framework and no second machine: claims and indexes are made of numbers, see :mod:`layouts`.
+This needs no training framework and no second machine: :mod:`layouts` makes the claims and indexes out of numbers.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ AT_ONCE = 32
 
 
 def _sizes(tiny: bool) -> tuple[tuple[int, ...], int]:
-    """Numbers of ranks, and of shards of each."""
+    """The numbers of ranks to measure, and the number of shards on each rank."""
     return ((4, 8, 16), 20) if tiny else ((64, 1_024, 16_384), 1_000)
 
 
 def _seconds(action: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds: what others do on the machine counts less."""
+    """The CPU seconds of an action, which other work on the machine affects less than wall time, and its result."""
     begin = time.process_time()
     result = action()
     return time.process_time() - begin, result
 
 
 def _load() -> float:
-    """Of the machine, over the last minute."""
+    """The load of the machine over the last minute."""
     return os.getloadavg()[0]
 
 
@@ -68,7 +68,7 @@ def _name(layout: str, ranks: int) -> str:
 
 @dataclass
 class Scale:
-    """The benchmarks of scale; the simulation takes its figures from those that ran before it."""
+    """The benchmarks of the scale suite. The simulation takes its figures from the benchmarks that ran before it."""
 
     results: dict[str, Result] = field(default_factory=dict)
 
@@ -77,14 +77,14 @@ class Scale:
         return self.results[name]
 
     def rank(self, directory: Path, plan: Plan, *, tiny: bool) -> Result:
-        """What every rank does for itself."""
+        """Measure what every rank does by itself."""
         (*_, ranks), tensors = _sizes(tiny)
         result = self._begin("rank", ranks=ranks, tensors=tensors)
         interleave(result, {name: partial(_rank, Layout(name, ranks, tensors)) for name in NAMES}, plan)
         return result
 
     def agreement(self, directory: Path, plan: Plan, *, tiny: bool) -> Result:
-        """How often a commit asks the Store: counted, with threads as ranks."""
+        """Count the calls of a commit to the Store, with threads as ranks."""
         sizes = (2, 4) if tiny else (4, 16, 64)
         result = self._begin("agreement")
         actions = {f"{n} ranks": partial(_calls, n) for n in sizes}
@@ -92,7 +92,7 @@ class Scale:
         return result
 
     def store(self, directory: Path, plan: Plan, *, tiny: bool) -> Result:
-        """What the Store's server takes."""
+        """Measure what load the Store's server can take."""
         import store_load
 
         _, tensors = _sizes(tiny)
@@ -118,7 +118,7 @@ class Scale:
         return result
 
     def coordinator(self, directory: Path, plan: Plan, *, tiny: bool) -> Result:
-        """What rank 0 does with the votes, in a process of its own for each sample."""
+        """Measure what rank 0 does with the votes, each sample in a process of its own."""
         sizes, tensors = _sizes(tiny)
         result = self._begin("coordinator", tensors=tensors)
         actions = {
@@ -128,7 +128,7 @@ class Scale:
         return result
 
     def restore(self, directory: Path, plan: Plan, *, tiny: bool) -> Result:
-        """What a rank reads to know where its state is."""
+        """Measure what a rank reads to find out where its state is stored."""
         (*_, ranks), tensors = _sizes(tiny)
         others = 3 * ranks // 4
         needed = {"step": 10**6, "attempt": "0" * 8, "file": catalog.FILE, "nbytes": 1 << 30, "head_crc32": 2**32 - 1}
@@ -156,7 +156,7 @@ class Scale:
         return result
 
     def commit(self, directory: Path, plan: Plan, *, tiny: bool) -> Result:
-        """A commit in simulated time."""
+        """Simulate commits, with figures of the benchmarks before."""
         sizes, _ = _sizes(tiny)
         try:
             coordinator, store = self.results["coordinator"].samples, self.results["store"].samples
@@ -188,7 +188,7 @@ class Scale:
         return result
 
     def suite(self) -> dict[str, Callable[..., Result]]:
-        """By name, in the order that they need."""
+        """The benchmarks by name, in the order in which they depend on each other."""
         return {
             "rank": self.rank,
             "agreement": self.agreement,
@@ -204,7 +204,7 @@ def _median(samples: list[Sample], figure: str) -> float:
 
 
 class _Simulated:
-    """A simulation, with other moments each time."""
+    """A simulation. Each call takes another seed, so that the ranks persist at other moments."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -255,7 +255,7 @@ def _rank(layout: Layout) -> Sample:
 
 
 class _Counting:
-    """A Store that counts what it is asked."""
+    """A Store that counts the calls to it."""
 
     def __init__(self, store: Any) -> None:
         self.calls: Counter[str] = Counter()
@@ -274,7 +274,7 @@ class _Counting:
 
 
 def _calls(ranks: int) -> Sample:
-    """One agreement with so many ranks; a look is a question that may have to be asked again."""
+    """Count the calls of one agreement among ``ranks`` ranks. A look is a question that a rank may have to repeat."""
     distributed: Any = importlib.import_module("torch.distributed")
     store = distributed.HashStore()
     counters = [_Counting(store) for _ in range(ranks)]
@@ -316,7 +316,7 @@ def _in_child(layout: str, ranks: int, tensors: int, folder: Path | None) -> Sam
 
 
 def _coordinate(layout: Layout, folder: Path | None) -> Sample:
-    """What ``Ballot`` does with the votes, one step after the other; the files go to ``folder``, if any."""
+    """Do what ``Ballot`` does with the votes, one step after the other. The files go to ``folder``, if it is given."""
     own = status("VmRSS")
     votes = {rank: _vote(layout, rank) for rank in range(layout.ranks)}
     Path("/proc/self/clear_refs").write_text("5")
@@ -368,7 +368,7 @@ def _coordinate(layout: Layout, folder: Path | None) -> Sample:
 
 
 def _look_up(folder: Path, head_crc: int, layout: Layout, ranks: int) -> Sample:
-    """Find where all tensors of one of so many ranks are; the catalog is in the page cache."""
+    """Find where all tensors of one of ``ranks`` ranks are stored. The catalog is in the page cache."""
     path = folder / catalog.FILE
     reads: list[int] = []
     from_file = read_bytes(path)

@@ -1,4 +1,4 @@
-"""The page about scale: every figure on it comes out of ``scale.json``."""
+"""The page about scale. Every figure on it comes from ``scale.json``."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ one entry for each in the manifest.
 
 
 def page(report: dict[str, Any], machine: str) -> str:
-    """The page, given the line about the machine."""
+    """The text of the page. ``machine`` is the line about the machine."""
     benchmarks: dict[str, Benchmark] = report["benchmarks"]
     if missing := {"rank", "agreement", "store", "coordinator", "restore", "commit"} - set(benchmarks):
         raise ValueError(f"scale.json lacks {', '.join(sorted(missing))}")
@@ -204,7 +204,7 @@ _COMMIT: tuple[_Figure, ...] = (
 
 
 def _table(benchmark: Benchmark, figures: Sequence[_Figure], skip: Sequence[str] = ()) -> str:
-    """A line for each system, and one for each that failed."""
+    """A table with a line for each system, and one for each system that failed."""
     rows = [
         [name, *(_cell([value(sample) for sample in samples], digits) for _, value, digits in figures)]
         for name, samples in benchmark["samples"].items()

@@ -1,4 +1,4 @@
-"""A GPT that FSDP2 shards over all ranks, with its AdamW: the same logical state on any number of them."""
+"""A GPT and its AdamW, sharded over all ranks by FSDP2. The logical state is the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _BATCHES = {"cuda": (8, 1024), "cpu": (1, 32), "tiny": (1, 16)}
 
 
 class ShardedLoop(Loop):
-    """fp32 parameters, sharded with their moments by the first dimension; bf16 in between on a GPU, as is usual there.
+    """A loop with fp32 parameters and moments, sharded along the first dimension. On a GPU it computes in bf16.
 
-    12 bytes a parameter: 169 M of them with CUDA, 20 M without. torch.distributed must be initialized.
+    The state takes 12 bytes per parameter. There are 169 M parameters with CUDA, and 20 M without. torch.distributed
+    must be initialized.
     """
 
     def __init__(self, device: torch.device, *, tiny: bool) -> None:
@@ -37,7 +38,7 @@ class ShardedLoop(Loop):
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         with torch.device("meta"):
             model = Gpt(**_SIZES[kind])
-            # not tied: systems differ in whether one tensor of two names is written twice
+            # not tied, as systems differ in whether they write a tensor with two names twice
             model.head.weight = nn.Parameter(torch.empty_like(model.token.weight))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if self._gpu else None, reduce_dtype=torch.float32)
         for part in (*model.blocks, model):
@@ -48,7 +49,7 @@ class ShardedLoop(Loop):
         self._tokens = torch.randint(Gpt.VOCABULARY, (batch, length + 1), device=device)
         self.state: State = {"model": self.model, "optimizer": self.optimizer}
         self.fill()
-        self.iterate()  # which makes the moments
+        self.iterate()  # creates the optimizer's moments
 
     def backward(self) -> None:
         logits = self.model(self._tokens[:, :-1]).float()
@@ -65,7 +66,7 @@ class ShardedLoop(Loop):
         return sum(t.nbytes for _, t in tensors(plain(self.state)))
 
     def fill(self) -> None:
-        """Give every element a value of its own that depends on its place in the logical tensor."""
+        """Give every element a value that depends on its place in the logical tensor."""
         for local, expected in self._expected():
             local.copy_(expected)
 
@@ -75,7 +76,7 @@ class ShardedLoop(Loop):
             _local(tensor).zero_()
 
     def check(self) -> None:
-        """Raise AssertionError unless everything is as :meth:`fill` leaves it."""
+        """Raise AssertionError unless every element is as :meth:`fill` leaves it."""
         if not all(torch.equal(local, expected) for local, expected in self._expected()):
             raise AssertionError("the restore did not bring the values back")
 
@@ -84,7 +85,7 @@ class ShardedLoop(Loop):
             local = _local(tensor)
             first = _first(tensor) + zlib.crc32(name.encode())
             numbers = torch.arange(first, first + local.numel(), device=local.device)
-            # hashed to [0, 0.04): with the moments' squares too, training goes on from it
+            # hashed to [0, 0.04), so that training can go on even with such values in the squared moments
             hashed = (numbers * 2654435761 >> 8 & 0xFFFFFF) * (0.04 / 2**24)
             yield local, hashed.to(local.dtype).view_as(local)
 
@@ -94,7 +95,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _first(tensor: torch.Tensor) -> int:
-    """Where this rank's part begins in the flattened logical tensor, FSDP2 having cut the first dimension in chunks."""
+    """The first element of this rank's part in the flattened logical tensor, whose first dimension FSDP2 chunks."""
     if not isinstance(tensor, DTensor):
         return 0
     rows = tensor.shape[0]

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 
 State = dict[str, Any]
-"""By name, a nested container, or an object with ``state_dict`` and ``load_state_dict``."""
+"""Nested containers by name, or objects with ``state_dict`` and ``load_state_dict``."""
 
 
 def plain(state: State) -> State:
-    """The state with every object asked for its ``state_dict``; tensors are the live ones, mappings plain dicts."""
+    """The state with every object replaced by its ``state_dict``: live tensors, and mappings as plain dicts."""
 
     def dicts(value: Any) -> Any:
-        # a stager of DCP in torch 2.11 cannot copy the ordered ones of modules
+        # a stager of DCP in torch 2.11 cannot copy the ordered dicts of modules
         return {k: dicts(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     return {name: dicts(value.state_dict()) if hasattr(value, "state_dict") else value for name, value in state.items()}
 
 
 def tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of nested containers with its path, dots between."""
+    """Every tensor of nested containers, with its path joined by dots."""
     if isinstance(value, torch.Tensor):
         yield prefix, value
     elif isinstance(value, dict):
@@ -39,7 +39,7 @@ def nbytes(state: State) -> int:
 
 
 def assign(live: Any, loaded: Any) -> Any:
-    """Copy loaded tensors into the live ones, put other values in place; returns what the parent is to hold."""
+    """Copy loaded tensors into the live ones, and replace other values; returns what the parent must hold."""
     if isinstance(live, torch.Tensor):
         if live is not loaded:
             live.detach().copy_(loaded)
@@ -55,7 +55,7 @@ def assign(live: Any, loaded: Any) -> Any:
 
 
 class Probe:
-    """Tells whether a restore restored: wipes a few tensors before, and compares them after."""
+    """Checks that a restore works: wipes a few tensors before it, and compares them after it."""
 
     def __init__(self, state: State) -> None:
         found = [t.detach() for _, t in tensors(plain(state))]
@@ -68,7 +68,7 @@ class Probe:
             tensor.zero_()
 
     def check(self) -> None:
-        """Raise AssertionError unless they are what they were."""
+        """Raise AssertionError unless the chosen tensors have their first values again."""
         if not all(map(torch.equal, self._tensors, self._values)):
             raise AssertionError("the restore did not bring the values back")
 
@@ -76,7 +76,7 @@ class Probe:
 def llm_like(*, tiny: bool) -> State:
     """Host state as training an LLM leaves it: bf16 weights, fp32 master and moments, steps, and Python objects.
 
-    1.6 GB in some 5,300 tensors, most of them small; tiny: 4 MB in some 700.
+    It takes 1.6 GB in about 5,300 tensors, most of them small. A tiny one takes 4 MB in about 700.
     """
     layers, width, small = (8, 1024, 128) if not tiny else (2, 128, 64)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (9 * width, width)}
@@ -112,5 +112,5 @@ def llm_like(*, tiny: bool) -> State:
 
 
 def many_small(count: int, elements: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """So many fp32 tensors of so many elements each, every one with memory of its own."""
+    """``count`` fp32 tensors of ``elements`` elements each, every one with its own memory."""
     return {f"layers.{i // 10}.part.{i % 10}": torch.full((elements,), float(i), device=device) for i in range(count)}

@@ -1,7 +1,7 @@
-"""torch's Store as a server of many: how many requests and bytes it takes in a second, through the project's board.
+"""Measure how many requests and bytes torch's Store serves per second.
 
-The server is a process of its own, the clients are threads of this one: server and clients share the machine's cores.
-So the server's CPU seconds are taken, too: they say what it would take with a core of its own.
+The server is a process of its own, and the clients are threads of this process: they share the machine's cores.
+Therefore the server's CPU seconds are measured as well. They tell what it could serve with a core of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from measure import Sample
 _SILENCE = 60.0
 _TIMES = 50
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
-"""The kernel counts CPU seconds in these."""
+"""The unit in which the kernel counts CPU time, in seconds."""
 _distributed: Any = torch.distributed
 
 
@@ -38,14 +38,14 @@ class Server:
     process: int
 
     def cpu(self) -> float:
-        """Its CPU seconds so far."""
+        """The server's CPU seconds so far."""
         fields = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def server() -> Iterator[Server]:
-    """Start one."""
+    """Start a server, which ends with the block."""
     command = [sys.executable, __file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -53,16 +53,16 @@ def server() -> Iterator[Server]:
         try:
             yield Server(int(process.stdout.readline()), process.pid)
         finally:
-            process.stdin.close()  # it ends with its input
+            process.stdin.close()  # the server ends with its input
 
 
 def connect(server: Server) -> Any:
-    """A client."""
+    """A client of the server."""
     return _distributed.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
 
 def _together(call: Callable[[Any], None], connections: list[Any]) -> float:
-    """Seconds until every connection's thread has done with it."""
+    """Call a function with each connection, each on its own thread; returns the seconds until all are done."""
     with ThreadPoolExecutor(len(connections)) as pool:
         begin = time.perf_counter()
         list(pool.map(call, connections))
@@ -70,10 +70,10 @@ def _together(call: Callable[[Any], None], connections: list[Any]) -> float:
 
 
 def votes(server: Server, vote: bytes, count: int, threads: int, name: str) -> tuple[Sample, Sample]:
-    """Leave so many votes, each as a rank of its own would, and read them as the coordinator does."""
+    """Leave ``count`` votes as that many ranks would, and read them as the coordinator does."""
 
     def leave(ranks: range) -> Callable[[], None]:
-        # a board is one rank's: the rest of a rank's work, its thread and connection, is not what is measured
+        # one board stands for many ranks, as a rank's own thread and connection are not to be measured
         board = StoreBoard(StoreCalls(connect(server), 0, silence=_SILENCE), name)
         board.run  # noqa: B018 - asked for once, and known from then on
 
@@ -105,7 +105,7 @@ def votes(server: Server, vote: bytes, count: int, threads: int, name: str) -> t
 
 
 def looks(server: Server, count: int, threads: int) -> Sample:
-    """Look for an answer that is not there, so many times."""
+    """Look ``count`` times for an answer that is not there."""
 
     def look(store: Any) -> None:
         for _ in range(count // threads):
@@ -123,7 +123,7 @@ def looks(server: Server, count: int, threads: int) -> Sample:
 
 
 def many_keys(server: Server, count: int) -> Sample:
-    """One question about many keys, all of which are there."""
+    """Ask one question about many keys, all of which exist."""
     store = connect(server)
     keys = [f"some/longer/name/of/votes/{i}" for i in range(count)]
     for key in keys:

@@ -1,4 +1,4 @@
-"""Which benchmarks make a suite, and the order they run in."""
+"""The benchmarks of each suite, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def run_suite(
     """Run the benchmarks of a suite and yield the report after each; prints medians as they come.
 
     Args:
-        suite: Its name.
-        directory: An empty one for the files.
-        tiny: A few MB instead of GB.
-        only: Names of benchmarks, None for all.
-        repeat: Rounds.
-        until: Moment of the monotonic clock after which no further round is begun.
+        suite: The suite's name.
+        directory: An empty directory for the files.
+        tiny: Whether to use a few MB instead of GB.
+        only: Names of the benchmarks to run; None for all.
+        repeat: Number of rounds.
+        until: Moment of the monotonic clock after which no further round begins.
     """
     benchmarks = {name: run for name, run in SUITES[suite].items() if only is None or name in only}
     unknown = set(only or ()) - set(SUITES[suite])
@@ -86,7 +86,7 @@ def run_suite(
         try:
             with tempfile.TemporaryDirectory(dir=parent, prefix=f"{name}-") as folder:
                 result = run(Path(folder), Plan(repeat, until), tiny=tiny)
-        except Exception as error:  # the others are to run all the same
+        except Exception as error:  # the other benchmarks run all the same
             result = Result()
             result.fail(name, error)
         report["benchmarks"][name] = asdict(result) | {"seconds": time.monotonic() - begin}

@@ -1,4 +1,4 @@
-"""Medians, spreads and tables out of a benchmark's samples."""
+"""Medians, spreads and tables of a benchmark's samples."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 Benchmark = dict[str, Any]
-"""One benchmark as it stands in the JSON: parameters, settings, samples, errors."""
+"""One benchmark as in the JSON: parameters, settings, samples, errors."""
 
 
 def system_of(row: str) -> str:
-    """The system that a row is of; what follows a comma says what of it."""
+    """The system of a row: the text before the first comma."""
     return row.partition(", ")[0]
 
 
 def beside(row: str, system: str) -> str:
-    """The row of another system, all else alike."""
+    """The row of another system under the same circumstances."""
     return system + row[len(system_of(row)) :]
 
 
@@ -39,7 +39,7 @@ def spread(values: Sequence[float], digits: str, unit: str = "") -> str:
 
 
 def medians(benchmark: Benchmark) -> str:
-    """A line a system: the median of each of its figures, and what failed."""
+    """One line for each system, with the median of each figure, and one for each error."""
     lines = []
     for system, samples in benchmark["samples"].items():
         figures = {figure: column(benchmark, system, figure) for sample in samples for figure in sample}
@@ -50,6 +50,6 @@ def medians(benchmark: Benchmark) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""What is to be reached, and how each figure comes out of the samples."""
+"""The targets, and how each figure is computed from the samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tables import Benchmark, beside, column, ratios
 
 MIB = 1 << 20
 Values = Callable[[Benchmark], list[float]]
-"""Makes a figure, round by round, of a benchmark's samples; empty where it was not measured."""
+"""Computes a figure from a benchmark's samples, round by round; empty where it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Target:
     """One line of the table of targets.
 
     Attributes:
-        suite, benchmark: Where its samples are.
+        suite, benchmark: Where the samples are.
         what: What is measured.
         goal: What the median must reach.
         at_least: Whether more is better.
-        unit: Behind the figure.
-        values: The figure, round by round.
+        unit: The unit of the figure.
+        values: Computes the figure round by round.
     """
 
     suite: str

@@ -1,4 +1,4 @@
-"""Several processes that do the same together, one of torch.distributed's ranks each."""
+"""Several processes, each a rank of torch.distributed, that run the same commands together."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import member
 _LONGEST = 180.0
 """Seconds that a command may take, the start of the processes included."""
 _AFTERMATH = 5.0
-"""Seconds that the others have to answer, once one rank has failed."""
+"""Seconds that the other ranks have to answer, once one rank has failed."""
 
 
 class Team:
-    """As many ranks as are wanted, each with a :class:`member.Member`, started when they are first needed.
+    """Ranks that each have a :class:`member.Member`, started at the first command.
 
-    When a command fails on one of them all are ended, since the others may wait for it for ever; the next command
-    starts new ones.
+    When a command fails on one rank, all ranks are killed, since the others may wait for it for ever. The next command
+    starts new ranks.
     """
 
     def __init__(self, size: int, *, tiny: bool) -> None:
@@ -42,7 +42,7 @@ class Team:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for connection in self._connections:
-            connection.close()  # which they end at
+            connection.close()  # the processes end when it closes
         end = time.monotonic() + _AFTERMATH
         for process in self._processes:
             process.join(max(0.0, end - time.monotonic()))
@@ -54,16 +54,16 @@ class Team:
         return bool(self._processes)
 
     def call(self, command: str, **arguments: Any) -> list[Any]:
-        """Have all ranks run a method of their member at once; returns what it returns on each.
+        """Have all ranks run a method of their member at once; returns each rank's result.
 
         Raises:
-            RuntimeError: It failed on a rank, or the rank died.
-            TimeoutError: Some did not answer in time.
+            RuntimeError: The method failed on a rank, or a rank died.
+            TimeoutError: Some ranks did not answer in time.
         """
         if not self._processes:
             self._start()
         for connection in self._connections:
-            with contextlib.suppress(ConnectionError):  # of one that is dead, which is seen below
+            with contextlib.suppress(ConnectionError):  # a dead rank is noticed below
                 connection.send((command, arguments))
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -86,7 +86,7 @@ class Team:
         return [answers[rank] for rank in range(self._size)]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
-        """Whether a rank's command went well, and what it gave or why not."""
+        """Whether a rank's command succeeded, and its result or the reason."""
         try:
             fine, answer = self._connections[rank].recv()
         except (EOFError, ConnectionError):
@@ -95,7 +95,7 @@ class Team:
         return fine, answer
 
     def _start(self) -> None:
-        # here and not on rank 0, so that the port is free and the others never lose it
+        # hosted here and not by rank 0: the port is free for certain, and no rank's death takes the Store away
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         context = multiprocessing.get_context("spawn")
         for rank in range(self._size):

@@ -19,7 +19,7 @@ from write import remove
 PERIOD = 30
 """Iterations from one checkpoint to the next."""
 _LONGEST = 120.0
-"""Seconds that a checkpoint may take before it is given up."""
+"""Seconds after which a checkpoint is given up."""
 CPU_SYSTEMS = ("datastates", "DCP async", "torch_checkpointing async")
 GPU_SYSTEMS = (
     "datastates",
@@ -31,13 +31,13 @@ GPU_SYSTEMS = (
 
 
 def run_cpu(directory: Path, plan: Plan, *, tiny: bool) -> Result:
-    """A small network on the CPU, the host cache large enough for the whole state."""
+    """Measure a small network on the CPU, with a host cache large enough for the whole state."""
     loop = CpuLoop(tiny=tiny)
     return _run(loop, directory, plan, CPU_SYSTEMS, period=5 if tiny else PERIOD)
 
 
 def run_gpu(directory: Path, plan: Plan, *, tiny: bool) -> Result:
-    """The GPT on the GPU, the host cache large enough for the whole state."""
+    """Measure the GPT on the GPU, with a host cache large enough for the whole state."""
     loop = GpuLoop(tiny=tiny)
     known = ds.Settings.model_fields
     systems = tuple(name for name in GPU_SYSTEMS if "device_cache" not in name or "device_cache" in known)
@@ -56,7 +56,7 @@ def _run(loop: MarkedLoop, directory: Path, plan: Plan, systems: tuple[str, ...]
 
 
 def plain_period(loop: Loop, period: int) -> Sample:
-    """So many iterations without a checkpoint."""
+    """Time ``period`` iterations without a checkpoint."""
     loop.synchronize()
     begin = time.perf_counter()
     for _ in range(period):
@@ -87,18 +87,18 @@ class Watch:
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for it; raises what made the checkpoint fail."""
+        """Wait for the checkpoint; raises what made it fail."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
 def _checkpoint(loop: MarkedLoop, roster: Roster, name: str, period: int) -> Sample:
-    """One checkpoint at the begin of a period; the loop goes on until it is durable.
+    """Save a checkpoint at the beginning of a period, and let the loop go on until it is durable.
 
     Returns:
-        ``call``: of the save; ``seconds``: of the whole period; ``durable``: from the call until durable; and where at
-        least one iteration ran between the first update and that moment, ``draining``: seconds of one of these.
+        Seconds. ``call``: of the call that saves; ``seconds``: of the whole period; ``durable``: from the call until
+        the checkpoint is durable; ``draining``: of one iteration between the first update and that moment, if any.
     """
     system: System = roster[name]
     loop.synchronize()
@@ -119,7 +119,7 @@ def _checkpoint(loop: MarkedLoop, roster: Roster, name: str, period: int) -> Sam
     watch.join()
     sample["durable"] = watch.at - begin
     ends = [end for mark in marks if (end := loop.seconds(first, mark)) <= sample["durable"]]
-    if len(ends) > 1:  # the first iteration holds the stall
+    if len(ends) > 1:  # the first iteration includes the stall
         sample["draining"] = (ends[-1] - ends[0]) / (len(ends) - 1)
     remove(pending.path)
     return sample

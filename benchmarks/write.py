@@ -1,4 +1,4 @@
-"""Durable write of a host state: until every byte is on stable storage, system after system, beside the raw ceiling."""
+"""Measure the durable write of a host state with each system, next to the raw program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def remove(path: Path) -> None:
 
 
 def once(roster: Roster, name: str, state: State) -> Sample:
-    """One save, deleted afterwards."""
+    """Save once, and delete the checkpoint."""
     system = roster[name]
     with stopwatch() as sample:
         path = system.save(state)
@@ -40,7 +40,7 @@ def once(roster: Roster, name: str, state: State) -> Sample:
 
 
 def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
-    """All systems, and the raw write."""
+    """Measure all systems and the raw write."""
     state = llm_like(tiny=tiny)
     file = raw.RawFiles((directory / "raw",), nbytes(state))
     mode = raw.best_mode(file, "write")

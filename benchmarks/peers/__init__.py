@@ -1,4 +1,4 @@
-"""The systems that are compared: datastates itself and what a user would pick instead, behind one protocol."""
+"""The compared systems behind one protocol: datastates itself, and what a user would pick instead."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Roster:
     """Opens systems at first use, each in a folder of its own, and closes them at the end."""
 
     def __init__(self, directory: Path, result: Result, **options: Any) -> None:
-        """Remember where.
+        """Remember where files and results go.
 
         Args:
             directory: Where the systems' folders go.
-            result: Where settings go, and the errors of those that cannot be closed.
+            result: Where the systems' settings go, and the errors of systems that cannot be closed.
             **options: Settings of datastates other than the defaults.
         """
         self._directory = directory

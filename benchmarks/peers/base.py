@@ -14,7 +14,7 @@ from states import State
 
 
 def fsync_tree(path: Path) -> None:
-    """Put a file, or a directory with all below it, and the directory that names it on stable storage."""
+    """Sync a file, or a directory with everything below it, and its parent directory."""
     inside = sorted(path.rglob("*"), reverse=True) if path.is_dir() else []
     for one in (*inside, path, path.parent):
         descriptor = os.open(one, os.O_RDONLY)
@@ -25,50 +25,50 @@ def fsync_tree(path: Path) -> None:
 
 
 class Pending:
-    """A checkpoint on its way."""
+    """A checkpoint that is being saved."""
 
     def __init__(self, path: Path, wait: Callable[[], None]) -> None:
         self.path = path
-        """Where it is once it is durable."""
+        """Where the checkpoint is once it is durable."""
         self.wait = wait
-        """Returns once all its bytes are on stable storage; raises what made it fail."""
+        """Returns once all bytes are on stable storage; raises what made the save fail."""
 
 
 class System(ABC):
-    """One way to save and restore, in one folder. Of torch.distributed's ranks, all do it together."""
+    """One way to save and restore, in one folder. With torch.distributed, all ranks call each method together."""
 
     settings: str
-    """How it is set, in a line."""
+    """The system's settings in one line."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        """Open it in a folder of its own; only datastates takes options."""
+        """Open the system in a folder of its own. Only datastates takes options."""
         if options:
             raise TypeError(f"{type(self).__name__} takes no options")
         self.directory = directory
         self._numbers = itertools.count()
 
     def next_path(self) -> Path:
-        """A path in the folder at which there is nothing yet."""
+        """A path in the folder where nothing exists yet."""
         return self.directory / f"checkpoint-{next(self._numbers)}"
 
     def tally(self) -> dict[str, int]:
-        """What the last restore took on this rank, by the figure's name, where that is known."""
+        """Figures of the last restore on this rank, by name; empty where they are not known."""
         return {}
 
     @abstractmethod
     def save(self, state: State) -> Path:
-        """Save; on return every byte, and every name, is on stable storage. The path is new each time."""
+        """Save to a new path, and return it once every byte and every directory entry is on stable storage."""
 
     @abstractmethod
     def restore(self, path: Path, state: State) -> None:
-        """Put what was saved into the live state: tensors in place."""
+        """Restore a checkpoint into the live state, tensors in place."""
 
     def save_async(self, state: State) -> Pending:
-        """Begin to save and return as early as the system can; without an asynchronous mode, save."""
+        """Begin to save, and return as early as the system can. A system without an asynchronous mode saves."""
         return Pending(self.save(state), lambda: None)
 
     def gate(self) -> contextlib.AbstractContextManager[object]:
-        """What an update must be within, for what has been saved is perhaps still being copied. The call may wait."""
+        """The context for an update of the state, which a save may still be copying. The call may wait."""
         return contextlib.nullcontext()
 
     def close(self) -> None:  # noqa: B027 - most hold nothing

@@ -1,4 +1,4 @@
-"""datastates with its defaults; what differs is in the settings' line."""
+"""datastates with its defaults; the line of settings names what differs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from states import State
 
 
 class Datastates(System):
-    """One Checkpointer, as in a training loop; its gate is in torch's optimizers by itself."""
+    """One Checkpointer, as in a training loop. It gates torch's optimizers itself, so ``gate`` does nothing."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         super().__init__(directory)
@@ -56,14 +56,14 @@ class Datastates(System):
 
 
 class DatastatesWithPwrite(Datastates):
-    """The same without io_uring, as under the profile that containers have by default."""
+    """datastates without io_uring, which the default profile of containers forbids."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         super().__init__(directory, io_backend="pwrite", **options)
 
 
 class DatastatesWithDeviceCache(Datastates):
-    """The same, with spare GPU memory as a first stop."""
+    """datastates with a device cache: captured bytes go to spare GPU memory first."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         super().__init__(directory, device_cache="8GiB", **options)

@@ -25,18 +25,18 @@ from states import State, plain
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _THREADS = 8
-"""Writer threads, each with a file of its own: one took twice as long as two, and more than that did no harm."""
+"""Writer threads, each with its own file. One thread took twice as long as two; more than two did no harm."""
 
 
 class _Reader(FileSystemReader):
-    """Torch's own, which remembers what it was asked for."""
+    """Torch's reader, which remembers the items of the last load."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._asked = plan.items
         return super().read_data(plan, planner)
 
     def tally(self) -> dict[str, int]:
-        """Bytes that were wanted, and read for that: all that is stored of an item, whatever part of it is wanted."""
+        """The bytes needed and the bytes read. Torch reads all that is stored of an item, whatever part is needed."""
         known, needed, fetched = self.read_metadata().state_dict_metadata, 0, 0
         for item in self._asked:
             stored, described = self.storage_data[item.storage_index].length, known[item.storage_index.fqn]
@@ -51,8 +51,8 @@ class _Reader(FileSystemReader):
 class Dcp(System):
     """``dcp.save`` with plans cached between saves and several writer threads; it syncs its files (``sync_files``).
 
-    The directories are ours to sync, within the time. Ranks agree in a gloo group of its own: objects need not pass
-    through a GPU, and a save in the background does not meet what training sends.
+    Each save syncs the directories as well, and the measured time includes this. The ranks plan in a gloo group of
+    their own: objects need not pass through a GPU, and a background save does not mix with training's collectives.
     """
 
     settings = (
@@ -82,7 +82,7 @@ class Dcp(System):
         return self._reader.tally()
 
     def _sync(self, path: Path) -> None:
-        """On the coordinator, which returns from a save when all ranks have written."""
+        """Sync on the coordinator alone, as its save returns when all ranks have written."""
         if self._is_coordinator:
             fsync_tree(path)
 
@@ -91,18 +91,18 @@ class Dcp(System):
 
 
 _STAGER_CLOSED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""Whether ``async_save`` closes the stager that it is given, as seen in torch 2.11: then none keeps its memory."""
+"""Whether ``async_save`` closes the stager that it is given, as torch 2.11 does. Such a stager loses its memory."""
 
 
 class _StagedPlanner(DefaultSavePlanner):
-    """The default one. Plans are cached by the class's name, and those of staged tensors differ from live ones'."""
+    """The default planner under another name: torch caches plans by class name, and staged tensors need their own."""
 
 
 class DcpAsync(Dcp):
     """``dcp.async_save`` in a thread, staged into host memory that is kept and, on a GPU, pinned.
 
-    One stager for all saves keeps its memory: where torch lets it live, staging in the background, which updates must
-    wait for (that is what the gate does); else the one that stages inside of the call.
+    All saves share one stager, which keeps its memory. On a GPU where torch closes stagers, it stages within the call.
+    Elsewhere it stages in the background, and the gate waits for that before an update.
     """
 
     _planner_class = _StagedPlanner

@@ -1,4 +1,4 @@
-"""safetensors: tensors only, so the few Python objects of the state are left out, to its advantage."""
+"""safetensors. It stores tensors only: the state's few Python objects are left out, to its advantage."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from states import State, plain, tensors
 
 
 class Safetensors(System):
-    """One file by ``save_file``. It does not sync: the fsync is ours, within the time.
+    """One file, written by ``save_file``, which does not sync. An fsync follows, within the measured time.
 
-    Loading maps the file; the copies into the live tensors read it.
+    Loading maps the file. The copies into the live tensors read it.
     """
 
     settings = "tensors only; save_file, then fsync; load_file, then copy_"

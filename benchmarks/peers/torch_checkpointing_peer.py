@@ -1,4 +1,4 @@
-"""torch_checkpointing, saving at once and from a process of its own."""
+"""torch_checkpointing, saving within the call and from a process of its own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from peers.base import Pending, System, fsync_tree
 from states import State, assign, plain
 
 _THREADS = 4
-"""Files written at once: there is one for each name in the state."""
+"""Files written at the same time. The state has one file for each of its names."""
 
 
 class TorchCheckpointing(System):
-    """``CheckpointManager`` that saves at once.
+    """``CheckpointManager`` that saves within the call.
 
-    ``use_direct_io=False``, as its O_DIRECT default fails on ext4. It does not sync: the fsync is ours, in the time.
+    It has ``use_direct_io=False``, as its default, O_DIRECT, fails on ext4. It does not sync: an fsync follows, within
+    the measured time.
     """
 
     settings = f"with_sync_save, use_direct_io=False, file_write_max_threads={_THREADS}, then fsync; load(into=state)"
@@ -63,9 +64,9 @@ class TorchCheckpointing(System):
 
 
 class TorchCheckpointingAsync(TorchCheckpointing):
-    """``CheckpointManager`` that stages into shared memory, on a GPU pinned, and writes from a process of its own.
+    """``CheckpointManager`` that stages into shared memory, pinned on a GPU, and writes from a process of its own.
 
-    As its guide has it, updates are within ``manager.lock()``, and without CUDA nothing is pinned.
+    As its guide says, updates run within ``manager.lock()``, and without CUDA nothing is pinned.
     """
 
     settings = (

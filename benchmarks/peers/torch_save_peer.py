@@ -13,9 +13,9 @@ from states import State, assign, plain
 
 
 class TorchSave(System):
-    """One file. torch does not sync: the fsync is ours, within the time.
+    """One file. torch does not sync it: an fsync follows, within the measured time.
 
-    ``weights_only=False`` takes the unpickler in C, which loads thousands of tensors in less than half the time.
+    ``weights_only=False`` uses the unpickler in C, which loads thousands of tensors in less than half the time.
     """
 
     settings = "torch.save to a path, then fsync; torch.load(map_location='cpu', weights_only=False), then copy_"
@@ -32,7 +32,7 @@ class TorchSave(System):
 
 
 class TorchSaveMmap(TorchSave):
-    """The same file mapped instead of read, which spares one copy."""
+    """The same file, mapped instead of read, which saves one copy."""
 
     settings = "torch.save to a path, then fsync; torch.load(mmap=True, weights_only=False), then copy_"
     _load: ClassVar[dict[str, Any]] = {"map_location": "cpu", "weights_only": False, "mmap": True}

@@ -14,9 +14,9 @@ warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
 
 
 class TorchSnapshot(System):
-    """``Snapshot.take``: small tensors batched into slabs, 16 files and 4 copies at once, all of it its defaults.
+    """``Snapshot.take`` with its defaults: small tensors batched into slabs, 16 files and 4 copies at once.
 
-    It does not sync: the fsync of files and directories is ours, within the time.
+    It does not sync: an fsync of files and directories follows, within the measured time.
     """
 
     settings = "Snapshot.take with its defaults (batching on), then fsync; Snapshot.restore in place"
@@ -30,5 +30,5 @@ class TorchSnapshot(System):
     def restore(self, path: Path, state: State) -> None:
         live = plain(state)
         held = StateDict(**live)
-        Snapshot(str(path)).restore({"state": held})  # tensors in place, the containers anew
+        Snapshot(str(path)).restore({"state": held})  # it restores tensors in place, and makes new containers
         assign(live, held.data)

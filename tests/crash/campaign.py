@@ -1,8 +1,8 @@
-"""Rounds of random states, faults, kills and changes before capture; after each all that was committed is right.
+"""Run rounds of random states, faults, kills and early changes; check that all that was committed is right.
 
-Usage: ``campaign.py DIRECTORY [--seed N] [--rounds N] [--jobs N]``. A round is drawn from its seed alone: one that
-fails prints its seed, its plan and what was reported, and ``--seed`` with ``--rounds 1`` runs it again. Its lives are
-forked from this process; each tells on a pipe what it has done.
+Usage: ``campaign.py DIRECTORY [--seed N] [--rounds N] [--jobs N]``. The seed alone determines a round. A round that
+fails prints its seed, its plan and what was reported; ``--seed`` with ``--rounds 1`` runs it again. A round consists of
+lives, which are processes forked from this one. Each life reports on a pipe what it has done.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def disarm() -> None:
 
 
 class Told:
-    """Tells the parent what has happened, and on a thread of its own how each snapshot has ended."""
+    """Reports to the parent what has happened, and, on a thread of its own, how each snapshot has ended."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
         self.failing = False
-        """Whether a fault that makes a snapshot fail has been armed: it may hit an earlier one that is in flight."""
+        """Whether a fault that makes a snapshot fail has been armed. It may hit an earlier snapshot in flight."""
         self._taken: queue.Queue[tuple[Save, ds.Snapshot, set[str]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._follow)
         self._thread.start()
@@ -90,7 +90,7 @@ class Told:
         os.write(self._pipe, json.dumps([event, *details]).encode() + b"\n")
 
     def follow(self, save: Save, snapshot: ds.Snapshot, torn: set[str]) -> None:
-        """``torn``: keys that were changed unguarded."""
+        """Report how a snapshot ends. ``torn`` are the keys that were changed without the gate."""
         self._taken.put((save, snapshot, torn))
 
     def end(self) -> None:
@@ -111,7 +111,7 @@ class Told:
 
 
 def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
-    """Be one process: restore the save ``newest``, then save."""
+    """Live one life: restore the save ``newest``, then save."""
     before = directories.committed(root)
     with ds.Checkpointer(root, **life.options) as ckpt:
         told.say("opened")
@@ -148,7 +148,7 @@ def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
             torn: set[str] = set()
             if save.change == "step":
                 if state.model is not None:
-                    state.optimizer.step()  # waits by itself
+                    state.optimizer.step()  # the optimizer waits for the gate by itself
             elif save.change:
                 if save.gated:
                     ckpt.gate()
@@ -167,7 +167,7 @@ def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
 
 
 def expected_of(save: Save) -> dict[str, Any]:
-    """The state at the call."""
+    """The contents of the state when a save was called."""
     state = State(save.structure)
     state.fill(save.number)
     return state.contents()
@@ -177,7 +177,7 @@ def expected_of(save: Save) -> dict[str, Any]:
 
 
 def run_life(life: Life, root: Path, newest: Save | None, events: list[list[Any]]) -> int:
-    """Run a life in a process of its own, noting its reports; gives its exit status as ``waitpid`` does."""
+    """Run a life in a process of its own and note its reports; returns its exit status as ``waitpid`` gives it."""
     sys.stdout.flush()
     reading, writing = os.pipe()
     child = os.fork()
@@ -214,11 +214,11 @@ def _in_child(life: Life, root: Path, newest: Save | None, pipe: int) -> NoRetur
 
 
 def _events(pipe: int, child: int) -> Iterator[list[Any]]:
-    """The reports until the process has ended; what a kill cut short is left out."""
+    """The reports until the process has ended, without a report that a kill cut short."""
     left = b""
     while True:
         if not select.select([pipe], [], [], HANGS)[0]:
-            os.kill(child, signal.SIGABRT)  # faulthandler shows where
+            os.kill(child, signal.SIGABRT)  # faulthandler shows where it hangs
             select.select([pipe], [], [], 5)
             raise WrongError(f"nothing was reported for {HANGS} s")
         data = os.read(pipe, 1 << 16)
@@ -229,7 +229,7 @@ def _events(pipe: int, child: int) -> Iterator[list[Any]]:
 
 
 class Audit:
-    """Compares what is in a directory with what was reported of it."""
+    """Compares the contents of a directory with what was reported."""
 
     def __init__(self, root: Path, plan: Round) -> None:
         self._root = root
@@ -241,7 +241,7 @@ class Audit:
         self._found: dict[int, int] = {}
 
     def life(self, life: Life, status: int, events: list[list[Any]]) -> tuple[str, Save | None]:
-        """Check how a life ended and what it left; gives its outcome, and the newest save that stands."""
+        """Check how a life ended and what it left; returns its outcome, and the newest committed save."""
         said: dict[str, set[int]] = collections.defaultdict(set)
         for event, *details in events:
             check(event != "wrong", details)
@@ -282,7 +282,7 @@ class Audit:
                 check(self._found.get(step, -1) >= number, f"save {number} of step {step} is lost: {self._found}")
 
     def _contents(self) -> Save | None:
-        """Check all that is committed, to the bit; gives the save that is the newest."""
+        """Check all committed checkpoints, to the bit; returns the newest save."""
         committed = directories.committed(self._root)
         self._found = {}
         for step, path in committed.items():
@@ -307,7 +307,7 @@ DEFECTS = (WrongError, DatastatesError, OSError, LookupError)
 
 
 def run_round(seed: int, base: Path, outcomes: collections.Counter[str]) -> None:
-    """Run one round, and count what came of it; prints all of it and raises where it shows a defect."""
+    """Run one round, and count its outcomes. If it shows a defect, print the whole round and raise."""
     plan = draw(seed)
     root = Path(tempfile.mkdtemp(prefix=f"round-{seed}-", dir=base))
     audit = Audit(root, plan)
@@ -333,7 +333,7 @@ def run_round(seed: int, base: Path, outcomes: collections.Counter[str]) -> None
 
 
 def run(seeds: range, base: Path) -> tuple[collections.Counter[str], list[int]]:
-    """Run the rounds of some seeds; gives the outcomes, and the seeds that showed defects."""
+    """Run the rounds of some seeds; returns the outcomes, and the seeds that showed defects."""
     outcomes: collections.Counter[str] = collections.Counter()
     wrong = []
     for number, seed in enumerate(seeds):
@@ -357,10 +357,10 @@ def main() -> int:
     arguments.directory.mkdir(parents=True, exist_ok=True)
     faulthandler.enable()
     logging.getLogger("datastates").setLevel(logging.CRITICAL)
-    # memory that is freed is given back at once: whoever reads it still is killed
+    # freed memory is unmapped at once, so that a late read of it kills the process
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     torch.set_num_threads(1)  # no threads before a fork
-    for structure in range(5):  # imports what an optimizer needs, once
+    for structure in range(5):  # imports what an optimizer needs before any fork
         State(structure)
     end = arguments.seed + arguments.rounds
     shares = [range(arguments.seed + job, end, arguments.jobs) for job in range(arguments.jobs)]

@@ -20,33 +20,33 @@ class Save:
     """One snapshot, and what comes after it."""
 
     number: int
-    """Of the saves of the round, and what the state's content is drawn from."""
+    """The number of the save in the round. The state's contents are drawn from it."""
     step: int
-    """Often behind the last one; as before it, or lower as after a roll-back, too."""
+    """Usually higher than the step before; sometimes the same, or lower as after a roll-back."""
     structure: int
-    """What the state's structure is drawn from; as before it: the same arrays, with other content."""
+    """The seed of the state's structure. If the save before has the same, the arrays stay and their contents change."""
     fault: str
-    """Armed just before it, as in DATASTATES_FAULTS; "" for none."""
+    """The fault that is armed just before the save, as in DATASTATES_FAULTS; "" for none."""
     change: str
-    """What befalls the state once the call has returned; "" for nothing, "step" for an optimizer's."""
+    """How the state changes once the call has returned; "" for no change, "step" for an optimizer's step."""
     gated: bool
-    """Whether that waits for the gate."""
+    """Whether the change waits for the gate."""
     wait: str
-    """What is waited for before the next one: "captured", "committed", or "" for nothing."""
+    """What to wait for before the next save: "captured", "committed", or "" for nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Life:
-    """One process: it restores what is there, saves and ends."""
+    """One process: it restores the newest checkpoint, saves, and ends."""
 
     options: dict[str, Any]
     read_fault: str
-    """Armed just before it restores."""
+    """The fault that is armed just before the restore."""
     saves: tuple[Save, ...]
     end: str
-    """"close"; "leave": ended at once by itself; "kill" or "terminate": by a signal, at an event."""
+    """How it ends: "close"; "leave" (it exits at once); "kill" or "terminate" (a signal at an event)."""
     event: int
-    """The number of the report upon which the signal comes."""
+    """The number of the report at which the signal is sent."""
 
 
 @dataclasses.dataclass(frozen=True)

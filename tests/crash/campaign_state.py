@@ -1,4 +1,4 @@
-"""The state of a round: its structure and its content are pure functions of a seed; and what may befall it."""
+"""The state of a round, whose structure and contents are pure functions of seeds, and the changes made to it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TORCH_TYPES = [
 ]
 NUMPY_TYPES = ["f8", "f4", "f2", "i8", "i1", "u2", "?", "c16"]
 LARGE = 400_000
-"""Elements of a large array: with a few of them a snapshot is written while it is captured."""
+"""Elements of a large array. With a few such arrays, a snapshot is written while it is captured."""
 
 
 @dataclass(eq=False)
@@ -39,9 +39,9 @@ class Memory:
 
     name: str
     whole: Any
-    """All of it, one-dimensional."""
+    """All of the memory, as a one-dimensional array."""
     file: Any = None
-    """What it is a mapping of, if anything."""
+    """The file that the memory maps, if any."""
     holders: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
     @property
@@ -49,13 +49,13 @@ class Memory:
         return isinstance(self.whole, torch.Tensor)
 
     def map(self) -> None:
-        """Let it be a mapping of a file."""
+        """Replace the memory by a mapping of a file."""
         self.file = os.fdopen(os.memfd_create(self.name), "r+b")
         self.file.truncate(self.whole.nbytes)
         self.whole = np.frombuffer(mmap.mmap(self.file.fileno(), self.whole.nbytes), self.whole.dtype)
 
     def fill(self, seed: int) -> None:
-        """Change all of it, and say so."""
+        """Overwrite all of it. A tensor's version counter shows the change."""
         boolean = self.whole.dtype in (torch.bool, np.dtype("?"))
         rng = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
         data = rng.integers(0, 2 if boolean else 256, self.whole.nbytes, np.uint8)
@@ -65,15 +65,16 @@ class Memory:
             self.whole.view(np.uint8)[:] = data
 
     def flip(self) -> None:
-        """Change every byte of it, past its version counter."""
+        """Change every byte of it. A tensor's version counter does not show the change."""
         if self.of_torch:
-            self.whole.data.view(torch.uint8).bitwise_xor_(1)  # what has been NumPy's could not be resized any more
+            # not through NumPy, after which it could no longer be resized
+            self.whole.data.view(torch.uint8).bitwise_xor_(1)
         else:
             self.whole.view(np.uint8)[:] ^= 1
 
 
 class State:
-    """Arrays, a model with its optimizer, and objects. ``structure`` says which, ``fill`` what is in them."""
+    """Arrays, a model with its optimizer, and objects. ``structure`` determines which, ``fill`` their contents."""
 
     def __init__(self, structure: int) -> None:
         rng = random.Random(structure)
@@ -97,7 +98,7 @@ class State:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
             for parameter in self.model.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            self.optimizer.step()  # makes its state
+            self.optimizer.step()  # creates the optimizer's state
         self.providers: list[StateProvider] = [
             HostTensorProvider("lazy", self.lazy),
             from_state_dict("tree", self.tree),
@@ -132,7 +133,7 @@ class State:
         self.memories.append(memory)
 
     def fill(self, number: int) -> None:
-        """Make it the state of save ``number``; the caller guards it."""
+        """Give it the contents of save ``number``. The caller holds the gate."""
         rng = random.Random(number)
         for memory in [*self.memories, *self.eager]:
             memory.fill(number)
@@ -155,7 +156,7 @@ class State:
         return found
 
     def touch_eager(self) -> None:
-        """Change all that a snapshot has copied by now."""
+        """Change everything that a snapshot has copied when its call returns."""
         for memory in self.eager:
             memory.flip()
         self.tree["plain"]["seen"] = 0
@@ -168,7 +169,7 @@ class State:
                 buffer.zero_()
 
 
-# --- what may befall lazily captured memory before it has been captured; each leaves a state to be thrown away
+# --- changes to lazily captured memory before its capture; after each, the state is thrown away
 
 
 def _copied_over(memory: Memory, rng: random.Random) -> None:
@@ -216,7 +217,7 @@ def _set_elsewhere(memory: Memory, rng: random.Random) -> None:
 
 
 def _dropped(memory: Memory, _: random.Random) -> None:
-    """Nobody else holds it any more."""
+    """Drop all of the state's references to the memory."""
     for home, key in memory.holders:
         del home[key]
     memory.whole = None
@@ -237,7 +238,7 @@ OF_ANY: dict[str, Change] = {
     "dropped": _dropped,
 }
 OF_TORCH: dict[str, Change] = {
-    "one_element": _one_element,  # NumPy's arrays have no version counter that would see it
+    "one_element": _one_element,  # NumPy's arrays have no version counter that would show it
     "emptied": _emptied,
     "resized": _resized,
     "storage_grown": _storage_grown,
@@ -256,7 +257,7 @@ def _is_possible(name: str, memory: Memory) -> bool:
 
 
 def change(state: State, name: str, seed: int) -> set[str]:
-    """Do it to some of the state's memory; gives the full keys of the arrays that are in it."""
+    """Make a change to some of the state's memories; returns the full keys of the arrays in them."""
     rng = random.Random(seed)
     possible = [memory for memory in state.memories if _is_possible(name, memory)]
     keys: set[str] = set()

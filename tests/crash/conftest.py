@@ -31,7 +31,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(params=["io_uring", "pwrite"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each way to reach the storage that this system allows."""
+    """Each I/O backend that this system allows."""
     if request.param == "io_uring":
         try:
             _native.Executor(
@@ -44,7 +44,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def training() -> ModuleType:
-    """The training loop's module, for what its state is at a step."""
+    """The training loop's module, which knows the state at each step."""
     return module_at(LOOP)
 
 
@@ -93,7 +93,7 @@ def run(start: Callable[..., subprocess.Popen[str]]) -> Run:
 
 @pytest.fixture(scope="session")
 def audit(training: ModuleType) -> Callable[[Path], list[int]]:
-    """Check all that a crash may leave in a directory of the training loop's checkpoints; gives the committed steps."""
+    """Check what a crash left in a directory of the training loop's checkpoints; returns the committed steps."""
 
     def check(root: Path) -> list[int]:
         committed = directories.committed(root)
@@ -112,7 +112,7 @@ def audit(training: ModuleType) -> Callable[[Path], list[int]]:
 
 @pytest.fixture
 def resume(training: ModuleType, audit: Callable[[Path], list[int]]) -> Callable[[Path], Any]:
-    """Be the next run in a directory: it cleans up, loses no checkpoint, restores the newest and saves one more."""
+    """Run again in a directory: check that it cleans up, loses no checkpoint, restores the newest and saves another."""
 
     def next_run(root: Path) -> None:
         before = directories.committed(root)

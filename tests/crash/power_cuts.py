@@ -1,9 +1,10 @@
 """Power cuts: what was reported committed before the disk was cloned is on the clone.
 
-Usage, as root: ``power_cuts.py DIRECTORY {ext4,xfs} [--seed N] [--cuts N]``. An image on XFS holds the disk, which a
-process saves on, and tells of each commit. At random moments the disk is cloned, as it is then: what the kernel has
-not written yet is not on the clone, as after a power cut. The clone is mounted, which replays its journal, and all that
-was told before is looked for on it. Exit code 77: this system cannot do that, for a reason that is printed.
+Usage, as root: ``power_cuts.py DIRECTORY {ext4,xfs} [--seed N] [--cuts N]``. The disk is an image on an XFS file
+system. A process saves on the disk, and reports each commit. At random moments the disk is cloned as it is. What the
+kernel has not written yet is not on the clone, as after a power cut. The clone is mounted, which replays its journal.
+Everything that was reported before must be on it. Exit code 77: this system cannot do that, for a reason that is
+printed.
 
 It runs in a mount namespace of its own, so that nothing stays mounted, however it ends.
 """
@@ -38,7 +39,7 @@ from datastates.restoring.stored import open_checkpoint
 CANNOT = 77
 FICLONE = 0x40049409
 HOST_BYTES, DISK_BYTES = 3 << 30, 512 << 20
-"""Of sparse files: they take as much as is written."""
+"""The sizes of sparse files, which take only as much space as is written."""
 MAKE = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f", "-m", "reflink=1"]}
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
 KEEP = 3
@@ -60,7 +61,7 @@ def providers_of(state: dict[str, Any]) -> list[ds.StateProvider]:
 
 
 def save(root: Path, pipe: int) -> None:
-    """Save until killed; tells each commit on the pipe."""
+    """Save until killed, and report each commit on the pipe."""
     step = 0
     with ds.Checkpointer(root, keep_last=KEEP, **OPTIONS) as ckpt:
         taken: list[ds.Snapshot] = []
@@ -75,7 +76,7 @@ def save(root: Path, pipe: int) -> None:
 
 @contextlib.contextmanager
 def saving(root: Path) -> Iterator[int]:
-    """Run it in a process of its own; gives the end of the pipe to read from."""
+    """Run ``save`` in a process of its own; gives the end of the pipe to read from."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -85,7 +86,7 @@ def saving(root: Path) -> Iterator[int]:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(1)  # it ends only where it fails, or is killed
+            os._exit(1)  # `save` ends only when it fails or is killed
     os.close(writing)
     try:
         yield reading
@@ -99,7 +100,7 @@ def saving(root: Path) -> Iterator[int]:
 
 
 def call(*command: object) -> None:
-    """Run a command; it says itself what is wrong."""
+    """Run a command, which prints its own errors."""
     subprocess.run([str(part) for part in command], check=True)
 
 
@@ -113,7 +114,7 @@ def make_disk(image: Path, kind: str, nbytes: int) -> None:
 def mounted(image: Path, kind: str, at: Path) -> Iterator[Path]:
     """Mount an image; its loop device goes with the mount."""
     at.mkdir(exist_ok=True)
-    # a clone has the identity of the disk that it is of
+    # a clone has the same identity as its disk
     call("mount", "-t", kind, "-o", "loop,nouuid" if kind == "xfs" else "loop", image, at)
     try:
         yield at
@@ -130,7 +131,7 @@ def clone(image: Path, to: Path) -> None:
 
 
 def told(pipe: int, seconds: float) -> set[int]:
-    """What has been told until so many seconds from now; RuntimeError where nobody tells any more."""
+    """The steps that are reported within some seconds; raises RuntimeError if the process that saves has ended."""
     end, text = time.monotonic() + seconds, b""
     os.set_blocking(pipe, False)
     while True:
@@ -147,7 +148,7 @@ def told(pipe: int, seconds: float) -> set[int]:
 
 
 def audit(root: Path, before: set[int]) -> list[str]:
-    """What is wrong with a directory where these steps had been committed."""
+    """What is wrong with a directory in which the steps ``before`` had been committed."""
     wrong = []
     committed = directories.committed(root)
     for step in before:
@@ -171,7 +172,7 @@ def audit(root: Path, before: set[int]) -> list[str]:
 
 
 def next_run(root: Path, newest: int | None) -> list[str]:
-    """What is wrong with a run that goes on from there."""
+    """What is wrong with another run that goes on in the directory."""
     state = state_of(newest or 0)
     for array in state["lazy"].values():
         array[...] = 0
@@ -223,12 +224,12 @@ def cut_again_and_again(base: Path, kind: str, seed: int, cuts: int) -> list[str
     return wrong
 
 
-# of its own: mounts, so that none is left; processes, so that none outlives it, whatever ends it
+# namespaces of its own, for mounts and for processes, so that none is left, whatever ends it
 OWN = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
 def missing(kind: str) -> str:
-    """What this system lacks; nothing where it can."""
+    """What this system lacks for power cuts; empty where it lacks nothing."""
     if os.geteuid() != 0:
         return "this needs root"
     tools = [t for t in ("unshare", "mount", "umount", "mkfs.xfs", MAKE[kind][0]) if shutil.which(t) is None]
@@ -259,7 +260,8 @@ def main() -> int:
             return cannot(reason)
         sys.stdout.flush()
         os.execvp(OWN[0], [*OWN, sys.executable, *sys.argv])
-    logging.getLogger("datastates").setLevel(logging.ERROR)  # what an interrupted run left is no news here
+    # warnings about what an interrupted run left are expected here
+    logging.getLogger("datastates").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as base:
         try:
             wrong = cut_again_and_again(Path(base), arguments.kind, arguments.seed, arguments.cuts)

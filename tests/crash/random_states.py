@@ -1,4 +1,4 @@
-"""Random states of NumPy's arrays, containers and plain values, and whether two are the same to the bit."""
+"""Random states of NumPy arrays, containers and plain values, and a comparison of two states to the bit."""
 
 from __future__ import annotations
 

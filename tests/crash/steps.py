@@ -1,4 +1,4 @@
-"""Checkpoints that are told apart by their steps: saved slowly or in vain, and looked at."""
+"""Checkpoints whose contents tell their step, with ways to save them slowly, to fail them and to check them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = "".join(map(inspect.getsource, (directories, files, manifest, retentio
 OPERATIONS = sorted(set(re.findall(r'\bsyscall\("(\w+)"', SOURCES)))
 """The system calls on a checkpoint's files that have fault points."""
 SLOW = 1500
-"""Milliseconds by which a test holds a snapshot up."""
+"""Milliseconds by which a test delays a snapshot."""
 PRELUDE = """
 import os, signal, sys, time
 import numpy as np
@@ -34,7 +34,7 @@ OPTIONS = dict(host_cache="4MiB", block="1MiB")
 def providers(step):
     return [HostTensorProvider("model", {"a": np.full(100_000, step, np.float64)})]
 """
-"""Begins a script that saves the same in a process of its own: its argument is the directory."""
+"""The beginning of a script that saves the same state in another process. Its argument is the directory."""
 
 
 def array_of(step: int) -> Any:
@@ -53,12 +53,12 @@ def assert_holds(root: Path, *steps: int) -> None:
 
 
 def hold_up_syncs(count: int = 1) -> None:
-    """Make each snapshot slow to persist; its capture is quick."""
+    """Delay the next syncs, so that snapshots persist slowly. Their capture is quick."""
     _native.arm_fault("sync", "delay", SLOW, 1, count)
 
 
 def fail_one(ckpt: ds.Checkpointer, step: int) -> ds.Snapshot:
-    """A snapshot that has failed in the background, which nobody has asked about."""
+    """Take a snapshot that fails in the background, and ask nothing about its failure."""
     _native.arm_fault("sync", "fail", errno.EIO, 1, 1)
     snapshot = ckpt.snapshot(providers(step), step=step)
     ckpt.wait()

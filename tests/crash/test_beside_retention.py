@@ -26,7 +26,7 @@ def save(root: Path, *steps: int, **options: Any) -> None:
 
 @pytest.fixture
 def overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory in which step 1, once it has been found, is deleted for step 2 before it can be kept."""
+    """A directory in which step 1 is deleted, in favour of step 2, after a reader found it and before it holds it."""
     save(tmp_path, 1)
     real = directories.reading
     waiting = [2]

@@ -1,4 +1,4 @@
-"""The newest checkpoint is damaged: the error names one that is whole, and a restore takes that where it is told to."""
+"""When the newest checkpoint is damaged, the error names a whole one, and a restore takes that one if told to."""
 
 from __future__ import annotations
 

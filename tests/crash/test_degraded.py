@@ -1,4 +1,4 @@
-"""What a container or a file system forbids is done without, and the report says so."""
+"""Snapshots do without what a container or a file system forbids, and the report says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from datastates.providers import HostTensorProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
 MACHINES = {"x86_64": (0xC000003E, 257), "aarch64": (0xC00000B7, 56)}
-"""By machine: what the kernel calls it, and the number of openat."""
+"""For each machine, the kernel's number for the architecture, and the number of the system call openat."""
 
 UNDER_A_FILTER = """
 import ctypes, struct, sys
@@ -57,7 +57,7 @@ assert np.array_equal(arrays["a"], np.arange(500_000))
 assert np.array_equal(ds.load(root)["model"]["a"], np.arange(500_000))
 """
 IO_URING_SETUP, IO_URING_REGISTER = 425, 427
-"""With io_uring_enter between; the same numbers on every machine."""
+"""The number of io_uring_enter lies between them. The numbers are the same on every machine."""
 REGISTER_PROBE = 8
 
 
@@ -85,7 +85,7 @@ def filtered(run: Callable[..., Any], root: Path, *rule: int, settings: tuple[st
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether a file there can be opened past the page cache."""
+    """Whether files in a folder can be opened with O_DIRECT."""
     path = folder / "probe"
     path.touch()
     try:
@@ -102,7 +102,7 @@ def takes_direct(folder: Path) -> bool:
 def test_under_a_containers_default_profile_a_snapshot_goes_by_pwrite(
     first: int, refusal: int, tmp_path: Path, run: Callable[..., Any]
 ) -> None:
-    """Docker's and containerd's refuse all three calls; of others it may be some."""
+    """The profiles of Docker and containerd refuse all three calls. Others may refuse only some of them."""
     ended = filtered(run, tmp_path / "run", first, IO_URING_REGISTER, 0, 0, refusal)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split()[0] == "pwrite"
@@ -111,7 +111,7 @@ def test_under_a_containers_default_profile_a_snapshot_goes_by_pwrite(
 def test_on_a_kernel_that_does_not_tell_its_opcodes_a_snapshot_goes_by_pwrite(
     tmp_path: Path, run: Callable[..., Any]
 ) -> None:
-    """As Linux 5.1 to 5.5, which have a ring, but none that reads and writes any memory."""
+    """Linux 5.1 to 5.5 are such kernels: they have a ring, but it cannot read and write any memory."""
     ended = filtered(run, tmp_path / "run", IO_URING_REGISTER, IO_URING_REGISTER, 1, REGISTER_PROBE, errno.EINVAL)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split()[0] == "pwrite"

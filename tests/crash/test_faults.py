@@ -82,7 +82,7 @@ def disarm() -> None:
 
 
 def assert_holds(root: Path, step: int) -> None:
-    """The newest checkpoint is that of ``step``, whole and right."""
+    """Check that the newest checkpoint is that of ``step``, whole and right."""
     assert directories.find(root) == directories.committed(root)[step]
     _, containers = open_checkpoint(directories.find(root))
     assert [p for c in containers for p in verify_container(c, lambda _: None)] == []
@@ -97,7 +97,7 @@ def entries(root: Path) -> list[str]:
 def fail_one_of_three(
     root: Path, break_it: Callable[[], object], mend_it: Callable[[], object], **options: Any
 ) -> StorageError:
-    """Snapshots 1, 2 and 3 of a run of which 2 fails; gives its error."""
+    """Take snapshots 1, 2 and 3 in one run, of which 2 fails; returns its error."""
     state = state_of(0)
     with ds.Checkpointer(root, **OPTIONS, **options) as ckpt:
         update(state, 1)
@@ -222,7 +222,7 @@ def test_a_failing_deletion_is_logged_and_made_up_for(
     operation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = state_of(0)
-    # the commit passes some of them before the deletion does
+    # the commit passes some of these points before the deletion does
     nth = {"rename": 2, "sync_directory": 3, "remove": 1}[operation]
     with ds.Checkpointer(tmp_path, keep_last=1, max_in_flight=1, **OPTIONS) as ckpt:
         ckpt.snapshot(providers_of(state), step=1).wait_committed()
@@ -384,7 +384,7 @@ def test_a_full_disk_fails_the_snapshot_and_keeps_the_previous_one(
     assert path.startswith(str(tmp_path))
     assert after_failure == "['step-00000001']"
     assert after_next == "['step-00000003']"
-    assert entries(tmp_path) == []  # the mount was seen by that process alone
+    assert entries(tmp_path) == []  # only that process saw the mount
 
 
 def test_everything_is_synced_in_the_order_that_a_power_cut_needs(

@@ -104,7 +104,7 @@ def test_killed_at_random_times_again_and_again(
         out, err = process.communicate()
         assert process.returncode == -signal.SIGKILL, err
         steps = audit(tmp_path)
-        # a line that the kill cut short says nothing
+        # a line that the kill cut short does not count
         announced = [int(line) for line in out.splitlines(keepends=True) if line.endswith("\n")]
         assert max([0, *steps]) >= max([newest, *announced])
         newest = max([0, *steps])

@@ -1,4 +1,4 @@
-"""From construction to the end of the process: flushing, signals, failures told, limits and timeouts."""
+"""A checkpointer's life until the process ends: flushing, signals, reports of failures, limits and timeouts."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_close_raises_a_failure_that_nobody_was_told_of(tmp_path: Path) -> None:
 def test_a_wait_raises_the_failure_and_the_next_snapshot_does_not_repeat_it(ask: str, tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         _native.arm_fault("open", "fail", errno.EMFILE, 1, 1)
-        # twice the cache: what has no file to go to is never captured, however late the failure is
+        # twice the cache: without a file the rest is never captured, however late the failure comes
         failed = ckpt.snapshot([HostTensorProvider("model", {"a": np.zeros(1 << 20)})], step=1)
         for _ in range(2):  # a wait raises as often as it is asked
             with pytest.raises(StorageError, match="Too many open files"):

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which of them stay, who else writes into it, and what in it is nobody's business."""
+"""A directory of checkpoints: which of them stay, other writers, and what in it is left alone."""
 
 from __future__ import annotations
 

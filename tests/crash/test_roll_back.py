@@ -1,4 +1,4 @@
-"""What was taken last is the newest, whatever its step: after a roll-back, and beside those without a sequence."""
+"""The snapshot taken last is the newest, whatever its step: after a roll-back, and beside some without a sequence."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_damaged_manifest_is_not_passed_over(tmp_path: Path) -> None:
 def test_an_old_damaged_manifest_is_in_nobodys_way(tmp_path: Path) -> None:
     save(tmp_path, 80, 100)
     (tmp_path / "step-00000080" / manifest.FILE).write_bytes(b"damaged")
-    os.utime(tmp_path / "step-00000080", ns=(0, 0))  # both may have been committed in one tick of the clock
+    os.utime(tmp_path / "step-00000080", ns=(0, 0))  # otherwise both may have the same time
     assert newest(tmp_path) == 100
     save(tmp_path, 90)
     assert newest(tmp_path) == 90

@@ -1,4 +1,4 @@
-"""SIGTERM with ``handle_sigterm``: what is in flight is committed, whatever the signal interrupts, then it goes on."""
+"""SIGTERM with ``handle_sigterm``: snapshots in flight are committed, whatever it interrupts; then it takes effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from steps import PRELUDE, assert_holds
 
 INTERRUPTED = {
-    # the snapshot is known to be in flight, and no thread has it yet
+    # the snapshot counts as in flight, and no thread has it yet
     "before a thread has it": """
 from datastates.saving.engine import Engine
 do_later = Engine.do_later
@@ -20,7 +20,7 @@ def interrupted(self, *arguments):
     do_later(self, *arguments)
 Engine.do_later = interrupted
 """,
-    # with the lock held that its own thread needs, too
+    # the main thread holds a lock that the snapshot's own thread needs, too
     "in the gate": """
 from datastates.state import versions
 from datastates.executor.jobs import WriteJob
@@ -144,7 +144,7 @@ threading.Event().wait()
 
 
 def test_a_forked_child_ends_at_once(tmp_path: Path, run: Callable[..., Any]) -> None:
-    """A data loader's worker has the handler, and no thread of the parent's."""
+    """A data loader's worker inherits the handler, but no thread of its parent."""
     script = f"""
 {PRELUDE}
 import threading

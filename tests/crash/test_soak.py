@@ -65,13 +65,13 @@ def descriptors() -> list[str]:
     for name in os.listdir("/proc/self/fd"):
         try:
             found.append(os.readlink(f"/proc/self/fd/{name}"))
-        except FileNotFoundError:  # the one that listed them
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return sorted(found)
 
 
 def native_threads() -> int:
-    """How many threads the kernel sees, once those that were told to end have ended."""
+    """The number of threads that the kernel sees, once it has stopped changing."""
     gc.collect()
     count = len(os.listdir("/proc/self/task"))
     for _ in range(50):
@@ -160,7 +160,7 @@ def test_a_snapshot_kept_after_close_keeps_neither_threads_nor_cache(fails: bool
     before = native_threads()
     ckpt = ds.Checkpointer(tmp_path, on_error="warn", host_cache="64MiB", block="1MiB")
     big = np.ones(4_000_000)
-    ckpt.snapshot([HostTensorProvider("m", {"a": big})], step=0).wait_committed()  # the cache is there
+    ckpt.snapshot([HostTensorProvider("m", {"a": big})], step=0).wait_committed()  # now the cache is allocated
     if fails:
         _native.arm_fault("write", "fail", errno.EIO, 1, 1)
     kept = ckpt.snapshot([HostTensorProvider("m", {"a": big})], step=1)
@@ -175,7 +175,7 @@ def test_a_snapshot_kept_after_close_keeps_neither_threads_nor_cache(fails: bool
 
 
 def provider_of_a_copy(torch: Any) -> tuple[ds.StateProvider, list[Any]]:
-    """A provider of a tensor that nobody else holds, and references to those that it has made."""
+    """A provider of a tensor that nobody else holds, and weak references to the tensors that it has made."""
     made: list[Any] = []
 
     def value() -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A small training run whose state is a pure function of the step; as a script, it is what the tests kill.
+"""A small training run whose state is a pure function of the step. The tests run it as a script and kill it.
 
-Usage: ``training_loop.py DIRECTORY STEPS``. It restores what is there, goes on from there, and prints each step once
-that is committed.
+Usage: ``training_loop.py DIRECTORY STEPS``. It restores the newest checkpoint, goes on from there, and prints each step
+once it is committed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def providers_of(state: dict[str, dict[str, Any]]) -> list[StateProvider]:
 
 
 def differences(state: Any, step: int) -> list[str]:
-    """Where a state is not that of a step, to the bit."""
+    """Where a state differs from that of a step, to the bit."""
     return list(_differences("", state, state_of(step)))
 
 
@@ -74,7 +74,7 @@ def main(directory: str, steps: int) -> None:
     providers = providers_of(state)
     with ds.Checkpointer(directory, **OPTIONS) as ckpt:
         print("running", flush=True)
-        for _ in range(3):  # so that the points of reading are passed thrice
+        for _ in range(3):  # so that the fault points of reading are passed three times
             restored = ckpt.restore(providers)
         begin = restored.step if restored else 0
         if wrong := differences(state, begin):

@@ -1,4 +1,4 @@
-"""What the tests of several ranks share: what ranks say, and ranks as threads."""
+"""What the tests of several ranks share: reports of ranks, and threads that act as ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reports() -> Callable[[list[subprocess.CompletedProcess[str]]], Reports]:
 
 @pytest.fixture
 def prelude() -> str:
-    """What a script begins with that is another training loop with the parts of rank_loop.py."""
+    """The beginning of a script that is another training loop, made of the parts of rank_loop.py."""
     return f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -52,10 +52,10 @@ Threads = Callable[[int, Callable[[int], T]], "list[T | DatastatesError]"]
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads[Any]:
-    """Run a function of the rank as each of several ranks, threads of this process that meet in a store in memory.
+    """Run a function on several threads of this process, which act as ranks and meet in a store in memory.
 
-    ``threads(n, function)`` gives for each rank what it returned, or the DatastatesError that it raised. Hundreds of
-    checkpoints so cost seconds, where processes would cost minutes.
+    ``threads(n, function)`` calls ``function(rank)``, and gives for each rank what it returned, or the DatastatesError
+    that it raised. With threads, hundreds of checkpoints take seconds; with processes they would take minutes.
     """
     here = threading.local()
 

@@ -1,4 +1,4 @@
-"""Ranks as threads that save and restore a split state, an object that they share, and one that each has for itself."""
+"""Threads that act as ranks: they save and restore a split state, an object of all ranks, and one of each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Own(PickledObjectProvider):
 
 
 class Rank:
-    """The state of one rank: parts of tensors, an object that ranks have alike, and one of its own."""
+    """The state of one rank: parts of tensors, an object under a key of all ranks, and one under a key of its own."""
 
     def __init__(self, layout: str, rank: int, ranks: int, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
         self.model = getattr(Split, layout)("model", SHAPES if shapes is None else shapes, rank, ranks)
@@ -47,7 +47,7 @@ class Rank:
 
 
 def save(threads: Any, path: Path, layout: str, n: int, step: int = 3, shapes: Any = None) -> None:
-    """Save a step by ``n`` ranks."""
+    """Save a step on ``n`` ranks."""
 
     def one(rank: int) -> None:
         state = Rank(layout, rank, n, shapes)
@@ -58,7 +58,7 @@ def save(threads: Any, path: Path, layout: str, n: int, step: int = 3, shapes: A
 
 
 def restore(threads: Any, path: Path, layout: str, m: int, shapes: Any = None, **options: Any) -> list[Any]:
-    """Restore by ``m`` ranks: what came of it and the state, or the error, of each."""
+    """Restore on ``m`` ranks; returns for each rank the result and the state, or the error."""
 
     def one(rank: int) -> tuple[Restored, Rank]:
         state = Rank(layout, rank, m, shapes)
@@ -73,7 +73,7 @@ def live_nbytes(state: Rank) -> int:
 
 
 def check(outcomes: list[Any], n: int, step: int = 3) -> None:
-    """All ranks have the step's contents, and the objects that they are to have."""
+    """Check that all ranks have the step's contents and the right objects."""
     for rank, outcome in enumerate(outcomes):
         assert not isinstance(outcome, Exception), outcome
         restored, state = outcome
@@ -89,7 +89,7 @@ def check(outcomes: list[Any], n: int, step: int = 3) -> None:
 
 
 def reseal(path: Path, rank: int, key: str, at: int = 0) -> None:
-    """Flip a byte of what a rank stored of an array, and make all checksums right again: only its digest is wrong."""
+    """Flip a byte of a rank's part of an array, and make all checksums right again: only the digest is wrong."""
     file = path / manifest.container_name(rank)
     index, data = open_container(file).index, bytearray(file.read_bytes())
     row = index.shards.row(index.shards.by_key[key])
@@ -109,7 +109,7 @@ def reseal(path: Path, rank: int, key: str, at: int = 0) -> None:
 
 
 def sign(path: Path) -> None:
-    """Write the manifest and the catalog anew, as the containers say."""
+    """Write the manifest and the catalog anew from the containers."""
     signed = manifest.open(path)
     sources = [open_container(path / c.file) for c in signed.containers]
     claims = [whole_claims(claims_of(one.index.shards), one.index) for one in sources]

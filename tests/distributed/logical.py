@@ -1,4 +1,4 @@
-"""What ranks describe, against the logical tensors that they hold together; and a checkpoint of those, made by hand."""
+"""Compare what ranks describe with the logical tensors that they hold, and make checkpoints of those by hand."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from datastates.state.shards import ArrayRef, Shard, object_shard
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The logical tensor: by torch, for comparison."""
+    """The logical tensor as torch gathers it, for comparison."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def memory(shard: Shard) -> np.ndarray[Any, Any]:
-    """A copy of what lies where a shard says that it lies."""
+    """A copy of the memory that a shard describes."""
     assert shard.dtype == "float32"
     assert shard.buffer is not None
     raw = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * shard.buffer.nbytes).from_address(shard.buffer.pointer))
@@ -37,7 +37,7 @@ def memory(shard: Shard) -> np.ndarray[Any, Any]:
 
 
 def described(provider: StateProvider) -> list[dict[str, Any]]:
-    """Of all ranks: their array shards of 32-bit floats by key, with what they hold."""
+    """For each rank, its array shards of 32-bit floats by key, with their contents."""
     own = {
         s.key: (s.global_shape, s.offset, s.flat, s.shape, s.replicas, memory(s))
         for s in provider.shards()
@@ -49,9 +49,9 @@ def described(provider: StateProvider) -> list[dict[str, Any]]:
 
 
 def check_tiles(provider: StateProvider, logical: dict[str, torch.Tensor]) -> dict[str, list[tuple[int, ...]]]:
-    """All ranks' parts agree with the logical tensors, and one writer for each part makes them cover each exactly once.
+    """Check that all parts agree with the logical tensors, and that the parts written cover each element once.
 
-    Returns for each key the replicas that each rank named.
+    One rank writes each part that several ranks hold alike. Returns for each key the replicas that each rank named.
     """
     expected = {key: whole(tensor).numpy() for key, tensor in logical.items()}
     ranks = described(provider)
@@ -70,7 +70,7 @@ def check_tiles(provider: StateProvider, logical: dict[str, torch.Tensor]) -> di
             box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
             np.testing.assert_array_equal(data, tensor[box], err_msg=f"{key} on rank {rank}")
             assert not alike or (rank in alike and len(alike) > 1 and list(alike) == sorted(set(alike))), (key, alike)
-            for other in alike:  # who is said to hold the same does, and says so too
+            for other in alike:  # a rank that is named as a replica holds the same, and names the same ranks
                 assert ranks[other][key][:5] == shards[key][:5], (key, rank, other)
             writer = owners.owners([(key, data.nbytes, alike)])[0] if alike else rank
             times[box] += writer == rank
@@ -79,7 +79,7 @@ def check_tiles(provider: StateProvider, logical: dict[str, torch.Tensor]) -> di
 
 
 class HandMade(Saved):
-    """What a checkpoint of logical tensors says of itself."""
+    """The description of a checkpoint of logical tensors, made by hand."""
 
     strict = True
 
@@ -118,7 +118,7 @@ class HandMade(Saved):
 
 
 def restore(provider: StateProvider, saved: HandMade) -> list[Shard]:
-    """Put each logical tensor's part where the provider wants it, as an engine would; then its objects."""
+    """Put the parts of logical tensors where the provider wants them, as an engine would; then restore its objects."""
     shards = [s for s in provider.destinations(saved) if not s.is_object]
     assert not saved.reported, saved.reported
     for shard in shards:

@@ -1,16 +1,17 @@
 """One rank of a training loop over a split state, for tests that kill, starve and confuse ranks.
 
-Arguments: directories (one, or several joined by ``:``, each in turn), then words: ``STEP`` saves that step,
-``STEP/WHAT`` saves it while something is wrong on the rank that CONFUSED names, ``restore`` restores the newest, and so
-does ``restore/FAULT``. Prints one JSON line a word, and one for closing.
+Arguments: directories (one, or several joined by ``:``, each in turn), then words. ``STEP`` saves that step.
+``STEP/WHAT`` saves it while something is wrong on one rank, the one that CONFUSED names. ``restore`` restores the
+newest checkpoint; ``restore/FAULT`` does so with a fault armed on that rank. The loop prints one JSON line for each
+word, and one for closing.
 
-WHAT is a fault point (``write=fail:28``, see datastates/_base/faults.py), or: ``shape``, ``overlap``, ``gap`` (it holds
-another part than the others think), ``step`` (it saves another step), ``late`` (it comes after LATE seconds),
-``shards``, ``serialize`` (a provider raises there), ``die`` (a provider kills it while it serializes), ``torn`` (its
-state changes while it is captured).
+WHAT is a fault point (``write=fail:28``, see datastates/_base/faults.py), or one of these: ``shape``, ``overlap``,
+``gap`` (the rank holds another part than the others think), ``step`` (it saves another step), ``late`` (it comes after
+LATE seconds), ``shards``, ``serialize`` (a provider raises in that method), ``die`` (a provider kills the rank while it
+serializes), ``torn`` (the rank's state changes while it is captured).
 
-The environment says RANK and WORLD_SIZE, and may say LAYOUT (rows, columns, ranges, replicas), SHAPES, and OPTIONS of
-the checkpointer. All ranks begin together: a short ``rank_timeout`` need not cover how long a process takes to start.
+The environment has RANK and WORLD_SIZE, and may have LAYOUT (rows, columns, ranges, replicas), SHAPES, and OPTIONS of
+the checkpointer. All ranks begin together, so that a short ``rank_timeout`` need not cover the start of a process.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ if RANKS > 1:
 
 
 class Broken(StateProvider):
-    """A provider that raises, or kills its process, where it is told to."""
+    """A provider that raises or kills its process, in a method that is chosen."""
 
     def __init__(self, where: str) -> None:
-        """Break in ``"shards"``, in ``"serialize"``, or ``"die"`` when it serializes in the background."""
+        """Raise in ``"shards"`` or in ``"serialize"``, or ``"die"`` while serializing in the background."""
         super().__init__("broken")
         self._where = where
 
@@ -74,7 +75,7 @@ def begin_together(directory: Path) -> None:
 
 
 def make(wrong: str = "") -> Split:
-    """This rank's part of the state, or one that is not what the others think."""
+    """This rank's part of the state, or a part other than the other ranks think."""
     shapes = {k: tuple(v) for k, v in json.loads(os.environ["SHAPES"]).items()} if "SHAPES" in os.environ else SHAPES
     layout = getattr(Split, os.environ.get("LAYOUT", "rows"))
     if wrong == "shape":
@@ -86,7 +87,7 @@ def make(wrong: str = "") -> Split:
 
 
 def arm(fault: str) -> None:
-    """Arm a fault point, on either side, for the next time that it is passed."""
+    """Arm a fault point of the Python code or of the native core, once."""
     (parsed,) = faults.parse(fault)
     if "." in parsed.point:
         faults.arm(parsed)
@@ -95,7 +96,7 @@ def arm(fault: str) -> None:
 
 
 def save(ckpt: ds.Checkpointer, step: int, state: Split, rest: list[StateProvider], wrong: str) -> str:
-    """Save a step, and say what it is called."""
+    """Save a step; returns the checkpoint's name."""
     providers: list[StateProvider] = [state.fill(step), *rest]
     if "=" in wrong:
         arm(wrong)
@@ -122,7 +123,7 @@ def save(ckpt: ds.Checkpointer, step: int, state: Split, rest: list[StateProvide
 
 
 def tell(word: str, call: Callable[[], object]) -> None:
-    """Do something, and print what came of it: a mapping that it gives, or its error."""
+    """Call a function, and print its result, if that is a mapping, or its error."""
     begin = time.monotonic()
     try:
         found = call()

@@ -31,7 +31,7 @@ from logical import HandMade, check_tiles, restore, whole
 
 
 class Net(nn.Module):
-    """Odd sizes, a buffer, a layer that no plan names, a frozen one and one without a use."""
+    """Odd sizes, a buffer, a layer that no plan names, a frozen layer and an unused one."""
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def check_states(optimizer: torch.optim.Optimizer, saved: HandMade) -> None:
 
 
 def check_model_and_optimizer(make: Callable[[], nn.Module], width: int = 5) -> dict[str, list[tuple[int, ...]]]:
-    """Both sides, for a model however it is sharded: parts tile, and a fresh copy that takes them trains on alike."""
+    """Check a sharded model: its parts tile the tensors, and a fresh copy that restores them trains on alike."""
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
     train(model, optimizer, 1, width)
@@ -108,7 +108,7 @@ def check_model_and_optimizer(make: Callable[[], nn.Module], width: int = 5) -> 
     for key in expected[0]:
         assert torch.equal(expected[0][key], expected[1][key]), key
 
-    # in place, once there are states; by position as by name
+    # now in place, as states exist; by position and by name
     restore(from_stateful("optim", fresh), saved[1])
     check_states(fresh, saved[1])
     train(again, fresh, 4, width)
@@ -161,7 +161,7 @@ def two_dimensional() -> None:
     assert any(isinstance(p, _StridedShard) for p in model.up.weight.placements)  # type: ignore[attr-defined]
     replicated = check_model_and_optimizer(make, 6)
     assert set(replicated["up.weight"]) == set(replicated["down.weight"]) == {()}
-    # not in the plan: a DTensor of each column of the mesh only, and the columns are alike
+    # not in the plan: each column of the mesh has a DTensor of its own, and the columns are alike
     assert model.norm.weight.device_mesh.size() == 2  # type: ignore[attr-defined]
     assert replicated["norm.weight"] == replicated["down.bias"] == [(0, 1), (0, 1), (2, 3), (2, 3)]
 
@@ -181,7 +181,7 @@ def _placements(mesh: DeviceMesh, ndim: int) -> Iterable[list[Any]]:
 
 
 def any_placement() -> None:
-    """Uneven, empty and replicated parts on meshes of one and two dimensions, one of them with ranks across."""
+    """Uneven, empty and replicated parts on meshes of one and two dimensions, one of them with transposed ranks."""
     world = dist.get_world_size()
     meshes = [init_device_mesh("cpu", (world,))]
     if world == 4:
@@ -201,7 +201,7 @@ def any_placement() -> None:
 
 
 def outside() -> None:
-    """A mesh that leaves ranks out: they hold an empty part of its tensors."""
+    """Ranks that are not in a mesh hold an empty part of its tensors."""
     some = DeviceMesh("cpu", [0, 1])
     tensors = {
         "sharded": distribute_tensor(torch.arange(6.0).reshape(3, 2), some, [Shard(0)]),
@@ -283,7 +283,7 @@ def data_parallel() -> None:
 
 
 def writers() -> None:
-    """All ranks find the same writers for what they describe of a state."""
+    """All ranks choose the same writers for the parts that they describe."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(Net(), mesh=mesh)
     shards = [s for s in from_stateful("model", model).shards() if s.replicas]
@@ -304,4 +304,4 @@ if __name__ == "__main__":
         globals()[case]()
         dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # threads of torch that are left abort a process at times that ends by itself
+    os._exit(0)  # leftover threads of torch sometimes abort a process that ends normally

@@ -1,4 +1,4 @@
-"""A state that ranks hold parts of, of NumPy arrays: what the tests of several ranks save, without a framework."""
+"""A state of NumPy arrays that is split over ranks, for tests of several ranks without a framework."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from datastates.state.shards import Buffer, Shard
 
 
 def logical(key: str, shape: tuple[int, ...], dtype: str = "float32", step: int = 0) -> np.ndarray[Any, Any]:
-    """A logical tensor's contents: every element another."""
+    """A logical tensor's contents: consecutive numbers from a start that depends on the key and the step."""
     start = sum(key.encode()) * 1000 + step * 7
     return (np.arange(math.prod(shape)) + start).astype(dtype).reshape(shape)
 
 
 def even(n: int, rank: int, ranks: int) -> tuple[int, int]:
-    """This rank's range of ``n``: as torch chunks it, the last ranks may have less or nothing."""
+    """This rank's range of ``n`` items, chunked as in torch: the last ranks may have fewer items, or none."""
     chunk = -(-n // ranks)
     return min(rank * chunk, n), min((rank + 1) * chunk, n)
 
@@ -28,7 +28,7 @@ class Split(StateProvider):
     """Named parts: boxes ``(offset, shape)`` or flat ranges ``(begin, end)`` of logical tensors.
 
     Attributes:
-        arrays: This rank's own part of each, live.
+        arrays: This rank's live part of each tensor.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Split(StateProvider):
         parts: dict[str, tuple[tuple[int, ...], str, Any]],
         replicas: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """Allocate parts, zero: by key the global shape, ``"box"`` or ``"flat"``, and where; and who has them, too."""
+        """Allocate parts of zeros: for each key the global shape, ``"box"`` or ``"flat"``, and the place."""
         super().__init__(name)
         self._parts = parts
         self._replicas = replicas or {}
@@ -48,12 +48,12 @@ class Split(StateProvider):
 
     @classmethod
     def rows(cls, name: str, shapes: dict[str, tuple[int, ...]], rank: int, ranks: int) -> Split:
-        """Each tensor's first dimension split evenly."""
+        """Split each tensor's first dimension evenly."""
         return cls.grid(name, shapes, rank, ranks, mesh=(ranks, 1))
 
     @classmethod
     def columns(cls, name: str, shapes: dict[str, tuple[int, ...]], rank: int, ranks: int) -> Split:
-        """Each tensor's last dimension split evenly."""
+        """Split each tensor's last dimension evenly."""
         return cls.grid(name, shapes, rank, ranks, mesh=(1, ranks))
 
     @classmethod
@@ -65,9 +65,10 @@ class Split(StateProvider):
         ranks: int,
         mesh: tuple[int, int] | None = None,
     ) -> Split:
-        """The first dimension split over a mesh's rows, the last over its columns; what has one, along either.
+        """Split the first dimension over a mesh's rows, and the last over its columns.
 
-        Where a tensor is not split along a dimension of the mesh, the ranks of that dimension hold it alike.
+        A tensor of one dimension is split over the rows, or over the columns if the mesh has one row. Ranks along a
+        dimension of the mesh over which a tensor is not split hold it alike.
         """
         down = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
         down, across = mesh or (down, ranks // down)
@@ -89,14 +90,14 @@ class Split(StateProvider):
 
     @classmethod
     def whole(cls, name: str, shapes: dict[str, tuple[int, ...]], rank: int, ranks: int) -> Split:
-        """All of each tensor on every rank."""
+        """Give every rank all of each tensor."""
         parts: dict[str, Any] = {key: (shape, "box", ((0,) * len(shape), shape)) for key, shape in shapes.items()}
         everybody = tuple(range(ranks)) if ranks > 1 else ()
         return cls(name, parts, dict.fromkeys(shapes, everybody))
 
     @classmethod
     def mixed(cls, name: str, shapes: dict[str, tuple[int, ...]], rank: int, ranks: int) -> Split:
-        """One tensor after the other by another layout."""
+        """Split the tensors by several layouts, one after the other."""
         made = [layout("", shapes, rank, ranks) for layout in (cls.rows, cls.ranges, cls.columns, cls.whole)]
         chosen = {key: made[i % len(made)] for i, key in enumerate(shapes)}
         parts = {key: split._parts[key] for key, split in chosen.items()}
@@ -104,7 +105,7 @@ class Split(StateProvider):
 
     @classmethod
     def ranges(cls, name: str, shapes: dict[str, tuple[int, ...]], rank: int, ranks: int) -> Split:
-        """All tensors flattened, end to end, split evenly: as ZeRO does it."""
+        """Flatten all tensors end to end, and split them evenly, as ZeRO does."""
         total = sum(math.prod(s) for s in shapes.values())
         a, b = even(total, rank, ranks)
         parts: dict[str, tuple[tuple[int, ...], str, Any]] = {}
@@ -118,7 +119,7 @@ class Split(StateProvider):
 
     @classmethod
     def replicas(cls, name: str, shapes: dict[str, tuple[int, ...]], rank: int, ranks: int) -> Split:
-        """Each tensor whole, on all ranks alike."""
+        """Give every rank each whole tensor, as replicas even for one rank."""
         parts = {key: (shape, "box", ((0,) * len(shape), shape)) for key, shape in shapes.items()}
         return cls(name, parts, dict.fromkeys(shapes, tuple(range(ranks))))
 
@@ -139,12 +140,12 @@ class Split(StateProvider):
         return self
 
     def wrong(self, step: int) -> list[str]:
-        """Keys of the parts that do not have the contents of a step."""
+        """The keys of the parts that do not have the contents of a step."""
         expected = {key: self._part_of(key, logical(key, self._parts[key][0], step=step)) for key in self.arrays}
         return [key for key, array in self.arrays.items() if not np.array_equal(array, expected[key])]
 
     def shards(self) -> Sequence[Shard]:
-        """One for each part."""
+        """One shard for each part."""
         found = []
         for key, (shape, kind, where) in self._parts.items():
             array = self.arrays[key]
@@ -167,7 +168,7 @@ class Split(StateProvider):
         return found
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
-        """All parts, whichever ranks hold them."""
+        """All parts that are stored, whichever ranks stored them."""
         shards = self.shards()
         stored = saved.arrays()
         saved.report(missing=[s.key for s in shards if s.key not in stored])

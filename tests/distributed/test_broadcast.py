@@ -68,9 +68,11 @@ def test_one_rank_reads_what_several_hold_alike(ranks: Ranks, tmp_path: Path) ->
     for how in ("read", "broadcast"):
         done = [json.loads(d.stdout.splitlines()[-1]) for d in ranks(4, SCRIPT, tmp_path / how, how)]
         assert [{k for k, ok in same.items() if not ok} for same, _, _ in done] == [set()] * 4
-        assert [unverified for _, _, unverified in done] == [["plain/transposed"]] * 4  # strided: it has no digest
+        assert [unverified for _, _, unverified in done] == [
+            ["plain/transposed"]
+        ] * 4  # it is strided, and so has no digest
         read[how] = [nbytes for _, nbytes, _ in done]
     replicated, split, array = 100_000 + 2_400_000, 4096 * 64 * 4, 80_000
     assert sum(read["read"]) >= 4 * (replicated + array) + 2 * split
-    assert sum(read["broadcast"]) <= 1.3 * (replicated + split) + 4 * 1.3 * array  # NumPy's are read by each
+    assert sum(read["broadcast"]) <= 1.3 * (replicated + split) + 4 * 1.3 * array  # each rank reads NumPy arrays
     assert max(read["broadcast"]) < sum(read["broadcast"])

@@ -1,4 +1,4 @@
-"""Broadcasts among ranks that torch.distributed numbers in another way, or of which it has more or fewer."""
+"""Broadcasts among ranks that torch.distributed numbers differently, or that are not all of its ranks."""
 
 from __future__ import annotations
 

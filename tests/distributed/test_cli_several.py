@@ -35,7 +35,7 @@ def test_inspect_shows_each_tensor_once_with_its_parts(path: Path, capsys: pytes
         [str(r), f"[{32 * r}:{32 * r + 32},", "0:40]", "5.0", "KiB"] for r in range(3)
     ]
     assert [row[0] for row in rows if row[0].startswith("model")] == ["model/w", "model/b", "model/scalar"]
-    assert [row[1] for row in rows[9:10]] == ["all"]  # of the replicas one has it
+    assert [row[1] for row in rows[9:10]] == ["all"]  # one of the replicas has it
     assert sorted(row[0] for row in rows if "object" in row) == ["loop"] * 3 + [f"own@{r:05d}" for r in range(3)]
 
 

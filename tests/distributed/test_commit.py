@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 LOOP = HERE / "rank_loop.py"
 SHAPES = {"model/w": (96, 40), "model/b": (33,), "model/odd": (7, 3, 5)}
 SECONDS = 2.0
-"""The ``rank_timeout`` where somebody is waited for in vain."""
+"""The ``rank_timeout`` of tests in which ranks wait for another one in vain."""
 
 
 def containers(path: Path) -> list[Container]:
@@ -41,7 +41,7 @@ def options(**changed: object) -> str:
 
 
 def assert_tidy(root: Path, *steps: int) -> None:
-    """These checkpoints are in a directory, and nothing else; every byte of them is as it was written."""
+    """Check that a directory holds these checkpoints and nothing else, and that every byte is as it was written."""
     assert [path.name for path in sorted(root.iterdir())] == [directories.step_name(step) for step in steps]
     for path in root.iterdir():
         assert commands.main(["verify", str(path)]) == 0
@@ -63,7 +63,7 @@ def test_every_element_is_in_one_container(count: int, layout: str, ranks: Any, 
         identity = {"step": 2, "rank": rank, "world_size": count, "attempt": manifest.open(path).attempt}
         assert one.index.identity == identity
         rows = model_rows(one)
-        # each rank's file is complete for torch.load, whoever wrote the elements
+        # for torch.load each rank's file lists all tensors, whichever rank wrote the elements
         assert [row.key for row in rows] == list(SHAPES)
         for row in rows:
             assert row.global_shape == SHAPES[row.key]
@@ -164,7 +164,7 @@ def test_one_rank_fails_all_and_the_next_snapshot_works(
 
 
 def test_a_straggler_is_named_and_comes_too_late(ranks: Any, reports: Any, tmp_path: Path) -> None:
-    """It misses two snapshots; its votes for them count for nothing, and the third is everybody's."""
+    """It misses two snapshots, and its late votes for them do not count. All ranks commit the next one."""
     root = tmp_path / "run"
     variables = {"CONFUSED": "1", "LATE": str(2 * SECONDS), "OPTIONS": options(rank_timeout=SECONDS)}
     told = reports(ranks(3, LOOP, root, 1, "2/late", 3, 4, **variables))
@@ -189,7 +189,7 @@ def test_a_straggler_is_named_and_comes_too_late(ranks: Any, reports: Any, tmp_p
 def test_a_container_lost_after_its_vote_is_missed(
     loss: str, text: str, ranks: Any, prelude: str, reports: Any, tmp_path: Path
 ) -> None:
-    """By the coordinator, which has all votes by then."""
+    """The coordinator notices the loss, though it has all votes by then."""
     script = f"""{prelude}
 from datastates.commit import ballot
 
@@ -217,7 +217,7 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
 
 
 def test_replicas_that_each_leave_a_tensor_to_the_other(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
-    """They see different keys, so that each thinks that the other writes the one that both have."""
+    """The ranks see different keys, so that each thinks that the other writes the tensor that both have."""
     script = f"""{prelude}
 with ds.Checkpointer(directory, **OPTIONS) as ckpt:
     shapes = {{"a": (8,), "b": (4,)}} if RANK == 0 else {{"b": (4,)}}

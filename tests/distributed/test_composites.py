@@ -1,4 +1,4 @@
-"""Providers made of others find what any rank had, as those find it by themselves."""
+"""Composite providers find what any rank saved, as their parts do by themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _in_list(name: str, values: dict[str, torch.Tensor]) -> Any:
 
 
 def _restore(threads: Any, directory: Path, provider: ds.StateProvider, strict: bool) -> Any:
-    """By one rank."""
+    """Restore on one rank."""
 
     def one(rank: int) -> Any:
         with ds.Checkpointer(directory, **SMALL) as ckpt:

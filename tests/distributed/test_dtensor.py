@@ -1,4 +1,4 @@
-"""DTensors on several ranks: what all of them describe together is each logical tensor, once."""
+"""DTensors on several ranks: together the ranks describe each logical tensor once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of N ranks restored by M, whatever the layouts: bit for bit, reading little more than what is needed."""
+"""M ranks restore checkpoints of N ranks, in any layouts: bit for bit, reading little more than is needed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_layout_is_restored_as_every_other(threads: Any, tmp_path: Path, s
         check(outcomes, 3)
         undigested = sorted(f"model/{key}" for key in SHAPES if stored.digest(f"model/{key}") is None)
         assert all(restored.unverified_keys == undigested for restored, _ in outcomes)
-        assert undigested == [] or saved in ("columns", "grid", "mixed")  # columns of few bytes have too many runs
+        assert undigested == [] or saved in ("columns", "grid", "mixed")  # narrow columns have too many runs
 
 
 LARGE = {"w": (2048, 1024), "flat": (1_500_000,), "cube": (64, 96, 128), "small": (100, 70)}
@@ -52,11 +52,11 @@ def test_no_rank_reads_much_more_than_it_needs(threads: Any, tmp_path: Path, n: 
             check(outcomes, n)
             assert [r.needed_nbytes for r, _ in outcomes] == [live_nbytes(state) for _, state in outcomes]
             assert all(r.needed_nbytes <= r.read_nbytes <= 1.05 * r.needed_nbytes for r, _ in outcomes)
-            assert outcomes[0][0].unverified_keys == []  # what no checksum covers, a digest does
+            assert outcomes[0][0].unverified_keys == []  # a digest covers what no checksum covers
 
 
 def test_little_states_are_read_verified_as_a_whole(threads: Any, tmp_path: Path) -> None:
-    """Below a megabyte the checksums count for more than the bytes."""
+    """Below a megabyte, verification is worth more than the bytes that it reads."""
     save(threads, tmp_path / "c", "rows", 2)
     outcomes = restore(threads, tmp_path / "c", "columns", 4)
     check(outcomes, 2)
@@ -91,7 +91,7 @@ def test_contents_that_only_the_digest_knows_to_be_wrong_are_named(
 def test_memory_that_changes_behind_the_read_is_found(
     threads: Any, tmp_path: Path, live: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one rank of several: with replicas, too, which then differ."""
+    """It changes on one rank only. With replicas, the ranks then differ."""
     save(threads, tmp_path / "c", "columns", 2, shapes={"w": (64, 64), "v": (50,)})
     taken = restoring.contribution
 
@@ -127,7 +127,7 @@ def test_an_error_in_taking_the_digest_is_told_to_all(
 
 @pytest.mark.parametrize("digested", [True, False])
 def test_what_is_read_without_checksums_is_verified_by_digest(threads: Any, tmp_path: Path, digested: bool) -> None:
-    """Columns of rows: of each checksummed chunk little is wanted, and no more is read."""
+    """The ranks restore columns of what was saved as rows: they want, and read, little of each checksummed chunk."""
     shapes = {"w": (4096, 512), "odd": (70_000, 50)}
     path = tmp_path / "c"
     save(threads, path, "rows" if digested else "columns", 4, shapes=shapes)

@@ -1,4 +1,4 @@
-"""Restores of several ranks from what is damaged, missing or does not fit: all fail alike, and change nothing."""
+"""Restores of several ranks from damaged, missing or unfitting checkpoints: all ranks fail, and tell why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def untouched(states: Sequence[Rank]) -> bool:
 
 
 def restore_into(threads: Any, path: Path, states: Sequence[Rank], **options: Any) -> list[Any]:
-    """Restore by as many ranks as there are states: what came of it, or the error, of each."""
+    """Restore on as many ranks as there are states; returns for each rank the result, or the error."""
     for state in states:
         state.loop["rank"] = state.own["rank"] = -1
     options = {**SMALL, **options}
@@ -40,7 +40,7 @@ def restore_into(threads: Any, path: Path, states: Sequence[Rank], **options: An
 
 
 def refused(threads: Any, path: Path, m: int = 2, layout: str = "rows", **options: Any) -> list[Any]:
-    """The errors of all ranks, none of which has changed anything."""
+    """Restore, and check that all ranks fail and change nothing; returns their errors."""
     states = [Rank(layout, rank, m) for rank in range(m)]
     errors = restore_into(threads, path, states, **options)
     assert all(isinstance(error, Exception) for error in errors), errors
@@ -56,7 +56,7 @@ def test_a_missing_container_loses_what_it_held_and_no_more(threads: Any, tmp_pa
     save(threads, path, "rows", 3)
     (path / "rank-00001.pt").unlink()
     first, second = refused(threads, path)
-    # of 96 rows of 40 the missing rank had 32: each rank now wants half of them; of the 7 of "odd" it had 3
+    # the missing rank had 32 of 96 rows of 40, and each rank now wants half of them; it had 3 of the 7 of "odd"
     assert "'model/w' (640 of 1920 elements)" in str(first)
     assert "'model/odd' (15 of 60 elements)" in str(first)
     assert "as rank-00001.pt is missing" in str(first)
@@ -74,7 +74,7 @@ def test_a_missing_container_loses_what_it_held_and_no_more(threads: Any, tmp_pa
     assert sorted(outcomes[1].missing_keys) == sorted([*held, "loop", "own"])
     assert not states[1].model.arrays["w"].any()
     assert states[1].own == {"rank": -1}
-    assert states[1].loop == {"rank": 0}  # of the lowest rank that is there
+    assert states[1].loop == {"rank": 0}  # that of the lowest rank whose container exists
 
 
 def test_ranks_that_miss_nothing_hear_which_file_another_misses(threads: Any, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_ranks_that_miss_nothing_hear_which_file_another_misses(threads: Any, tm
 def test_a_missing_container_that_nobody_needs_is_not_missed(threads: Any, tmp_path: Path) -> None:
     path = tmp_path / "c"
     save(threads, path, "rows", 2, shapes={"w": (1, 40)})
-    (path / "rank-00001.pt").unlink()  # it had no row, and what it had for itself is not asked for
+    (path / "rank-00001.pt").unlink()  # it had no row, and its own object is not asked for
     states = [Rank("whole", 0, 1, {"w": (1, 40)})]
     assert [restored.step for restored in restore_into(threads, path, states)] == [3]
 
@@ -157,7 +157,7 @@ def test_a_manifest_without_a_catalog_is_none_of_several_ranks(threads: Any, tmp
 
 
 def test_a_damaged_part_fails_the_restore_on_all_ranks(threads: Any, tmp_path: Path) -> None:
-    """It is found while it is read: the state has changed by then, so that it is no RestoreError on any of them."""
+    """The damage is found while it is read. The state has changed by then, so no rank raises a RestoreError."""
     save(threads, tmp_path / "c", "rows", 2)
     source = Stored.open(tmp_path / "c").container(1)
     assert source is not None
@@ -211,7 +211,7 @@ def test_ranks_that_mean_different_steps_are_told_so(threads: Any, tmp_path: Pat
 
 
 def stage(rank: int, keys: str) -> Split:
-    """A pipeline stage: some whole tensors, each on one rank only."""
+    """A pipeline stage: some whole tensors, each of which one rank alone holds."""
     shapes = {key: (4, ord(key) - 90) for key in keys}
     return Split.whole("model", shapes, 0, 1)
 
@@ -243,7 +243,7 @@ def test_keys_of_other_ranks_are_expected_and_those_of_none_are_named(threads: A
         assert go_on(parts, strict=False) == [["model/c", "model/d"]] * len(parts)
 
 
-# --- who dies, and what is deleted, meanwhile
+# --- deaths and deletions during a restore
 
 
 @pytest.mark.parametrize(("stage", "number"), [("choose", 1), ("finish", 4)])
@@ -263,7 +263,7 @@ def test_a_rank_killed_during_a_restore_is_named_by_the_others(
 
 
 class Slow(Split):
-    """It waits to be told before it says what it takes."""
+    """A state that waits for an event before it gives its destinations."""
 
     reached = threading.Event()
     go = threading.Event()
@@ -305,7 +305,7 @@ def test_what_another_job_restores_is_not_deleted(threads: Any, tmp_path: Path) 
 def test_a_checkpoint_deleted_before_all_ranks_hold_it_fails_on_all(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator's lock counts for nothing where the file system has none."""
+    """The coordinator's lock does not prevent that where the file system has no locks."""
     path = tmp_path / "c"
     save(threads, path, "rows", 2)
     choose: Callable[..., bytes] = Meeting.choose

@@ -1,4 +1,4 @@
-"""One of four ranks is killed in any phase: the others say who, nobody is wrong about a commit, a new run goes on."""
+"""One of four ranks is killed in some phase: the others name it, all agree on the commit, and a new run goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOP = Path(__file__).with_name("rank_loop.py")
 RANKS = 4
 SECONDS = 2.5
 AT_ONCE = 8
-"""Runs, which wait most of their time."""
+"""Runs at the same time. They wait most of the time."""
 
 # rank, where it is killed while it saves step 2, and whether that step is committed all the same
 CASES = [
@@ -45,7 +45,7 @@ def options(**changed: object) -> str:
 
 @pytest.fixture
 def killed(ranks: Any, reports: Any, tmp_path: Path) -> Callable[[tuple[int, str, bool]], tuple[Path, Any]]:
-    """Kill a rank while all save step 2 and, where that is committed, let the others try another one."""
+    """Kill a rank while all ranks save step 2. Where that is committed, let the others try another step."""
 
     def run(case: tuple[int, str, bool]) -> tuple[Path, Any]:
         rank, where, committed = case
@@ -78,7 +78,7 @@ def test_a_rank_is_killed(killed: Any, ranks: Any) -> None:
             assert f"rank {dead}" in said["text"], where
             assert told[rank]["close"]["seconds"] < SECONDS + 1, where
 
-    # all ranks anew, one directory after the other, each with what the run before it has left
+    # new ranks go through the directories one after the other, each with what its run has left
     roots = [root for root, _ in ended.values()]
     ranks(RANKS, LOOP, ":".join(map(str, roots)), 4, OPTIONS=options(rank_timeout=20))
     for (_, where, committed), root in zip(CASES, roots, strict=True):
@@ -90,7 +90,7 @@ def test_a_rank_is_killed(killed: Any, ranks: Any) -> None:
 
 
 def test_a_rank_is_killed_under_torch(ranks: Any, tmp_path: Path) -> None:
-    """They meet in the Store of torch.distributed, which rank 0's process hosts."""
+    """The ranks meet in the Store of torch.distributed, which rank 0's process hosts."""
     script = """
         import os, sys
         import torch.distributed as dist

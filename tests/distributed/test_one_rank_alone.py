@@ -86,7 +86,7 @@ leave()
 def test_ranks_that_were_left_alone_may_open_again(
     failing: int, ranks: Any, prelude: str, reports: Any, tmp_path: Path
 ) -> None:
-    """One did not come at all: the others run out of time, and their next opening is its first."""
+    """One rank did not come at all. The others time out, and their second opening meets its first."""
     script = f"""{prelude}{OPEN}
 if RANK != {failing}:
     attempt("first", rank_timeout=1)

@@ -65,7 +65,7 @@ def test_an_array_is_read_without_opening_the_containers_of_others(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "c"
-    save(threads, path, "ranges", 8)  # "b" and what follows are with the last ranks
+    save(threads, path, "ranges", 8)  # the last ranks hold "b" and what follows
     opened: list[str] = []
 
     def opening(file: Path, *named: Any) -> Any:
@@ -104,7 +104,7 @@ def test_one_container_is_read_by_itself(threads: Any, tmp_path: Path, rank: int
     loaded, by_torch = ds.load(file, **SMALL), torch.load(file, weights_only=True)
     assert loaded["loop"] == by_torch["loop"] == loaded[f"own@{rank:05d}"] == {"rank": rank}
     for key, array in model.arrays.items():
-        if key != "scalar":  # written by one of those that hold it
+        if key != "scalar":  # only one of the ranks that hold it writes it
             assert loaded["model"][key].tobytes() == by_torch["model"][key].numpy().tobytes() == array.tobytes()
     with ds.open(file, **SMALL) as checkpoint:
         assert checkpoint.step == 3
@@ -115,7 +115,7 @@ def test_one_container_is_read_by_itself(threads: Any, tmp_path: Path, rank: int
 
 
 class Narrow(Split):
-    """Parts that are columns of wide memory, of which little is theirs."""
+    """Parts that are a few columns of much wider arrays."""
 
     def shards(self) -> Sequence[Shard]:
         found = []
@@ -130,7 +130,7 @@ class Narrow(Split):
 
 
 def test_whatever_is_read_is_verified(threads: Any, tmp_path: Path) -> None:
-    """Also where most of what the checksums cover is not wanted."""
+    """This holds even where most of what the checksums cover is not wanted."""
     path, shapes = tmp_path / "c", {"w": (1024, 1024)}
 
     def one(rank: int) -> None:
@@ -158,7 +158,7 @@ def tied(scale: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_views_and_ties_of_replicas_stay_what_they_are(threads: Any, tmp_path: Path, n: int) -> None:
-    """One of the ranks writes what shares memory, and the others' references to it are not mixed up."""
+    """One of the ranks writes the tensors that share memory, and the other ranks' references to them stay right."""
     path, expected = tmp_path / "c", tied(1.0)
 
     def one(rank: int) -> None:
@@ -171,7 +171,7 @@ def test_views_and_ties_of_replicas_stay_what_they_are(threads: Any, tmp_path: P
     assert loaded["square"] is loaded["tied"]
     assert loaded["long"] is loaded["long_tied"]
     sizes = sum(file.stat().st_size for file in path.glob("rank-*"))
-    assert sizes < 200_000 + n * 20_000  # what is tied is there once
+    assert sizes < 200_000 + n * 20_000  # tied tensors are stored once
     with ds.open(path, **SMALL) as checkpoint:
         for key, value in expected.items():
             if key != "number":

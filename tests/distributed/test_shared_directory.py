@@ -1,4 +1,4 @@
-"""A directory that several ranks save into: what others left there, what is deleted, and several snapshots at once."""
+"""Several ranks save into one directory: debris of other runs, retention, and several snapshots at once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_debris_of_every_kind(ranks: Any, reports: Any, tmp_path: Path) -> None:
     (root / "step-00000008.partial-01234567").symlink_to(root / "step-00000009")
     living = manifest.begin(root / "step-00000005", "0a1b2c3d")
     living.file("rank-00003.pt").write_bytes(b"being written")
-    # as many ranks as before, another number, and files of a run of which none has been killed so far
+    # what the rendezvous of another run of three ranks left; its session file is cut short
     for folder in ("0123456789abcdef", "0123456789abcdef/joined"):
         (root / ".ranks" / folder).mkdir(parents=True)
     (root / ".ranks" / "hello-1-3-0123456789abcdef").touch()
@@ -73,7 +73,7 @@ def test_the_last_rank_to_give_up_takes_the_directory_away(tmp_path: Path) -> No
     manifest.abandon(pending[1])
     assert names(pending[0].directory) == [".lock", "rank-00000.pt", "rank-00002.pt"]
     manifest.abandon(pending[0])
-    pending[2].files[0].unlink()  # it has written nothing yet: the directory is still its own
+    pending[2].files[0].unlink()  # it has written nothing yet, but the directory is still its own
     manifest.begin(tmp_path / "step-00000001", "0a1b2c3d").close()
     assert names(tmp_path) == ["step-00000001.partial-0a1b2c3d"]
     manifest.abandon(pending[2])
@@ -91,7 +91,7 @@ def test_a_rank_that_has_not_begun_to_write_keeps_its_directory(tmp_path: Path) 
 def test_closing_twice_lets_no_other_lock_go(tmp_path: Path) -> None:
     first = manifest.begin(tmp_path / "step-00000001")
     first.close()
-    second = manifest.begin(tmp_path / "step-00000002")  # on the number of the descriptor that is free again
+    second = manifest.begin(tmp_path / "step-00000002")  # it reuses the number of the closed descriptor
     first.close()
     assert second.directory not in retention.debris(tmp_path)
     second.close()
@@ -133,7 +133,7 @@ def test_the_coordinator_alone_deletes(ranks: Any, reports: Any, tmp_path: Path)
 
 
 def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_path: Path) -> None:
-    """The old checkpoint is none any more, though its files are there; the new one is known to all."""
+    """The old checkpoint no longer counts, though its files still exist. All ranks know of the new one."""
     root = tmp_path / "run"
     variables = {"CONFUSED": "0", "OPTIONS": options(keep_last=1, rank_timeout=1.5)}
     told = reports(ranks(3, LOOP, root, 1, "2/manifest.remove=kill", may_fail=[0], **variables))
@@ -173,7 +173,7 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
     for step in range(25):
         name = f"step-{step:08d}"
         assert [rank[str(step)]["names"] for rank in told] == [[name, f"{name}.r1"]] * 2
-    # deleted as soon as the later one was committed
+    # the earlier one was deleted as soon as the later one was committed
     assert names(tmp_path / "run") == [f"step-{step:08d}.r1" for step in range(25)]
 
 
@@ -201,7 +201,10 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
 def test_a_failure_is_raised_once_by_each_rank(
     failure: str, ranks: Any, prelude: str, reports: Any, tmp_path: Path
 ) -> None:
-    """By calls that may not be the same ones on all: what they do not take fails on the others, and goes no further."""
+    """The calls that raise it may differ between ranks. A snapshot that one rank did not take fails on the others.
+
+    That failure is not raised again.
+    """
     script = f"""{prelude}
 OPTIONS |= {{"on_error": "raise"}}
 ckpt = ds.Checkpointer(directory, **OPTIONS)
@@ -224,7 +227,7 @@ tell("close", ckpt.close)
 
 
 def test_a_coordinator_that_takes_too_long_gives_up(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
-    """It must not commit what the others have stopped waiting for."""
+    """It must not commit a snapshot that the others have stopped waiting for."""
     script = f"""{prelude}
 from datastates.commit import ballot
 
@@ -241,7 +244,7 @@ with ds.Checkpointer(directory, **OPTIONS, rank_timeout=2) as ckpt:
 
 
 def test_a_rank_that_does_not_hear_the_outcome_takes_nothing_back(ranks: Any, reports: Any, tmp_path: Path) -> None:
-    """Its vote stands, so that its file may be part of a checkpoint already."""
+    """Its vote stands, so that its file may already be part of a checkpoint."""
     told = reports(ranks(3, LOOP, tmp_path / "run", 1, "2/barrier.wait=fail:5", 3, CONFUSED="1"))
     said = [rank["2/barrier.wait=fail:5"] for rank in told]
     assert said[0]["committed"] == said[2]["committed"] == "step-00000002"

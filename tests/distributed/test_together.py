@@ -1,4 +1,4 @@
-"""A restore ends alike on all ranks: what fails on one after all have read is told to the others."""
+"""A restore ends alike on all ranks: a failure of one rank, after all have read, is told to the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from datastates.state.shards import Shard
 
 
 class Refusing(PickledObjectProvider):
-    """It does not take back what was saved."""
+    """A provider that cannot restore its object."""
 
     def restore(self, shard: Shard, value: object) -> None:
         raise LookupError("no room")

@@ -1,4 +1,4 @@
-"""Training state of torch that moves between layouts and numbers of ranks: equal to the last bit, and trained on."""
+"""Torch's training state moves between layouts and numbers of ranks, equal to the last bit, and is trained on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _checkpoint(case: Path) -> Path:
 
 
 def _states(loaded: dict[str, Any], names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-    """An optimizer's states by parameter and state, whatever they were saved by."""
+    """An optimizer's states by parameter and state, whichever layout saved them."""
     result: dict[str, dict[str, torch.Tensor]] = {}
     nested = loaded.get("state", {})
     found = [(p, s, value) for p, states in nested.items() for s, value in states.items()]
@@ -32,7 +32,7 @@ def _states(loaded: dict[str, Any], names: list[str]) -> dict[str, dict[str, tor
 
 
 def _check_whole(case: Path) -> None:
-    """``load`` gives what all ranks had together."""
+    """Check that ``load`` gives what all ranks had together."""
     expected = torch.load(case / "expected.pt", weights_only=False)["now"]
     loaded = ds.load(_checkpoint(case))
     layouts.same(dict(loaded["model"]), expected["model"])
@@ -43,7 +43,7 @@ def _check_whole(case: Path) -> None:
 
 
 def _storages(value: Any) -> dict[int, int]:
-    """The bytes of each storage under a value."""
+    """The bytes of each storage of the tensors in a value."""
     if isinstance(value, torch.Tensor):
         return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -51,7 +51,7 @@ def _storages(value: Any) -> dict[int, int]:
 
 
 def _check_written_once(case: Path, ranks: int) -> None:
-    """Each rank's file opens by itself, and together they hold every byte of the model once, tied ones too."""
+    """Check that each rank's file opens by itself, and that together they hold every byte of the model once."""
     written = 0
     for rank in range(ranks):
         opened = torch.load(_checkpoint(case) / f"rank-{rank:05d}.pt", weights_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 2.0
-"""How long a rank waits for the others here."""
+"""Seconds that a rank waits for the others here."""
 
 HEAD = f"""
 import json, os, signal, sys, time
@@ -97,7 +97,10 @@ os._exit(0)  # threads of torch that are left abort a process at times that ends
 
 
 def test_killed_ranks_are_named_by_the_others(ranks: Any) -> None:
-    """First one that is waited for, then the coordinator, whose process hosts the Store, before it has told."""
+    """The first is a rank that the others wait for. The second is the coordinator, before it answers.
+
+    The coordinator's process hosts the Store.
+    """
     script = f"""
 import os
 points = {{"0": "barrier.publish=kill@3", "2": "barrier.post=kill@2"}}
@@ -157,7 +160,7 @@ os._exit(0)  # threads of torch that are left abort a process at times that ends
 
 
 def test_over_a_directory(ranks: Any, tmp_path: Path) -> None:
-    """Without torch; rank 2 is killed; then all come again, to a directory with what is left."""
+    """Without torch. Rank 2 is killed; then all ranks start again, in the directory with what is left."""
     script = f"""{DIRECTORY}
 agree(world, "first", 20)
 if RANK == 2 and sys.argv[2] == "kill":

@@ -1,4 +1,4 @@
-"""ZeRO on real ranks: what they describe tiles every parameter, and another number of ranks goes on from it."""
+"""ZeRO on real ranks: the parts that they describe tile every parameter, and other numbers of ranks resume."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_another_number_of_ranks_goes_on(ranks: Any, tmp_path: Path) -> None:
         restored, _ = _gathered(tmp_path / mode / "restored")
         assert restored.is_tiled
         assert equal(dict(sorted(restored.arrays.items())), dict(sorted(begun.arrays.items())))
-        # and those ranks train on as if they had begun it
+        # and those ranks train on as if they had begun the run
         (on, net), (straight, other) = (_gathered(tmp_path / mode / name) for name in ("gone_on", "unbroken"))
         assert not equal(on.arrays, restored.arrays)
         assert equal(on.arrays, straight.arrays)

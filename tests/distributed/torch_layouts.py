@@ -1,9 +1,9 @@
 """A model trained in one of several layouts, saved and restored through the public API.
 
-As a module it is the single process; as a program, one of several ranks: ``torch_layouts.py FOLDER WORD…``, where a
-word is ``save:LAYOUT``, ``take:LAYOUT:CASE`` or ``gate:LAYOUT``. A case is a directory of checkpoints below the
-folder, named ``LAYOUT-RANKS``, with what it should hold beside it. DEVICE in the environment is ``cpu`` (then gloo) or
-``cuda``.
+A test that imports this as a module is a single process. As a program it is one of several ranks:
+``torch_layouts.py FOLDER WORD…``, where a word is ``save:LAYOUT``, ``take:LAYOUT:CASE`` or ``gate:LAYOUT``. A case is a
+directory ``LAYOUT-RANKS`` below the folder, with checkpoints and with what they should hold. DEVICE in the environment
+is ``cpu`` (with gloo) or ``cuda``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from datastates.providers import (
 
 DEVICE = os.environ.get("DEVICE", "cpu")
 STEPS = 2
-"""How many are trained before a checkpoint, and after it."""
+"""How many steps are trained before a checkpoint, and how many after it."""
 
 
 class Net(nn.Module):
@@ -69,7 +69,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def whole(value: Any) -> Any:
-    """Logical tensors in the place of what a rank holds, in copies on the host: by torch, for comparison."""
+    """A copy on the host with logical tensors, as torch gathers them, in place of a rank's parts; for comparison."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, torch.Tensor):
@@ -120,7 +120,7 @@ class Run:
         """What is left to do after a restore."""
 
     def train(self) -> None:
-        """All ranks alike: so what buffers hold is alike, too."""
+        """Train on the same batches on all ranks, so that the buffers are alike, too."""
         for _ in range(STEPS):
             tokens = torch.randint(0, 11, (8,), generator=torch.Generator().manual_seed(self.loop["epoch"])).to(DEVICE)
             self.net.zero_grad()
@@ -150,7 +150,7 @@ class Plain(Run):
 
 
 class Fsdp(Run):
-    """FSDP2, two groups of parameters; the tied ones are in that of the root."""
+    """FSDP2 of two layers and of the root, to whose group the tied parameters belong."""
 
     def make(self, net: Net) -> Any:
         mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
@@ -160,7 +160,7 @@ class Fsdp(Run):
 
 
 class Named:
-    """An optimizer with its states by the names of the parameters, as torch's own distributed checkpoints have them."""
+    """An optimizer with its states by the parameters' names, as in torch's own distributed checkpoints."""
 
     def __init__(self, net: Any, optimizer: Any) -> None:
         self.net, self.optimizer = net, optimizer
@@ -173,7 +173,7 @@ class Named:
 
 
 class NamedFsdp(Fsdp):
-    """FSDP2 with the optimizer's states by name, and only of what is trained."""
+    """FSDP2 with the optimizer's states by name, and only of trained parameters."""
 
     def parameters(self) -> list[Any]:
         return [p for p in self.net.parameters() if p.requires_grad]
@@ -207,7 +207,7 @@ class Grid(Run):
 
 
 class DataParallel(Run):
-    """DistributedDataParallel, the optimizer's states said to be alike."""
+    """DistributedDataParallel. The optimizer's states are declared alike."""
 
     def make(self, net: Net) -> Any:
         return nn.parallel.DistributedDataParallel(net)
@@ -223,7 +223,7 @@ class DataParallel(Run):
 
 
 class Zero(DataParallel):
-    """torch's ZeroRedundancyOptimizer: each rank has the states of some parameters; they are numbered."""
+    """torch's ZeroRedundancyOptimizer: each rank has the states of some parameters, by the parameters' numbers."""
 
     named = False
 
@@ -246,7 +246,7 @@ class Zero(DataParallel):
 
 
 class NamedZero(Zero):
-    """The same, the states by the parameters' names."""
+    """torch's ZeroRedundancyOptimizer, with the states by the parameters' names."""
 
     parameters = NamedFsdp.parameters
     named = True
@@ -288,7 +288,7 @@ class HandRolled(Run):
         return [ReplicatedProvider(from_stateful("model", self.net)), zero]
 
     def taken(self) -> None:
-        """The master copy is that of the parameters, which were not saved twice."""
+        """Copy the parameters to the master copy, which was not saved."""
         with torch.no_grad():
             self.master.copy_(self.partition([p.detach() for _, p in self.trained]))
 
@@ -302,7 +302,7 @@ class HandRolled(Run):
 
 
 class Pipeline(Run):
-    """Stages of a pipeline: each rank saves some layers of a net that all of them train; states by name."""
+    """Stages of a pipeline: each rank saves some layers of a net that all ranks train; states by name."""
 
     def make(self, net: Net) -> Any:
         net.untie()
@@ -335,7 +335,7 @@ class Pipeline(Run):
         return gathered({names[id(p)]: whole(state) for p, state in self.optimizer.state.items()})
 
     def taken(self) -> None:
-        """Each rank trains the layers of the others, too, and learns of those from them."""
+        """Get the other ranks' layers from them, as each rank trains those, too."""
         self.net.load_state_dict(self.model())
         moments = self.moments()
         for name, parameter in self.net.named_parameters():
@@ -344,7 +344,7 @@ class Pipeline(Run):
 
 
 def gathered(own: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks have, of which each has something else."""
+    """Merge the mappings of all ranks, which have different keys."""
     ranks: list[Any] = [own]
     if dist.is_initialized():
         ranks = [None] * dist.get_world_size()
@@ -353,7 +353,7 @@ def gathered(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(folder: Path, layout: str) -> None:
-    """Train and save; what the checkpoint is to hold, and what it is to become, goes beside it."""
+    """Train and save. Beside the checkpoint, write the state that it must hold and the state after more training."""
     rank, ranks = place()
     case = folder / f"{layout}-{ranks}"
     run = LAYOUTS[layout](1)
@@ -379,13 +379,13 @@ def take(folder: Path, layout: str, case: str) -> None:
             restored = ckpt.restore(run.providers(), verify="digest")
         assert restored.step == STEPS
         assert restored.unverified_keys == []
-        drawn = expected["draws"].get(str(rank))  # none when there was no such rank
+        drawn = expected["draws"].get(str(rank))  # None if there was no such rank
         assert restored.missing_keys == (["rng"] if drawn is None else []), restored
         assert drawn is None or torch.equal(torch.rand(3), drawn)
         run.taken()
         same(run.logical(), expected["now"])
         run.train()
-        # other layouts add up in another order, and GPUs in any
+        # other layouts add up in another order, and GPUs in any order
         same(run.logical(), expected["later"], exact=DEVICE == "cpu" and case == f"{layout}-{ranks}")
 
 
@@ -421,7 +421,7 @@ def gate(folder: Path, layout: str) -> None:
 
 
 def same(found: Any, wanted: Any, key: str = "", *, exact: bool = True) -> None:
-    """Compare bit for bit, or as nearly as ranks add up alike; says which key differs."""
+    """Compare bit for bit, or with a tolerance for another order of additions; names the key that differs."""
     if isinstance(wanted, torch.Tensor):
         assert torch.equal(found, wanted) or (not exact and torch.allclose(found, wanted, rtol=1e-3, atol=1e-4)), key
     elif isinstance(wanted, dict):
@@ -459,4 +459,4 @@ if __name__ == "__main__":
         {"save": save, "take": take, "gate": gate}[verb](Path(sys.argv[1]), *names)
         dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # threads of torch that are left abort a process at times that ends by itself
+    os._exit(0)  # leftover threads of torch sometimes abort a process that ends normally

@@ -1,6 +1,6 @@
-"""One rank of two training loops with ZeRO; what their providers describe goes to files.
+"""One rank of two training loops with ZeRO, which write to files what their providers describe.
 
-Arguments: a folder to write to; and one that other ranks have written to, for ranks that go on from there.
+Arguments: a folder to write to, and, to go on from there, a folder that other ranks have written to.
 """
 
 from __future__ import annotations
@@ -129,4 +129,4 @@ for mode in ("zero_redundancy", "hand_rolled"):
     else:
         go_on(mode, Path(sys.argv[1]), Path(sys.argv[2]))
 dist.destroy_process_group()
-os._exit(0)  # threads of torch that are left abort a process at times that ends by itself
+os._exit(0)  # leftover threads of torch sometimes abort a process that ends normally

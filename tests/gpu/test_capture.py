@@ -1,4 +1,4 @@
-"""Where captured bytes go on their way: many small tensors, the device cache, page-locked memory, the timeline."""
+"""The way of captured bytes: many small tensors, the device cache, page-locked memory, and the trace."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_device_cache_keeps_snapshots_whole(device_cache: str, tmp_path: Pat
 
 
 def test_the_device_cache_keeps_odd_tensors_whole(tmp_path: Path) -> None:
-    """In several slabs, at every alignment, small beside large, and written by kernels that may still be running."""
+    """They fill several slabs, at every alignment, small beside large; kernels that write them may still be running."""
     random = np.random.default_rng(1)
     sizes = [*random.integers(0, 300, 1000), *random.integers(0, 8_000_000, 30), 1, 16, 40_000_001]
     random.shuffle(sizes)

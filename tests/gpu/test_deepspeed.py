@@ -1,4 +1,4 @@
-"""DeepSpeed on GPUs, over NCCL: what was captured while training went on is what resumes, bit for bit."""
+"""DeepSpeed on GPUs, over NCCL: a state that was captured while training went on is resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_one_gpu_resumes_what_two_have_saved_and_the_other_way_round(ranks: Any,
 
 @needs_deepspeed
 def test_files_are_loaded_onto_the_gpu(tmp_path: Path) -> None:
-    """What is tested without a GPU as well: in a process of its own, for those tests are not in this folder."""
+    """These tests run without a GPU as well. They are in another folder, and so run in a process of their own."""
     tests = TESTS / "adapters" / "deepspeed" / "test_map_location.py"
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", str(tests)]
     done = subprocess.run([*command, "-k", "cuda"], capture_output=True, text=True, cwd=tmp_path)

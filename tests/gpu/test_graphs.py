@@ -1,4 +1,4 @@
-"""CUDA graphs and compiled steps beside pending snapshots, and device memory that goes before it is captured."""
+"""CUDA graphs and compiled steps beside pending snapshots, and device memory that is freed before its capture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _disarmed() -> Any:
 
 
 class Training:
-    """A model of 64 MiB whose optimizer can be captured."""
+    """A model of 64 MiB, with an optimizer that CUDA graphs can capture."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -193,7 +193,7 @@ def test_device_memory_freed_before_it_is_captured_fails_that_snapshot(
         ckpt.gate()
         with pytest.raises(DatastatesError):
             snapshot.wait_committed()
-        good = {"good": torch.arange(1 << 20, device="cuda")}  # the context is as good as before
+        good = {"good": torch.arange(1 << 20, device="cuda")}  # the CUDA context still works
         ckpt.snapshot([GpuTensorProvider("m", good)], step=2).wait_committed()
     assert torch.equal(ds.load(tmp_path)["m"]["good"].cpu(), good["good"].cpu())
 

@@ -1,4 +1,4 @@
-"""Tensors of torch's own subclasses on a GPU: all their parts come back; they are built anew on the CPU."""
+"""Tensors of torch's own subclasses on a GPU: all their parts come back, and the tensors are rebuilt on the CPU."""
 
 from __future__ import annotations
 

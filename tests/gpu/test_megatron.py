@@ -1,4 +1,4 @@
-"""Megatron-Core on GPUs, over NCCL: captured while training goes on, loaded by either strategy on other numbers."""
+"""Megatron-Core on GPUs, over NCCL: saved while training goes on, and loaded by either strategy on 1 or 2 ranks."""
 
 from __future__ import annotations
 

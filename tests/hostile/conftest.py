@@ -29,7 +29,7 @@ MEMORY = 96 << 20
 
 @dataclass
 class Outcome:
-    """What an attack did."""
+    """The outcome of an attack."""
 
     error: str | None = None
     chain: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ Attack = Callable[..., Outcome]
 
 @pytest.fixture(scope="session")
 def attack() -> Iterator[Attack]:
-    """Open something in a fork with limits on memory and time; the result must be within bounds, whatever it is."""
+    """Open something in a fork with limits on memory and time, and check that it stays within bounds."""
     with subprocess.Popen(
         [sys.executable, HERE / "sandbox.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -85,14 +85,14 @@ def refused(attack: Attack) -> Attack:
 
 
 def seal(data: bytes, offset: int, index: bytes) -> bytes:
-    """A container with another index, its footer signed anew."""
+    """A container with another index, and a footer that matches it."""
     ending = data[-archive.ENDING_NBYTES : -archive.FOOTER_NBYTES]
     footer = f"datastates/01 index={offset:016x}+{len(index):016x} crc={checksums.crc32(index):08x}"
     return data[:offset] + index + ending + footer.encode()
 
 
 def commit(directory: Path, data: bytes, **fields: Any) -> Path:
-    """A checkpoint directory with one container, signed by a manifest."""
+    """A checkpoint directory with one container, and a manifest that matches it."""
     directory.mkdir()
     (directory / "rank-00000.pt").write_bytes(data)
     entry = manifest.ContainerEntry(
@@ -115,7 +115,7 @@ Edit = Callable[[dict[str, Any]], object]
 
 @pytest.fixture
 def resigned(genuine: bytes, tmp_path: Path) -> Callable[[Edit | bytes], Path]:
-    """A checkpoint whose index was edited, or replaced, and everything signed again: only what it says is wrong."""
+    """A checkpoint whose index was edited or replaced. All checksums match again, so only its contents are wrong."""
 
     def make(edit: Edit | bytes) -> Path:
         footer = genuine[-archive.FOOTER_NBYTES :].decode()

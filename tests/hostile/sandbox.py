@@ -1,6 +1,7 @@
-"""Runs one attack after another, each in a fork of its own with little memory and little time; started by conftest.py.
+"""Run one attack after another, each in a fork of its own with little memory and little time; see conftest.py.
 
-A line of JSON in, a line of JSON out. What a fork did is told: the error, the memory it took, the code it ran.
+For each attack it reads a line of JSON, and writes a line of JSON about the fork: the error, the memory that it took,
+and the code that it ran.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def attack(action: str, path: str, data: bytes, trust: Any) -> object:
             ds.restore([from_state_dict("m", {"w": torch.zeros(4)})], path, trust=trust, **SMALL)
             return None
         case "restore_parts":
-            # a part of each tensor of the golden checkpoint of two ranks, so that its catalog is asked
+            # a part of each tensor of the golden checkpoint of two ranks, so that its catalog is used
             ds.restore([HostTensorProvider("m", {k: torch.zeros(n, dtype=t) for k, n, t in PARTS})], path, **SMALL)
             return None
         case "open_arrays":
@@ -77,7 +78,7 @@ def attack(action: str, path: str, data: bytes, trust: Any) -> object:
 
 
 def perform(request: dict[str, Any]) -> dict[str, Any]:
-    """In the fork: the attack, and what came of it."""
+    """Run the attack, in the fork; returns its outcome."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -110,7 +111,7 @@ def perform(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve() -> None:
-    for name in ("utf-8-sig", "utf-16", "utf-32"):  # what is imported lazily is here before the audit begins
+    for name in ("utf-8-sig", "utf-16", "utf-32"):  # lazy imports happen here, before the audit begins
         codecs.lookup(name)
     importlib.import_module("ml_dtypes")
     np.unique(np.zeros(1))

@@ -1,4 +1,4 @@
-"""Damage by accident: truncation at every length, and a flipped bit at every byte, of a small checkpoint."""
+"""Accidental damage of a small checkpoint: truncation at every length, and a flipped bit in every byte."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = {"host_cache": "2MiB", "block": "1MiB", "io_backend": "pwrite", "io_thre
 
 
 class State:
-    """Some of every kind; ``take()`` gives all its values."""
+    """A state with values of several kinds; ``take()`` gives all of them."""
 
     def __init__(self, scale: int) -> None:
         grid = torch.arange(6, dtype=torch.float32).reshape(2, 3) * scale
@@ -101,7 +101,7 @@ def flip(path: Path, position: int, mask: int) -> None:
 
 
 def undetected(path: Path, check: Callable[[], bool]) -> list[int]:
-    """Bytes where ``check`` is not content while one bit of them is flipped; which bit goes with the byte."""
+    """The positions of bytes at which ``check`` fails while one bit is flipped. The bit depends on the position."""
     found = []
     for position in range(path.stat().st_size):
         flip(path, position, 1 << position % 8)

@@ -1,4 +1,4 @@
-"""An index that lies: each field altered, all signed again, so that only the checks of meaning are left."""
+"""An index that lies: each field is altered, and all checksums match, so that only the checks of meaning are left."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def put(column: str, at: int, value: int | Callable[[list[int]], int]) -> Edit:
 
 
 def row(key: str) -> Callable[[Fields], int]:
-    """The number of the row of that key."""
+    """Finds the number of the row with a key."""
 
     def find(fields: Fields) -> int:
         at, number = 0, 0
@@ -63,7 +63,7 @@ def row(key: str) -> Callable[[Fields], int]:
 
 
 def of_row(key: str, **columns: Any) -> Edit:
-    """Set columns of one row; a tuple replaces its part of ``dims`` and its kin, which must be as long."""
+    """Set columns of one row. A tuple replaces the row's part of ``dims`` or a similar column, and must be as long."""
 
     def edit(fields: Fields) -> None:
         number = row(key)(fields)
@@ -92,7 +92,7 @@ def lengthen(column: str, by: int) -> Edit:
 
 
 def into_header(fields: Fields) -> None:
-    """The first record's data begins within its own header, all else fits."""
+    """The first record's data begins within its own header; all else fits."""
     begin, nbytes = read(fields, "data_offset"), read(fields, "record_nbytes")
     nbytes[0] += begin[0] - 40
     begin[0] = 40
@@ -113,7 +113,7 @@ def second_object(fields: Fields) -> None:
 
 
 def same_keys(fields: Fields) -> None:
-    """Rows "weight" and "flags" of one provider become both "weight"."""
+    """Rows "weight" and "flags" of one provider both become "weight"."""
     lengths = read(fields, "key_nbytes")
     number = row("flags")(fields)
     at = sum(lengths[:number])
@@ -294,7 +294,7 @@ def test_digest_where_there_can_be_none_is_found_by_verification(resigned: Resig
 
 
 def test_digest_may_be_left_out(resigned: Resigned, attack: Any) -> None:
-    # signed again, the file lacks its directory; of digests there is no complaint
+    # with the new index the file lacks its zip directory; verification does not complain about digests
     assert attack("verify", resigned(of_row("weight", digest=0, digested=0))).message.startswith("file framing")
 
 

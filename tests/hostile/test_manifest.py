@@ -1,4 +1,4 @@
-"""A manifest that lies, signed with a right checksum; and one with every byte damaged."""
+"""A manifest that lies, with a right checksum; and a manifest with a flipped bit, at every position."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_file_of_a_wrong_type_is_refused(refused: Any, value: object) -> None:
 @pytest.mark.parametrize("name", ["rank", "nbytes", "index_crc32"])
 def test_impossible_number_of_a_container_is_refused(refused: Any, tmp_path: Path, name: str, value: Any) -> None:
     if name == "nbytes" and type(value) is int and value > 0:
-        # a length may be any: the file then has another
+        # any positive length is possible, but the file has another one
         (tmp_path / "manifest.json").write_bytes(with_entry(nbytes=value))
         (tmp_path / "rank-00000.pt").write_bytes(b"x" * 100)
         refused("open_checkpoint", tmp_path)

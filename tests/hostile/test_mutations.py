@@ -1,4 +1,4 @@
-"""Random damage and random lies: nothing but a DatastatesError, or the right values."""
+"""Random damage and random lies are refused with a DatastatesError, or read within bounds."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_trust_in_one_name_admits_no_other(refused: Any) -> None:
     refused("loads", data=pickled(CODE["os.system"]), trust=["os.path.join", "system", "os", "os.", "os.system2"])
 
 
-# --- what is safe stays what it is: a pickle gets to change nothing that it has not made
+# --- a pickle can change nothing but what it has made itself
 
 CHANGES: dict[str, bytes] = {
     "an attribute of a safe class": b"ccollections\nCounter\n" + b"N}" + text("update") + b"K\x01s\x86" + BUILD,

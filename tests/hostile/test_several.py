@@ -1,4 +1,4 @@
-"""A catalog that lies, and containers that contradict each other, signed with right checksums."""
+"""A catalog that lies, and containers that contradict each other, with right checksums."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def golden() -> Columns:
 
 
 def sealed(columns: Columns, counts: tuple[int, ...] | None = None, block: int = BLOCK) -> bytes:
-    """A catalog of columns, with right checksums, whatever its head says of their lengths."""
+    """A catalog of columns with right checksums, whatever lengths its head states."""
     body = b""
     for table in TABLES:
         names = table.names or ()
@@ -115,7 +115,7 @@ def test_a_length_that_is_not_the_files_is_refused(refused: Any, commit: Any, nb
 
 
 def test_a_file_of_holes_is_refused_in_little_memory(refused: Any, commit: Any) -> None:
-    """Its lengths agree: of a million million bytes."""
+    """Its lengths agree with each other: nearly 10**12 bytes."""
     path = commit(b"")
     ranks = 2**36
     body = 12 * ranks
@@ -159,7 +159,7 @@ ODD: dict[str, Edit] = {
 @pytest.mark.parametrize("lie", ODD)
 @pytest.mark.parametrize("action", ACTIONS)
 def test_a_catalog_that_hides_what_there_is_gives_an_error(attack: Any, commit: Any, action: str, lie: str) -> None:
-    """As if a container were missing; never another value."""
+    """It is as if a container were missing."""
     columns = golden()
     ODD[lie](columns)
     assert attack(action, commit(sealed(columns))).error is not None
@@ -172,7 +172,7 @@ KINDS = {"of another type": 5, "of a larger type": 0}
 @pytest.mark.parametrize("what", [*SHAPES, *KINDS])
 @pytest.mark.parametrize("action", ACTIONS)
 def test_containers_that_contradict_each_other_are_refused(refused: Any, commit: Any, action: str, what: str) -> None:
-    """Rank 1 says that its part is of a tensor of another type or shape: that would not fit the memory."""
+    """Rank 1 says that its part is of a tensor of another type or shape, which would not fit the memory."""
     path = commit(sealed(golden()))
     file = path / "rank-00001.pt"
     data = file.read_bytes()

@@ -1,4 +1,4 @@
-"""Trust: what is named is loaded, nothing else is, and a refusal changes nothing."""
+"""Trust: only named classes are loaded, and a refusal changes nothing."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Run = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """No test leaves a fault, a thread, or something that an optimizer would wait for."""
+    """Check that no test leaves a fault, a thread, or a snapshot that an optimizer would wait for."""
     before = set(threading.enumerate())
     yield
     _native.clear_faults()
@@ -44,13 +44,13 @@ def nothing_is_left() -> Iterator[None]:
     end = time.monotonic() + 10
     while left := [t for t in threading.enumerate() if t not in before and t.name.startswith(("datastates-", "Async"))]:
         assert time.monotonic() < end, f"still there: {left}"
-        gc.collect()  # a writer that an error's frames keep keeps its idle threads
+        gc.collect()  # an error's frames may keep a writer alive, and the writer keeps its idle threads
         time.sleep(0.02)
 
 
 @pytest.fixture
 def slow() -> Callable[..., Any]:
-    """In a ``with``: every write, or another point of the native core, takes that many milliseconds longer."""
+    """In a ``with`` block, every write, or another fault point of the native core, takes some milliseconds longer."""
 
     @contextlib.contextmanager
     def slowed(milliseconds: int = 150, point: str = "write") -> Iterator[None]:
@@ -65,7 +65,7 @@ def slow() -> Callable[..., Any]:
 
 @pytest.fixture
 def train(ranks: Any) -> Run:
-    """Run a script that has all of training.py, as each of ``n`` ranks: ``train(n, script, *arguments, **options)``."""
+    """Run a script, which may use all of training.py, on ``n`` ranks: ``train(n, script, *arguments, **options)``."""
 
     def run(n: int, script: str, *arguments: object, **options: Any) -> list[subprocess.CompletedProcess[str]]:
         begin = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nfrom training import *\nbegin()\n"
@@ -78,7 +78,7 @@ def train(ranks: Any) -> Run:
 
 @pytest.fixture(scope="session")
 def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
-    """What a rank has said, by word."""
+    """The values that a rank has said, by word."""
 
     def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"word"')]
@@ -89,9 +89,10 @@ def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
-    """Run a function of the rank on each of ``n`` threads, which are ranks to ``async_save`` and meet in one store.
+    """Run a function on ``n`` threads. ``async_save`` takes each thread for a rank, and they meet in one store.
 
-    ``together(n, function)`` gives for each rank what it returned or raised. Ranks keep their worlds between calls.
+    ``together(n, function)`` calls ``function(rank)``, and gives for each rank what it returned or raised. Ranks keep
+    their worlds between calls.
     """
     worlds: dict[int, list[BoardWorld]] = {}
     here = threading.local()
@@ -123,7 +124,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
 
 @pytest.fixture
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what is left to torch's own reader, as it is read."""
+    """The names of the items that torch's own reader reads, in order."""
     names: list[str] = []
     original = FileSystemReader.read_data
 

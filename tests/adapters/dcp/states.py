@@ -1,4 +1,4 @@
-"""States to save: of every kind, and as large as a test of laziness needs them."""
+"""States to save: one with every kind of value, and ones large enough to test lazy capture."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from datastates.container.file import open_container
 from datastates.state import dtypes
 
 SMALL: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
-"""With these, what is larger than two MiB is captured no faster than it is written."""
+"""With these settings, a state larger than 2 MiB is captured no faster than it is written."""
 
 
 class Parts(torch.Tensor):
-    """Several boxes of a logical matrix, by where they begin, as one rank may hold them."""
+    """Several boxes of a logical matrix that one rank holds, by their offsets."""
 
     boxes: dict[tuple[int, int], torch.Tensor]
 
@@ -71,7 +71,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def every_kind() -> dict[str, Any]:
-    """A state with all that a state can hold; the same at every call."""
+    """A state with every kind of value that a state can hold. It is equal at every call."""
     grid = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     weight = torch.arange(40_000, dtype=torch.float32)
     stored = [getattr(torch, d.name) for d in dtypes.ALL]
@@ -132,7 +132,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def loaded(path: Path, state: dict[str, Any], reader: str = "ours") -> dict[str, Any]:
-    """What a reader finds there, into the structure of a state; "alone": without the other ranks."""
+    """Load a checkpoint into a blank copy of a state, by a reader; "alone" loads without the other ranks."""
     into: dict[str, Any] = blank(state)
     readers = {"stock": dcp.FileSystemReader}
     made = readers.get(reader, ours.DataStatesStorageReader)(path)
@@ -143,7 +143,7 @@ def loaded(path: Path, state: dict[str, Any], reader: str = "ours") -> dict[str,
 
 
 def failure(path: Path, state: dict[str, Any]) -> BaseException:
-    """What loading a state fails with."""
+    """The error that loading a state fails with."""
     with pytest.raises(CheckpointException) as raised:
         dcp.load(blank(state), storage_reader=ours.DataStatesStorageReader(path))
     ((found, _),) = raised.value.failures.values()
@@ -171,13 +171,13 @@ def files(path: Path) -> list[str]:
 
 
 def problems(path: Path) -> list[str]:
-    """What a verifier says of all of this package's files of a checkpoint."""
+    """What the verifier reports about this package's files in a checkpoint."""
     found = [p for f in path.glob("*.distcp") for p in verify_container(open_container(f), lambda _: None)]
     return [f"{p.path.name} {p.key} {p.what}" for p in found]
 
 
 def big(seed: int = 0, *, tensors: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Parameters of a MiB each, some steps old."""
+    """Parameters of 1 MiB each, and their optimizer after one step."""
     torch.manual_seed(seed)
     module = torch.nn.ParameterDict({f"p{i}": torch.nn.Parameter(torch.randn(512, 512)) for i in range(tensors)})
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)

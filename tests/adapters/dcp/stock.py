@@ -1,4 +1,4 @@
-"""Files of torch's own writer: what is in them, changed."""
+"""Read and change the files of torch's own writer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def load(path: Path, into: dict[str, Any]) -> Tally:
 
 
 def places(path: Path) -> dict[str, Any]:
-    """By name, where torch's metadata says that a tensor is."""
+    """Where each tensor is, by name, as torch's metadata says."""
     storage = pickle.loads((path / ".metadata").read_bytes()).storage_data
     return {index.fqn: info for index, info in storage.items()}
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes], name: str = "w") -> None:
-    """Put another archive into the place of a tensor, which lies at its file's end."""
+    """Replace the archive of a tensor, which must be the last in its file."""
     info = places(path)[name]
     file = path / info.relative_path
     data = file.read_bytes()
@@ -68,7 +68,7 @@ def change_places(path: Path, change: Callable[[dict[Any, Any]], None]) -> None:
 
 
 def repacked(archive: bytes, **changed: bytes) -> bytes:
-    """The same records as another writer of zip files writes them, some of other contents."""
+    """The same records as Python's writer of zip files writes them, some with other contents."""
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as source, zipfile.ZipFile(made, "w") as target:
         for name in source.namelist():

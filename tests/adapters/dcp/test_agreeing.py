@@ -1,4 +1,4 @@
-"""``async_save`` on several ranks: they agree once while nothing changes, and whoever fails, all are told."""
+"""``async_save`` on several ranks: they plan once while nothing changes, and all are told when one fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE = torch.arange(RANKS * ROWS * 1000, dtype=torch.float32).reshape(RANKS * R
 
 
 def state_of(rank: int, plus: float = 0.0) -> dict[str, Any]:
-    """Rows of a matrix that are this rank's; the rest is alike on all."""
+    """This rank's rows of a matrix, and values that all ranks hold alike."""
     rows = (WHOLE[rank * ROWS : (rank + 1) * ROWS] + plus).clone()
     return {
         "w": Parts.of((RANKS * ROWS, 1000), {(rank * ROWS, 0): rows}),
@@ -56,7 +56,7 @@ def writers() -> Iterator[list[DataStatesStorageWriter]]:
 
 @pytest.fixture
 def agreed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What rank 0 has agreed on, by name."""
+    """The names of rank 0's agreements, in order."""
     names: list[str] = []
     agree = BoardWorld.agree
 
@@ -77,7 +77,7 @@ def save(
     change: Callable[[int, dict[str, Any]], Any] = lambda rank, state: None,
     planner: Callable[[int], Any] = lambda rank: None,
 ) -> list[BaseException | None]:
-    """What each rank's save fails with."""
+    """Save on all ranks; returns each rank's error, or None."""
 
     def one(rank: int) -> BaseException | None:
         state = state_of(rank, plus)
@@ -95,7 +95,7 @@ def test_together_they_make_one_checkpoint(together: Together, writers: Any, tmp
     for reader in ("ours", "stock"):
         same(loaded(tmp_path, whole(), reader), whole())
     assert problems(tmp_path) == []
-    # what all hold alike is written by one of them
+    # one rank writes what all hold alike
     assert sum(f.stat().st_size for f in tmp_path.glob("*.distcp")) < WHOLE.nbytes + 150_000
 
 
@@ -130,11 +130,11 @@ def test_one_ranks_change_makes_all_plan_anew(
 def test_a_rank_that_misses_a_plan_does_not_go_by_the_one_before(
     together: Together, writers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What had been another rank's by that plan would be written by nobody."""
+    """If it did, no rank would write what the plan before had assigned to another rank."""
     assert save(together, writers, tmp_path / "0") == [None] * RANKS
 
     def change(rank: int, state: dict[str, Any]) -> None:
-        if rank == 0:  # planned in another order: what is alike goes to other ranks
+        if rank == 0:  # planned in another order, so that other ranks write what all hold alike
             state["w"] = state.pop("w")
 
     agree = BoardWorld.agree
@@ -199,7 +199,7 @@ def test_whoever_fails_all_are_told_and_nothing_changes(
         return Failing(where) if rank == victim and where not in ("write", "copy") else None
 
     if where == "write":
-        # by the name of its file: a directory is in the place
+        # a directory stands where the victim would write its file
         (tmp_path / f"__{victim}_{int(there)}.distcp").mkdir(parents=True)
         new_file = DataStatesStorageWriter.new_file
         with pytest.MonkeyPatch.context() as patch:
@@ -283,7 +283,7 @@ def test_when_the_commit_is_uncertain_all_files_are_kept(together: Together, wri
 
 
 def test_a_rank_that_does_not_come_is_named(together: Together, tmp_path: Path) -> None:
-    """Its optimizers wait no longer than ``rank_timeout`` for it."""
+    """The optimizers of the others wait for it no longer than ``rank_timeout``."""
     writers = [DataStatesStorageWriter(rank_timeout=1, **SMALL) for _ in range(RANKS)]
     parameter = torch.nn.Parameter(torch.ones(100_000))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -309,7 +309,7 @@ def test_a_rank_that_does_not_come_is_named(together: Together, tmp_path: Path) 
 def test_without_a_writer_the_world_is_left_only_when_all_is_done(
     together: Together, tmp_path: Path, slow: Any
 ) -> None:
-    """Its ranks still have to vote when the call has returned."""
+    """The ranks still have to vote after the call has returned."""
 
     def one(rank: int) -> None:
         snapshot = ours.async_save(state_of(rank), tmp_path, rank_timeout=10, **SMALL)

@@ -1,4 +1,4 @@
-"""Training goes on while a checkpoint is captured: optimizers wait for that and for no more, whatever goes wrong."""
+"""Training goes on while a checkpoint is saved: optimizers wait for the capture and no longer, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from states import SMALL, big, copied, files, loaded, same, step
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
 WAYS = ["thread", "stager", "snapshot"]
 AT_ONCE = 20.0
-"""Seconds in which training is let go when a save has failed."""
+"""Seconds within which a failed save must let training go on."""
 
 
 class Save:
@@ -69,7 +69,7 @@ class Save:
 
     @property
     def soon_captured(self) -> bool:
-        """The native core lets go a moment before the snapshot says so."""
+        """Whether the snapshot is captured, now or soon: the native core lets an optimizer go a moment earlier."""
         end = time.monotonic() + 5
         while not self.captured and time.monotonic() < end:
             time.sleep(0.002)
@@ -82,7 +82,7 @@ class Save:
             self.done.result()
 
     def error(self) -> BaseException:
-        """What it fails with, without the wrapping of torch's."""
+        """The error of the save, without torch's wrapping."""
         with pytest.raises(BaseException) as raised:  # noqa: PT011 torch's is no Exception
             self.wait()
         if isinstance(raised.value, CheckpointException):
@@ -197,7 +197,7 @@ def test_what_is_small_or_no_tensor_may_change_at_once(tmp_path: Path, slow: Any
 
 
 def test_buffers_of_modules_are_copied_at_once(tmp_path: Path, slow: Any) -> None:
-    """However large: a forward pass changes them, and no optimizer's gate holds that up."""
+    """However large they are: a forward pass changes them, and no optimizer's gate delays it."""
     norm = torch.nn.BatchNorm1d(200_000)
     other, _ = big(tensors=3)
     module = torch.nn.ModuleDict({"norm": norm, "other": other})
@@ -230,7 +230,7 @@ def test_what_is_changed_by_hand_is_named(tmp_path: Path, slow: Any, way: str) -
 
 
 def test_what_is_changed_before_the_save_has_begun_is_named(tmp_path: Path) -> None:
-    """Between staging and planning, on a thread that has not come to it yet."""
+    """The change comes between staging and planning."""
     module, optimizer = big()
 
     class Slow(DefaultSavePlanner):
@@ -264,9 +264,9 @@ def test_a_planner_that_raises_frees_the_optimizer(
     assert stays(module, optimizer) < AT_ONCE
     assert f"no {where}" in str(save.error())
     if way == "stager":
-        save.staged.result(timeout=AT_ONCE)  # who waits for the staging is let go, too
+        save.staged.result(timeout=AT_ONCE)  # a caller that waits for the staging may go on, too
     assert not list((tmp_path / "failed").glob("*"))
-    # the writer goes on, in every way
+    # the writer still saves, in every way
     for number, another in enumerate(WAYS):
         state = state_of(module, optimizer)
         Save(another, writer, state, tmp_path / str(number)).wait()
@@ -277,7 +277,7 @@ def test_a_planner_that_raises_frees_the_optimizer(
 
 @pytest.mark.parametrize("way", ["thread", "stager"])
 def test_without_an_optimizer_who_waits_is_let_go_too(tmp_path: Path, way: str) -> None:
-    """No gate is passed: the stager, ``synchronize_staging()`` and the next save find out by themselves."""
+    """No gate is passed: the stager, ``synchronize_staging()`` and the next save notice the failure by themselves."""
     module, optimizer = big(tensors=2)
     writer = DataStatesStorageWriter(tmp_path, **SMALL)  # no checkpoint_id: nothing resets it
     options = {"async_stager": DataStatesStager(writer)} if way == "stager" else {}
@@ -306,14 +306,14 @@ def test_a_failed_save_does_not_spoil_a_plain_one(tmp_path: Path) -> None:
 
 
 def test_a_save_that_comes_too_late_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer was let go: the state is no longer that of the call."""
+    """The optimizer has gone on, so the state is no longer that of the call."""
     module, optimizer = big(tensors=2)
     monkeypatch.setattr(staging, "_POLL", 0.01)
     writer = DataStatesStorageWriter(tmp_path, **SMALL)
     state = writer.stage(state_of(module, optimizer))
     assert writer._staged is not None
     writer._staged._latest = time.monotonic() + 0.1
-    step(module, optimizer)  # nobody has come
+    step(module, optimizer)  # it goes on, as no save has come
     with pytest.raises(CheckpointException, match="before its state was captured"):
         dcp.save(state, storage_writer=writer)
     assert files(tmp_path) == []
@@ -405,7 +405,7 @@ def test_nothing_holds_the_state_once_it_has_ended(tmp_path: Path, way: str, how
         else:
             save.error()
     if way != "snapshot":
-        save = None  # torch's future has the error, with the frames of dcp.save
+        save = None  # torch's future holds the error, and the error the frames of dcp.save
     options.clear()
     gate.pass_all()  # training goes on
     del module, optimizer, state
@@ -433,7 +433,7 @@ def test_a_new_writer_for_each_save_leaves_nothing(tmp_path: Path) -> None:
         step(module, optimizer)
         snapshot.wait_committed()
         del snapshot
-    # what a save held is given back by its own thread, after it has told that it is committed
+    # a save's own thread gives back what it held, after it has reported the commit
     end = time.monotonic() + 10
     while any(now > then for now, then in zip(held(), before, strict=True)):
         assert time.monotonic() < end, f"threads and files: {held()}, before: {before}, {threading.enumerate()}"
@@ -598,7 +598,7 @@ def test_a_forked_child_waits_for_nothing(tmp_path: Path, slow: Any) -> None:
 
 
 def test_staged_state_does_not_leave_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What ``AsyncCheckpointerType.PROCESS`` does first: it pickles the state, which would move it to shared memory."""
+    """``AsyncCheckpointerType.PROCESS`` first pickles the state, which would move it to shared memory."""
     import pickle
     from multiprocessing.reduction import ForkingPickler
 

@@ -1,4 +1,4 @@
-"""What this package does not know in files of torch's own writer: torch reads it, and it is never worse for that."""
+"""Torch reads what this package does not know in files of torch's own writer, with the result of torch alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's own plan: not made again while nothing changes that it is made of, and always what torch would make."""
+"""A rank's own plan is kept while nothing that it depends on changes, and is always what torch would plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def state_of(mesh: Any) -> dict[str, Any]:
 
 
 def plan(plans: LocalPlans, state: dict[str, Any], planner: DefaultSavePlanner | None = None) -> tuple[Any, Any]:
-    """What is planned, and what torch plans of the same."""
+    """The plan of ``plans``, and torch's plan of the same state."""
     planner = planner or DefaultSavePlanner()
     planner.set_up_planner(state, None, True)
     return plans.plan(planner), planner.create_local_plan()
@@ -126,7 +126,7 @@ def test_another_flattening_is_another_plan(mesh: Any) -> None:
 
 
 class Own(DefaultSavePlanner):
-    """One that may look at anything."""
+    """A planner of the user's, which may look at anything."""
 
 
 def test_whoever_may_look_at_more_is_asked_each_time(mesh: Any) -> None:
@@ -141,7 +141,7 @@ def test_whoever_may_look_at_more_is_asked_each_time(mesh: Any) -> None:
 
 
 def test_a_local_tensor_that_describes_itself_is_asked_each_time(mesh: Any) -> None:
-    """As those of row-wise sharded tables do, which look alike whatever they hold, and Megatron-FSDP's."""
+    """Those of row-wise sharded tables do, which look alike whatever they hold, and so do Megatron-FSDP's."""
     sharded = DTensor.from_local(torch.randn(2, 6), mesh, (Shard(0), Replicate()))
     local: Any = sharded._local_tensor
     plain: Any = torch.ones(2)
@@ -199,7 +199,7 @@ def test_a_plan_is_pickled_for_its_digest_once(tmp_path: Path, monkeypatch: pyte
         made = planner()
         ours.async_save(state, tmp_path / str(number), storage_writer=writer, planner=made)._wait("committed", 30)
     writer.close()
-    # of the first, of the other planner's, and of the first again
+    # the first plan, the other planner's, and the first planner's again
     assert len(digested) == 3
 
 
@@ -210,7 +210,7 @@ RANKS = 3
 def test_ranks_that_keep_theirs_follow_one_that_does_not(
     together: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was planned is sent, though it was compared by its digest only before."""
+    """They send the plans that they kept, of which they had compared only the digests before."""
     writers = [DataStatesStorageWriter(rank_timeout=10, **SMALL) for _ in range(RANKS)]
     planned: Counter[int] = Counter()
     create = DefaultSavePlanner.create_local_plan

@@ -13,7 +13,7 @@ HOW = ("stock", "ours", "thread", "snapshot")
 
 @pytest.mark.long
 def test_training_goes_on_alike_on_any_number_of_ranks(train: Any, said: Any, tmp_path: Path) -> None:
-    """From two ranks to two and to one, from one to two; whoever wrote it, and whoever reads it."""
+    """From two ranks to two and to one, and from one to two, for each way to save and each reader."""
     write = """
 root = Path(sys.argv[1])
 net, optimizer = make()
@@ -44,7 +44,7 @@ for root in map(Path, sys.argv[2:]):
 
 
 def test_saving_while_sharded_training_goes_on(train: Any, tmp_path: Path) -> None:
-    """The state of the call, captured while ranks step at different times."""
+    """Each checkpoint holds the state of its call, though the ranks step at different times."""
     train(
         2,
         """
@@ -132,7 +132,7 @@ same(loaded(root / f"alone{rank()}", mine, "alone"), mine)
 
 @pytest.mark.long
 def test_each_rank_reads_its_own_part(train: Any, tmp_path: Path) -> None:
-    """Of rows, whatever number of ranks wrote them, little more than is needed."""
+    """Each rank reads little more than its own rows, however many ranks wrote them."""
     source = """
 from torch.distributed.tensor import Shard, distribute_tensor
 root = Path(sys.argv[1])

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def two_files(path: Path, plus: float = 0.0) -> torch.Tensor:
-    """A checkpoint as two ranks write it: half of the rows in each file; returns the whole tensor."""
+    """Make a checkpoint as two ranks write it, with half of the rows in each file; returns the whole tensor."""
     whole = torch.arange(1 << 22, dtype=torch.float32).reshape(4096, 1024) + plus
     for rank in range(2):
         part = Parts.of((4096, 1024), {(2048 * rank, 0): whole[2048 * rank : 2048 * (rank + 1)]})
@@ -129,11 +129,11 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     assert isinstance(found, StorageError)
     assert "__1_0.distcp" in str(found)
     part = {"w": Parts.of((4096, 1024), {(0, 0): torch.zeros(2048, 1024)})}
-    dcp.load(part, storage_reader=DataStatesStorageReader(tmp_path))  # it needs the other one only
+    dcp.load(part, storage_reader=DataStatesStorageReader(tmp_path))  # it needs the other file only
 
 
 def test_a_file_in_the_place_of_another_is_named(tmp_path: Path) -> None:
-    """Two ranks' files are laid out alike."""
+    """The files of two ranks have the same layout."""
     whole = two_files(tmp_path)
     names = ("__0_0.distcp", "__1_0.distcp")
     first, second = ((tmp_path / name).read_bytes() for name in names)
@@ -168,7 +168,7 @@ def test_metadata_that_is_damaged_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_checkpoint_of_both_kinds_of_files(tmp_path: Path) -> None:
-    """Torch's files beside this package's, as when a checkpoint was converted in part."""
+    """It has torch's files beside this package's, as when a checkpoint was converted in part."""
     save_with("stock", {"a": torch.arange(10.0), "n": 5}, tmp_path)
     save_with("ours", {"b": torch.arange(7.0)}, tmp_path / "other")
     os.replace(tmp_path / "other" / "__0_0.distcp", tmp_path / "__1_0.distcp")

@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, whoever saves and whoever loads."""
+"""A load gives what was saved, for each way to save and each reader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from states import SMALL, Parts, copied, every_kind, files, loaded, problems, sa
 
 HOW = ["stock", "ours", "thread", "snapshot"]
 OURS = HOW[1:]
-# torch says so of every save over another, and of the element types that few know
+# torch warns of every save over another checkpoint, and of rare element types
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
@@ -169,7 +169,7 @@ def test_only_some_keys_and_in_place(tmp_path: Path) -> None:
     same(into, {"large": state["large"], "model": {"bias": torch.ones(7)}})
 
 
-# --- over a checkpoint that is there
+# --- over an existing checkpoint
 
 
 @pytest.mark.parametrize("how", OURS)
@@ -229,7 +229,7 @@ def test_a_file_that_another_save_has_made_meanwhile_is_left_alone(
 def test_a_file_that_is_gone_is_not_made_a_checkpoint(
     tmp_path: Path, how: str, now: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old one stands: its files are deleted only after another has become the checkpoint."""
+    """The old checkpoint stands: its files are deleted only after another one has become the checkpoint."""
     save_with("ours", {"w": torch.ones(3)}, tmp_path)
     results = Written.results
 
@@ -256,7 +256,7 @@ def test_a_tensor_without_a_name(tmp_path: Path, how: str) -> None:
 
 
 def test_when_the_end_is_not_durable_what_stands_can_be_loaded(tmp_path: Path) -> None:
-    """The directory's sync fails after the new checkpoint has got its name: whichever stands, its files are there."""
+    """The directory's sync fails after the new checkpoint got its name: whichever one stands, its files exist."""
     save_with("snapshot", {"w": torch.ones(3)}, tmp_path)
     faults.arm(faults.Fault("manifest.sync_directory", "fail", errno.EIO, nth=2))
     with pytest.raises(StorageError):

@@ -1,4 +1,4 @@
-"""Files of torch's own writer that are damaged, or made to harm: named, and nothing of them is run."""
+"""Damaged and malicious files of torch's own writer are named, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_flipped_byte_in_the_data_names_the_tensor(tmp_path: Path, rows: int) 
 
 
 FLIPPED = 5
-"""Of the bytes around the data one in so many is flipped: all of them would take half a minute."""
+"""Of this many bytes around the data one is flipped. To flip all would take half a minute."""
 
 
 @pytest.mark.long
@@ -161,7 +161,7 @@ def test_lies_are_found(tmp_path: Path, lie: str) -> None:
 
 
 def repickled(archive: bytes, old: bytes, new: bytes) -> bytes:
-    """The same archive with another pickle of the same length, and the checksum of that."""
+    """The same archive with another pickle of the same length, and the right checksum."""
     info, at = records(archive)["archive/data.pkl"], data_of(archive, "archive/data.pkl")
     changed = archive[at : at + info.file_size].replace(old, new)
     assert len(changed) == info.file_size

@@ -1,4 +1,4 @@
-"""Files of torch's own writer: read in ranges, and verified where they can be."""
+"""Files of torch's own writer are read in ranges, and verified where they can be."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_one_tensor_that_is_wanted_twice(tmp_path: Path, by_torch: list[str]) ->
 
 @pytest.mark.parametrize("files", [1, 2])
 def test_two_tensors_into_one_are_both_verified_and_the_last_one_stays(tmp_path: Path, files: int) -> None:
-    """As when a model has learnt to tie its weights since."""
+    """As when a model ties weights that were not tied when it was saved."""
     state = {"a": torch.arange(100_000.0), "b": torch.ones(100_000)}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, single_file_per_rank=files == 1))
     assert len(list(tmp_path.glob("*.distcp"))) == files
@@ -200,7 +200,7 @@ def test_into_other_types_and_strides(tmp_path: Path, by_torch: list[str]) -> No
     assert by_torch == []
 
 
-# what torch's own writer copies first, so that it fills its memory: another may not
+# torch's own writer first copies such tensors, so that they fill their storage; another writer may not
 @pytest.mark.parametrize("rows", [300, 3])
 @pytest.mark.parametrize(
     ("change", "is_verified"),
@@ -294,7 +294,7 @@ def test_an_archive_of_another_writer_of_zip_files(tmp_path: Path, by_torch: lis
 
 
 def test_an_archive_with_numbers_of_64_bits(tmp_path: Path, by_torch: list[str]) -> None:
-    """As torch writes them from 4 GiB on; this package's own have them in any case."""
+    """Torch writes such numbers from 4 GiB on. This package's files always have them."""
     save_with("ours", {"w": torch.arange(100.0)}, tmp_path / "ours")
     info = places(tmp_path / "ours")["w"]
     archive = (tmp_path / "ours" / info.relative_path).read_bytes()[info.offset : info.offset + info.length]

@@ -1,4 +1,4 @@
-"""What the ranks of the tests train: a script begins with all of this."""
+"""What the ranks of the tests train. Each script begins by importing all of this."""
 
 # ruff: noqa: F401 the scripts use all of this
 
@@ -59,7 +59,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Leave together, and without the interpreter's end, in which torch may abort."""
+    """Wait for the other ranks, and exit without the interpreter's shutdown, in which torch may abort."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
@@ -70,7 +70,7 @@ def rank() -> int:
 
 
 def say(word: str, value: Any) -> None:
-    """Tell the test."""
+    """Tell the test a value, under a word."""
     print(json.dumps({"word": word, "value": value}), flush=True)
 
 
@@ -86,7 +86,7 @@ def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def steps(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
-    """Train on the same batches on all ranks, so that the losses are those of any number of ranks; their bits."""
+    """Train on the same batches on all ranks, so that the losses are the same for any number of ranks; returns them."""
     losses = []
     for number in range(first, last):
         tokens = torch.randint(0, TOKENS, (16,), generator=torch.Generator().manual_seed(number))
@@ -132,7 +132,7 @@ def load(how: str, path: Path, net: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def whole(content: Any) -> Any:
-    """Logical tensors, in copies, in the place of what a rank holds."""
+    """A copy of a state with whole logical tensors in place of this rank's parts."""
     if isinstance(content, DTensor):
         content = content.full_tensor()
     if isinstance(content, torch.Tensor):

@@ -28,7 +28,7 @@ Train = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = importlib.util.find_spec("deepspeed")
-    if found is not None and found.origin is not None:  # without one it is this folder
+    if found is not None and found.origin is not None:  # without an origin it is this folder, not the package
         return
     for item in items:
         if item.path.parent == HERE:
@@ -48,7 +48,7 @@ def _train(ranks: Any) -> Train:
 
 @pytest.fixture
 def train(ranks: Any) -> Train:
-    """Run a script that has all of training.py, as each of ``n`` ranks: ``train(n, script, *arguments, **variables)``.
+    """Run a script, which may use all of training.py, on ``n`` ranks: ``train(n, script, *arguments, **variables)``.
 
     Further options are those of ``ranks``. What a rank asserts fails the test with its output.
     """
@@ -57,13 +57,13 @@ def train(ranks: Any) -> Train:
 
 @pytest.fixture(scope="module")
 def module_train(module_ranks: Any) -> Train:
-    """As ``train``, for what all tests of a module look at."""
+    """As ``train``, for runs that all tests of a module share."""
     return _train(module_ranks)
 
 
 @pytest.fixture(scope="session")
 def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
-    """What a rank has said, by word."""
+    """The values that a rank has said, by word."""
 
     def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"word"')]

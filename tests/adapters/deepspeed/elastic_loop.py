@@ -1,6 +1,6 @@
 """One rank of a job that saves checkpoints with DeepSpeed, and loads those of jobs of another size.
 
-Arguments: a folder; then what to do, in order: ``save``, ``load=N`` with what N ranks have saved, ``refuse``.
+Arguments: a folder, then the actions in order: ``save``, ``load=N`` (what N ranks have saved), or ``refuse``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if torch.cuda.is_available():
 
 
 class Net(torch.nn.Module):
-    """Tied weights, frozen parameters, a buffer that the forward pass changes; sizes that nothing divides."""
+    """Tied weights, frozen parameters, a buffer that the forward pass changes, and odd sizes."""
 
     def __init__(self, width: int, rows: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Net(torch.nn.Module):
 
 
 class Numbers(torch.optim.AdamW):
-    """Keeps its step as a number of Python's, as DeepSpeed's own optimizers do."""
+    """An AdamW that keeps its step as a Python number, as DeepSpeed's own optimizers do."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -98,7 +98,7 @@ def build(case: dict[str, Any], seed: int, *, ours: bool = True) -> Any:
 
 
 def train(engine: Any, steps: range) -> None:
-    # of buffers, ZeRO-1 and ZeRO-2 save those of rank 0, which are to be those of all
+    # ZeRO-1 and ZeRO-2 save the buffers of rank 0 only, so all ranks must have the same buffers
     own = RANK if engine.zero_optimization_stage() == 3 else 0
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * step + own)
@@ -121,10 +121,10 @@ def gathered(optimizer: Any, number: int, flat: torch.Tensor) -> dict[Any, torch
 
 
 def state_of(engine: Any) -> dict[str, Any]:
-    """All that training goes on from, as full tensors by parameter, the same on all ranks."""
+    """The whole training state, with full tensors by parameter. It is the same on all ranks."""
     optimizer, found = engine.optimizer, {}
     if engine.zero_optimization_stage() < 3:
-        # DeepSpeed's own look-up knows no states of a second group, and has another order with round_robin_gradients
+        # DeepSpeed's own look-up misses the states of a second group, and uses another order with round_robin_gradients
         for number, flat in enumerate(optimizer.single_partition_of_fp32_groups):
             states = optimizer.optimizer.state[flat]
             for state, tensor in (("fp32", flat.detach()), *((s, states[s]) for s in STATES)):
@@ -171,7 +171,7 @@ def save(case: str) -> None:
     folder = ROOT / f"{case}-of-{WORLD}"
     engine = build(CASES[case], 1)
     train(engine, range(STEPS))
-    engine.optimizer.loss_scaler.cur_scale = 2.0  # not what it is by default
+    engine.optimizer.loss_scaler.cur_scale = 2.0  # not the default
     engine.save_checkpoint(str(folder), client_state={"case": case})
     truth = {"state": state_of(engine), "buffers": buffers(engine)}
     train(engine, range(STEPS, STEPS + MORE))
@@ -185,7 +185,7 @@ def load(case: str, ranks: int) -> None:
     folder = ROOT / f"{case}-of-{ranks}"
     truth = torch.load(folder / f"truth-{RANK % ranks}", weights_only=False)
     engine = build(CASES[case], 2, ours="loaded by torch" not in CASES[case])
-    if ranks < WORLD:  # else an engine without any state of the optimizer's yet
+    if ranks < WORLD:  # otherwise the engine's optimizer has no state yet
         train(engine, range(1))
     with counted() as tallies:
         path, client_state = load_checkpoint(engine, folder)
@@ -194,10 +194,10 @@ def load(case: str, ranks: int) -> None:
     assert_same(state_of(engine), truth["state"], f"{case}, {ranks} to {WORLD}")
     assert_same(buffers(engine), truth["buffers"], f"{case}, buffers")
     (tally,) = tallies
-    # little states are verified as a whole, whatever that takes
+    # small states are verified as a whole, whatever that reads
     assert "width" in CASES[case] or not tally.unverified_keys
     assert "width" not in CASES[case] or tally.read_nbytes < 1.05 * tally.needed_nbytes
-    # saved by this number of ranks, and loaded by DeepSpeed itself: training goes on alike
+    # saved by this number of ranks and loaded by DeepSpeed itself, training goes on alike
     again = ROOT / f"{case}-of-{ranks}-on-{WORLD}"
     engine.save_checkpoint(str(again))
     train(engine, range(STEPS, STEPS + MORE))
@@ -215,7 +215,7 @@ def load(case: str, ranks: int) -> None:
 
 
 class counted:
-    """What restoring has read meanwhile."""
+    """Collects what each restore within the block has read."""
 
     def __enter__(self) -> list[Any]:
         self._own, tallies = Restore.run, []
@@ -232,7 +232,7 @@ class counted:
 
 
 def refuse(case: str) -> None:
-    """What does not fit changes nothing, on any rank, and is named."""
+    """Check that what does not fit is named, and changes nothing on any rank."""
     folder = ROOT / f"{case}-of-{WORLD}"
     engine = build(CASES[case], 4)
     train(engine, range(1))
@@ -275,7 +275,7 @@ def refuse(case: str) -> None:
     torch.distributed.barrier()
     with pytest.raises(CorruptError if RANK == WORLD - 1 else CommitError, match=re.escape(name)):
         load_checkpoint(engine, broken)
-    # whole again, the same engine loads it
+    # the same engine then loads the whole checkpoint
     load_checkpoint(engine, folder)
     truth = torch.load(folder / f"truth-{RANK}", weights_only=False)
     assert_same(state_of(engine), truth["state"], "after a failure")
@@ -298,4 +298,4 @@ def main() -> None:
 
 main()
 sys.stdout.flush()
-os._exit(0)  # threads of torch that are left abort a process at times that ends by itself
+os._exit(0)  # leftover threads of torch sometimes abort a process that ends normally

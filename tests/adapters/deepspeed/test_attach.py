@@ -1,4 +1,4 @@
-"""attach(): an engine made without the JSON file's entry saves as with it; an unknown DeepSpeed is refused."""
+"""attach(): an engine made without the JSON file's entry saves as if with it; an unknown DeepSpeed is refused."""
 
 from __future__ import annotations
 

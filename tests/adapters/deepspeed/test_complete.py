@@ -157,7 +157,7 @@ end = lambda: None  # the interpreter's own end
         may_fail=range(2),
     )
     for process in done:
-        # torch's threads may abort the interpreter's end, after everything
+        # torch's threads may abort the interpreter's shutdown, when all else is done
         assert process.returncode in (code, -6), process.stderr
         assert "has failed" not in process.stderr, process.stderr
     assert (tmp_path / "latest").read_text() == "last"

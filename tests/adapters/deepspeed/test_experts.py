@@ -1,4 +1,4 @@
-"""A model with experts: several files of one rank, and experts that several ranks have alike, saved by one of them."""
+"""A model with experts: a rank has several files, and one rank saves the experts that several ranks hold alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mixed(entry, stage, dtype):
     return engine(stage, entry, dtype, model=net)
 """
 
-# DeepSpeed orders its parameter groups as a set of names is, on each rank and in each run
+# DeepSpeed orders its parameter groups by a set of names; this makes the order equal on all ranks and in all runs
 ORDER = {"PYTHONHASHSEED": "0"}
 CASES = [
     *((2, case) for case in ("0-fp32", "0-bf16", "1-fp32", "1-bf16", "2-bf16")),

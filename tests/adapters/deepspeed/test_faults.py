@@ -1,4 +1,4 @@
-"""What goes wrong while a checkpoint is written costs that checkpoint only, and what is damaged is named."""
+"""A fault while a checkpoint is written costs that checkpoint only, and damaged files are named."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ trained.destroy()
 
 @pytest.mark.long
 def test_a_model_that_rank_0_cannot_save(train: Any, tmp_path: Path) -> None:
-    """``save_16bit_model``: the other ranks must not wait for it until the time is up."""
+    """With ``save_16bit_model``, the other ranks must not wait for rank 0 until they time out."""
     train(
         2,
         """

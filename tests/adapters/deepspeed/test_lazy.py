@@ -1,4 +1,4 @@
-"""Training goes on while a checkpoint is captured, and the checkpoint is that of the call all the same."""
+"""Training goes on while a checkpoint is captured, and the checkpoint still holds the state of the call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-# the files hold more than the cache: capture lasts as long as the writes, and those are slow
+# the files are larger than the cache, so that capture lasts as long as the writes, which are slow
 SLOW = """
 directory = Path(sys.argv[1])
 SMALL_CACHE = {"host_cache": "2MiB", "block": "1MiB"}

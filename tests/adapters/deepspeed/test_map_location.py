@@ -1,4 +1,4 @@
-"""Where what is loaded is put: as ``torch.load`` does, but before it is read."""
+"""``map_location`` puts loaded tensors where ``torch.load`` puts them, but before they are read."""
 
 from __future__ import annotations
 

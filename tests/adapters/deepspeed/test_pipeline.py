@@ -1,4 +1,4 @@
-"""The pipeline engine, which steps by a way of its own, is gated too, and its files are those of torch."""
+"""The pipeline engine, which steps in its own way, is gated too, and its files equal those of torch's engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ like_torch(root, lambda entry: pipeline(entry, int(stage), dtype, *accumulated),
 """
 
 
-# the third word: the type in which gradients are summed; with this one DeepSpeed has another optimizer for ZeRO-1
+# the third word is the type in which gradients are summed; with it DeepSpeed uses another optimizer for ZeRO-1
 @pytest.mark.parametrize("case", ["0-fp32", "1-fp32", "1-bf16", "1-bf16-fp32"])
 def test_two_stages(train: Any, tmp_path: Path, case: str) -> None:
     train(2, PIPELINE + STAGES, tmp_path, case)
@@ -86,7 +86,7 @@ for accumulated, why in (("bf16", "the model is a pipeline"), ("fp32", "a BF16_O
 """,
         tmp_path,
     )
-    # a process that has had a pipeline cannot have another engine of DeepSpeed's
+    # a process that has had a pipeline cannot have any other DeepSpeed engine
     train(
         2,
         """

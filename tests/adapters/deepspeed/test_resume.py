@@ -1,4 +1,4 @@
-"""A run that was resumed goes on bit for bit as the one that never stopped, whoever wrote its checkpoint."""
+"""A resumed run goes on bit for bit like the run that never stopped, whichever engine wrote its checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ for case in cases:
         say(f"{case} files", {name: differences(content(theirs / name), content(made / name)) for name in files})
 """
 )
-# the JSON file is part of the files: there stands which engine saves
+# the checkpoint's files include the JSON file, which names the engine that saves
 OWN = "/ds_config"
 
 
@@ -56,7 +56,7 @@ OWN = "/ds_config"
 def runs(
     module_train: Any, said: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[list[Any], list[Any]]:
-    """What the ranks of the runs that went on, and of those that were resumed, have said: all cases asked for."""
+    """What each rank said in the runs that never stopped, and in those that were resumed, for all requested cases."""
     root = tmp_path_factory.mktemp("resume")
     asked = [vars(item).get("callspec") for item in request.session.items if item.path == request.path]
     cases = sorted({call.params["case"] for call in asked if call} or CASES)

@@ -1,4 +1,4 @@
-"""How the files of several ranks get their names: whoever fails, all hear of it, and nothing is lost silently."""
+"""The files of several ranks get their names together: all ranks hear of a failure, and no failure is silent."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def give(engine: Engine, write_file: Any) -> Give:
 def run(
     worlds: list[BoardWorld], give: Give, folder: Path, name: str, tag: Callable[[int], str], value: float
 ) -> list[BaseException | None]:
-    """Save a file on each rank; the failures."""
+    """Save a file on each rank; returns the failures."""
 
     def one(world: BoardWorld) -> BaseException | None:
         save = saves.Save(name, tag(world.rank), folder / "latest", world, 5.0)
@@ -160,7 +160,7 @@ def test_folders_that_cannot_be_listed_hold_no_debris(
 
 
 def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> None:
-    """Of another process, too: its lock says so, and no list in this one."""
+    """This holds for another process, too: its lock says so, not a list in this process."""
     save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld(), 5.0)
     give(save, tmp_path / "tag" / "a.pt", 1)
     code = "import pathlib, sys; from datastates.adapters.deepspeed.save import sweep; sweep(pathlib.Path(sys.argv[1]))"

@@ -1,4 +1,4 @@
-"""The JSON file's entry: its documented table is the model, and host_cache_size is as any setting."""
+"""The JSON file's entry: the documented table is the model's, and host_cache_size acts like any setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's own tools read these checkpoints, and make of them what they make of torch's."""
+"""DeepSpeed's own tools read these checkpoints, with the same results as for torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests train with DeepSpeed, and how they tell two states apart: a script begins with all of this."""
+"""What the tests train with DeepSpeed, and how they compare states. Each script begins by importing all of this."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OURS: dict[str, Any] = {"host_cache_size": 0.0625}
 TORCH = "torch"
 ROWS = 4
 TOKENS = 48
-# latest names the newest complete checkpoint, so a test may wait for it at most so long, in seconds
+# how long a test waits for a condition, in seconds
 PATIENCE = 60.0
 
 
@@ -50,7 +50,7 @@ class Net(torch.nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Any) -> Any:
-        # of the same tokens on all ranks: DeepSpeed saves rank 0's buffers only
+        # the buffer depends on tokens that all ranks share, as DeepSpeed saves rank 0's buffers only
         hidden = self.hidden(self.embedding(torch.cat([torch.arange(2, device=tokens.device), tokens])))
         self.mean.mul_(0.9).add_(0.1 * hidden[:2].detach().mean(0).to(self.mean.dtype))
         return self.head(self.frozen(self.back(torch.relu(hidden[2:] - self.mean.to(hidden.dtype)))))
@@ -62,7 +62,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Leave together, and without the interpreter's end, in which torch may abort."""
+    """Wait for the other ranks, and exit without the interpreter's shutdown, in which torch may abort."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
@@ -73,12 +73,12 @@ def rank() -> int:
 
 
 def say(word: str, value: Any) -> None:
-    """Tell the test."""
+    """Tell the test a value, under a word."""
     print(json.dumps({"word": word, "value": value}), flush=True)
 
 
 def engine(stage: int = 2, entry: Any = OURS, dtype: str = "bf16", *, model: Any = None, **changed: Any) -> Any:
-    """A DeepSpeed engine. ``entry``: what stands below datastates_ckpt, TORCH for nothing; ``changed``: other keys."""
+    """A DeepSpeed engine. ``entry`` is the datastates_ckpt entry, TORCH for none; ``changed`` are other keys."""
     torch.manual_seed(7)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -104,13 +104,13 @@ def ours(trained: Any) -> Any:
 
 
 def tokens(number: int) -> Any:
-    """This rank's micro-batch of a number."""
+    """This rank's micro-batch with a number."""
     generator = torch.Generator().manual_seed(1000 * number + rank())
     return torch.randint(0, TOKENS, (ROWS,), generator=generator)
 
 
 def step(trained: Any, number: int) -> float:
-    """Train on the micro-batch of a number; the loss."""
+    """Train on the micro-batch with a number; returns the loss."""
     batch = tokens(number).to(trained.device)
     loss = torch.nn.functional.cross_entropy(trained(batch).float(), batch)
     trained.backward(loss)
@@ -119,7 +119,7 @@ def step(trained: Any, number: int) -> float:
 
 
 def steps(trained: Any, first: int, end: int) -> list[float]:
-    """Train on several micro-batches; their losses."""
+    """Train on several micro-batches; returns their losses."""
     return [step(trained, number) for number in range(first, end)]
 
 
@@ -127,7 +127,7 @@ def steps(trained: Any, first: int, end: int) -> list[float]:
 
 
 def leaves(value: Any, at: str = "") -> dict[str, str]:
-    """Everything in a nested value by its place: tensors with type, shape, gradient and digest; objects by fields."""
+    """Describe a nested value by the path of each leaf: tensors by type, shape and digest, objects by their fields."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         shape = f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {value.device} grad={value.requires_grad}"
@@ -151,7 +151,7 @@ def leaves(value: Any, at: str = "") -> dict[str, str]:
 
 
 def state(trained: Any) -> dict[str, str]:
-    """All that a checkpoint is to bring back."""
+    """The leaves of all that a checkpoint must restore."""
     return leaves(
         {
             "module": dict(trained.module.state_dict()),
@@ -182,16 +182,17 @@ def names(directory: Path) -> list[str]:
 def unlike(theirs: Path, own: Path) -> list[str]:
     """Where a file of this package differs from the one of DeepSpeed's torch engine."""
     saved, found = content(theirs), torch.load(own, map_location="cpu", weights_only=False)
-    # what DeepSpeed clones for torch's has no versions of modules any more, no gradients, and tuples for shapes
+    # DeepSpeed's clones for torch's engine lose module versions and gradients, and have tuples for shapes
     several = [differences(saved, leaves(value)) for value in (found, clone_tensors_for_torch_save(found))]
-    # the JSON file is part of the files: there stands which engine saves
+    # the checkpoint's files include the JSON file, which names the engine that saves
     return min(([line for line in lines if not line.startswith("/ds_config")] for lines in several), key=len)
 
 
 def like_torch(root: Path, made: Any, train: Any) -> None:
-    """Files of this package are those of DeepSpeed's torch engine though training goes on, and each reads the other's.
+    """Check that this package's files equal those of torch's engine, and that each engine reads the other's.
 
-    ``made(entry)`` gives an engine, ``train(engine, first, end)`` its losses. Rank 0 is to save more than 2 MiB.
+    Training goes on while this package saves. ``made(entry)`` gives an engine, and ``train(engine, first, end)`` trains
+    it and gives its losses. Rank 0 must save more than 2 MiB.
     """
     trained = made(TORCH)
     train(trained, 0, 2)
@@ -199,7 +200,7 @@ def like_torch(root: Path, made: Any, train: Any) -> None:
     losses, end_state = train(trained, 2, 4), state(trained)
     trained.destroy()
 
-    # the files hold more than the cache, and the writes are slow: so is the capture
+    # the files are larger than the cache, and the writes are slow: so is the capture
     trained = made({"host_cache": "2MiB", "block": "1MiB"})
     train(trained, 0, 2)
     with fault("write", "delay", 100):
@@ -232,7 +233,7 @@ def like_torch(root: Path, made: Any, train: Any) -> None:
 
 
 def refused(trained: Any, directory: Path, why: str) -> None:
-    """Loading on another number of ranks says why it cannot, and changes nothing."""
+    """Check that loading on another number of ranks is refused with a reason, and changes nothing."""
     before = state(trained)
     with pytest.raises(RestoreError, match=re.escape(why)):
         load_checkpoint(trained, directory)
@@ -250,7 +251,7 @@ def together(action: Any) -> Any:
 
 
 def wait_for(condition: Any, what: str) -> None:
-    """Wait until something holds; fails the rank if it does not come."""
+    """Wait until a condition holds; fails the rank if it does not in time."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, f"waited in vain: {what}"
@@ -258,13 +259,13 @@ def wait_for(condition: Any, what: str) -> None:
 
 
 def latest(directory: Path) -> str | None:
-    """The tag that the newest complete checkpoint has."""
+    """The tag of the newest complete checkpoint."""
     file = directory / "latest"
     return file.read_text() if file.exists() else None
 
 
 def arm(point: str, action: str, value: int = 0, nth: int = 1) -> None:
-    """Break every hit of a fault point from the nth one on."""
+    """Arm a fault point from its nth hit on."""
     if "." in point:
         faults.arm(faults.Fault(point, action, value, nth))
     else:
@@ -284,7 +285,7 @@ def fault(point: str, action: str, value: int = 0, *, on: int | None = None) -> 
 
 @contextlib.contextmanager
 def capture_held() -> Iterator[None]:
-    """Put off the capture of lazy extents; of each file, the extent that also has eager state is captured."""
+    """Hold back the capture of lazy extents. In each file, only the extent that has eager state, too, is captured."""
     _native.arm_fault("capture", "fail", errno.EAGAIN)
     try:
         yield
@@ -294,7 +295,7 @@ def capture_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(seen: list[str], look: Any) -> Iterator[None]:
-    """Look again and again from another thread, and note each new sight."""
+    """Look again and again from another thread, and note each change."""
     ended = threading.Event()
 
     def watch() -> None:

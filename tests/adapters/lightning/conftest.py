@@ -1,4 +1,4 @@
-"""What the tests of this folder share; they are skipped, and say so, where Lightning is not installed."""
+"""What the tests of this folder share. Where Lightning is not installed they are skipped, and say so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = importlib.util.find_spec("lightning")
-    if found is not None and found.origin is not None:  # without one it is this folder
+    if found is not None and found.origin is not None:  # without an origin it is this folder, not the package
         return
     for item in items:
         if item.path.parent == HERE:

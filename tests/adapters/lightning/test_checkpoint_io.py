@@ -23,11 +23,11 @@ from datastates.errors import CorruptError, ProviderError, SettingsError, Storag
 torch = pytest.importorskip("torch")
 
 HERE = Path(__file__).parent
-# what Lightning says of loaders, of this machine's accelerators and of checkpoints that are there is not what is tested
+# Lightning's warnings about loaders, accelerators and existing checkpoints are not tested here
 pytestmark = pytest.mark.filterwarnings("ignore")
 IMPORTED = ("lightning.pytorch", "torch.distributed.checkpoint")
 HELD = 2000
-"""Milliseconds for which a first write is held up, and with it the capture of what the cache does not hold."""
+"""Milliseconds by which the first write is delayed, and with it the capture of what the cache cannot hold."""
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -56,7 +56,7 @@ def run(module_ranks: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="module")
 def whole(run: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], Any]:
-    """What training says of its steps, and its end, when nothing interrupts it."""
+    """The losses and the final state of a run that nothing interrupts."""
     directory = tmp_path_factory.mktemp("whole")
     done = run(directory, 12)
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def test_killed_in_a_write_it_resumes_bit_for_bit(
     fault: str, run: Any, whole: tuple[dict[str, float], Any], tmp_path: Path
 ) -> None:
     expected, end = whole
-    # one at a time: the first has its name before the second is begun, which is the one that is killed
+    # one snapshot at a time: the first has its name before the second begins, and the kill comes in the second
     killed = run(tmp_path / "killed", 12, DATASTATES_FAULTS=fault, MORE='{"max_in_flight": 1}')
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [path.name for path in (tmp_path / "killed").glob("*.ckpt")] == ["epoch=0-step=4.ckpt"]
@@ -77,7 +77,7 @@ def test_killed_in_a_write_it_resumes_bit_for_bit(
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout.splitlines()[-1]) == {k: v for k, v in expected.items() if int(k) >= 4}
     assert same(torch.load(tmp_path / "killed" / "end.pt"), end)
-    # Lightning does not remove what it went on from
+    # Lightning does not remove the checkpoint that it resumed from
     assert {p.name for p in (tmp_path / "killed").iterdir()} == {
         "epoch=0-step=4.ckpt",
         "epoch=2-step=12.ckpt",
@@ -95,7 +95,7 @@ def test_the_files_are_those_that_lightning_writes(training: ModuleType, io: Any
         checkpoint.pop("callbacks")  # it holds the path
     assert same(found, expected)
     assert type(found["state_dict"]) is type(expected["state_dict"])
-    # Lightning without this package goes on with it, and this package with what Lightning has written
+    # Lightning without this package resumes from its file, and with this package from Lightning's own
     ends = []
     for path, plugin in ((ours, None), (stock, io)):
         module = training.Module()
@@ -150,8 +150,8 @@ def test_what_is_removed_stays_until_what_came_after_is_there(
     assert "second.ckpt is kept" in caplog.text
     with pytest.raises(StorageError, match="No space"):
         io.teardown()
-    io.teardown()  # told once
-    io.save_checkpoint(state, second)  # over one that is there, and after the end of a fit
+    io.teardown()  # the failure is told only once
+    io.save_checkpoint(state, second)  # over an existing checkpoint, and after the end of a fit
     io.teardown()
     assert same(torch.load(second, weights_only=True), state)
 

@@ -1,4 +1,4 @@
-"""Several runs that save into one folder: what one of them is writing is no debris to another."""
+"""Several runs save into one folder: no run takes what another is writing for debris."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_checkpoint_under_way_survives_another_runs_first_save(
     go = threading.Event()
     io.files.begin()
     io.files.then("what comes before", None, lambda _: go.wait())
-    io.save_checkpoint(STATE, tmp_path / "one.ckpt")  # it does not get its name before that
+    io.save_checkpoint(STATE, tmp_path / "one.ckpt")  # it gets its name only after that
     other = training.DataStatesCheckpointIO(**training.OPTIONS)
     other.save_checkpoint(STATE, tmp_path / "other.ckpt")
     other.teardown()

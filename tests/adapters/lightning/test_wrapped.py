@@ -1,4 +1,4 @@
-"""Lightning's own wrapper around the plugin: it drains its thread, and never tells the plugin that a fit has ended."""
+"""Lightning's own wrapper around the plugin: it drains its thread, but never tells the plugin that a fit ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from datastates.errors import StorageError
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")
 HELD = 2000
-"""Milliseconds for which a first write is held up: a fit that does not wait for it ends before."""
+"""Milliseconds by which the first write is delayed. A fit that does not wait for it ends earlier."""
 
 
 def _fit(training: ModuleType, io: Any, directory: Path) -> None:

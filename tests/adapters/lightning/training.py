@@ -1,4 +1,4 @@
-"""A small module trained by Lightning; as a program: DIRECTORY STEPS, goes on with what is there."""
+"""A small module trained by Lightning. As a program (arguments: DIRECTORY STEPS) it resumes what is there."""
 
 from __future__ import annotations
 

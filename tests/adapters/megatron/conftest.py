@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def run(ranks: Any, tmp_path: Path) -> Run:
-    """Run a script that has all of setting.py, as each of ``n`` ranks: ``run(n, script, *arguments, **variables)``.
+    """Run a script, which may use all of setting.py, on ``n`` ranks: ``run(n, script, *arguments, **variables)``.
 
     Further options are those of ``ranks``. What a rank asserts fails the test with its output.
     """
@@ -53,7 +53,7 @@ def run(ranks: Any, tmp_path: Path) -> Run:
         source += textwrap.indent(textwrap.dedent(script), "    ")
         source += '\nif __name__ == "__main__":\n    begin()\n    main()\n    end()\n'
         done: list[subprocess.CompletedProcess[str]]
-        # the locks of processes that are killed stay; the name is short, as Megatron makes sockets there
+        # killed processes leave their locks in TMPDIR; its name is short, as Megatron makes sockets there
         given = {"timeout": SECONDS, "imported": IMPORTED, "TMPDIR": str(tmp_path.parent), **options}
         done = ranks(n, source, *arguments, **given)
         return done
@@ -63,7 +63,7 @@ def run(ranks: Any, tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
-    """What a rank has said, by word."""
+    """The values that a rank has said, by word."""
 
     def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"word"')]

@@ -1,4 +1,4 @@
-"""What the tests save and load with Megatron-Core, in several layouts of ranks: a script begins with all of this."""
+"""What the tests save and load with Megatron-Core, in several layouts of ranks. Each script imports all of this."""
 # ruff: noqa: F401
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from datastates._base import faults
 from datastates.adapters.megatron import DataStatesLoadStrategy, DataStatesSaveStrategy, install
 from datastates.errors import CommitError, CorruptError, StorageError, TornSnapshotError
 
-# what Megatron calls on its way to save, with or without a GPU; here, as a worker that it spawns imports this, too
+# Megatron's save calls these even without a GPU; they are set here, as a worker that it spawns imports this, too
 torch.cuda.current_device = lambda: "cpu"
 torch.cuda.synchronize = lambda *_: None
 torch.cuda.set_device = lambda *_: None
 torch.cuda.device_count = lambda: 1
 
 LAYERS, WIDTH = 4, 64
-# what is waited for must come in so many seconds
+# how long a test waits for a condition, in seconds
 PATIENCE = 60.0
 
 
@@ -53,7 +53,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Leave together, and without the interpreter's end, in which torch may abort."""
+    """Wait for the other ranks, and exit without the interpreter's shutdown, in which torch may abort."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
@@ -64,7 +64,7 @@ def rank() -> int:
 
 
 def say(word: str, value: Any) -> None:
-    """Tell the test."""
+    """Tell the test a value, under a word."""
     print(json.dumps({"word": word, "value": value}), flush=True)
 
 
@@ -76,7 +76,7 @@ def together(action: Any) -> Any:
 
 
 def wait_for(condition: Any, what: str) -> None:
-    """Wait until something holds; fails the rank if it does not come."""
+    """Wait until a condition holds; fails the rank if it does not in time."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, f"waited in vain: {what}"
@@ -87,7 +87,7 @@ def wait_for(condition: Any, what: str) -> None:
 
 
 def whole(key: str, shape: tuple[int, ...], step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A logical tensor at a step: the same wherever it is asked for."""
+    """A logical tensor at a step. It is the same on every rank."""
     generator = torch.Generator().manual_seed(1000 * zlib.crc32(key.encode()) + step)
     return torch.randn(shape, generator=generator).to(dtype)
 
@@ -102,12 +102,12 @@ class Layout:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """This rank's numbers, by axis."""
+        """This rank's index along the tensor, pipeline and data axes."""
         assert self.tp * self.pp * self.dp == dist.get_world_size()
         return rank() % self.tp, rank() // self.tp % self.pp, rank() // (self.tp * self.pp)
 
     def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """What this rank's part of a tensor is, tensor-parallel along a dimension."""
+        """This rank's part of a tensor that is tensor-parallel along a dimension."""
         return tensor.chunk(self.tp, dim)[self.place[0]]
 
     def layers(self) -> range:
@@ -117,7 +117,7 @@ class Layout:
 
 
 def _glu(key: str, data: torch.Tensor, at: Layout) -> ShardedTensorFactory:
-    # two matrices in one parameter, as Megatron's gated units have it: each is sharded by itself
+    # two matrices in one parameter, as in Megatron's gated units: each is sharded by itself
 
     def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any = None) -> list[ShardedTensor]:
         first, second = (key + "_w", data.chunk(2)[0]), (key + "_v", data.chunk(2)[1])
@@ -128,7 +128,7 @@ def _glu(key: str, data: torch.Tensor, at: Layout) -> ShardedTensorFactory:
 
 
 def state(at: Layout, step: int | None = None, *, own: bool = False) -> dict[str, Any]:
-    """This rank's sharded state at a step; None: something to load into. ``own``: with objects of this layout only."""
+    """This rank's sharded state at a step, or one to load into (None). ``own`` adds objects of this layout only."""
     tp, pp, dp = at.place
 
     def tensor(key: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -143,7 +143,7 @@ def state(at: Layout, step: int | None = None, *, own: bool = False) -> dict[str
     cut = 3 * (tp > 0), 3 if tp == 0 and at.tp > 1 else 10 - 3 * (tp > 0)  # an uneven split of ten rows
     made: dict[str, Any] = {
         "layers": {
-            # integers as keys, as optimizers have them
+            # keys are integers, as in optimizers
             layer: ShardedTensor.from_rank_offsets(
                 "decoder.weight",
                 at.part(tensor(f"decoder.{layer}", WIDTH, WIDTH), 0),
@@ -186,7 +186,7 @@ def state(at: Layout, step: int | None = None, *, own: bool = False) -> dict[str
 
 
 def plain(value: Any) -> Any:
-    """What loading a state is to give: the data of what is sharded, and all else as it is."""
+    """What loading a state must give: the data of sharded values, and all else as it is."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -211,7 +211,7 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
 
 
 def save(state: Any, directory: Path, strategy: Any, **options: Any) -> Any:
-    """``dist_checkpointing.save`` of any version; of an asynchronous save the request."""
+    """Call ``dist_checkpointing.save`` of any version; an asynchronous save returns the request."""
     together(lambda: directory.mkdir(parents=True, exist_ok=True))
     known = inspect.signature(dist_checkpointing.save).parameters
     if "async_strategy" in known:
@@ -232,7 +232,7 @@ def loaded_as(at: Layout, step: int, directory: Path, strategy: Any, *, own: boo
 
 
 def finished(directory: Path) -> bool:
-    """Whether Megatron takes a directory for a checkpoint."""
+    """Whether a directory is a checkpoint to Megatron."""
     return (directory / "metadata.json").exists()
 
 
@@ -251,14 +251,14 @@ class Stock:
 
     @staticmethod
     def save() -> Any:
-        """Of any version."""
+        """The save strategy, in any version of Megatron."""
         return TorchDistSaveShardedStrategy("torch_dist", 1)
 
     load = TorchDistLoadShardedStrategy
 
 
 class Ours:
-    """Those of this package."""
+    """This package's strategies."""
 
     save = DataStatesSaveStrategy
     load = DataStatesLoadStrategy
@@ -279,5 +279,5 @@ def fault(point: str, action: str, value: int = 0, *, on: int | None = None) -> 
 
 
 def arm(point: str, action: str, value: int = 0, nth: int = 1) -> None:
-    """Break a hit of a fault point from Python's side."""
+    """Arm a fault point of the Python code."""
     faults.arm(faults.Fault(point, action, value, nth))

@@ -1,4 +1,4 @@
-"""Damage to the files of a checkpoint is found by this package's strategy, and named, on every rank."""
+"""This package's strategy finds damage to the files of a checkpoint, and names it on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save that has failed is never finalized, on no rank; one whose worker process is gone is, if it did not fail."""
+"""A failed save is finalized on no rank; a save whose worker process died is finalized, if it did not fail."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ os._exit(0)
     run(1, "loaded_as(Layout(), 0, Path(sys.argv[1]) / '0', Ours.load())", tmp_path)
 
 
-# --- the lock by itself: neither Megatron nor ranks
+# --- the lock by itself, without Megatron and without ranks
 
 HOLDER = """
 import sys, time

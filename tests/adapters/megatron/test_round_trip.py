@@ -1,4 +1,4 @@
-"""What one layout of ranks saves another loads, and stock Megatron-Core and this package read each other."""
+"""One layout of ranks loads what another saved, and stock Megatron-Core and this package read each other's files."""
 
 from __future__ import annotations
 

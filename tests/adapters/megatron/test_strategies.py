@@ -1,4 +1,4 @@
-"""How the strategies stand in Megatron-Core: what it does with them, and what they leave in a directory."""
+"""How Megatron-Core uses the strategies, and what they leave in a directory."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_tensors_of_every_kind(run: Any, tmp_path: Path) -> None:
 
 
 def test_training_scripts(run: Any, tmp_path: Path) -> None:
-    """``install`` in modules that make their strategies as ``megatron.training.checkpointing`` does, old and new."""
+    """``install`` works in modules that make strategies as ``megatron.training.checkpointing`` does, old and new."""
     run(
         2,
         """

@@ -1,4 +1,4 @@
-"""A GPT of Megatron-Core's and Megatron's own optimizers: gated, saved while training goes on, and resumed."""
+"""A GPT of Megatron-Core with Megatron's own optimizers is gated, saved while training goes on, and resumed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = importlib.util.find_spec("torchtitan")
-    if found is not None and found.origin is not None:  # without one it is this folder
+    if found is not None and found.origin is not None:  # without an origin it is this folder, not the package
         return
     for item in items:
         if item.path.parent == HERE:

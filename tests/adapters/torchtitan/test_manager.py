@@ -1,4 +1,4 @@
-"""The documentation's checkpoint manager, behind the interface that torchtitan's trainer calls."""
+"""The documentation's checkpoint manager, called through the interface that torchtitan's trainer uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: lazily captured, complete or absent, and what the Trainer goes on from without this."""
+"""Checkpoints of a Trainer: lazily captured, complete or absent, and fit for a Trainer without this package."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from datastates.errors import SettingsError, StorageError
 torch = pytest.importorskip("torch")
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.filterwarnings("ignore")  # of loaders without pinned memory, and of transformers itself
+pytestmark = pytest.mark.filterwarnings("ignore")  # about loaders without pinned memory, and from transformers itself
 IMPORTED = ("accelerate", "transformers.models.llama.modeling_llama", "transformers.trainer")
 HELD = 2000
-"""Milliseconds for which a first write is held up, and with it the capture of what the cache does not hold."""
+"""Milliseconds by which the first write is delayed, and with it the capture of what the cache cannot hold."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def same(first: Path, second: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def stock(run: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
-    """The losses without this package and without interruption, and the file with the end."""
+    """The losses of an uninterrupted run without this package, and the file with its final state."""
     directory = tmp_path_factory.mktemp("stock")
     return said(run(directory / "whole", 12, "stock"))["losses"], directory / "whole-end.pt"
 
@@ -74,7 +74,7 @@ def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(
     assert done.returncode == -signal.SIGKILL, done.stderr
     folders = {path.name for path in killed.iterdir() if not path.name.startswith(".")}
     resumed = said(run(killed, 12))
-    # at the fault in sync_directory the second one has its name already
+    # at the fault in sync_directory the second checkpoint already has its name
     assert resumed["from"] == ("checkpoint-10" if "directory" in fault else "checkpoint-5")
     assert folders == ({"checkpoint-5", "checkpoint-10"} if "directory" in fault else {"checkpoint-5"})
     assert resumed["losses"] == expected
@@ -142,7 +142,7 @@ def test_the_folders_are_those_of_the_trainer(training: ModuleType, tmp_path: Pa
     loaded = [type(trained["ours"].model).from_pretrained(folder).state_dict() for folder in (ours, stock)]
     assert all(torch.equal(loaded[0][name], tensor) for name, tensor in loaded[1].items())
     assert checkpoints.files.failures == 0
-    again = training.trainer(tmp_path / "stock", 7)  # without this package, from its folder
+    again = training.trainer(tmp_path / "stock", 7)  # without this package, from this package's folder
     training.transformers.set_seed(4)
     again.train(resume_from_checkpoint=str(ours))
     assert training.losses(again) == training.losses(trained["stock"])
@@ -198,7 +198,7 @@ def test_a_failure_is_told_and_leaves_nothing(training: ModuleType, tmp_path: Pa
 def test_what_another_run_is_writing_is_left_alone(training: ModuleType, tmp_path: Path) -> None:
     alive, dead = (manifest.begin(tmp_path / f".checkpoint-{step}") for step in (77, 78))
     dead.close()
-    for pending in (alive, dead):  # between the two renames that replace a checkpoint
+    for pending in (alive, dead):  # as between the two renames that replace a checkpoint
         pending.directory.with_name(pending.directory.name + "-old").mkdir()
     made = training.trainer(tmp_path, 5)
     checkpoints = training.attach(made, **training.OPTIONS)

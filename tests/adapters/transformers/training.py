@@ -1,4 +1,4 @@
-"""A tiny language model trained by a Trainer; as a program: DIRECTORY STEPS [stock], goes on with what is there."""
+"""A tiny language model trained by a Trainer. As a program (DIRECTORY STEPS [stock]) it resumes what is there."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ if __name__ == "__main__":
     if made.args.process_index == 0:
         print(json.dumps({"from": there and Path(there).name, "losses": losses(made)}))
         torch.save(made.model.state_dict(), f"{directory}-end.pt")
-    if made.args.world_size > 1:  # an interpreter with threads of gloo may abort at its end
+    if made.args.world_size > 1:  # an interpreter with threads of gloo may abort at its shutdown
         torch.distributed.barrier()
         sys.stdout.flush()
         os._exit(0)
