@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import TypedDict
 
 from datastates._base.sizes import CHUNK, PAGE
 from datastates.errors import SettingsError
 
-SizeOrAuto = Literal["auto"] | ByteSize
+_SIZE = re.compile(r"\s*[0-9]+(\.[0-9]+)?\s*([KMGT]i?)?B?\s*")
+
+
+def _check_size(value: object) -> object:
+    """Refuse what pydantic would take half of, such as ``"8 GiB per rank"``, or would take for other units."""
+    if _SIZE.fullmatch(value) if isinstance(value, str) else isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"{value!r} is not a size: use bytes, or a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB")
+
+
+Size = Annotated[ByteSize, BeforeValidator(_check_size)]
+SizeOrAuto = Annotated[
+    ByteSize | Literal["auto"], BeforeValidator(lambda value: value if value == "auto" else _check_size(value))
+]
 
 ENVIRONMENT_PREFIX = "DATASTATES_"
 
@@ -42,7 +56,7 @@ class IoSettings(BaseModel):
         "storage. It is page-locked where CUDA is in use. auto: a quarter of the available memory, divided by "
         "the number of local ranks; the cache then grows only to what the state needs.",
     )
-    block: ByteSize = Field(
+    block: Size = Field(
         ByteSize(8 << 20),
         description="Bytes of one extent, the unit of capture and of I/O; a multiple of 4096 of at least 1 MiB.",
     )
@@ -55,7 +69,7 @@ class IoSettings(BaseModel):
     io_backend: Literal["auto", "io_uring", "pwrite"] = Field(
         "auto", description="How files are read and written. auto: io_uring where the kernel allows it, else pwrite."
     )
-    device_cache: ByteSize = Field(
+    device_cache: Size = Field(
         ByteSize(0),
         description="Limit in bytes, for each GPU, of free device memory that uncaptured state is copied to where an "
         "optimizer step would wait for its capture. The memory is given back as the copies reach the "

@@ -42,6 +42,8 @@ def parse(text: str) -> list[Fault]:
 
 def arm(fault: Fault) -> None:
     """Arm one point of the Python side; ValueError where it cannot do that action."""
+    if fault.nth < 1:
+        raise ValueError(f"{fault.point}: hits count from 1, not from {fault.nth}")
     if "." in fault.point and fault.action != "kill" and (fault.action != "fail" or fault.value <= 0):
         raise ValueError(f"{fault.point} can be armed with kill or fail:ERRNO, not with {fault.action}:{fault.value}")
     _armed[fault.point] = fault

@@ -73,7 +73,7 @@ def join(directory: Path, rank: int, size: int, timeout: float) -> FileBoard:
     files.make_directory(directory)
     process = f"{rank}-{secrets.token_hex(8)}"
     hello = root / f"hello-{rank}-{size}-{process.partition('-')[2]}"
-    _say_hello(hello)
+    _say_hello(hello, timeout)
     try:
         run, lock = _gather(root, size, timeout) if rank == 0 else (_follow(root, process, size, timeout), None)
     finally:
@@ -81,7 +81,8 @@ def join(directory: Path, rank: int, size: int, timeout: float) -> FileBoard:
     return FileBoard(root / run, rank, partial(_leave, root, run, lock))
 
 
-def _say_hello(hello: Path) -> None:
+def _say_hello(hello: Path, timeout: float) -> None:
+    end = time.monotonic() + timeout
     while True:
         try:
             with step("write", hello):
@@ -91,7 +92,8 @@ def _say_hello(hello: Path) -> None:
         except StorageError as error:
             # a run that has just ended deleted the folder, before or after it was found to exist: try again
             gone = error.errno == errno.ENOENT and hello.parent.parent.is_dir()
-            if not (gone or (error.errno == errno.EEXIST and not hello.parent.is_file())):
+            made = error.errno == errno.EEXIST and (hello.parent.is_dir() or not os.path.lexists(hello.parent))
+            if not (gone or made) or time.monotonic() > end:
                 raise
 
 

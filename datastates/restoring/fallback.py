@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ def restore(
         DatastatesError: As for :meth:`datastates.Checkpointer.restore`.
     """
     damaged: dict[Path, str] = {}  # on the coordinator
+    if isinstance(providers, Iterator):  # each attempt goes through them, and more than once
+        providers = list(providers)
 
     def find() -> Path | None:
         for path in reversed(candidates()):

@@ -182,10 +182,10 @@ class Checkpoint(Mapping[str, Any]):
         """
         with self._lock:
             self._closed = True
-            self._reading.close()
             if self._executor is not None:
                 self._executor.close()
                 self._executor = None
+            self._reading.close()
 
     def __enter__(self) -> Checkpoint:
         """The checkpoint itself."""

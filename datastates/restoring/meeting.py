@@ -52,10 +52,17 @@ class Fit:
 
 
 def _told(error: Exception) -> bytes:
-    """The message to other ranks about an error: its text, and its list of missing files."""
-    text = (str(error) or type(error).__name__).encode(errors="replace").decode()
-    lost = [file.encode(errors="replace").decode() for file in getattr(error, "lost", ())]
-    return msgpack.packb([text, lost])
+    """What other ranks are told of an error: its text, and the files that it misses."""
+    try:
+        text = str(error) or type(error).__name__
+    except Exception:  # of a provider's own class
+        text = type(error).__name__
+    lost = error.lost if isinstance(error, RestoreError) else ()
+    return msgpack.packb([_encodable(text), list(map(_encodable, lost))])
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 class Meeting:

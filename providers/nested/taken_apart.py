@@ -149,8 +149,8 @@ def take_apart(value: object, lazy: Lazy, describer: Describer, *, detached: boo
             tree._opaque = freeze(walk.opaque, walk.opaque_keys, lambda _: None)
         if not tree.thaws():
             raise ProviderError(f"{', '.join(map(repr, walk.opaque_keys))}: what they pickle cannot be read back")
-    keys, values, lazies = ([row[i] for row in walk.found] for i in range(3))
-    tree.shards = describer.describe(keys, values, lazies)
+    found = walk.found
+    tree.shards = describer.describe([k for k, _, _ in found], [a for _, a, _ in found], [lazy for _, _, lazy in found])
     return tree
 
 

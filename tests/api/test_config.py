@@ -23,11 +23,18 @@ def test_sizes(text: int | str, nbytes: int) -> None:
     assert IoSettings.of({"host_cache": text}).host_cache == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "8 GiBs", "-1", "1e9", None, 1.5, "automatic"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "GiB", "8 GiBs", "-1", "1e9", "8gib", "64Mbit", "1,073,741,824", "8.GiB", "16GiB/2", "8 GiB per rank"),
+        *("automatic", None, 1.5, 1.0, True, b"64MiB"),
+    ],
+)
 def test_what_is_no_size(text: object) -> None:
     for field in ("host_cache", "block", "device_cache"):
-        with pytest.raises(SettingsError, match=f"{field}: .*byte"):
+        with pytest.raises(SettingsError, match=f"^{field}: .* is not a size: use bytes, or .* GiB") as raised:
             IoSettings.of({field: text})
+        assert str(raised.value).count(field) == 1
 
 
 @pytest.mark.parametrize(

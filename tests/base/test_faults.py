@@ -28,6 +28,11 @@ def test_what_a_point_cannot_do_is_refused(fault: Fault) -> None:
         faults.arm(fault)
 
 
+def test_hits_count_from_1() -> None:
+    with pytest.raises(ValueError, match="count from 1"):
+        faults.arm(Fault("manifest.rename", "kill", nth=0))
+
+
 def test_a_point_fails_at_its_hit_only() -> None:
     faults.arm(Fault("manifest.rename", "fail", errno.EIO, nth=2))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,26 @@ def test_a_folder_that_is_deleted_once_it_was_found_to_exist_is_made_again(
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     hello = tmp_path / join.FOLDER / "hello-0-2-ab"
-    join._say_hello(hello)
+    join._say_hello(hello, 5)
     assert refused
     assert hello.exists()
 
 
-def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / join.FOLDER).write_text("theirs")
+@pytest.mark.parametrize(
+    "make", [Path.touch, os.mkfifo, lambda path: path.symlink_to("nowhere")], ids=["file", "pipe", "dangling link"]
+)
+def test_what_is_no_folder_in_its_place_is_an_error(make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / join.FOLDER)
     with pytest.raises(StorageError, match="File exists"):
-        join._say_hello(tmp_path / join.FOLDER / "hello-0-2-ab")
+        join._say_hello(tmp_path / join.FOLDER / "hello-0-2-ab", 5)
+
+
+def test_a_folder_that_is_deleted_again_and_again_is_waited_for_no_longer_than_for_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mkdir(path: Path, *_: Any, **__: Any) -> None:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(StorageError, match="File exists"):
+        join._say_hello(tmp_path / join.FOLDER / "hello-0-2-ab", 0.05)

@@ -67,8 +67,8 @@ def _package(module: str) -> str:
     return module.split(".")[0]
 
 
-def _imports(module: str) -> list[tuple[str, str, bool]]:
-    """Every import of a module: its source, its name, and whether it runs when the module itself is imported."""
+def _imports(module: str) -> list[tuple[str, str, str, bool]]:
+    """Every import of a module: its source, its name there and here, and whether it runs at the module's own import."""
     tree = ast.parse(MODULES[module].read_text())
     inside = {
         id(n) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in ast.walk(f)
@@ -77,31 +77,32 @@ def _imports(module: str) -> list[tuple[str, str, bool]]:
     for node in ast.walk(tree):
         top = id(node) not in inside
         if isinstance(node, ast.Import):
-            found += [(a.name, "", top) for a in node.names]
+            assert not any(a.name.startswith("datastates.") for a in node.names), f"{module}: say from ... import ..."
+            found += [(a.name, "", a.asname or a.name, top) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import"
-            found += [(node.module or "", a.name, top) for a in node.names]
+            found += [(node.module or "", a.name, a.asname or a.name, top) for a in node.names]
     return found
 
 
-def _ours(module: str) -> list[tuple[str, str]]:
-    """A module's imports from this package, as (module, name); the name is empty where it imports a module."""
+def _ours(module: str) -> list[tuple[str, str, str]]:
+    """A module's imports from this package: module, name there (empty for a module as a whole), and name here."""
     found = []
-    for source, name, _ in _imports(module):
+    for source, name, here, _ in _imports(module):
         if source == "datastates" or source.startswith("datastates."):
             inner = source.removeprefix("datastates").lstrip(".")
             both = f"{inner}.{name}".lstrip(".")
             if both in MODULES or both == "_native":
-                found.append((both, ""))
+                found.append((both, "", here))
             else:
-                found.append((inner or "__init__", name))
+                found.append((inner or "__init__", name, here))
     return found
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_down_only(module: str) -> None:
     own = _package(module)
-    for target, _ in _ours(module):
+    for target, _, _ in _ours(module):
         package = _package(target)
         if package in (own, "_native") or (own == "__init__" and package in ("providers", "adapters")):
             continue
@@ -123,7 +124,7 @@ def test_every_package_has_its_place_and_says_what_it_is() -> None:
 
 
 def test_no_module_imports_what_imports_it() -> None:
-    graph = {m: {t for t, _ in _ours(m) if t in MODULES and t != m} for m in MODULES if m != "__init__"}
+    graph = {m: {t for t, _, _ in _ours(m) if t in MODULES and t != m} for m in MODULES if m != "__init__"}
     for m, targets in graph.items():
         targets.discard("__init__")
         assert m.endswith("__main__") or "." not in m or _package(m) not in targets, f"{m} imports its own face"
@@ -132,11 +133,11 @@ def test_no_module_imports_what_imports_it() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_private_names_stay_in_their_package(module: str) -> None:
-    here, own = _ours(module), _package(module)
-    for target, name in here:
+    ours, own = _ours(module), _package(module)
+    for target, name, _ in ours:
         private = [part for part in [*target.split(".")[1:], name] if part.startswith("_") and part != "__version__"]
         assert not private or _package(target) == own, f"{module} imports {name or target}"
-    foreign = {target.split(".")[-1] for target, name in here if not name and _package(target) != own}
+    foreign = {here for target, name, here in ours if not name and _package(target) != own}
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in foreign:
             assert not node.attr.startswith("_"), f"{module} uses {node.value.id}.{node.attr}"
@@ -151,13 +152,13 @@ def test_files_are_short() -> None:
 
 def test_the_doors_to_the_native_core() -> None:
     # besides the executor: checksums of the container, and scans of many arrays or opcodes at once
-    assert {m for m in MODULES if any(target == "_native" for target, _ in _ours(m))} == NATIVE
+    assert {m for m in MODULES if any(target == "_native" for target, _, _ in _ours(m))} == NATIVE
 
 
 def test_frameworks_are_imported_inside_functions_only() -> None:
     for module in MODULES:
         if _package(module) != "adapters":
-            tops = {source.split(".")[0] for source, _, top in _imports(module) if top}
+            tops = {source.split(".")[0] for source, _, _, top in _imports(module) if top}
             assert not tops & FRAMEWORKS, f"{module} imports {tops & FRAMEWORKS}"
 
 

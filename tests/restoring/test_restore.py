@@ -435,3 +435,13 @@ def test_nothing_of_the_comparison_is_left_to_the_garbage_collector(tmp_path: Pa
         assert not [each for each in gc.get_objects() if type(each) is ArrayRef]
     finally:
         gc.enable()
+
+
+def test_providers_may_come_from_a_generator(tmp_path: Path) -> None:
+    saved, live = {"w": torch.ones(5)}, {"w": torch.zeros(5)}
+    path = tmp_path / "step-00000001"
+    ds.snapshot((provider for provider in [HostTensorProvider("s", saved)]), path, step=1).wait_committed()
+    for fallback in (False, True):
+        live["w"].zero_()
+        ds.restore((provider for provider in [HostTensorProvider("s", live)]), tmp_path, fallback=fallback)
+        assert (live["w"] == 1).all()

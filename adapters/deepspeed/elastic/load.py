@@ -19,7 +19,9 @@ from datastates.executor.make import make_executor
 from datastates.ranks.world import world_of
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.restore import Restore
+from datastates.restoring.stored import Stored
 from datastates.saving import gate
+from datastates.state.provider import StateProvider
 from datastates.state.shards import ArrayRef
 
 _log = logging.getLogger("datastates")
@@ -137,11 +139,13 @@ def _compare_modules(engine: Any, saved: SavedZero, *, strict: bool) -> None:
 
 
 def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepSpeedSettings) -> None:
-    providers = [live.provider()]
-    if saved.has_frozen:
-        providers.append(live.frozen_provider())
+    def described() -> tuple[Stored, list[StateProvider]]:
+        frozen = [live.frozen_provider()] if saved.has_frozen else []
+        return saved.stored(), [live.provider(), *frozen]
+
+    stored, providers = meeting.together("describe", described)
     result = Restore(
-        saved.stored(),
+        stored,
         providers,
         lambda nbytes: make_executor(settings, nbytes),
         meeting,
