@@ -77,8 +77,10 @@ leave()
 """
     told = reports(ranks(3, script, tmp_path / "run"))
     for rank, said in enumerate(told):
-        assert said["first"]["error"] == ("CommitError" if rank != failing else said["first"]["error"])
-        assert f"rank {failing}: " in said["first"]["text"] or rank == failing
+        own = {"a setting": ("SettingsError", "nonsense"), "the executor": ("OSError", "no memory")}[early]
+        error, text = own if rank == failing else ("CommitError", f"rank {failing}: ")
+        assert said["first"]["error"] == error
+        assert text in said["first"]["text"]
         assert (said["second"]["steps"], said["third"]["steps"]) == (0, 1)
 
 
