@@ -104,7 +104,7 @@ def restore_by(
     wait()
     restored = restore_newest(
         providers,
-        lambda: directories.candidates(directory, wish),
+        lambda: directories.candidates(directory, wish, certain=not fallback),
         executor,
         meetings,
         step=wish,

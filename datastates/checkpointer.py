@@ -284,7 +284,7 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """The step of the newest committed checkpoint, None if there is none. After a roll-back, not the highest."""
-        return next(reversed(directories.by_age(self.directory)), None)
+        return next(reversed(directories.by_certain_age(self.directory)), None)
 
     # --- ending
 

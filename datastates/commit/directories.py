@@ -22,17 +22,23 @@ _AT_ONCE = 32
 PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
 
 
-def candidates(path: Path, step: int | None = None) -> list[Path]:
+def candidates(path: Path, step: int | None = None, *, certain: bool = True) -> list[Path]:
     """The checkpoints that ``path`` may mean, the newest last: itself, or all in it, or the newest of ``step``.
+
+    Args:
+        path: A checkpoint, or a directory of them.
+        step: The step that is wanted; None for any.
+        certain: Fail where the newest cannot be told, as the manifest of what may be the newest cannot be read.
 
     Raises:
         CheckpointNotFoundError: ``path`` is itself a checkpoint, but of another step.
+        StorageError: With ``certain``, the newest cannot be told.
     """
     if _manifest_stat(path) is not None:
         if step is not None and (found := manifest.open(path).step) != step:
             raise CheckpointNotFoundError(f"{path} is the checkpoint of step {found}, not of step {step}")
         return [path]
-    every = by_age(path)
+    every = by_age(path) if step is not None or not certain else by_certain_age(path)
     return list(every.values()) if step is None else [every[step]] if step in every else []
 
 
@@ -70,18 +76,40 @@ def committed(root: Path) -> dict[int, Path]:
     return dict(sorted(by_age(root).items()))
 
 
-def by_age(root: Path) -> dict[int, Path]:
+def by_age(root: Path, *, certain: bool = False) -> dict[int, Path]:
     """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
     found: dict[int, Path] = {}
-    for step, path in in_order(root):
+    for step, path in in_order(root, certain=certain):
         found.pop(step, None)
         found[step] = path
     return found
 
 
+def by_certain_age(root: Path) -> dict[int, Path]:
+    """As :func:`by_age`, but the place of the newest is no guess.
+
+    Raises:
+        StorageError: The manifest of what may be the newest cannot be read.
+    """
+    every = by_age(root)
+    while every:
+        newest = next(reversed(every.values()))
+        with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
+            if (stat := _manifest_stat(newest)) is not None:
+                _sequence(newest, _identity(stat))  # cached, unless it could not be read before
+        every = by_age(root)
+        if next(reversed(every.values()), None) == newest:
+            break
+    return every
+
+
 def next_sequence(root: Path) -> int:
-    """One more than the highest sequence number of the committed checkpoints below ``root``."""
-    return 1 + max((sequence for sequence, *_ in _numbered(root) if sequence is not None), default=0)
+    """A sequence number above those of the committed checkpoints below ``root``.
+
+    A manifest that cannot be read may hold a number above all others: it counts for one more.
+    """
+    every = [sequence for sequence, *_ in _numbered(root)]
+    return 1 + max((sequence for sequence in every if sequence is not None), default=0) + every.count(None)
 
 
 class Order:
@@ -109,13 +137,14 @@ class Order:
             return self._reserved.pop(number)
 
 
-def in_order(root: Path) -> list[tuple[int, Path]]:
+def in_order(root: Path, *, certain: bool = False) -> list[tuple[int, Path]]:
     """Step and path of every committed checkpoint, the oldest first.
 
     Checkpoints of format 1 have no sequence number. They come first, in the order of their steps. A checkpoint whose
-    manifest cannot be read comes after those whose directories were not changed later than its own.
+    manifest cannot be read comes after those whose directories were not changed later than its own. With ``certain``,
+    one that the storage cannot read raises StorageError instead.
     """
-    numbered = _numbered(root)
+    numbered = _numbered(root, certain=certain)
     known = [(changed, sequence) for sequence, _, _, _, changed in numbered if sequence is not None]
 
     def age(sequence: int | None, step: int, revision: int, changed: int) -> tuple[int, bool, int, int]:
@@ -128,7 +157,7 @@ def in_order(root: Path) -> list[tuple[int, Path]]:
     return [(step, path) for (_, _, step, _), path in ordered]
 
 
-def _numbered(root: Path) -> list[tuple[int | None, int, int, Path, int]]:
+def _numbered(root: Path, *, certain: bool = False) -> list[tuple[int | None, int, int, Path, int]]:
     """Sequence, step, revision, path and directory mtime (ns) of every committed checkpoint.
 
     The sequence is 0 if the manifest is of format 1, and None if it cannot be read.
@@ -136,15 +165,20 @@ def _numbered(root: Path) -> list[tuple[int | None, int, int, Path, int]]:
     found: list[tuple[int | None, int, int, Path, int]] = []
     for entry in entries(root):
         if (match := STEP.match(entry.name)) and (stat := _manifest_stat(entry)) is not None:
-            identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
             with contextlib.suppress(CheckpointNotFoundError, FileNotFoundError):  # another process has just deleted it
                 changed = entry.stat().st_mtime_ns  # the commit made the last change: it unlinked the lock
                 try:
-                    sequence = _sequence(entry, identity)
-                except StorageError:  # reported to whoever opens it
-                    sequence = None
+                    sequence = _sequence(entry, _identity(stat))
+                except StorageError:
+                    if certain:
+                        raise
+                    sequence = None  # reported to whoever opens it
                 found.append((sequence, int(match[1]), int(match[2] or 0), entry, changed))
     return found
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -21,8 +21,8 @@ _log = logging.getLogger("datastates")
 
 
 def superseded(root: Path) -> list[Path]:
-    """The committed checkpoints whose step was saved again later."""
-    every = in_order(root)
+    """The committed checkpoints whose step was saved again later; StorageError where a manifest cannot be read."""
+    every = in_order(root, certain=True)
     last = dict(every)
     return [path for step, path in every if path != last[step]]
 
@@ -34,8 +34,11 @@ def outdated(root: Path, keep_last: int | None, keep_every: int | None) -> list[
         root: The directory of checkpoints.
         keep_last: Number of newest ones to keep; None keeps all.
         keep_every: Those at multiples of this step are kept, too; None: of no step.
+
+    Raises:
+        StorageError: A manifest cannot be read, so that the order of the checkpoints is not certain.
     """
-    old = [] if keep_last is None else list(by_age(root).items())[:-keep_last]
+    old = [] if keep_last is None else list(by_age(root, certain=True).items())[:-keep_last]
     return superseded(root) + [path for step, path in old if keep_every is None or step % keep_every]
 
 

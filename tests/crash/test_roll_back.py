@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from steps import OPTIONS, array_of, assert_holds, providers
 
 import datastates as ds
-from datastates.commit import directories, manifest
-from datastates.errors import FormatError
+from datastates._base import faults
+from datastates.commit import directories, manifest, retention
+from datastates.errors import FormatError, StorageError
 
 
 def save(root: Path, *steps: int, **options: Any) -> None:
@@ -99,6 +101,58 @@ def test_an_old_damaged_manifest_is_in_nobodys_way(tmp_path: Path) -> None:
     assert newest(tmp_path) == 100
     save(tmp_path, 90)
     assert newest(tmp_path) == 90
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_taken_for_the_newest(tmp_path: Path) -> None:
+    """Its place is then a guess by the time of its directory, which two commits may share."""
+    save(tmp_path, 80, 100)
+    for path in tmp_path.glob("step-*"):
+        os.utime(path, ns=(0, 0))
+    for nth in (1, 2):
+        directories._sequence.cache_clear()
+        faults.arm(faults.Fault("manifest.read", "fail", errno.EIO, nth))
+        assert newest(tmp_path) == 100
+        assert ds.load(tmp_path)["model"]["a"][0] == 100
+
+
+def test_a_manifest_that_may_be_the_newest_and_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 80, 100)
+    for path in tmp_path.glob("step-*"):
+        os.utime(path, ns=(0, 0))
+    directories._sequence.cache_clear()
+    read = manifest.open
+
+    def fail(path: Path) -> Any:
+        if path.name == "step-00000080":
+            raise StorageError(errno.EIO, "read", str(path))
+        return read(path)
+
+    monkeypatch.setattr(manifest, "open", fail)
+    with pytest.raises(StorageError, match="step-00000080"):
+        ds.load(tmp_path)
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        assert ckpt.restore(providers(0), fallback=True).step == 100
+
+
+def test_nothing_is_deleted_by_a_guess(tmp_path: Path) -> None:
+    save(tmp_path, 80, 100)
+    for path in tmp_path.glob("step-*"):
+        os.utime(path, ns=(0, 0))
+    directories._sequence.cache_clear()
+    faults.arm(faults.Fault("manifest.read", "fail", errno.EIO))
+    with pytest.raises(StorageError, match="step-00000080"):
+        retention.outdated(tmp_path, 1, None)
+    assert retention.outdated(tmp_path, 1, None) == [tmp_path / "step-00000080"]
+
+
+def test_a_manifest_that_cannot_be_read_counts_for_the_next_number(tmp_path: Path) -> None:
+    save(tmp_path, 80, 100)
+    directories._sequence.cache_clear()
+    faults.arm(faults.Fault("manifest.read", "fail", errno.EIO, nth=2))
+    assert directories.next_sequence(tmp_path) == 3
+    assert directories.next_sequence(tmp_path) == 3
 
 
 def test_a_roll_back_of_several_ranks_lasts(tmp_path: Path, ranks: Callable[..., Any]) -> None:
