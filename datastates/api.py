@@ -16,9 +16,7 @@ from datastates._base.paths import PathLike
 from datastates.commit import directories, health, retention
 from datastates.commit.ballot import Ballot
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
-from datastates.errors import (
-    CheckpointNotFoundError,
-)
+from datastates.errors import CheckpointNotFoundError
 from datastates.executor.make import make_executor
 from datastates.ranks.together import meet
 from datastates.restoring import loading

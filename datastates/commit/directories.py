@@ -38,7 +38,7 @@ def candidates(path: Path, step: int | None = None, *, certain: bool = True) -> 
         if step is not None and (found := manifest.open(path).step) != step:
             raise CheckpointNotFoundError(f"{path} is the checkpoint of step {found}, not of step {step}")
         return [path]
-    every = by_age(path) if step is not None or not certain else by_certain_age(path)
+    every = by_certain_age(path, step) if certain else by_age(path)
     return list(every.values()) if step is None else [every[step]] if step in every else []
 
 
@@ -85,20 +85,23 @@ def by_age(root: Path, *, certain: bool = False) -> dict[int, Path]:
     return found
 
 
-def by_certain_age(root: Path) -> dict[int, Path]:
-    """As :func:`by_age`, but the place of the newest is no guess.
+def by_certain_age(root: Path, step: int | None = None) -> dict[int, Path]:
+    """As :func:`by_age`, but the place of the newest, or of the newest of ``step``, is no guess.
 
     Raises:
         StorageError: The manifest of what may be the newest cannot be read.
     """
+
+    def choose() -> Path | None:
+        return next(reversed(every.values()), None) if step is None else every.get(step)
+
     every = by_age(root)
-    while every:
-        newest = next(reversed(every.values()))
+    while (newest := choose()) is not None:
         with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
             if (stat := _manifest_stat(newest)) is not None:
                 _sequence(newest, _identity(stat))  # cached, unless it could not be read before
         every = by_age(root)
-        if next(reversed(every.values()), None) == newest:
+        if choose() == newest:
             break
     return every
 

@@ -61,7 +61,7 @@ def restore(
     if isinstance(providers, Iterator):  # each attempt goes through them, and more than once
         providers = list(providers)
 
-    def find() -> Path | None:
+    def newest() -> Path | None:
         for path in reversed(candidates()):
             if fallback and path not in damaged and (what := health.problem(path)) is not None:
                 damaged[path] = what
@@ -70,6 +70,13 @@ def restore(
         if damaged:
             raise FormatError(f"every checkpoint is damaged: {_listed(damaged)}")
         return None
+
+    def find() -> Path | None:
+        found = newest()
+        # the place of a manifest that could not be read for a moment was a guess
+        while fallback and (again := newest()) != found:
+            found = again
+        return found
 
     for attempt in itertools.count():
         meeting = meetings(attempt)

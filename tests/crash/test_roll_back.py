@@ -109,10 +109,26 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_taken_for_the_newest
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
     for nth in (1, 2):
+        for restored in (
+            lambda: newest(tmp_path),
+            lambda: ds.load(tmp_path)["model"]["a"][0],
+            lambda: ds.restore(providers(0), tmp_path, fallback=True).step,
+        ):
+            directories._sequence.cache_clear()
+            faults.arm(faults.Fault("manifest.read", "fail", errno.EIO, nth))
+            assert restored() == 100
+
+
+def test_nor_for_the_newest_of_its_step(tmp_path: Path) -> None:
+    older, newer = tmp_path / "step-00000080", tmp_path / "step-00000080.r1"
+    for path in (older, newer):
+        ds.snapshot(providers(80), path, step=80, **OPTIONS).wait_committed()
+    for path in tmp_path.glob("step-*"):
+        os.utime(path, ns=(0, 0))
+    for nth in (1, 2):
         directories._sequence.cache_clear()
         faults.arm(faults.Fault("manifest.read", "fail", errno.EIO, nth))
-        assert newest(tmp_path) == 100
-        assert ds.load(tmp_path)["model"]["a"][0] == 100
+        assert directories.find(tmp_path, 80) == newer
 
 
 def test_a_manifest_that_may_be_the_newest_and_cannot_be_read_is_an_error(
