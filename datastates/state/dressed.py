@@ -53,6 +53,30 @@ def take_attributes(live: object, restored: object) -> None:
         set_attributes(live, *(attributes_of([restored]) or [{}]))
 
 
+def beside(live: Any, restored: Any) -> Any:
+    """A restored tensor on the device of the live one that it replaces; other values are returned as they are."""
+    if not (is_tensor(live) and is_tensor(restored)) or live.device == restored.device:
+        return restored
+    parameter = loaded("torch").nn.Parameter
+    moved = _moved(restored.detach(), live.device)
+    if isinstance(restored, parameter):
+        moved = parameter(moved, restored.requires_grad)
+    elif restored.requires_grad:
+        moved.requires_grad_()
+    # a tensor that is made of others has made its own attributes
+    set_attributes(moved, {name: value for name, value in vars(restored).items() if name not in vars(moved)})
+    return moved
+
+
+def _moved(tensor: Any, device: Any) -> Any:
+    """A tensor on another device. One that is made of others is made anew of theirs: not each class has ``to()``."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.to(device)
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: _moved(getattr(tensor, name), device) for name in names}
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+
+
 def memory(parts: tuple[Any, ...]) -> Any:
     """The plain tensor over the memory of a tensor of a subclass; None where torch pickles it in another way.
 

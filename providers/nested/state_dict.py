@@ -24,7 +24,7 @@ from datastates.providers.optimizer.state_dict_tree import (
 )
 from datastates.providers.wrap.replicated import ReplicatedProvider
 from datastates.state import arrays, dtensors, memory
-from datastates.state.dressed import take_attributes
+from datastates.state.dressed import beside, take_attributes
 from datastates.state.keys import component
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import ArrayRef
@@ -199,7 +199,7 @@ def merge(live: Any, value: Any) -> object:
     if is_generator(live) and is_generator(value):
         live.set_state(value.get_state())
         return live
-    return live if isinstance(value, ArrayRef) else value
+    return live if isinstance(value, ArrayRef) else beside(live, value)
 
 
 class _StatefulProvider(TreeProvider):

@@ -1,4 +1,4 @@
-"""Tensors of torch's own subclasses on a GPU: all their parts come back, and the tensors are rebuilt on the CPU."""
+"""Tensors of torch's own subclasses on a GPU: all their parts come back, onto the GPU."""
 
 from __future__ import annotations
 
@@ -24,5 +24,32 @@ def test_semi_structured_and_jagged_tensors_come_back(tmp_path: Path) -> None:
     }
     ds.restore([from_state_dict("s", live)], tmp_path / "c", trust="all")
     assert type(live["semi"]) is type(semi)
-    assert torch.equal(live["semi"].packed.cpu(), semi.packed.cpu())
+    assert torch.equal(live["semi"].packed, semi.packed)
+    assert live["jagged"].is_cuda
     assert [p.tolist() for p in live["jagged"].unbind()] == [p.tolist() for p in jagged.unbind()]
+
+
+class Noted(torch.Tensor):
+    """A subclass with a storage."""
+
+
+@pytest.mark.parametrize("kind", ["subclass", "sparse", "nested"])
+def test_a_rebuilt_tensor_is_on_the_device_of_the_live_one(tmp_path: Path, kind: str) -> None:
+    def make(factor: int) -> torch.Tensor:
+        dense = factor * torch.arange(6.0, device="cuda").reshape(2, 3)
+        if kind == "sparse":
+            return dense.to_sparse()
+        if kind == "nested":
+            return torch.nested.nested_tensor([*dense], device="cuda")
+        made = dense.as_subclass(Noted)
+        made.note = [factor]  # type: ignore[attr-defined]
+        return made
+
+    ds.snapshot([from_state_dict("s", [make(1)])], tmp_path / "c").wait_committed()
+    live = [make(2)]
+    ds.restore([from_state_dict("s", live)], tmp_path / "c", trust="all")
+    assert type(live[0]) is type(make(1))
+    assert live[0].is_cuda
+    values = [t.to_dense() if kind == "sparse" else t for t in (live[0], make(1))]
+    assert [row.tolist() for row in values[0].unbind()] == [row.tolist() for row in values[1].unbind()]
+    assert getattr(live[0], "note", [1]) == [1]

@@ -80,6 +80,22 @@ def test_what_torch_gives_back_is_given_back(tmp_path: Path, kind: str) -> None:
         assert _parts(found["w"]) == expected
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nested, strided"])  # not on the meta device
+def test_the_live_tensor_says_the_device(tmp_path: Path, kind: str) -> None:
+    value = KINDS[kind]()
+    ds.snapshot([from_state_dict("tree", [value])], tmp_path / "c").wait_committed()
+    live = [torch.empty(1, device="meta").as_subclass(Other)]
+    ds.restore([from_state_dict("tree", live)], tmp_path / "c", trust="all")
+    assert type(live[0]) is type(value)
+    assert isinstance(live[0], torch.nn.Parameter) is isinstance(value, torch.nn.Parameter)
+    assert (live[0].device.type, live[0].numel(), live[0].requires_grad) == ("meta", value.numel(), value.requires_grad)
+
+
+class Other(torch.Tensor):
+    """A subclass, so that the restored tensor takes its place."""
+
+
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
