@@ -20,6 +20,10 @@ constexpr std::string_view kParameterTail = "ccollections\nOrderedDict\n)RtR";
 constexpr std::string_view kLocation{"X\3\0\0\0cpu", 8};
 constexpr char kTrue = '\x88';
 constexpr char kFalse = '\x89';
+// A pickler writes at least so many bytes for each container, as pickle_reader.py knows. A denser
+// stream would take a hundred bytes of memory for each of its own.
+constexpr std::size_t kBytesPerContainer = 3;
+constexpr std::size_t kFreeContainers = 4096;
 
 void append_little_endian(std::string& to, std::uint64_t value, unsigned bytes) {
     for (unsigned i = 0; i < bytes; ++i) to.push_back(static_cast<char>(value >> (8 * i)));
@@ -103,9 +107,9 @@ class PlainReader {
             case 'X':
                 return read_text();
             case '}':
-                return push(owned(PyDict_New()));
+                return charge() && push(owned(PyDict_New()));
             case ']':
-                return push(owned(PyList_New(0)));
+                return charge() && push(owned(PyList_New(0)));
             case ')':
                 return push(owned(PyTuple_New(0)));
             case '\x85':
@@ -220,8 +224,11 @@ class PlainReader {
         return push(owned(text));
     }
 
+    /// Whether the stream may make one more container.
+    bool charge() { return ++containers_ <= kFreeContainers + (at_ / kBytesPerContainer); }
+
     bool make_tuple(std::size_t count) {
-        if (available() < count) return false;
+        if (available() < count || !charge()) return false;
         py::object made = owned(PyTuple_New(static_cast<Py_ssize_t>(count)));
         const std::size_t first = stack_.size() - count;
         for (std::size_t i = 0; i < count; ++i) {
@@ -371,6 +378,7 @@ class PlainReader {
     std::vector<py::object> stack_;
     std::vector<std::size_t> marks_;
     std::vector<py::object> memo_;
+    std::size_t containers_ = 0;
     std::string expected_;
 };
 

@@ -165,6 +165,14 @@ def test_broken_opcodes_are_left(opcodes: bytes) -> None:
     assert read_plain(opcodes, rows_of({})) is None
 
 
+@pytest.mark.parametrize("unit", [b"]", b"}", b")\x85"])
+def test_more_containers_than_a_pickler_writes_are_left(unit: bytes) -> None:
+    """They would take a hundred bytes of memory for each byte of the file."""
+    few, many = (b"](" + unit * count + b"e" for count in (1000, 100_000))
+    assert read_plain(few, rows_of({})) is not None
+    assert read_plain(many, rows_of({})) is None
+
+
 def test_attributes_of_an_ordered_mapping_are_read_at_once() -> None:
     array = StoredArray("0", "float32", 0, (2,), (1,), 2)
     value = OrderedDict(a=(array, False, False))
