@@ -194,7 +194,8 @@ class Reads:
         self._ahead[source] = executor.read_ahead(source.path, plan)
 
     def close(self) -> None:
-        """Free the memory of what was read ahead and is not wanted."""
+        """Stop what is still being read, and free the memory of what was read ahead and is not wanted."""
+        self._jobs.clear()  # the end of a native job stops it
         for ahead in self._ahead.values():
             ahead.close()
 

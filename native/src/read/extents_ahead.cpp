@@ -6,6 +6,7 @@ namespace datastates {
 
 void ExtentsAhead::put(const ReadPlan::Extent& extent, Kept kept) {
     const std::scoped_lock lock(mutex_);
+    if (cleared_) return;
     entries_.try_emplace(extent.offset, Entry{.length = extent.length, .kept = std::move(kept)});
 }
 
@@ -20,6 +21,7 @@ std::optional<ExtentsAhead::Kept> ExtentsAhead::take(const ReadPlan::Extent& ext
 
 void ExtentsAhead::clear() {
     const std::scoped_lock lock(mutex_);
+    cleared_ = true;
     entries_.clear();
 }
 

@@ -21,10 +21,11 @@ class ExtentsAhead {
         std::byte* data;  // the extent's first byte
     };
 
+    /// Keeps an extent, unless clear() was called.
     void put(const ReadPlan::Extent& extent, Kept kept);
     /// Removes and returns the extent of the same offset and length; empty if there is none.
     std::optional<Kept> take(const ReadPlan::Extent& extent);
-    /// Gives back the blocks of all extents here.
+    /// Gives back the blocks of all extents here, and of those that come later.
     void clear();
     /// Ends the read-ahead: only extents that are being read may still be put here.
     void close() { closed_.store(true, std::memory_order_release); }
@@ -45,6 +46,7 @@ class ExtentsAhead {
     mutable std::mutex mutex_;
     std::map<std::uint64_t, Entry> entries_;  // by offset
     std::uint64_t bytes_read_ = 0;
+    bool cleared_ = false;
     std::atomic<bool> closed_ = false;
 };
 

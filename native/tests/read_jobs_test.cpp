@@ -1,0 +1,93 @@
+#include <cerrno>
+#include <optional>
+#include <utility>
+
+#include "check.hpp"
+#include "datastates/base/error.hpp"
+#include "datastates/base/fault.hpp"
+#include "datastates/executor.hpp"
+#include "support.hpp"
+
+using namespace datastates;
+using support::Bytes;
+using support::ReadCase;
+using support::WriteCase;
+
+namespace {
+
+constexpr std::size_t kBlock = 256 * 1024;
+constexpr std::uint64_t kExtent = 100000;
+
+WriteCase make_case(std::mt19937_64& random, std::size_t nbytes) {
+    return WriteCase::make({support::random_bytes(random, nbytes)}, {0}, kBlock, 4096, random);
+}
+
+bool matches(ReadCase& read, const WriteCase& written) {
+    const Bytes& source = written.sources[0];
+    return std::equal(source.begin(), source.end(), read.dests[0].data());
+}
+
+}  // namespace
+
+TEST(a_job_does_not_wait_for_the_one_before_it) {
+    std::mt19937_64 random(1);
+    const support::TempDir dir;
+    const support::FaultScope scope;
+    // With this backend a delayed read holds up one thread only.
+    const auto executor = support::make_executor({.backend = "pwrite", .direct = true}, 8, kBlock);
+    const WriteCase written = make_case(random, kExtent / 2);
+    for (const char* name : {"slow", "fast"}) {
+        support::write_file(dir / name, written.expected);
+        support::drop_cache(dir / name);
+    }
+    ReadCase slow = ReadCase::make(written, kExtent, 1);
+    ReadCase fast = ReadCase::make(written, kExtent, 1);
+    fault::arm("read", "delay", 3000, 1, 1);
+    const auto first = executor->submit_read(dir / "slow", slow.plan, slow.buffers());
+    const auto second = executor->submit_read(dir / "fast", fast.plan, fast.buffers());
+    CHECK(second->wait());
+    CHECK(matches(fast, written));
+    CHECK(!first->wait(Clock::now()));
+    CHECK(first->wait());
+    CHECK(matches(slow, written));
+}
+
+TEST(many_jobs_share_few_blocks_and_each_reports_its_own_failure) {
+    std::mt19937_64 random(2);
+    constexpr int kJobs = 24;
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        for (const std::size_t blocks : {2, 16}) {
+            const auto executor = support::make_executor(setup, blocks, kBlock);
+            std::vector<WriteCase> written;
+            std::vector<ReadCase> reads;
+            for (int i = 0; i < kJobs; ++i) {
+                written.push_back(make_case(random, 1 + random() % 500000));
+                Bytes bytes = written.back().expected;
+                if (i % 5 == 3) bytes[written.back().source_at[0]] ^= std::byte{1};
+                const std::string path = dir / std::to_string(i);
+                support::write_file(path, bytes);
+                if (i % 2 == 0) support::drop_cache(path);
+                reads.push_back(ReadCase::make(written.back(), kExtent, i % 3));
+            }
+            std::vector<std::unique_ptr<ReadJob>> jobs;
+            for (int i = 0; i < kJobs; ++i) {
+                jobs.push_back(executor->submit_read(dir / std::to_string(i), reads[i].plan,
+                                                     reads[i].buffers()));
+                if (i % 7 == 5) jobs.back().reset();  // abandoned
+            }
+            for (int i = kJobs - 1; i >= 0; --i) {
+                if (!jobs[i]) continue;
+                if (i % 5 == 3) {
+                    CHECK_THROWS(ErrorCode::corrupt, jobs[i]->wait());
+                } else {
+                    CHECK(jobs[i]->wait());
+                    CHECK(matches(reads[i], written[i]));
+                    CHECK(jobs[i]->stats().bytes_read >= reads[i].plan->bytes());
+                }
+            }
+        }
+    }
+}
+
+CHECK_MAIN()
