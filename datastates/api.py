@@ -29,6 +29,7 @@ from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, tell
 from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
 from datastates.saving.target import Target
+from datastates.state.devices import Device, cuda_device
 from datastates.state.provider import StateProvider
 
 
@@ -142,8 +143,15 @@ def restore(
     return restored
 
 
-def load(path: PathLike, *, step: int | None = None, trust: Trust = (), **options: Unpack[IoOptions]) -> dict[str, Any]:
-    """Read a whole checkpoint as nested host arrays and objects, without providers. Everything read is verified.
+def load(
+    path: PathLike,
+    *,
+    step: int | None = None,
+    device: Device = "cpu",
+    trust: Trust = (),
+    **options: Unpack[IoOptions],
+) -> dict[str, Any]:
+    """Read a whole checkpoint as nested arrays and objects, without providers. Everything read is verified.
 
     Parts that several ranks saved are put together into whole tensors. Of other values that several ranks saved under
     one key, that of the lowest rank is returned. Each process reads by itself: no other rank takes part.
@@ -154,14 +162,17 @@ def load(path: PathLike, *, step: int | None = None, trust: Trust = (), **option
         path: A checkpoint directory, a directory of them, or one container file.
         step: In a directory of checkpoints, the step to read; None reads the newest. For a single checkpoint or file,
             the step that it must have; None accepts any.
+        device: Where torch tensors are read to: ``"cpu"``, or a CUDA device such as ``"cuda"``, ``"cuda:1"`` or ``1``.
+            No host memory is needed for what goes to a device.
         trust: As for :meth:`Checkpointer.restore`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
     Returns:
         The value of each provider, by the name that it is stored under. An array that came from torch is a torch tensor
-        if torch is installed. All others are NumPy arrays.
+        on ``device`` if torch is installed. All others are NumPy arrays, in host memory.
 
     Raises:
+        ValueError: There is no such device.
         TrustError: An object needs a class that is not trusted.
         CorruptError: A tensor or object does not match its checksum; the message names it.
         FormatError: A file is damaged, or is no container.
@@ -170,9 +181,9 @@ def load(path: PathLike, *, step: int | None = None, trust: Trust = (), **option
         SettingsError: An option is unknown or impossible.
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
-    settings = IoSettings.of(options)
+    settings, target = IoSettings.of(options), cuda_device(device)
     with _kept(path, step) as found:
-        return loading.load(found, lambda n: make_executor(settings, n), trust=trust)
+        return loading.load(found, lambda n: make_executor(settings, n), trust=trust, device=target)
 
 
 @contextlib.contextmanager
@@ -193,8 +204,10 @@ def _kept(path: PathLike, step: int | None) -> Iterator[Path]:
             yield found
 
 
-def open(path: PathLike, *, step: int | None = None, **options: Unpack[IoOptions]) -> Checkpoint:
-    """Open a checkpoint to read single arrays: a mapping of full keys to host arrays, each read when it is accessed.
+def open(
+    path: PathLike, *, step: int | None = None, device: Device = "cpu", **options: Unpack[IoOptions]
+) -> Checkpoint:
+    """Open a checkpoint to read single arrays: a mapping of full keys to arrays, each read when it is accessed.
 
     Retention does not delete a checkpoint directory while it is open. The containers of several ranks are opened when
     they are needed. Each process reads by itself: no other rank takes part.
@@ -202,21 +215,23 @@ def open(path: PathLike, *, step: int | None = None, **options: Unpack[IoOptions
     Args:
         path: As for :func:`load`.
         step: As for :func:`load`.
+        device: As for :func:`load`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
     Returns:
         The mapping; close it, or use it in a ``with`` block.
 
     Raises:
+        ValueError: There is no such device.
         FormatError: A file is damaged. If it belongs to the newest of several checkpoints, the message names an older
             one that looks whole.
         StorageError: A file is missing or cannot be read.
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
         SettingsError: An option is unknown or impossible.
     """
-    settings = IoSettings.of(options)
+    settings, target = IoSettings.of(options), cuda_device(device)
     most = (settings.queue_depth + 1) * settings.block  # enough for reads of one array at a time
     with contextlib.ExitStack() as reading:
         found = reading.enter_context(_kept(path, step))
         stored = Stored.of_file(found) if found.is_file() else Stored.open(found)
-        return Checkpoint(stored, lambda nbytes: make_executor(settings, min(nbytes, most)), reading.pop_all())
+        return Checkpoint(stored, lambda nbytes: make_executor(settings, min(nbytes, most)), reading.pop_all(), target)

@@ -1,7 +1,9 @@
-"""Loads whole checkpoints without providers: nested host arrays and objects, assembled from the parts of all ranks."""
+"""Loads whole checkpoints without providers: nested arrays and objects, assembled from the parts of all ranks."""
 
 from __future__ import annotations
 
+import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,26 @@ from datastates.restoring.stored import open_all
 from datastates.state import arrays, memory
 from datastates.state.shards import StoredArray
 
+READ_AT_ONCE = 1 << 30
+"""Bytes of records to allocate before their reads begin: memory of a device takes time to allocate."""
+
 
 @gc_pause.paused()
 def load(
-    path: Path, executor: Callable[[int], Executor], *, trust: Trust, place: Callable[[Any], Any] = lambda block: block
+    path: Path,
+    executor: Callable[[int], Executor],
+    *,
+    trust: Trust,
+    device: Any = None,
+    place: Callable[[Any], Any] = lambda block: block,
 ) -> dict[str, Any]:
-    """Read a checkpoint directory, or one container file, as nested host arrays and objects.
+    """Read a checkpoint directory, or one container file, as nested arrays and objects.
 
     Args:
         path: A checkpoint directory, a directory of them (the newest is read), or one container file.
         executor: Makes an executor for reading so many bytes.
         trust: As for :func:`datastates.load`.
+        device: The CUDA device for arrays of torch; None for host memory.
         place: Given the byte array that a record with torch tensors is about to be read into, returns the array to use
             instead. It is used only if there is a single container.
 
@@ -39,11 +50,12 @@ def load(
     """
     sources = open_all(path)
     pickles = [(source, _read_pickle(source)) for source in sources]
-    blocks: _Records | _Tensors = _Records(sources[0], place) if len(sources) == 1 else _Tensors(sources)
-
-    # read the objects before the arrays, so that untrusted or damaged ones are refused early
-    surveyed = [_survey(source, data, blocks, trust) for source, data in pickles]
-    blocks.read(executor)
+    blocks = _Records(sources[0], device, place) if len(sources) == 1 else _Tensors(sources, device)
+    with contextlib.closing(blocks):
+        blocks.start(executor)
+        # an untrusted or damaged object stops the reads
+        surveyed = [_survey(source, data, blocks, trust) for source, data in pickles]
+        blocks.finish()
     values = []
     for (source, data), (value, complete) in zip(pickles, surveyed, strict=True):
         with naming(str(source.path)):
@@ -72,23 +84,49 @@ def _merged(first: Any, second: Any) -> Any:
     return first
 
 
-class _Tensors:
-    """Every logical tensor in new host memory, to be filled from the parts of all containers."""
+class _Blocks(ABC):
+    """New memory for all arrays, and the reads that fill it."""
 
-    def __init__(self, sources: Sequence[Container]) -> None:
-        self._reads = Reads(in_full=True)
+    def __init__(self) -> None:
+        self._reads: list[Reads] = []
+
+    @abstractmethod
+    def start(self, executor: Callable[[int], Executor]) -> None:
+        """Begin to read and verify all of it."""
+
+    @abstractmethod
+    def of(self, source: Container) -> Callable[[StoredArray], object]:
+        """A function that returns the array for a reference in a container's objects."""
+
+    def finish(self) -> None:
+        """Wait until everything is read."""
+        for reads in self._reads:
+            reads.finish()
+
+    def close(self) -> None:
+        """Stop what is still being read."""
+        for reads in self._reads:
+            reads.close()
+
+
+class _Tensors(_Blocks):
+    """Every logical tensor in new memory, to be filled from the parts of all containers."""
+
+    def __init__(self, sources: Sequence[Container], device: Any) -> None:
+        super().__init__()
+        self._reads = [Reads(in_full=True)]
         self._arrays: dict[str, Any] = {}
         self._keys: dict[int, dict[DataPlace, str]] = {id(source): {} for source in sources}
         tensors = combine([source.index.shards for source in sources])
         for key, tensor in tensors.items():
             if not tensor.is_complete:
                 raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
-            self._arrays[key] = memory.empty(logical(tensor.parts[0][2]))
+            self._arrays[key] = memory.empty(logical(tensor.parts[0][2]), device)
             live = arrays.array_shard(key, self._arrays[key])
             for number, _, row in tensor.parts:
                 self._keys[id(sources[number])][place_of(row)] = key
                 if row.part.numel:
-                    self._reads.add(sources[number], row, live)
+                    self._reads[0].add(sources[number], row, live)
 
     def of(self, source: Container) -> Callable[[StoredArray], object]:
         """A function that returns the array for a reference in a container's objects."""
@@ -102,24 +140,25 @@ class _Tensors:
 
         return array
 
-    def read(self, executor: Callable[[int], Executor]) -> None:
-        """Read and verify all tensors."""
-        self._reads.run(executor(self._reads.nbytes))
+    def start(self, executor: Callable[[int], Executor]) -> None:
+        """Begin to read and verify all tensors."""
+        self._reads[0].start(executor(self._reads[0].nbytes))
 
 
-class _Records:
-    """Every record of one container in new host memory, and the arrays that are views of it."""
+class _Records(_Blocks):
+    """Every record of one container in new memory, and the arrays that are views of it."""
 
-    def __init__(self, source: Container, place: Callable[[Any], Any]) -> None:
+    def __init__(self, source: Container, device: Any, place: Callable[[Any], Any]) -> None:
+        super().__init__()
         self._source = source
+        self._device = device
+        self._place = place
         table = source.index.shards
         self._rows = {place_of(row): row for row in map(table.row, range(len(table)))}
-        kinds = {row.record: row.kind for row in self._rows.values() if row.kind != "torch"}
+        self._kinds = {row.record: row.kind for row in self._rows.values() if row.kind != "torch"}
         # a block from torch can be viewed as arrays of both kinds, so torch wins where both lie in a record
-        kinds |= {row.record: row.kind for row in self._rows.values() if row.kind == "torch"}
-        sizes = source.index.record_nbytes.tolist()
-        self._blocks = [memory.allocate(kinds.get(r, "numpy"), n) for r, n in enumerate(sizes)]
-        self._blocks = [place(b) if kinds.get(r) == "torch" else b for r, b in enumerate(self._blocks)]
+        self._kinds |= {row.record: row.kind for row in self._rows.values() if row.kind == "torch"}
+        self._blocks: list[Any] = []
         self._made: dict[DataPlace, Any] = {}
 
     def array(self, stored: StoredArray) -> object:
@@ -137,12 +176,25 @@ class _Records:
         del source
         return self.array
 
-    def read(self, executor: Callable[[int], Executor]) -> None:
-        """Read and verify all records."""
-        reads = Reads()
-        for block, offset in zip(self._blocks, self._source.index.data_offset.tolist(), strict=True):
-            reads.add_memory(self._source, offset, arrays.memory(block))
-        reads.run(executor(reads.nbytes))
+    def start(self, executor: Callable[[int], Executor]) -> None:
+        """Allocate all records, and begin to read and verify them meanwhile."""
+        index = self._source.index
+        sizes, offsets = index.record_nbytes.tolist(), index.data_offset.tolist()
+        made, begin = executor(sum(sizes)), 0
+        while begin < len(sizes):
+            reads, nbytes = Reads(), 0
+            self._reads.append(reads)
+            while begin < len(sizes) and nbytes < READ_AT_ONCE:
+                block = self._allocate(self._kinds.get(begin, "numpy"), sizes[begin])
+                self._blocks.append(block)
+                reads.add_memory(self._source, offsets[begin], arrays.memory(block))
+                nbytes += sizes[begin]
+                begin += 1
+            reads.start(made)
+
+    def _allocate(self, kind: str, nbytes: int) -> Any:
+        block = memory.allocate(kind, nbytes, self._device)
+        return self._place(block) if kind == "torch" else block
 
 
 def _read_pickle(source: Container) -> bytes:

@@ -29,26 +29,30 @@ _SMALL_READ = 4 * CHUNK
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The arrays of one checkpoint as host arrays, by full key such as ``"model/wte.weight"``. Thread-safe.
+    """The arrays of one checkpoint, by full key such as ``"model/wte.weight"``. Thread-safe.
 
     :func:`datastates.open` returns it. Use it as a context manager, or call :meth:`close`.
 
     Each access reads the array again, as a whole logical tensor: parts that several ranks saved are put together. An
-    array that came from torch is a torch tensor if torch is installed. All others are NumPy arrays. Looking up a key
-    reads no array data. Listing the keys opens the containers of all ranks. Objects are not in the mapping:
-    :func:`datastates.load` reads those.
+    array that came from torch is a torch tensor if torch is installed, in host memory or on the device that
+    :func:`datastates.open` was given. All others are NumPy arrays. Looking up a key reads no array data. Listing
+    the keys opens the containers of all ranks. Objects are not in the mapping: :func:`datastates.load` reads those.
     """
 
-    def __init__(self, stored: Stored, executor: Callable[[int], Executor], reading: contextlib.ExitStack) -> None:
+    def __init__(
+        self, stored: Stored, executor: Callable[[int], Executor], reading: contextlib.ExitStack, device: Any = None
+    ) -> None:
         """Take an opened checkpoint.
 
         Args:
             stored: The checkpoint.
             executor: Makes an executor for reads of up to so many bytes.
             reading: Protects the checkpoint from deletion until it is closed.
+            device: The CUDA device for arrays of torch; None for host memory.
         """
         self._stored = stored
         self._reading = reading
+        self._device = device
         self._make_executor = executor
         self._executor: Executor | None = None
         self._closed = False
@@ -86,7 +90,7 @@ class Checkpoint(Mapping[str, Any]):
         return key in self._stored.keys if self._stored.head.ranks == 1 else self._stored.holds(key)
 
     def __getitem__(self, key: str) -> Any:
-        """Read and verify one array, into new host memory.
+        """Read and verify one array, into new memory.
 
         Args:
             key: The full key.
@@ -109,7 +113,7 @@ class Checkpoint(Mapping[str, Any]):
             raise ClosedError(f"{self._stored.head.path} is closed: {key!r} can no longer be read")
         if len(sources) == 1 and row.flat is None:
             return self._read_whole(*sources[0])
-        array = memory.empty(logical(row))
+        array = memory.empty(logical(row), self._device)
         live = arrays.array_shard(key, array)
         reads = Reads(in_full=True)
         for source, part in sources:
@@ -155,9 +159,9 @@ class Checkpoint(Mapping[str, Any]):
         return f"{contributed ^ int(constants(np.array([nbytes], np.uint64))[0]):08x}"
 
     def _read_whole(self, source: Container, row: Row) -> Any:
-        block = memory.allocate(row.kind, span(row.shape, row.stride) * row.dtype.itemsize)
+        block = memory.allocate(row.kind, span(row.shape, row.stride) * row.dtype.itemsize, self._device)
         if block.nbytes <= _SMALL_READ:
-            np.asarray(block)[:] = np.frombuffer(source.read_row(row), np.uint8)
+            memory.assign(block, np.array(source.read_row(row)))
         else:
             reads = Reads()
             reads.add_memory(source, int(source.index.data_offset[row.record]) + row.offset, arrays.memory(block))

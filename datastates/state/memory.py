@@ -15,16 +15,16 @@ from datastates.state.shards import ArrayRef
 from datastates.state.strides import span
 
 
-def allocate(kind: str, nbytes: int) -> Any:
-    """Allocate host memory as an array of bytes: a torch tensor if ``kind`` is ``"torch"`` and torch is installed.
+def allocate(kind: str, nbytes: int, device: Any = None) -> Any:
+    """Allocate memory as an array of bytes: a torch tensor if ``kind`` is ``"torch"`` and torch is installed.
 
-    Otherwise it is a NumPy array.
+    Otherwise it is a NumPy array. A tensor is in host memory, or on the CUDA device ``device``.
     """
     if kind == "torch":
         with contextlib.suppress(ImportError):
             import torch
 
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            return torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")
     return np.empty(nbytes, np.uint8)
 
 
@@ -66,13 +66,13 @@ def with_grad(array: Any, requires_grad: bool) -> Any:
     return array
 
 
-def empty(ref: ArrayRef) -> Any:
-    """Allocate a host array like a stored one; its contents are undefined.
+def empty(ref: ArrayRef, device: Any = None) -> Any:
+    """Allocate an array like a stored one; its contents are undefined. ``device`` is that of :func:`allocate`.
 
     Raises:
         ImportError: The element type needs torch or ml_dtypes and neither is installed.
     """
-    block = allocate(ref.kind, span(ref.shape, ref.stride) * dtypes.BY_NAME[ref.dtype].itemsize)
+    block = allocate(ref.kind, span(ref.shape, ref.stride) * dtypes.BY_NAME[ref.dtype].itemsize, device)
     return with_grad(view(block, ref, 0), ref.requires_grad)
 
 
