@@ -20,6 +20,21 @@ TEST(continues_and_takes_nothing) {
     CHECK_EQ(crc32(77, {}), 77U);
 }
 
+TEST(long_stretches_equal_their_parts) {
+    std::mt19937_64 random(3);
+    for (int round = 0; round < 400; ++round) {
+        const auto data = support::random_bytes(random, 900 + random() % 3000);
+        const auto all = std::span<const std::byte>(data).subspan(random() % 70);
+        auto value = static_cast<std::uint32_t>(random());
+        const std::uint32_t at_once = crc32(value, all);
+        // So few bytes are never folded.
+        for (std::size_t at = 0; at < all.size(); at += 100) {
+            value = crc32(value, all.subspan(at, std::min<std::size_t>(100, all.size() - at)));
+        }
+        CHECK_EQ(at_once, value);
+    }
+}
+
 TEST(combine_equals_direct) {
     std::mt19937_64 random(2);
     for (int round = 0; round < 300; ++round) {

@@ -2,6 +2,10 @@
 
 #include <libdeflate.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <array>
 
 namespace datastates {
@@ -39,12 +43,80 @@ constexpr std::array<std::array<std::uint32_t, 256>, 4> make_powers() {
 }
 constexpr auto kPowers = make_powers();
 
-}  // namespace
+/// x^n
+constexpr std::uint32_t power(std::uint64_t n) {
+    std::uint32_t product = kOne;
+    for (unsigned k = 0; k < 4; ++k)
+        product = multiply(product, kPowers.at(k)[(n >> (8 * k)) & 0xFFU]);
+    return product;
+}
 
-std::uint32_t crc32(std::uint32_t value, std::span<const std::byte> data) {
+std::uint32_t crc32_of_library(std::uint32_t value, std::span<const std::byte> data) {
     // For a null buffer, libdeflate returns the initial value instead of `value`.
     if (data.empty()) return value;
     return libdeflate_crc32(value, data.data(), data.size());
+}
+
+#if defined(__x86_64__)
+
+// Bytes that are folded at a time.
+constexpr std::size_t kFolded = 256;
+// Folding 128 bits over 256 bytes multiplies the two halves by these. See V. Gopal et al., "Fast
+// CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009. The product of
+// two reflected halves lacks one bit at its end.
+constexpr auto kFoldFirst = static_cast<long long>(std::uint64_t{power((8 * kFolded) + 32)} << 1);
+constexpr auto kFoldSecond = static_cast<long long>(std::uint64_t{power((8 * kFolded) - 32)} << 1);
+
+/// As crc32_of_library, several times as fast as libdeflate before 1.20. It folds the data into its
+/// last whole 256 bytes and leaves those to the library. REQUIRES: at least 256 bytes.
+[[gnu::target("avx512f,vpclmulqdq")]] std::uint32_t crc32_wide(std::uint32_t value,
+                                                               std::span<const std::byte> data) {
+    const __m512i factors = _mm512_set_epi64(kFoldSecond, kFoldFirst, kFoldSecond, kFoldFirst,
+                                             kFoldSecond, kFoldFirst, kFoldSecond, kFoldFirst);
+    const auto load = [&](std::size_t lane) __attribute__((target("avx512f,vpclmulqdq"))) {
+        return _mm512_loadu_si512(data.data() + (64 * lane));
+    };
+    const auto fold = [&](__m512i sum,
+                          std::size_t lane) __attribute__((target("avx512f,vpclmulqdq"))) {
+        constexpr int kXorOfThree = 0x96;
+        return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(sum, factors, 0x00),
+                                         _mm512_clmulepi64_epi128(sum, factors, 0x11), load(lane),
+                                         kXorOfThree);
+    };
+    const __m512i begin = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~value)));
+    __m512i a = _mm512_xor_si512(load(0), begin);
+    __m512i b = load(1);
+    __m512i c = load(2);
+    __m512i d = load(3);
+    for (data = data.subspan(kFolded); data.size() >= kFolded; data = data.subspan(kFolded)) {
+        a = fold(a, 0);
+        b = fold(b, 1);
+        c = fold(c, 2);
+        d = fold(d, 3);
+    }
+    alignas(64) std::array<std::byte, kFolded> folded;
+    _mm512_store_si512(folded.data(), a);
+    _mm512_store_si512(folded.data() + 64, b);
+    _mm512_store_si512(folded.data() + 128, c);
+    _mm512_store_si512(folded.data() + 192, d);
+    const std::uint32_t crc = crc32_of_library(0xFFFFFFFFU, folded);
+    return crc32_of_library(crc, data);
+}
+
+const bool kWide = []() noexcept {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0;
+}();
+
+#endif
+
+}  // namespace
+
+std::uint32_t crc32(std::uint32_t value, std::span<const std::byte> data) {
+#if defined(__x86_64__)
+    if (data.size() >= 4 * kFolded && kWide) return crc32_wide(value, data);
+#endif
+    return crc32_of_library(value, data);
 }
 
 std::uint32_t crc32_raw(std::span<const std::byte> data) {
