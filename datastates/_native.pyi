@@ -48,9 +48,6 @@ def crc32_shift(raw: _U32, nbytes: _U64) -> bytes:
     CRC-32. The shift of 2**32 - 1 by n bytes is the inverted CRC-32 of n zero bytes.
     """
 
-def in_memory(path: str | bytes) -> bool:
-    """Whether a file is in a memory file system, such as tmpfs."""
-
 class Digester:
     """Computes digests from a sequence of bytes. A digest is the exclusive or of shifted raw CRC-32s."""
 
@@ -140,7 +137,7 @@ def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int 
     """Make an operation fail in the whole process, for tests.
 
     Args:
-        point: open, write, read, sync, truncate, allocate, statfs, uring_setup, uring_probe, uring_enter, cuda_alloc
+        point: open, write, read, sync, truncate, allocate, uring_setup, uring_probe, uring_enter, cuda_alloc
             (host memory from which kernels read their work), cuda_register (page-locking the host cache), cuda_slab
             (the device cache), host_read (capturing host memory by process_vm_readv), or capture (of an extent whose
             sources are all lazy, which is put off while the point fails).

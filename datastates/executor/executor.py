@@ -190,13 +190,10 @@ class Executor:
         blocks: int = self._options["cache_bytes"] // self.block
         return min(_AHEAD * int(self._options["queue_depth"]), blocks // 2)
 
-    def extent_nbytes(self, path: Path) -> int:
-        """Longest extent in bytes for reading a file: a block, less room for alignment to pages on both sides.
-
-        For a file in memory, half a block is used, so that the data of all workers stays in the processor's caches.
-        """
-        in_memory = native_call(lambda: _native.in_memory(os.fsencode(path)))
-        return (self.block // 2 if in_memory else self.block) - 2 * PAGE
+    @property
+    def extent_nbytes(self) -> int:
+        """Longest extent in bytes for reading a file: a block, less room for alignment to pages on both sides."""
+        return self.block - 2 * PAGE
 
     def close(self) -> None:
         """Wait for running jobs and release the host cache. Idempotent."""

@@ -179,7 +179,7 @@ class Reads:
             source: The file.
             executor: The executor; :meth:`start` must get the same one. The destinations are expected in host memory.
         """
-        extent_nbytes, offset = executor.extent_nbytes(source.path), source.data_offset
+        extent_nbytes, offset = executor.extent_nbytes, source.data_offset
         if not len(offset):
             return
         end = offset[0] + np.uint64(executor.most_ahead * extent_nbytes)
@@ -215,7 +215,7 @@ class Reads:
         try:
             for queue in queues:
                 source = queue.source
-                plan = queue.plan(executor.extent_nbytes(source.path), spare)
+                plan = queue.plan(executor.extent_nbytes, spare)
                 ahead = self._ahead.get(source)
                 self._jobs.append(executor.submit_read(source.path, plan, queue.memory, source.name_record, ahead))
                 self._loose |= queue.unverified(plan)

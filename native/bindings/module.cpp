@@ -50,7 +50,6 @@ void bind_errors(py::module_& module) {
 }
 
 void bind_functions(py::module_& module) {
-    module.def("in_memory", &File::in_memory, "path"_a, py::call_guard<py::gil_scoped_release>());
     module.def("look", &look, "arrays"_a, "memory_of"_a, "plain"_a);
     module.def("layout", &layout, "arrays"_a);
     module.def(

@@ -165,6 +165,44 @@ TEST(one_extent_for_many_destinations) {
 }
 
 /// An extent of spans with gaps between them. Only the spans are read. One of them has a check.
+TEST(a_long_extent_passes_through_a_window) {
+    std::mt19937_64 random(7);
+    constexpr std::uint64_t kLength = std::uint64_t{11} << 20;
+    constexpr std::uint64_t kCheck = 250000;
+    const Bytes file = support::random_bytes(random, kLength + 4096);
+    const std::uint64_t offset = 1000;
+    const auto data = std::span(file).subspan(offset, kLength);
+    std::vector<std::uint64_t> check_at, check_nbytes;
+    std::vector<std::uint32_t> crc;
+    for (std::uint64_t at = 3000; at < kLength; at += kCheck + (at / 5 % 7 * 1000)) {
+        check_at.push_back(at);
+        check_nbytes.push_back(std::min(kCheck, kLength - at));
+        crc.push_back(crc32(0, data.subspan(at, check_nbytes.back())));
+    }
+    // The pieces overlap.
+    const std::vector<std::uint64_t> at = {10, 5'000'001}, nbytes = {6'000'000, 6'000'007};
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 2, std::size_t{12} << 20);
+        support::write_file(dir / "f", file);
+        for (const bool cold : {false, true}) {
+            if (cold) support::drop_cache(dir / "f");
+            Bytes first(nbytes[0]), second(nbytes[1]);
+            const auto plan = one_extent(offset, kLength, at, nbytes, check_at, check_nbytes, crc);
+            CHECK(executor->submit_read(dir / "f", plan, host_buffers(first, second))->wait());
+            CHECK(std::ranges::equal(first, data.subspan(at[0], nbytes[0])));
+            CHECK(std::ranges::equal(second, data.subspan(at[1], nbytes[1])));
+        }
+        Bytes damaged = file;
+        damaged[offset + kLength - 1] ^= std::byte{1};
+        support::write_file(dir / "f", damaged);
+        Bytes first(nbytes[0]), second(nbytes[1]);
+        const auto plan = one_extent(offset, kLength, at, nbytes, check_at, check_nbytes, crc);
+        CHECK_THROWS(ErrorCode::corrupt,
+                     executor->submit_read(dir / "f", plan, host_buffers(first, second))->wait());
+    }
+}
+
 TEST(reads_the_spans_of_a_sparse_extent_only) {
     std::mt19937_64 random(10);
     for (const support::Setup& setup : support::setups()) {

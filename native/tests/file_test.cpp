@@ -98,4 +98,27 @@ TEST(faults) {
     CHECK(support::read_file(dir / "a") == data);
 }
 
+TEST(what_is_let_go_leaves_the_page_tables) {
+    const support::TempDir dir({.backend = "pwrite", .direct = false, .memory = true});
+    constexpr long kPart = 5'000'000;
+    constexpr long kUnused = 1000;  // between two parts
+    constexpr long kLength = 40 * kPart;
+    support::write_file(dir / "f", support::Bytes(kLength, std::byte{3}));
+    const File file = File::open(dir / "f", true);
+    CHECK_EQ(file.memory().size(), std::size_t{kLength});
+    const auto mapped = [] { return 1024 * support::process_status("RssShmem"); };
+    const long before = mapped();
+    long most = 0;
+    for (long at = 0; at < kLength; at += kPart) {
+        for (long i = at; i < at + kPart; i += 4096) {
+            CHECK(file.memory()[i] == std::byte{3});
+        }
+        most = std::max(most, mapped() - before);
+        file.let_go(at, kPart - kUnused);
+    }
+    CHECK(most > kPart);
+    CHECK(most < kLength / 2);
+    CHECK(mapped() - before < kLength / 8);
+}
+
 CHECK_MAIN()

@@ -40,15 +40,7 @@ int held_by_a_child(const std::string& part) {
 }
 
 /// The memory of this process that drivers and rings have pinned, in kilobytes.
-long pinned() {
-    std::ifstream status("/proc/self/status");
-    for (std::string word; status >> word;) {
-        if (word != "VmPin:") continue;
-        status >> word;
-        return std::stol(word);
-    }
-    throw std::runtime_error("no VmPin in /proc/self/status");
-}
+long pinned() { return support::process_status("VmPin"); }
 
 std::unique_ptr<UringBackend> ring() {
     try {

@@ -410,6 +410,17 @@ inline std::vector<Setup> setups() {
     return result;
 }
 
+/// A number of this process's status, in kilobytes where it is memory.
+inline long process_status(const std::string& field) {
+    std::ifstream status("/proc/self/status");
+    for (std::string word; status >> word;) {
+        if (word != field + ":") continue;
+        status >> word;
+        return std::stol(word);
+    }
+    throw std::runtime_error("no " + field + " in /proc/self/status");
+}
+
 inline std::shared_ptr<datastates::Executor> make_executor(const Setup& setup, std::size_t blocks,
                                                            std::size_t block_bytes,
                                                            std::uint64_t device_cache_bytes = 0,

@@ -15,9 +15,7 @@ import pytest
 
 import datastates as ds
 from datastates import _native
-from datastates.config import IoSettings
-from datastates.errors import DatastatesError, StorageError
-from datastates.executor.make import make_executor
+from datastates.errors import DatastatesError
 from datastates.providers import HostTensorProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
@@ -187,13 +185,3 @@ def shared_memory() -> Iterator[Path]:
 def test_a_file_system_in_memory_works_and_is_reported_as_it_is(backend: str, shared_memory: Path) -> None:
     report = save_and_restore(shared_memory / "run", io_backend=backend)
     assert (report.backend, report.direct) == ("memory", False)
-
-
-def test_extents_of_a_file_in_memory_are_half_as_long(shared_memory: Path, tmp_path: Path) -> None:
-    executor = make_executor(IoSettings.of(OPTIONS))
-    assert executor.extent_nbytes(shared_memory) == (512 << 10) - 8192
-    assert executor.extent_nbytes(Path("/proc/self")) == (1 << 20) - 8192
-    with pytest.raises(StorageError, match="none") as raised:
-        executor.extent_nbytes(tmp_path / "none")
-    assert (raised.value.errno, raised.value.operation) == (errno.ENOENT, "statfs")
-    executor.close()

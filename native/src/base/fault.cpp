@@ -25,10 +25,10 @@ struct Rule {
     std::uint64_t hits = 0;
 };
 
-constexpr std::array<std::string_view, 15> kPoints = {
-    "open",       "write",         "read",        "sync",        "truncate",
-    "allocate",   "statfs",        "uring_setup", "uring_probe", "uring_enter",
-    "cuda_alloc", "cuda_register", "cuda_slab",   "host_read",   "capture"};
+constexpr std::array<std::string_view, 14> kPoints = {
+    "open",          "write",       "read",        "sync",        "truncate",
+    "allocate",      "uring_setup", "uring_probe", "uring_enter", "cuda_alloc",
+    "cuda_register", "cuda_slab",   "host_read",   "capture"};
 constexpr std::array<std::string_view, 5> kActions = {"fail", "short", "eintr", "kill", "delay"};
 
 template <std::size_t N>

@@ -107,13 +107,6 @@ File File::open(const std::string& path, bool want_direct) {
     return file;
 }
 
-bool File::in_memory(const std::string& path) {
-    struct statfs status{};
-    const int error = retry(fault::Point::statfs, [&] { return ::statfs(path.c_str(), &status); });
-    if (error != 0) throw Error::io(error, "statfs", path);
-    return is_memory(status);
-}
-
 void File::probe_alignment() {
     // Linux before 6.1 does not report it.
     struct statx status{};
@@ -185,8 +178,7 @@ void File::map(std::uint64_t length) {
 }
 
 void File::let_go(std::uint64_t offset, std::uint64_t length) const {
-    const std::span<std::byte> mapped = memory();
-    if (mapped.size() >= offset + length) FileMemory::let_go(mapped.subspan(offset, length));
+    if (memory().size() >= offset + length) memory_->let_go(offset, length);
 }
 
 void File::truncate(std::uint64_t length) {

@@ -28,15 +28,13 @@ Event::Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle s
     : context_(std::move(context)), keep_(std::move(keep)) {
     const CurrentContext current(context_->handle());
     cuda::require_not_capturing(stream);  // the event would become part of the graph
-    check(driver().event_create(&event_, cuda::kEventDisableTiming), "cuEventCreate");
+    event_ = context_->take_event();
     const cuda::Result result = driver().event_record(event_, stream);
-    if (result != cuda::kSuccess) static_cast<void>(driver().event_destroy(event_));
+    if (result != cuda::kSuccess) context_->give_back(event_);
     check(result, "cuEventRecord");
 }
 
-Event::~Event() {
-    quietly(context_->handle(), [&] { return driver().event_destroy(event_); });
-}
+Event::~Event() { context_->give_back(event_); }
 
 bool Event::passed() const {
     const CurrentContext current(context_->handle());

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <chrono>
+#include <new>
 #include <string>
 #include <thread>
 #include <type_traits>
@@ -117,7 +118,35 @@ PrimaryContext::PrimaryContext(int ordinal) {
 // In destructors a call fails only when the process is ending and the driver is gone, or after the
 // device has failed, which its user has been told by then.
 
-PrimaryContext::~PrimaryContext() { static_cast<void>(driver().primary_context_release(device_)); }
+PrimaryContext::~PrimaryContext() {
+    for (auto* event : events_) {
+        quietly(context_, [&] { return driver().event_destroy(event); });
+    }
+    static_cast<void>(driver().primary_context_release(device_));
+}
+
+EventHandle PrimaryContext::take_event() {
+    {
+        const std::scoped_lock lock(mutex_);
+        if (!events_.empty()) {
+            auto* const event = events_.back();
+            events_.pop_back();
+            return event;
+        }
+    }
+    EventHandle event = nullptr;
+    check(driver().event_create(&event, kEventDisableTiming), "cuEventCreate");
+    return event;
+}
+
+void PrimaryContext::give_back(EventHandle event) noexcept {
+    try {
+        const std::scoped_lock lock(mutex_);
+        events_.push_back(event);
+    } catch (const std::bad_alloc&) {
+        quietly(context_, [&] { return driver().event_destroy(event); });
+    }
+}
 
 CurrentContext::CurrentContext(ContextHandle context) {
     check(driver().context_push(context), "cuCtxPushCurrent");

@@ -1,10 +1,8 @@
 #include "datastates/read/device_copies.hpp"
 
-#include <set>
-
 namespace datastates {
 
-bool DeviceCopies::ended(bool wait) const {
+bool ended(const CopyEvents& events, bool wait) {
     for (const auto& event : events) {
         if (wait && !event->synchronize()) throw cuda::capture_lasts();
         if (!event->passed()) return false;
@@ -12,32 +10,40 @@ bool DeviceCopies::ended(bool wait) const {
     return true;
 }
 
-DeviceCopies copy_to_devices(const ReadState& job, const ReadPlan::Extent& extent,
-                             const std::byte* data) {
-    DeviceCopies copies{.begin = Clock::now(), .bytes = 0, .events = {}};
-    std::set<int> devices;
-    try {
-        for (const ReadPlan::Piece& piece : job.plan().pieces(extent)) {
-            const auto dest = static_cast<std::size_t>(piece.dest);
-            const int device = job.buffers().device[dest];
-            if (piece.length == 0 || device < 0) continue;
-            const CopyEngine& engine = job.engine(device);
-            devices.insert(device);
-            engine.to_device(job.buffers().address[dest] + piece.dest_offset,
-                             data + piece.extent_offset, piece.length, engine.restore_stream());
-            copies.bytes += piece.length;
-        }
-        for (const int device : devices) {
-            const CopyEngine& engine = job.engine(device);
-            copies.events.push_back(engine.record(engine.restore_stream()));
-        }
-    } catch (...) {
-        for (const int device : devices) {
-            job.engine(device).drain(job.engine(device).restore_stream());
-        }
-        throw;
+DeviceCopies::DeviceCopies(const ReadState& job, const ReadPlan::Extent& extent)
+    : job_(job),
+      pieces_(job.has_engines() ? job.plan().pieces(extent) : std::span<const ReadPlan::Piece>()) {}
+
+DeviceCopies::~DeviceCopies() {
+    for (const int device : devices_) {
+        const CopyEngine& engine = job_.engine(device);
+        engine.drain(engine.restore_stream());
     }
-    return copies;
+}
+
+void DeviceCopies::advance(std::uint64_t end, const StepMemory& data) {
+    if (bytes_ == 0) begin_ = Clock::now();
+    pieces_.advance(end, [&](const auto& piece, std::uint64_t from, std::uint64_t to) {
+        const auto dest = static_cast<std::size_t>(piece.dest);
+        const int device = job_.buffers().device[dest];
+        if (device < 0) return;
+        const CopyEngine& engine = job_.engine(device);
+        devices_.insert(device);
+        const std::uint64_t address =
+            job_.buffers().address[dest] + piece.dest_offset + (from - piece.extent_offset);
+        engine.to_device(address, data.at(from), to - from, engine.restore_stream());
+        bytes_ += to - from;
+    });
+}
+
+CopyEvents DeviceCopies::record() {
+    CopyEvents events;
+    for (const int device : devices_) {
+        const CopyEngine& engine = job_.engine(device);
+        events.push_back(engine.record(engine.restore_stream()));
+    }
+    devices_.clear();
+    return events;
 }
 
 }  // namespace datastates

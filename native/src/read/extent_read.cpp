@@ -1,20 +1,27 @@
 #include "datastates/read/extent_read.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <iomanip>
 #include <span>
 #include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "datastates/base/error.hpp"
 #include "datastates/checksum/checksum.hpp"
 #include "datastates/io/io_backend.hpp"
+#include "datastates/read/extent_steps.hpp"
 
 namespace datastates {
 namespace {
 
-constexpr std::uint64_t kStep = std::uint64_t{256} << 10;
+constexpr std::uint64_t kRead = std::uint64_t{256} << 10;
+// Two steps of each worker fit into the caches, and a copy of as many bytes takes long beside the
+// calls that start it.
+constexpr std::uint64_t kStep = std::uint64_t{2} << 20;
 
 Error mismatch(const std::string& path, const ReadPlan::Extent& extent,
                const ReadPlan::Check& check, std::uint32_t found) {
@@ -27,73 +34,59 @@ Error mismatch(const std::string& path, const ReadPlan::Extent& extent,
 }
 
 void verify(const ReadState& job, const ReadPlan::Extent& extent, const ReadPlan::Check& check,
-            const std::byte* data) {
-    const std::uint32_t found = crc32(0, {data + check.offset, check.length});
+            const StepMemory& data) {
+    const std::uint32_t found = crc32(0, {data.at(check.offset), check.length});
     if (found != check.crc) throw mismatch(job.path(), extent, check, found);
 }
 
-/// Copies an extent's pieces to their destinations in host memory. Each advance() goes on from the
-/// last end to a new one.
+/// Copies an extent's pieces to their destinations in host memory.
 class Placing {
   public:
-    Placing(const ReadState& job, const ReadPlan::Extent& extent, const std::byte* data)
-        : job_(job), data_(data), left_(job.plan().pieces(extent)) {}
+    Placing(const ReadState& job, const ReadPlan::Extent& extent)
+        : job_(job), pieces_(job.plan().pieces(extent)) {}
 
-    void advance(std::uint64_t end) {
-        for (const ReadPlan::Piece& piece : left_) {
-            if (piece.extent_offset >= end) break;
-            place(piece, end);
-        }
-        while (!left_.empty() && end_of(left_.front()) <= end) left_ = left_.subspan(1);
-        at_ = end;
+    /// Copies what lies between the last end and a new one.
+    void advance(std::uint64_t end, const StepMemory& data) {
+        pieces_.advance(end, [&](const auto& piece, std::uint64_t from, std::uint64_t to) {
+            const auto dest = static_cast<std::size_t>(piece.dest);
+            if (job_.buffers().device[dest] >= 0) return;
+            const std::uint64_t address =
+                job_.buffers().address[dest] + piece.dest_offset + (from - piece.extent_offset);
+            std::memcpy(reinterpret_cast<void*>(address), data.at(from), to - from);
+            bytes_ += to - from;
+        });
     }
     std::uint64_t bytes() const { return bytes_; }
 
   private:
-    static std::uint64_t end_of(const ReadPlan::Piece& piece) {
-        return piece.extent_offset + piece.length;
-    }
-    void place(const ReadPlan::Piece& piece, std::uint64_t end) {
-        const auto dest = static_cast<std::size_t>(piece.dest);
-        const std::uint64_t from = std::max(at_, piece.extent_offset);
-        const std::uint64_t to = std::min(end, end_of(piece));
-        if (from >= to || job_.buffers().device[dest] >= 0) return;
-        const std::uint64_t address =
-            job_.buffers().address[dest] + piece.dest_offset + (from - piece.extent_offset);
-        std::memcpy(reinterpret_cast<void*>(address), data_ + from, to - from);
-        bytes_ += to - from;
-    }
-
     const ReadState& job_;
-    const std::byte* data_;
-    std::span<const ReadPlan::Piece> left_;
-    std::uint64_t at_ = 0;  // in the extent
+    PieceSteps pieces_;
     std::uint64_t bytes_ = 0;
 };
 
 /// Reads the spans of an extent in order. Each advance() goes on from the last end to a new one.
 class Cursor {
   public:
-    Cursor(ReadState& job, const ReadPlan::Extent& extent, std::byte* data)
-        : job_(job), extent_(extent), data_(data), left_(job.plan().spans(extent)) {}
+    Cursor(ReadState& job, const ReadPlan::Extent& extent)
+        : job_(job), extent_(extent), left_(job.plan().spans(extent)) {}
 
-    void advance(std::uint64_t end) {
+    void advance(std::uint64_t end, const StepMemory& data) {
         for (; !left_.empty() && left_.front().offset < end; left_ = left_.subspan(1)) {
             const ReadPlan::Stretch& span = left_.front();
             at_ = std::max(at_, span.offset);
-            read_to(std::min(end, span.offset + span.length));
+            read_to(std::min(end, span.offset + span.length), data);
             if (at_ < span.offset + span.length) return;
         }
     }
     std::uint64_t bytes() const { return bytes_; }
 
   private:
-    void read_to(std::uint64_t end) {
+    void read_to(std::uint64_t end, const StepMemory& data) {
         while (at_ < end) {
-            const auto length = static_cast<std::size_t>(std::min(kStep, end - at_));
+            const auto length = static_cast<std::size_t>(std::min(kRead, end - at_));
             const IoRequest request{.kind = IoKind::read,
                                     .file = &job_.file(),
-                                    .buffer = data_ + at_,
+                                    .buffer = data.at(at_),
                                     .length = length,
                                     .required = length,
                                     .offset = extent_.offset + at_,
@@ -108,10 +101,57 @@ class Cursor {
 
     ReadState& job_;
     const ReadPlan::Extent& extent_;
-    std::byte* data_;
     std::span<const ReadPlan::Stretch> left_;
     std::uint64_t at_ = 0;  // in the extent
     std::uint64_t bytes_ = 0;
+};
+
+/// Says where the bytes of each step lie. If they need not stay, the steps take turns in two parts
+/// of the memory: the bytes of one are copied to devices while those of the next are read.
+class Window {
+  public:
+    Window(std::byte* memory, const std::vector<ReadPlan::Stretch>& steps, bool may_reuse)
+        : memory_(memory) {
+        const auto longest = std::ranges::max(steps, {}, &ReadPlan::Stretch::length).length;
+        const std::uint64_t whole = steps.back().offset + steps.back().length;
+        if (may_reuse && kParts * longest < whole) part_ = longest;
+    }
+    /// Waits for copies that were not handed over.
+    ~Window() {
+        for (const CopyEvents& events : events_) {
+            for (const auto& event : events) static_cast<void>(event->synchronize());
+        }
+    }
+    Window(const Window&) = delete;
+    Window& operator=(const Window&) = delete;
+    Window(Window&&) = delete;
+    Window& operator=(Window&&) = delete;
+
+    /// The memory for a step. Waits until nothing that was there before is still being copied.
+    StepMemory open(std::size_t number, const ReadPlan::Stretch& step) {
+        if (part_ == 0) return {.first = memory_, .offset = 0};
+        CopyEvents& before = events_[number % kParts];
+        static_cast<void>(ended(before, true));
+        before.clear();
+        return {.first = memory_ + ((number % kParts) * part_), .offset = step.offset};
+    }
+    /// Takes the events behind the copies of a step; with one part, of all steps.
+    void close(std::size_t number, DeviceCopies& copies, bool last) {
+        if (part_ != 0 || last) events_[number % kParts] = copies.record();
+    }
+    /// Hands over the events of all copies that may be running.
+    CopyEvents take() {
+        CopyEvents all = std::move(events_[0]);
+        all.insert(all.end(), events_[1].begin(), events_[1].end());
+        events_ = {};
+        return all;
+    }
+
+  private:
+    static constexpr std::size_t kParts = 2;
+    std::byte* memory_;
+    std::uint64_t part_ = 0;  // bytes; 0: each step has memory of its own
+    std::array<CopyEvents, kParts> events_;
 };
 
 /// Adds up the time of a step that runs many times.
@@ -131,31 +171,41 @@ class Share {
 
 }  // namespace
 
-std::uint64_t finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
-                            const Finishing& how) {
+Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
+                       const Finishing& how) {
     const auto begin = Clock::now();
     Share verifying;
     Share placing;
     std::uint64_t verified = 0;
-    Cursor cursor(job, extent, data);
-    Placing places(job, extent, data);
-    const auto read_to = [&](std::uint64_t end) {
-        if (how.through_cache) cursor.advance(end);
-    };
-    const auto place_to = [&](std::uint64_t end) {
-        if (!how.in_place) placing.of([&] { places.advance(end); });
-    };
-    const auto checks = job.plan().checks(extent);
-    for (std::size_t i = 0; i < checks.size(); ++i) {
-        const std::uint64_t end = checks[i].offset + checks[i].length;
-        read_to(end);
-        verifying.of([&] { verify(job, extent, checks[i], data); });
-        verified += checks[i].length;
-        // Bytes that the next check covers too wait for it.
-        place_to(i + 1 < checks.size() ? std::min(end, checks[i + 1].offset) : end);
+    Cursor cursor(job, extent);
+    Placing places(job, extent);
+    DeviceCopies copies(job, extent);
+    auto checks = job.plan().checks(extent);
+    const auto steps = cut_into_steps(extent.length, checks, kStep);
+    Window window(data, steps, how.through_cache && !how.in_place);
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+        const std::uint64_t step_end = steps[i].offset + steps[i].length;
+        const StepMemory memory = window.open(i, steps[i]);
+        const auto read_to = [&](std::uint64_t end) {
+            if (how.through_cache) cursor.advance(end, memory);
+        };
+        const auto place_to = [&](std::uint64_t end) {
+            if (!how.in_place) placing.of([&] { places.advance(end, memory); });
+        };
+        for (; !checks.empty() && checks.front().offset < step_end; checks = checks.subspan(1)) {
+            const ReadPlan::Check& check = checks.front();
+            const std::uint64_t end = check.offset + check.length;
+            read_to(end);
+            verifying.of([&] { verify(job, extent, check, memory); });
+            verified += check.length;
+            // Bytes that the next check covers too wait for it.
+            place_to(checks.size() > 1 ? std::min(end, checks[1].offset) : end);
+        }
+        read_to(step_end);
+        place_to(step_end);
+        if (!how.in_place) copies.advance(step_end, memory);
+        window.close(i, copies, i + 1 == steps.size());
     }
-    read_to(extent.length);
-    place_to(extent.length);
     if (how.through_cache) job.file().let_go(extent.offset, extent.length);
     // Reading, verifying and copying alternate. The timeline shows them one after the other.
     const auto end = Clock::now();
@@ -169,7 +219,10 @@ std::uint64_t finish_extent(ReadState& job, const ReadPlan::Extent& extent, std:
     if (how.through_cache) note(Stage::read, how.track, begin, checked, cursor.bytes());
     note(Stage::verify, how.worker, checked, placed, verified);
     if (places.bytes() > 0) note(Stage::copy, how.track, placed, end, places.bytes());
-    return cursor.bytes();
+    return {.bytes_read = cursor.bytes(),
+            .events = window.take(),
+            .copied = copies.bytes(),
+            .copies_begin = copies.begin()};
 }
 
 }  // namespace datastates

@@ -67,9 +67,11 @@ bool Reader::wait_for_jobs(const std::stop_token& stop) {
 
 /// Begins extents, and jobs, while there is room.
 void Reader::begin_extents() {
+    lacks_room_ = true;
     while (has_room()) {
         if (may_begin_job()) {
-            if (!begin_job()) return;
+            lacks_room_ = begin_job();
+            if (!lacks_room_) return;
             continue;
         }
         Run& run = runs_.back();
@@ -240,13 +242,13 @@ void Reader::wait() {
     if (backend_->in_flight() > 0) {
         reap();
         take_worked(false);
-        release_copied(false);
     } else if (working_ > 0) {
         take_worked(true);
-        release_copied(false);
     } else {
         release_copied(true);
     }
+    // Asking for the copies costs a call of the driver, which is busy with the workers' copies.
+    if (lacks_room_) release_copied(false);
 }
 
 /// Waits for completions, or until a worker or another thread wakes the backend.
@@ -345,16 +347,16 @@ void Reader::work(Reading& reading, bool through_cache, unsigned worker) {
     ReadState& job = reading.job();
     // Extents before a failed one still count: the failure of the lowest extent is reported.
     if (job.settled(reading.index)) return;
-    reading.bytes_read += finish_extent(job, reading.extent(), reading.data,
-                                        {.through_cache = through_cache,
-                                         .in_place = !reading.block,
-                                         .track = reading.track,
-                                         .worker = worker});
-    if (reading.block) reading.copies = copy_to_devices(job, reading.extent(), reading.data);
+    reading.finished = finish_extent(job, reading.extent(), reading.data,
+                                     {.through_cache = through_cache,
+                                      .in_place = !reading.block,
+                                      .track = reading.track,
+                                      .worker = worker});
+    reading.bytes_read += reading.finished.bytes_read;
 }
 
-/// Goes on with the extents that workers have finished. With `wait`, waits for the first one, or
-/// for a job that can begin.
+/// Goes on with the extents that workers have finished. With `wait`,
+/// waits for the first one, or for a job that can begin.
 void Reader::take_worked(bool wait) {
     std::unique_lock lock(mutex_);
     if (wait) {
@@ -368,7 +370,7 @@ void Reader::take_worked(bool wait) {
         --working_;
         if (reading.kept) --working_kept_;
         reading.run->stats.bytes_read += reading.bytes_read;
-        if (reading.copies.events.empty()) {
+        if (reading.finished.events.empty()) {
             end(reading);
             worked.pop_front();
         } else {
@@ -383,11 +385,12 @@ void Reader::release_copied(bool wait) {
         const Reading& oldest = *copying_.front();
         ReadState& job = oldest.job();
         try {
-            if (!oldest.copies.ended(wait)) return;
+            if (!ended(oldest.finished.events, wait)) return;
         } catch (...) {
             job.fail(0, Error::current());
         }
-        job.timeline().add(Stage::copy, oldest.track, oldest.copies.begin, oldest.copies.bytes);
+        job.timeline().add(Stage::copy, oldest.track, oldest.finished.copies_begin,
+                           oldest.finished.copied);
         end(oldest);
         wait = false;
     }

@@ -16,7 +16,6 @@ enum class Point : std::uint8_t {
     sync,
     truncate,
     allocate,
-    statfs,
     uring_setup,
     uring_probe,
     uring_enter,

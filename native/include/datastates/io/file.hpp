@@ -35,9 +35,7 @@ class File {
 
     const std::string& path() const { return path_; }
 
-    /// Whether a file lives in memory, as on tmpfs.
-    static bool in_memory(const std::string& path);
-    /// Whether this file lives in memory.
+    /// Whether the file lives in memory, as on tmpfs.
     bool memory_backed() const { return memory_backed_; }
     /// Whether the range can be read without the storage device, as far as the kernel tells.
     /// Callers use it only to choose the faster of two correct ways to read. Thread-safe.
@@ -68,8 +66,8 @@ class File {
     std::span<std::byte> memory() const {
         return memory_ ? memory_->bytes() : std::span<std::byte>();
     }
-    /// Takes a mapped range that is no longer used out of the page tables. Otherwise one thread
-    /// would do this for the whole file at the end. Thread-safe.
+    /// Notes that a mapped range is no longer used, so that its pages can be taken out of the page
+    /// tables. Otherwise one thread would do this for the whole file at the end. Thread-safe.
     void let_go(std::uint64_t offset, std::uint64_t length) const;
     void truncate(std::uint64_t length);
     /// fsync.

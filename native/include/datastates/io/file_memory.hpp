@@ -1,8 +1,10 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 namespace datastates {
 
@@ -25,12 +27,21 @@ class FileMemory {
     FileMemory& operator=(FileMemory&&) = delete;
 
     std::span<std::byte> bytes() const { return bytes_; }
-    /// Takes the pages of a part out of the page tables. The file keeps its bytes, and the part can
-    /// still be used. Thread-safe.
-    static void let_go(std::span<std::byte> part);
+    /// Notes that a part is no longer used, once for each part. The pages are taken out of the page
+    /// tables by stretches: each time, the kernel interrupts all processors. The file keeps its
+    /// bytes, and they can still be used. Thread-safe.
+    void let_go(std::uint64_t offset, std::uint64_t length);
 
   private:
+    /// Bytes whose pages are taken out of the page tables at a time.
+    static constexpr std::uint64_t kStretch = std::uint64_t{64} << 20;
+    /// A stretch is done when at most this part of it is still used. It may lie between extents.
+    static constexpr std::uint64_t kUsed = 16;
+
+    std::span<std::byte> stretch(std::size_t number) const;
+
     std::span<std::byte> bytes_;
+    std::vector<std::atomic<std::uint64_t>> unused_;  // bytes, by stretch
 };
 
 }  // namespace datastates

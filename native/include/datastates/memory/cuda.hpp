@@ -4,7 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
+#include <vector>
 
 #include "datastates/base/error.hpp"
 
@@ -116,9 +118,17 @@ class PrimaryContext {
     ContextHandle handle() const { return context_; }
     DeviceHandle device() const { return device_; }
 
+    /// An event without timing. Used ones come first, because a driver call costs more the more
+    /// threads make some. REQUIRES: the context is current.
+    EventHandle take_event();
+    /// Keeps an event for take_event().
+    void give_back(EventHandle event) noexcept;
+
   private:
     DeviceHandle device_ = 0;
     ContextHandle context_ = nullptr;
+    std::mutex mutex_;
+    std::vector<EventHandle> events_;
 };
 
 /// Makes a context current in the calling thread for a scope. It also sets the thread's capture

@@ -3,28 +3,51 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "datastates/base/timeline.hpp"
 #include "datastates/memory/copy_engine.hpp"
 #include "datastates/plan.hpp"
+#include "datastates/read/extent_steps.hpp"
 #include "datastates/read/read_state.hpp"
 
 namespace datastates {
 
-/// The copies of one extent's bytes to devices. While they run, the bytes must stay in their block.
-struct DeviceCopies {
-    Clock::time_point begin{};
-    std::uint64_t bytes = 0;
-    std::vector<std::shared_ptr<Event>> events;  // one for each device; none: nothing was copied
+/// Events behind copies to devices, one for each device.
+using CopyEvents = std::vector<std::shared_ptr<Event>>;
 
-    /// Whether all copies have ended. With `wait`, waits for that. Throws Error "cuda".
-    bool ended(bool wait) const;
+/// Whether all copies have ended. With `wait`, waits for that. Throws Error "cuda".
+bool ended(const CopyEvents& events, bool wait);
+
+/// Starts the copies of an extent's pieces for devices, on the devices' restore streams, step by
+/// step. While they run, their bytes must stay where they are. Belongs to one thread.
+class DeviceCopies {
+  public:
+    DeviceCopies(const ReadState& job, const ReadPlan::Extent& extent);
+    /// Waits for the copies that are behind no event.
+    ~DeviceCopies();
+    DeviceCopies(const DeviceCopies&) = delete;
+    DeviceCopies& operator=(const DeviceCopies&) = delete;
+    DeviceCopies(DeviceCopies&&) = delete;
+    DeviceCopies& operator=(DeviceCopies&&) = delete;
+
+    /// Starts the copies of the bytes between the last end and a new one, an offset in the extent.
+    /// Throws Error "cuda".
+    void advance(std::uint64_t end, const StepMemory& data);
+    /// Records events behind all copies since the last call; none if there were none. Throws Error
+    /// "cuda".
+    CopyEvents record();
+    std::uint64_t bytes() const { return bytes_; }
+    /// When the first copy was started.
+    Clock::time_point begin() const { return begin_; }
+
+  private:
+    const ReadState& job_;
+    PieceSteps pieces_;
+    std::set<int> devices_;  // with copies that are behind no event
+    std::uint64_t bytes_ = 0;
+    Clock::time_point begin_{};
 };
-
-/// Starts the copies of an extent's pieces for devices, on the devices' restore streams. `data` is
-/// the extent's first byte. If this throws, no copy is running. Thread-safe.
-DeviceCopies copy_to_devices(const ReadState& job, const ReadPlan::Extent& extent,
-                             const std::byte* data);
 
 }  // namespace datastates

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "datastates/plan.hpp"
+#include "datastates/read/device_copies.hpp"
 #include "datastates/read/read_state.hpp"
 
 /// The work of a worker on one extent of a read.
@@ -16,12 +17,20 @@ struct Finishing {
     unsigned worker;      // timeline track of verifying
 };
 
-/// Reads an extent to `data` if it is not there yet, verifies it, and copies its pieces for host
-/// memory to their destinations. It works in steps that stay in the processor's cache, and copies
-/// only bytes that it has verified. Returns the bytes read here. Throws Error "corrupt" for the
-/// first checksum that does not match or for a file that is too short, and Error "io" for a read
-/// that fails.
-std::uint64_t finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
-                            const Finishing& how);
+struct Finished {
+    std::uint64_t bytes_read = 0;  // here
+    CopyEvents events{};           // copies to devices that may still be running
+    std::uint64_t copied = 0;      // bytes of these
+    Clock::time_point copies_begin{};
+};
+
+/// Reads an extent to `data` if it is not there yet, verifies it, copies its pieces for host memory
+/// to their destinations, and starts the copies of its pieces for devices. It copies only bytes
+/// that it has verified. What it reads itself passes through the first few megabytes of `data`
+/// only, which then stay in the processor's caches. Throws Error "corrupt" for the first checksum
+/// that does not match or for a file that is too short, Error "io" for a read that fails, and Error
+/// "cuda" for a copy; then no copy is running.
+Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
+                       const Finishing& how);
 
 }  // namespace datastates

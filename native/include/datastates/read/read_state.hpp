@@ -53,6 +53,8 @@ class ReadState {
 
     // For the reader and its workers.
     CopyEngine& engine(int device) const { return *engines_.at(device); }
+    /// Whether some destinations are on devices.
+    bool has_engines() const { return !engines_.empty(); }
     ExtentsAhead* filled() const { return filled_.get(); }
     ExtentsAhead* used() const { return used_.get(); }
     /// Whether to begin an extent. After a failure the extents before the failed one are still

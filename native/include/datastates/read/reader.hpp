@@ -16,7 +16,7 @@
 #include "datastates/base/worker_pool.hpp"
 #include "datastates/io/io_backend.hpp"
 #include "datastates/memory/host_cache.hpp"
-#include "datastates/read/device_copies.hpp"
+#include "datastates/read/extent_read.hpp"
 #include "datastates/read/read_state.hpp"
 
 namespace datastates {
@@ -75,7 +75,7 @@ class Reader {
         std::uint64_t bytes_read = 0;
         bool kept = false;      // it was read ahead
         bool unwanted = false;  // it is being read ahead in vain
-        DeviceCopies copies{};
+        Finished finished{};
 
         ReadState& job() const { return *run->job; }
         const ReadPlan::Extent& extent() const { return job().plan().extents()[index]; }
@@ -125,6 +125,7 @@ class Reader {
     std::size_t working_ = 0;       // extents that workers have
     std::size_t working_kept_ = 0;  // of these, extents that were read ahead
     Readings copying_;              // their bytes are being copied to devices
+    bool lacks_room_ = false;       // another extent would begin, had it room or a block
     std::uint64_t next_token_ = 0;
     Tracks tracks_;
     std::jthread thread_;  // last: joins first

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "datastates/plan.hpp"
+
+/// An extent is worked on step by step, so that its bytes stay in the processor's caches.
+namespace datastates {
+
+/// Cuts an extent into steps of at most `longest` bytes, so that no check lies in two of them. A
+/// step is longer where checks that are longer, or overlap, leave no other cut. Together the steps
+/// are the whole extent.
+std::vector<ReadPlan::Stretch> cut_into_steps(std::uint64_t length,
+                                              std::span<const ReadPlan::Check> checks,
+                                              std::uint64_t longest);
+
+/// Bytes of an extent in memory.
+struct StepMemory {
+    std::byte* first;
+    std::uint64_t offset;  // of the first byte, in the extent
+
+    std::byte* at(std::uint64_t in_extent) const { return first + (in_extent - offset); }
+};
+
+/// Goes through an extent's pieces. They may overlap.
+class PieceSteps {
+  public:
+    explicit PieceSteps(std::span<const ReadPlan::Piece> pieces) : left_(pieces) {}
+
+    /// Calls `take(piece, from, to)` for all parts of pieces between the last end and a new one;
+    /// these are offsets in the extent.
+    template <typename Take>
+    void advance(std::uint64_t end, Take&& take) {
+        for (const ReadPlan::Piece& piece : left_) {
+            if (piece.extent_offset >= end) break;
+            const std::uint64_t from = std::max(at_, piece.extent_offset);
+            const std::uint64_t to = std::min(end, end_of(piece));
+            if (from < to) take(piece, from, to);
+        }
+        while (!left_.empty() && end_of(left_.front()) <= end) left_ = left_.subspan(1);
+        at_ = end;
+    }
+
+  private:
+    static std::uint64_t end_of(const ReadPlan::Piece& piece) {
+        return piece.extent_offset + piece.length;
+    }
+
+    std::span<const ReadPlan::Piece> left_;
+    std::uint64_t at_ = 0;
+};
+
+}  // namespace datastates
