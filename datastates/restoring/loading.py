@@ -118,6 +118,9 @@ class _Tensors(_Blocks):
         self._arrays: dict[str, Any] = {}
         self._keys: dict[int, dict[DataPlace, str]] = {id(source): {} for source in sources}
         tensors = combine([source.index.shards for source in sources])
+        if device is not None:
+            wholes = (logical(tensor.parts[0][2]) for tensor in tensors.values())
+            memory.reserve(sum(memory.nbytes_of(ref) for ref in wholes if ref.kind == "torch"), device)
         for key, tensor in tensors.items():
             if not tensor.is_complete:
                 raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
@@ -181,6 +184,8 @@ class _Records(_Blocks):
         index = self._source.index
         sizes, offsets = index.record_nbytes.tolist(), index.data_offset.tolist()
         made, begin = executor(sum(sizes)), 0
+        if self._device is not None:
+            memory.reserve(sum(n for r, n in enumerate(sizes) if self._kinds.get(r) == "torch"), self._device)
         while begin < len(sizes):
             reads, nbytes = Reads(), 0
             self._reads.append(reads)

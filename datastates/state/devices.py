@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    import torch
-
-Device: TypeAlias = "str | int | torch.device"
-"""A device as ``torch.device`` takes it: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, the number of a CUDA device."""
+Device: TypeAlias = Any
+"""A ``torch.device``, or what it takes: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or the number of a CUDA device."""
 
 
 def cuda_device(device: Device) -> Any | None:

@@ -28,6 +28,17 @@ def allocate(kind: str, nbytes: int, device: Any = None) -> Any:
     return np.empty(nbytes, np.uint8)
 
 
+def reserve(nbytes: int, device: Any) -> None:
+    """Let torch take memory of a CUDA device from the driver at once, to divide it later: each call costs 0.3 ms.
+
+    Nothing is reserved where the device has not so much in one piece.
+    """
+    import torch
+
+    with contextlib.suppress(torch.cuda.OutOfMemoryError):
+        torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
 def view(block: Any, ref: ArrayRef, offset: int) -> Any:
     """View allocated bytes as an array.
 
@@ -66,13 +77,18 @@ def with_grad(array: Any, requires_grad: bool) -> Any:
     return array
 
 
+def nbytes_of(ref: ArrayRef) -> int:
+    """Bytes from the first to the last element of a stored array."""
+    return span(ref.shape, ref.stride) * dtypes.BY_NAME[ref.dtype].itemsize
+
+
 def empty(ref: ArrayRef, device: Any = None) -> Any:
     """Allocate an array like a stored one; its contents are undefined. ``device`` is that of :func:`allocate`.
 
     Raises:
         ImportError: The element type needs torch or ml_dtypes and neither is installed.
     """
-    block = allocate(ref.kind, span(ref.shape, ref.stride) * dtypes.BY_NAME[ref.dtype].itemsize, device)
+    block = allocate(ref.kind, nbytes_of(ref), device)
     return with_grad(view(block, ref, 0), ref.requires_grad)
 
 
