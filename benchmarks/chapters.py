@@ -91,6 +91,16 @@ _STORED = (
     Column("write, of raw", _of_raw("write")),
     Column("restore, of raw", _of_raw("read")),
 )
+_ONTO_GPU = (
+    Column("GB/s", _rate("seconds")),
+    Column("of raw", _of_raw()),
+    Column("datastates is faster by ×", _ours()),
+)
+_LOADED = (
+    "{tensors} bf16 tensors, {bytes} bytes in all, come from one file onto the GPU: into new tensors, and in one row "
+    "into live ones. Each begins without memory of the device kept from a load before. Every element is compared "
+    "afterwards. datastates verifies all checksums within the time; the others verify nothing. "
+)
 _RANKS = (
     *_STORED,
     Column("bytes read, of those needed", fetched, ".3f"),
@@ -169,6 +179,17 @@ CHAPTERS = {
         "The same on tmpfs, a stand-in for storage faster than one thread. Raw is the best of several numbers of "
         "threads that copy as many bytes from and to host memory.",
         _STORED,
+    ),
+    "load-tmpfs": Chapter(
+        "Weights from memory onto the GPU",
+        _LOADED + "The files are on tmpfs. Raw copies as many bytes out of page-locked memory.",
+        _ONTO_GPU,
+    ),
+    "load-cold": Chapter(
+        "Weights from the disk onto the GPU",
+        _LOADED + "The files are put out of the page cache before (checked with mincore). Raw reads as many bytes with "
+        "O_DIRECT to host memory.",
+        _ONTO_GPU,
     ),
     "ranks": Chapter(
         "Several ranks",

@@ -18,6 +18,7 @@ import call
 import capture
 import durable
 import index
+import loading
 import machine
 import memory
 import ranks
@@ -46,6 +47,8 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "training": training.run_gpu,
         "durable": partial(durable.run, tmpfs=False),
         "durable-tmpfs": partial(durable.run, tmpfs=True),
+        "load-tmpfs": partial(loading.run, cold=False),
+        "load-cold": partial(loading.run, cold=True),
         "ranks": ranks.run,
     },
     "scale": scale.Scale().suite(),
@@ -82,7 +85,7 @@ def run_suite(
     for name, run in benchmarks.items():
         print(f"{name} …", flush=True)
         begin = time.monotonic()
-        parent = durable.TMPFS if name == "durable-tmpfs" else directory
+        parent = durable.TMPFS if name.endswith("-tmpfs") else directory
         try:
             with tempfile.TemporaryDirectory(dir=parent, prefix=f"{name}-") as folder:
                 result = run(Path(folder), Plan(repeat, until), tiny=tiny)

@@ -105,6 +105,18 @@ def _without_io_uring(benchmark: str, verb: str) -> Target:
     return Target("cpu", benchmark, f"{verb} with pwrite, over io_uring", 0.9, True, "×", values)
 
 
+def _onto_the_gpu(benchmark: str, whence: str) -> list[Target]:
+    compared = {
+        "load onto the GPU": ("datastates", {"raw": 0.95, "InstantTensor": 1}),
+        "restore onto the GPU": ("datastates in place", {"raw": 0.95}),
+    }
+    return [
+        Target("gpu", benchmark, f"{verb} {whence}, over {peer}", goal, True, "×", times_as_fast(peer, system))
+        for verb, (system, goals) in compared.items()
+        for peer, goal in goals.items()
+    ]
+
+
 def _of_ranks(layout: str) -> list[Target]:
     ours, raw = f"datastates, {layout}", f"raw, {layout}"
     return [
@@ -183,6 +195,8 @@ TARGETS = [
     *_against("gpu", "durable", "cold restore onto the GPU", {"raw": 0.95}, "read"),
     *_against("gpu", "durable-tmpfs", "write to tmpfs", {"raw": 0.9}, "write"),
     *_against("gpu", "durable-tmpfs", "restore from tmpfs onto the GPU", {"raw": 0.9}, "read"),
+    *_onto_the_gpu("load-tmpfs", "from memory"),
+    *_onto_the_gpu("load-cold", "from a cold file"),
     *_of_ranks("2 → 2"),
     *_of_ranks("2 → 1"),
     *_of_ranks("1 → 2"),
