@@ -64,8 +64,8 @@ constexpr std::size_t kFolded = 256;
 // Folding 128 bits over 256 bytes multiplies the two halves by these. See V. Gopal et al., "Fast
 // CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009. The product of
 // two reflected halves lacks one bit at its end.
-constexpr auto kFoldFirst = static_cast<long long>(std::uint64_t{power((8 * kFolded) + 32)} << 1);
-constexpr auto kFoldSecond = static_cast<long long>(std::uint64_t{power((8 * kFolded) - 32)} << 1);
+constexpr long long kFoldFirst = 2LL * power((8 * kFolded) + 32);
+constexpr long long kFoldSecond = 2LL * power((8 * kFolded) - 32);
 
 /// As crc32_of_library, several times as fast as libdeflate before 1.20. It folds the data into its
 /// last whole 256 bytes and leaves those to the library. REQUIRES: at least 256 bytes.
