@@ -55,7 +55,7 @@ def take_attributes(live: object, restored: object) -> None:
 
 def beside(live: Any, restored: Any) -> Any:
     """A restored tensor on the device of the live one that it replaces; other values are returned as they are."""
-    if not (is_tensor(live) and is_tensor(restored)) or live.device == restored.device:
+    if not (is_tensor(live) and is_tensor(restored)) or _is_on(restored, live.device):
         return restored
     parameter = loaded("torch").nn.Parameter
     moved = _moved(restored.detach(), live.device)
@@ -66,6 +66,12 @@ def beside(live: Any, restored: Any) -> Any:
     # a tensor that is made of others has made its own attributes
     set_attributes(moved, {name: value for name, value in vars(restored).items() if name not in vars(moved)})
     return moved
+
+
+def _is_on(tensor: Any, device: Any) -> bool:
+    """Whether a tensor and all those that it is made of are on a device. One that was just built may claim another."""
+    parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return tensor.device == device and all(_is_on(getattr(tensor, name), device) for name in parts)
 
 
 def _moved(tensor: Any, device: Any) -> Any:

@@ -33,6 +33,7 @@ class Noted(torch.Tensor):
     """A subclass with a storage."""
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["subclass", "sparse", "nested"])
 def test_a_rebuilt_tensor_is_on_the_device_of_the_live_one(tmp_path: Path, kind: str) -> None:
     def make(factor: int) -> torch.Tensor:
