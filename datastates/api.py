@@ -163,7 +163,7 @@ def load(
         step: In a directory of checkpoints, the step to read; None reads the newest. For a single checkpoint or file,
             the step that it must have; None accepts any.
         device: Where torch tensors are read to: ``"cpu"``, or a CUDA device such as ``"cuda"``, ``"cuda:1"`` or ``1``.
-            No host memory is needed for what goes to a device.
+            What goes to a device needs no host memory but the host cache.
         trust: As for :meth:`Checkpointer.restore`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
 

@@ -29,14 +29,24 @@ def frameworks_of(page: Path) -> set[str]:
     "page", [pytest.param(p, id=p.name, marks=[pytest.mark.long] if frameworks_of(p) else []) for p in PAGES]
 )
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     if missing := {name for name in frameworks_of(page) if find_spec(name) is None}:
         pytest.skip(f"{', '.join(sorted(missing))} not installed: this page did NOT run")
-    script = tmp_path / "page.py"
+    run(page, tmp_path)
+
+
+def test_the_first_page_runs_again_in_the_same_folder(tmp_path: Path) -> None:
+    """Its first example resumes from what it finds, and no other example saves into its directory."""
+    for _ in range(2):
+        run(ROOT / "README.md", tmp_path)
+
+
+def run(page: Path, folder: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    script = folder / "page.py"
     script.write_text("\n".join(blocks))
     done = subprocess.run(
         [sys.executable, script],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **ONE_RANK},
         capture_output=True,
         text=True,
