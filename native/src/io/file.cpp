@@ -178,7 +178,7 @@ void File::map(std::uint64_t length) {
 }
 
 void File::let_go(std::uint64_t offset, std::uint64_t length) const {
-    if (memory().size() >= offset + length) memory_->let_go(offset, length);
+    if (memory_ && memory().size() >= offset + length) memory_->let_go(offset, length);
 }
 
 void File::truncate(std::uint64_t length) {

@@ -9,6 +9,7 @@
 #include "datastates/read/extent_read.hpp"
 
 namespace datastates {
+
 Reader::Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,
                unsigned queue_depth)
     : cache_(cache),
