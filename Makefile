@@ -34,8 +34,8 @@ help: ## List the targets
 
 .PHONY: test
 test: ## What passes before a commit: ruff, mypy, C++ tests, all Python tests but the long ones
-	$(MAKE) --no-print-directory style types
-	$(MAKE) --no-print-directory ctest-plain
+	$(MAKE) --no-print-directory style
+	$(MAKE) --no-print-directory --jobs=2 --output-sync types ctest-plain
 	$(MAKE) --no-print-directory python-test
 
 .PHONY: check

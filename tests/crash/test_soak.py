@@ -1,4 +1,4 @@
-"""Hundreds of snapshots of random states: every one kept loads, and no descriptor, thread or memory is left over."""
+"""Many snapshots of random states: every one kept loads, and no descriptor, thread or memory is left over."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ from datastates.providers import HostTensorProvider, PickledObjectProvider, from
 from datastates.restoring.stored import open_checkpoint
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
-STEPS = 310
+
+
+def rounds(short: int, full: int) -> pytest.MarkDecorator:
+    """Run a test with a few rounds, and with all of them among the long tests."""
+    return pytest.mark.parametrize("rounds", [short, pytest.param(full, marks=pytest.mark.long)])
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -82,12 +86,13 @@ def native_threads() -> int:
     return count
 
 
-def test_hundreds_of_random_snapshots_leave_nothing_behind(backend: str, tmp_path: Path) -> None:
+@rounds(63, 310)
+def test_random_snapshots_leave_nothing_behind(rounds: int, backend: str, tmp_path: Path) -> None:
     rng = random.Random(7)
     before = (threading.active_count(), native_threads(), descriptors())
     warm = 0
     with ds.Checkpointer(tmp_path, keep_last=5, keep_every=50, io_backend=backend, on_error="warn", **OPTIONS) as ckpt:
-        for step in range(1, STEPS + 1):
+        for step in range(1, rounds + 1):
             if step % 25 == 0:
                 _native.arm_fault(rng.choice(["write", "open", "sync"]), "fail", errno.EIO, 1, 1)
             ckpt.snapshot(providers_of(state_of(step)), step=step)
@@ -99,23 +104,24 @@ def test_hundreds_of_random_snapshots_leave_nothing_behind(backend: str, tmp_pat
                 newest = ckpt.latest()
                 assert newest is not None
                 assert ckpt.restore(providers_of(state_of(newest))).step == newest
-            if step == 60:
+            if step == rounds // 5:
                 warm = resident()
         ckpt.wait()
         grown = resident() - warm
         failures = ckpt.failures
     assert grown < 64 << 20
-    assert 1 <= failures <= 12
+    assert 1 <= failures <= rounds // 25
     assert (threading.active_count(), native_threads(), descriptors()) == before
     committed = directories.committed(tmp_path)
-    assert list(committed)[-1] == STEPS
+    assert list(committed)[-1] == rounds
     assert len(committed) >= 5
     assert sorted(tmp_path.iterdir()) == sorted(committed.values())
     for step, path in committed.items():
         assert_holds(path, step)
 
 
-def test_single_snapshots_restores_and_loads_leave_nothing_behind(tmp_path: Path) -> None:
+@rounds(24, 100)
+def test_single_snapshots_restores_and_loads_leave_nothing_behind(rounds: int, tmp_path: Path) -> None:
     def once(step: int) -> None:
         path = tmp_path / f"{step}"
         ds.snapshot(providers_of(state_of(step)), path, step=step, **OPTIONS).wait_committed()
@@ -127,19 +133,20 @@ def test_single_snapshots_restores_and_loads_leave_nothing_behind(tmp_path: Path
             if thread.name.startswith("datastates"):
                 thread.join()
 
-    for step in range(20):
+    for step in range(rounds // 5):
         once(step)
     join()
     before = (threading.active_count(), native_threads(), descriptors())
     warm = resident()
-    for step in range(20, 100):
+    for step in range(rounds // 5, rounds):
         once(step)
     join()
     assert resident() - warm < 64 << 20
     assert (threading.active_count(), native_threads(), descriptors()) == before
 
 
-def test_checkpointers_opened_and_closed_leave_nothing_behind(backend: str, tmp_path: Path) -> None:
+@rounds(15, 60)
+def test_checkpointers_opened_and_closed_leave_nothing_behind(rounds: int, backend: str, tmp_path: Path) -> None:
     def once(step: int) -> None:
         with ds.Checkpointer(tmp_path, keep_last=2, io_backend=backend, **OPTIONS) as ckpt:
             ckpt.snapshot(providers_of(state_of(step)), step=step)
@@ -148,11 +155,11 @@ def test_checkpointers_opened_and_closed_leave_nothing_behind(backend: str, tmp_
         once(step)
     before = (threading.active_count(), native_threads(), descriptors())
     warm = resident()
-    for step in range(5, 60):
+    for step in range(5, rounds):
         once(step)
     assert resident() - warm < 64 << 20
     assert (threading.active_count(), native_threads(), descriptors()) == before
-    assert list(directories.committed(tmp_path)) == [58, 59]
+    assert list(directories.committed(tmp_path)) == [rounds - 2, rounds - 1]
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["committed", "failed"])
