@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ class Training:
     """A model of 64 MiB, with an optimizer that CUDA graphs can capture."""
 
     def __init__(self) -> None:
+        gc.collect()  # graphs of earlier tests: one that is freed during a capture makes it fail
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4))).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, capturable=True)
