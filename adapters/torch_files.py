@@ -76,6 +76,43 @@ class _Held(TreeProvider):
         raise NotImplementedError(f"{self.name!r}: its framework puts it back")
 
 
+class StateWriter:
+    """Writes the state dicts of one kind of file, and keeps their plan from one file to the next. Not thread-safe."""
+
+    def __init__(self, engine: Engine, kind: str) -> None:
+        """Write with that engine. ``kind`` names files that have the same structure in each checkpoint."""
+        self._engine = engine
+        self._held = _Held(kind)
+        self._saver = Saver(engine.executor, 0, 1, bare=True)
+
+    def write(self, state: Any, path: Path, lazy: Lazy, *, attempt: str, begin: float) -> Snapshot:
+        """Begin to write a file; returns its snapshot once everything that is not lazy is copied.
+
+        Args:
+            state: Nested dicts, lists and tuples, with tensors in them.
+            path: The file, under a temporary name.
+            lazy: Which tensors are captured while training goes on.
+            attempt: A name that all files of one checkpoint share.
+            begin: When the user's call began, on the monotonic clock.
+
+        Raises:
+            ProviderError: Something in ``state`` does not pickle; the message names it.
+        """
+        self._held.state, self._held.lazy = state, lazy
+        try:
+            collected = self._saver.collect([self._held])
+            ending = FileEnding(path, identity_alone(attempt))
+            return self._engine.take_file(self._saver, collected, ending, 0, begin=begin)
+        finally:
+            self._held.state, self._held.lazy = None, lambda *_: False
+
+
+def buffer_storages(module: torch.nn.Module) -> frozenset[int]:
+    """Addresses of the storages of a module's buffers, which the forward pass may change."""
+    found = (buffer.untyped_storage().data_ptr() for buffer in module.buffers())
+    return frozenset(address for address in found if address)
+
+
 class TorchFiles:
     """Writes files in the background, and runs what follows each checkpoint (renames, removals, votes) in order.
 
@@ -100,7 +137,7 @@ class TorchFiles:
         # a thread for each file in flight: with fewer, the gate would wait for the storage of others
         self._engine = Engine(make_executor(self.settings), SoloWorld(), threads=1024, auto_gate=True)
         self._process = os.getpid()
-        self._writers: dict[str, tuple[_Held, Saver]] = {}
+        self._writers: dict[str, StateWriter] = {}
         # one thread: checkpoints end in the order in which they began; its exit hook waits for them
         self._in_order = ThreadPoolExecutor(1, thread_name_prefix="datastates-files")
         return self._engine
@@ -121,29 +158,11 @@ class TorchFiles:
             raise failure
 
     def write(self, kind: str, state: Any, path: Path, lazy: Lazy) -> Snapshot:
-        """Begin to write one file; returns once everything that is not lazy is copied.
-
-        Args:
-            kind: A name for files that have the same structure in each checkpoint.
-            state: Nested dicts, lists and tuples, with tensors in them.
-            path: The file, under a temporary name.
-            lazy: Which tensors are captured while training goes on.
-
-        Returns:
-            The snapshot of the file.
-
-        Raises:
-            ProviderError: Something in ``state`` does not pickle; the message names it.
-        """
+        """Begin to write one file of a ``kind``, as :meth:`StateWriter.write` does."""
         begin, engine = time.monotonic(), self._start()
-        held, saver = self._writers.setdefault(kind, (_Held(kind), Saver(engine.executor, 0, 1, bare=True)))
-        held.state, held.lazy = state, lazy
-        try:
-            collected = saver.collect([held])
-            ending = FileEnding(path, identity_alone(secrets.token_hex(4)))
-            return engine.take_file(saver, collected, ending, 0, begin=begin)
-        finally:
-            held.state, held.lazy = None, lambda *_: False
+        if kind not in self._writers:
+            self._writers[kind] = StateWriter(engine, kind)
+        return self._writers[kind].write(state, path, lazy, attempt=secrets.token_hex(4), begin=begin)
 
     def then(
         self, name: str, snapshots: Sequence[Snapshot] | None, act: Callable[[BaseException | None], None]

@@ -16,7 +16,7 @@ from transformers import trainer_callback, trainer_utils
 from typing_extensions import Unpack
 
 from datastates._base import files, paths
-from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles
+from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, buffer_storages
 from datastates.commit import manifest, retention
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
@@ -166,7 +166,7 @@ class TrainerCheckpoints:
         def end(failure: BaseException | None) -> None:
             try:
                 failure = spoiled or failure or _synced(folder.staged)
-                settle(world, f"{name}/end", failure, b"", publish, timeout=self._timeout)
+                settle(world, f"{name}/end", failure, b"", publish)
             except Exception:
                 self._begun.discard(folder.final)
                 if world.rank == 0:
@@ -212,7 +212,7 @@ class TrainerCheckpoints:
                 trainer._save(str(folder), state_dict={})
                 for name in (transformers.utils.SAFE_WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME):
                     (folder / name).unlink(missing_ok=True)
-                buffers = {b.untyped_storage().data_ptr() for b in module.buffers()}
+                buffers = buffer_storages(module)
                 file = folder / transformers.utils.WEIGHTS_NAME
 
                 def is_parameter(_: str, tensor: torch.Tensor) -> bool:

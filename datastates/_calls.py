@@ -39,27 +39,9 @@ def checked_step(step: Any) -> int:
     return number
 
 
-def meeting_of(world: World, name: str, timeout: float, attempt: int) -> Meeting:
+def meeting_of(world: World, name: str, attempt: int) -> Meeting:
     """The meeting for one attempt of a restore; attempts count from 0."""
-    return Meeting(world, f"{name}/again/{attempt}" if attempt else name, timeout)
-
-
-def wished(
-    meetings: Callable[[int], Meeting],
-    providers: Sequence[StateProvider],
-    step: Any,
-    *,
-    fallback: bool,
-    strict: bool,
-) -> int | None:
-    """The step that is wanted. Errors in the arguments are raised once the other ranks know of them."""
-    try:
-        check_order(providers)
-        wish = None if step is None else checked_step(step)
-        check(fallback=fallback, step=wish, strict=strict)
-    except Exception as error:
-        meetings(0).refuse(error)
-    return wish
+    return Meeting(world, f"{name}/again/{attempt}" if attempt else name)
 
 
 def check_order(providers: Sequence[StateProvider]) -> None:
@@ -99,7 +81,12 @@ def restore_by(
     Raises:
         CheckpointNotFoundError: There is no checkpoint of that step.
     """
-    wish = wished(meetings, providers, step, fallback=fallback, strict=strict)
+    try:
+        check_order(providers)
+        wish = None if step is None else checked_step(step)
+        check(fallback=fallback, step=wish, strict=strict)
+    except Exception as error:  # it is raised once the other ranks know of it
+        meetings(0).refuse(error)
     gate.pass_all()  # a restore changes the state, so it waits for captures like any update
     wait()
     restored = restore_newest(

@@ -80,9 +80,9 @@ def snapshot(
             retention.clear(left)
 
     try:
-        meet(world, name, target, prepare, timeout=settings.rank_timeout)
+        meet(world, name, target, prepare)
         sequence = partial(directories.next_sequence, target.parent)
-        ballot = Ballot(world, f"{name}/commit", sequence, step=step, timeout=settings.rank_timeout)
+        ballot = Ballot(world, f"{name}/commit", sequence, step=step)
         return take_one(settings, providers, world, ballot, Target.fixed(lambda: target), auto_gate=auto_gate)
     except BaseException:
         world.close()
@@ -129,7 +129,7 @@ def restore(
         restored = _calls.restore_by(
             given,
             providers,
-            partial(_calls.meeting_of, world, name, settings.rank_timeout),
+            partial(_calls.meeting_of, world, name),
             lambda n: make_executor(settings, n),
             step=step,
             fallback=fallback,
@@ -196,11 +196,7 @@ def _kept(path: PathLike, step: int | None) -> Iterator[Path]:
     with directories.kept(given, wish) as found:
         if wish is not None and found.is_file() and (saved := Stored.of_file(found).head.step) != wish:
             raise CheckpointNotFoundError(f"{found} is of step {saved}, not of step {wish}")
-        with (
-            health.advice(found, "take it with step={step}")
-            if found != given and wish is None
-            else contextlib.nullcontext()
-        ):
+        with health.advice(found, "take it with step={step}" if found != given and wish is None else None):
             yield found
 
 

@@ -91,7 +91,7 @@ class Checkpointer:
             undo.callback(executor.close)
             world = _calls.open_world(self.settings, self.directory)
             undo.callback(world.close)
-            meet(world, self._name, self.directory, self._clear_debris, timeout=self.settings.rank_timeout)
+            meet(world, self._name, self.directory, partial(retention.sweep, self.directory))
             undo.pop_all()
         self._snapshots = itertools.count()
         self._restores = itertools.count()
@@ -111,9 +111,6 @@ class Checkpointer:
         self._closed = False
         self.failures = 0
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
-
-    def _clear_debris(self) -> None:
-        retention.sweep(self.directory)
 
     # --- saving
 
@@ -147,7 +144,7 @@ class Checkpointer:
         self._raise_if_closed()
         number = next(self._snapshots)
         name, sequence = f"{self._name}/snapshot/{number}", partial(self._order.sequence, number)
-        ballot = Ballot(self._engine.world, name, sequence, timeout=self.settings.rank_timeout)
+        ballot = Ballot(self._engine.world, name, sequence)
         failure = None
         try:
             ballot.step = step = _calls.checked_step(step)
@@ -267,7 +264,7 @@ class Checkpointer:
         return _calls.restore_by(
             self.directory,
             providers,
-            partial(_calls.meeting_of, self._engine.world, name, self.settings.rank_timeout),
+            partial(_calls.meeting_of, self._engine.world, name),
             lambda _: executor,
             self.wait,  # so that the checkpoint it finds does not depend on the speed of the storage
             step=step,

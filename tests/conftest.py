@@ -41,6 +41,8 @@ IMPORTED = ("msgpack", "numpy", "pydantic", "torch.distributed.checkpoint", "tor
 os.environ.setdefault("DATASTATES_HOST_CACHE", "64MiB")
 # DeepSpeed compiles with the ninja that is installed beside this Python
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+# what it compiles belongs to the place where it is installed
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

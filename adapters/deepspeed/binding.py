@@ -14,7 +14,7 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,13 @@ def bind(*, entry: bool) -> None:
     if _BOUND not in vars(engine):
         _check_interface(engine, interface())
         engine.save_checkpoint = _saving(engine.save_checkpoint)
-        engine.load_checkpoint = _loading(engine.load_checkpoint)
+        engine.load_checkpoint = _after(lambda ours: ours.wait(), engine.load_checkpoint)
         engine.destroy = _destroying(engine.destroy)
         engine.save_16bit_model = _saving_16bit(engine.save_16bit_model)
         for name in ("offload_states", "reload_states"):
             if hasattr(engine, name):
-                setattr(engine, name, _moving(getattr(engine, name)))
+                # moving frees memory that may still be read
+                setattr(engine, name, _after(lambda ours: ours.wait_captured(), getattr(engine, name)))
         setattr(engine, _BOUND, True)
     if entry:
         _bind_entry()
@@ -204,25 +205,16 @@ def _saving_16bit(original: Any) -> Any:
     return save_16bit_model
 
 
-def _moving(original: Any) -> Any:
+def _after(wait: Callable[[Any], object], original: Any) -> Any:
+    """The method, which first waits for what the engine is saving."""
+
     @functools.wraps(original)
-    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (ours := engine_of(self)) is not None:
-            ours.wait_captured()  # moving frees memory that may still be read
+            wait(ours)
         return original(self, *args, **kwargs)
 
-    return move
-
-
-def _loading(original: Any) -> Any:
-    @functools.wraps(original)
-    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = engine_of(self)
-        if ours is not None:
-            ours.wait()
-        return original(self, *args, **kwargs)
-
-    return load_checkpoint
+    return method
 
 
 def _destroying(original: Any) -> Any:

@@ -17,28 +17,19 @@ import torch
 from datastates._base import paths
 from datastates.adapters import torch_files
 from datastates.adapters.deepspeed import binding
-from datastates.adapters.deepspeed.provider import StateFileProvider, buffer_storages
+from datastates.adapters.deepspeed.lazy import lazy_in
 from datastates.adapters.deepspeed.save import Save, begin_file, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
+from datastates.adapters.torch_files import StateWriter, buffer_storages
 from datastates.commit import manifest
-from datastates.commit.ending import FileEnding, identity_alone
 from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
 from datastates.executor.make import make_executor
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.saving import gate
 from datastates.saving.engine import Engine
-from datastates.saving.saver import Saver
 from datastates.state import streams
 
 _log = logging.getLogger("datastates")
-
-
-class _Writer:
-    """Provider and saver for files of one name, kept from one checkpoint to the next."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        self.provider = StateFileProvider(name)
-        self.saver = Saver(engine.executor, 0, 1, bare=True)
 
 
 class CheckpointEngine:
@@ -77,7 +68,7 @@ class CheckpointEngine:
         self._opened: Save | None = None
         self._spoiled: Exception | None = None
         self._context: tuple[Any, Path | None] | None = None
-        self._writers: dict[str, _Writer] = {}
+        self._writers: dict[str, StateWriter] = {}
         self._swept: set[Path] = set()
         self._engine: Engine | None = None
         self._world: World = SoloWorld()
@@ -125,7 +116,7 @@ class CheckpointEngine:
             self.seal(CommitError(f"the checkpoint {self._opened.tag} was begun and not finished"))
         self._wait_for_room()
         latest = self._context[1] if self._context else None
-        self._opened = Save(name, tag, latest, self._world, self.settings.rank_timeout)
+        self._opened = Save(name, tag, latest, self._world)
         self.saves.append(self._opened)
         if latest is not None and self.rank == 0 and latest.parent not in self._swept:
             self._swept.add(latest.parent)
@@ -180,23 +171,19 @@ class CheckpointEngine:
         called = time.monotonic()
         assert self._engine is not None
         # a file outside of a checkpoint is saved alone: other ranks need not save anything
-        save = self._opened or Save("alone", "", None, SoloWorld(), self.settings.rank_timeout)
+        save = self._opened or Save("alone", "", None, SoloWorld())
         final = Path(path).absolute()
         writer = self._writers.get(final.name)
         if writer is None:
-            writer = self._writers[final.name] = _Writer(self._engine, final.name.removesuffix(".pt"))
+            writer = self._writers[final.name] = StateWriter(self._engine, final.name.removesuffix(".pt"))
         buffers = buffer_storages(self._context[0].module) if self._context else frozenset()
-        writer.provider.hold(state_dict, buffers)
-        pending = begin_file(final)
+        lazy, pending = lazy_in(state_dict, buffers), begin_file(final)
         try:
-            collected = writer.saver.collect([writer.provider])
-            ending = FileEnding(pending.files[0], identity_alone(save.attempt))
-            save.add(self._engine.take_file(writer.saver, collected, ending, 0, begin=called), pending, final)
+            taken = writer.write(state_dict, pending.files[0], lazy, attempt=save.attempt, begin=called)
         except BaseException:
             manifest.abandon(pending)
             raise
-        finally:
-            writer.provider.let_go()
+        save.add(taken, pending, final)
         if self._opened is None:
             save.finish()
             if save.exception is not None:

@@ -66,7 +66,7 @@ class Save:
     time.
     """
 
-    def __init__(self, name: str, tag: str, latest: Path | None, world: World, timeout: float) -> None:
+    def __init__(self, name: str, tag: str, latest: Path | None, world: World) -> None:
         """Begin without files.
 
         Args:
@@ -74,7 +74,6 @@ class Save:
             tag: DeepSpeed's tag.
             latest: The file that will name the tag in the end; None if no file will.
             world: The ranks.
-            timeout: Seconds to wait for the other ranks.
         """
         self.tag = tag
         """DeepSpeed's tag."""
@@ -82,7 +81,6 @@ class Save:
         self._name = name
         self._latest = latest
         self._world = world
-        self._timeout = timeout
         self._files: list[_File] = []
         self._failure: BaseException | None = None
         self._ended = threading.Event()
@@ -208,7 +206,7 @@ class Save:
             return b"1" if any(flagged for flagged, _ in heard.values()) else b"0"
 
         vote, name = msgpack.packb([flag, self.tag]), f"{self._name}/{stage}"
-        return settle(self._world, name, error, vote, decide, timeout=self._timeout) == b"1"
+        return settle(self._world, name, error, vote, decide) == b"1"
 
 
 def _publish(latest: Path, tag: str) -> None:

@@ -81,10 +81,9 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
             loaded = self._load(sharded_state_dict, directory)
         except Exception as failure:  # the other ranks must not go on without this one
             error = failure
-        timeout = self.settings.rank_timeout
-        world = world_of(None, None, directory, timeout)
+        world = world_of(None, None, directory, self.settings.rank_timeout)
         try:
-            settle(world, "load", error, b"", lambda _: b"", timeout=timeout)
+            settle(world, "load", error, b"", lambda _: b"")
         finally:
             world.close()
         return loaded

@@ -5,23 +5,44 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from datastates._base import faults
 from datastates.errors import StorageError
 
+ABSENT = (errno.ENOENT, errno.ESTALE)
+"""What system calls report of a file that another process has deleted; the second one on NFS."""
+
 
 @contextlib.contextmanager
-def syscall(operation: str, path: Path) -> Iterator[None]:
-    """Pass the fault point of a system call, then turn its OSError into a StorageError with operation and path."""
+def storage_errors(operation: str, path: Path | str) -> Iterator[None]:
+    """Turn an OSError of system calls into a StorageError with operation and path."""
     try:
-        faults.hit(f"manifest.{operation}", str(path))
         yield
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise StorageError(error.errno or 0, operation, str(path)) from error
+
+
+@contextlib.contextmanager
+def syscall(operation: str, path: Path) -> Iterator[None]:
+    """As :func:`storage_errors`, and first pass the system call's fault point."""
+    with storage_errors(operation, path):
+        faults.hit(f"manifest.{operation}", str(path))
+        yield
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder. Other processes may delete or add entries meanwhile: that is no error."""
+
+    def tolerate(_: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+        if not isinstance(error[1], OSError) or error[1].errno not in (*ABSENT, errno.ENOTEMPTY):
+            raise error[1]
+
+    shutil.rmtree(path, onerror=tolerate)
 
 
 def sync_directory(path: Path) -> None:
@@ -61,6 +82,12 @@ def write_file(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
+def will_need(path: Path, offset: int, nbytes: int) -> None:
+    """Ask the system to read a range into the page cache meanwhile. What fails here fails again when it is read."""
+    with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
 def read_bytes(path: Path) -> Callable[[int, int], bytes]:
     """Return a function that reads ``length`` bytes of a file at ``offset``.
 
@@ -68,19 +95,14 @@ def read_bytes(path: Path) -> Callable[[int, int], bytes]:
     """
 
     def read(offset: int, length: int) -> bytes:
-        try:
-            with path.open("rb", buffering=0) as file:
-                parts = []
-                while length:
-                    part = os.pread(file.fileno(), length, offset)
-                    if not part:
-                        raise StorageError(0, "read", str(path), f"read {path}: the file ends at {offset}")
-                    parts.append(part)
-                    offset, length = offset + len(part), length - len(part)
-                return b"".join(parts)
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(error.errno or 0, "read", str(path)) from error
+        with storage_errors("read", path), path.open("rb", buffering=0) as file:
+            parts = []
+            while length:
+                part = os.pread(file.fileno(), length, offset)
+                if not part:
+                    raise StorageError(0, "read", str(path), f"read {path}: the file ends at {offset}")
+                parts.append(part)
+                offset, length = offset + len(part), length - len(part)
+            return b"".join(parts)
 
     return read

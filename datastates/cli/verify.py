@@ -86,7 +86,7 @@ def verify_catalog(head: Head, containers: Sequence[Container], progress: Callab
     data = read_bytes(path)(0, path.stat().st_size)
     progress(len(data))
     if data != expected:
-        at = next((i for i, (a, b) in enumerate(zip(data, expected, strict=False)) if a != b), len(data))
+        at = _first_difference(data, expected)
         yield Problem(path, f"the catalog at byte {at}", "is not what the containers make of it")
     elif (len(data), head_crc) != (entry.nbytes, entry.head_crc32):
         yield Problem(path, "the catalog", "is not the one that the manifest names")
@@ -135,7 +135,10 @@ def _verify_tail(source: Container, progress: Callable[[int], object]) -> Iterat
         return
     expected, _ = archive.encode_tail(index, pickle)
     if tail != expected:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(tail, expected, strict=False)) if a != b), min(len(tail), len(expected))
-        )
-        yield Problem(source.path, f"file framing at byte {begin + at}", "is damaged")
+        at = begin + _first_difference(tail, expected)
+        yield Problem(source.path, f"file framing at byte {at}", "is damaged")
+
+
+def _first_difference(a: bytes, b: bytes) -> int:
+    """The number of the first byte that differs, or is there in only one of two strings."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

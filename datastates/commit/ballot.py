@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from datastates.errors import (
     StorageError,
     rank_names,
 )
-from datastates.ranks.together import DONE, FAILED, is_told
+from datastates.ranks.board_world import DONE, FAILED
+from datastates.ranks.together import is_told
 from datastates.ranks.world import World
 
 
@@ -70,7 +72,7 @@ _COMMITTED, _SKIPPED = b"c", b"s"  # the first byte of an answer
 class Ballot:
     """The agreement of all ranks on one checkpoint. Use it from one thread at a time."""
 
-    def __init__(self, world: World, name: str, sequence: Callable[[], int], *, step: int = -1, timeout: float) -> None:
+    def __init__(self, world: World, name: str, sequence: Callable[[], int], *, step: int = -1) -> None:
         """Prepare a ballot; nobody is told yet.
 
         Args:
@@ -78,11 +80,9 @@ class Ballot:
             name: The name of the ballot: the same on all ranks, and used once in a run.
             sequence: Returns the checkpoint's sequence number. Called on the coordinator at the commit.
             step: The step of the checkpoint.
-            timeout: Seconds to wait for the other ranks.
         """
         self._world = world
         self._name = name
-        self._timeout = timeout
         self._sequence = sequence
         self.step = step
         self.attempt = world.token(name) if world.size > 1 else None
@@ -124,8 +124,9 @@ class Ballot:
             def target_in_time() -> Path:
                 path = target()
                 # once rank 0 has begun to decide, the others wait at least `timeout` for its answer, then give up
-                if self.ranks > 1 and (seconds := time.monotonic() - begin) > 0.8 * self._timeout:
-                    raise CommitError(f"rank 0 needed {seconds:.3g} s to commit, and is given {self._timeout:.3g} s")
+                timeout = self._world.timeout
+                if (seconds := time.monotonic() - begin) > 0.8 * timeout:
+                    raise CommitError(f"rank 0 needed {seconds:.3g} s to commit, and is given {timeout:.3g} s")
                 return path
 
             votes = {rank: Vote.decode(vote) for rank, vote in data.items()}
@@ -136,9 +137,7 @@ class Ballot:
             return _COMMITTED + str(committed[0]).encode("utf-8", "surrogateescape")
 
         try:
-            done = self._world.agree(
-                self._name, vote.encode(), decide, timeout=self._timeout, enough=lambda data: data[:1] == FAILED
-            )
+            done = self._world.agree(self._name, vote.encode(), decide)
         except (CommitError, RanksMissingError, StorageError) as error:
             if self.rank == 0:
                 if committed:
@@ -160,12 +159,8 @@ class Ballot:
         text = text.encode(errors="replace").decode()  # a path in it may have bytes that are no text
         vote = Vote(self.step, error=text, skipped=isinstance(error, SnapshotSkippedError))
         if self.ranks > 1:
-            try:
-                self._world.agree(
-                    self._name, vote.encode(), _refuse, timeout=self._timeout, enough=lambda data: data[:1] == FAILED
-                )
-            except Exception:  # the caller reports this rank's own error
-                return
+            with contextlib.suppress(Exception):  # the caller reports this rank's own error
+                self._world.agree(self._name, vote.encode(), _refuse)
 
     def _commit(self, votes: dict[int, Vote], pending: manifest.Pending, target: Callable[[], Path]) -> Path:
         _refuse_failed(votes)

@@ -12,7 +12,6 @@ from datastates._base.columns import U8, U32, U64
 from datastates.commit.tiling import PRIME, cover
 from datastates.container.index import Index
 from datastates.container.table import Row, ShardTable
-from datastates.state.parts import Part
 from datastates.state.shards import full_key
 
 
@@ -40,19 +39,6 @@ def form_hash(row: Row) -> int:
     return found & ~1 | 2 | (0 not in row.global_shape)
 
 
-def span_of(part: Part) -> tuple[int, int]:
-    """The position of a part's first element in the flattened logical tensor, and one past that of its last."""
-    if part.flat is not None:
-        return part.flat
-    if part.numel == 0:
-        return 0, 0
-    assert part.offset is not None
-    first = last = 0
-    for size, begin, length in zip(part.global_shape, part.offset, part.shape, strict=True):
-        first, last = first * size + begin, last * size + begin + length - 1
-    return first, last + 1
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Claims:
     """One rank's arrays and objects. With an empty part, the rank knows the tensor but holds none of its elements.
@@ -60,7 +46,7 @@ class Claims:
     Attributes:
         key: :func:`key_hash` of each array, then :func:`object_hash` of each object. The other columns have this order.
         form: :func:`form_hash` of each array; 0 for an object.
-        begin, end: :func:`span_of` each array's part; 0 and 1 for an object.
+        begin, end: ``Part.bounds`` of each array; 0 and 1 for an object.
         digest: What each array's bytes contribute to its logical tensor's digest; 0 for an object.
         digested: 1 where ``digest`` is known, else 0; 0 for an object.
         cover: The sum of :func:`~datastates.commit.tiling.cover` over all arrays.
@@ -83,7 +69,7 @@ def claims_of(table: ShardTable) -> Claims:
     """The claims of a container's arrays without digests: the part that depends on the structure only."""
     rows = list(table.rows(range(len(table))))
     parts = [row.part for row in rows]
-    spans = [span_of(part) for part in parts]
+    spans = [part.bounds for part in parts]
     total = 0
     for row, part in zip(rows, parts, strict=True):
         if part.numel:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from datastates._base import files
 from datastates.commit import manifest
 from datastates.commit.ballot import Ballot, Vote
 
@@ -83,7 +84,7 @@ class CheckpointEnding:
             self._retain()
 
         if self._pending.shared:
-            manifest.leave(self._pending)
+            files.sync_directory(self._pending.directory)  # rank 0 commits this rank's file by its name
         self._voted = True
         path = self._ballot.cast(vote, self._pending, self._target, retain)
         self._pending.close()

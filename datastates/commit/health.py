@@ -39,15 +39,15 @@ def is_damage(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def advice(path: Path, how: str) -> Iterator[None]:
+def advice(path: Path, how: str | None) -> Iterator[None]:
     """If the block fails because ``path`` is damaged, name the newest older checkpoint that looks whole in the error.
 
-    ``how`` tells the user how to restore that one; ``{step}`` stands for its step.
+    ``how`` tells the user how to restore that one; ``{step}`` stands for its step. With None, the error stays as it is.
     """
     try:
         yield
     except DatastatesError as error:
-        if is_damage(error):
+        if how is not None and is_damage(error):
             with contextlib.suppress(DatastatesError):  # report the damage even if no advice can be found
                 _add(error, _advice(path, how))
         raise

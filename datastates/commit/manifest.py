@@ -239,11 +239,6 @@ def _rename(directory: Path, target: Callable[[], Path]) -> Path:
                 raise
 
 
-def leave(pending: Pending) -> None:
-    """Make the names of this process's files durable, so that rank 0 can commit them; raises StorageError."""
-    files.sync_directory(pending.directory)
-
-
 def abandon(pending: Pending) -> None:
     """Remove what a failed snapshot left, as far as possible. The next run removes the rest as debris."""
     if not pending.shared:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,7 +101,7 @@ def remove(path: Path) -> bool:
         finally:
             os.close(fd)
     except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE):  # another process has deleted it
+        if error.errno in files.ABSENT:  # another process has deleted it
             return True
         raise
     files.sync_directory(path.parent)
@@ -113,12 +111,6 @@ def remove(path: Path) -> bool:
 
 def clear(left: Path) -> None:
     """Delete debris, unless a process holds its lock by now."""
-
-    def tolerate(_: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
-        # another process is deleting it, too, or has just begun to write there
-        if not isinstance(error[1], OSError) or error[1].errno not in (errno.ENOENT, errno.ENOTEMPTY):
-            raise error[1]
-
     with _unlocked(left) as unlocked, files.syscall("remove", left):
         if unlocked:
-            shutil.rmtree(left, onerror=tolerate)
+            files.remove_folder(left)

@@ -19,10 +19,10 @@ def _random(*what: object) -> int:
 def cover(key: str, dtype: str, part: Part) -> int:
     """A number modulo :data:`PRIME`. The covers of parts that tile their tensors add up to 0.
 
-    Suppose that the :func:`claim` values of all parts of all ranks are distinct. If every logical tensor is tiled
-    exactly once, by boxes only or by flat ranges only, the covers of all parts add up to 0 modulo :data:`PRIME`.
-    Otherwise they add up to 0 with a probability below 2**-100. Without distinct claims this does not hold: a tensor
-    that is tiled twice adds up to 0, too. So does a tensor of which no part has any element.
+    Suppose that of each logical tensor at most one part has the first element. If every logical tensor is tiled exactly
+    once, by boxes only or by flat ranges only, the covers of all parts add up to 0 modulo :data:`PRIME`. Otherwise they
+    add up to 0 with a probability below 2**-100. With several first elements this does not hold: a tensor that is tiled
+    twice adds up to 0, too. So does a tensor of which no part has any element.
 
     Args:
         key: The logical tensor's key.
@@ -53,8 +53,3 @@ def _whole(key: str, dtype: str, part: Part) -> int:
         return _measure(key, dtype, Part.whole(shape))
     n = math.prod(shape)
     return _measure(key, dtype, Part(shape, (n,), None, (0, n)))
-
-
-def claim(key: str, part: Part) -> int | None:
-    """A number below 2**128 for the key, if the part has the tensor's first element; else None."""
-    return _random(key) if part.has_first else None

@@ -21,8 +21,8 @@ from datastates.container import checksums
 from datastates.container.digest_runs import Places, places_of
 from datastates.container.table import ShardTable, table_of
 from datastates.errors import DatastatesError
-from datastates.planning.plans import DigestRuns
-from datastates.state import arrays, memory
+from datastates.planning.plans import DigestRuns, fields_of
+from datastates.state import arrays, memory, strides
 from datastates.state.dtypes import BY_NAME
 from datastates.state.shards import HOST, ArrayRef, Shard
 from datastates.state.strides import span
@@ -130,15 +130,7 @@ class Contribution:
 
 def digester(runs: DigestRuns) -> checksums.Digester:
     """Make a digester for runs that all lie in one source."""
-    return checksums.Digester(
-        digests=runs.digests,
-        offset=runs.offset,
-        length=runs.length,
-        run_length=runs.run_length,
-        after=runs.after,
-        step=runs.step,
-        digest=runs.digest,
-    )
+    return checksums.Digester(**fields_of(runs, but=("source",)))
 
 
 def contribution(shard: Shard) -> int:
@@ -194,9 +186,8 @@ def _row_major(shard: Shard) -> Iterator[Any]:
 def _on_host(shard: Shard, piece: Any) -> Any:
     assert shard.dtype is not None
     shape = tuple(piece.shape)
-    stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     block = memory.allocate(shard.kind, math.prod(shape) * BY_NAME[shard.dtype].itemsize)
-    ref = ArrayRef(shard.key, shard.kind, shard.dtype, shape, stride)
+    ref = ArrayRef(shard.key, shard.kind, shard.dtype, shape, tuple(strides.row_major(shape)))
     memory.assign(memory.view(block, ref, 0), piece)
     return np.asarray(block)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,9 @@ from datastates.planning import read
 from datastates.planning.plans import Chunks
 from datastates.state.shards import full_key
 from datastates.state.strides import span
+
+_OPENED_AT_ONCE = 16
+"""Containers to open at a time: each waits for one read of some ten KiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,16 +101,39 @@ def open_container(path: Path) -> Container:
     return Container(path, nbytes, index, footer.crc, footer.offset)
 
 
-def open_named(path: Path, nbytes: int, index_crc: int, identity: dict[str, Any]) -> Container:
-    """Open the container that a manifest or a catalog names.
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A container that a manifest or a catalog names: its path, length, CRC-32 of its index, and identity."""
+
+    path: Path
+    nbytes: int
+    index_crc: int
+    identity: dict[str, Any]
+
+
+def open_each(named: Sequence[Named]) -> list[Container | None]:
+    """Open containers, several at a time; None for each whose file is missing.
 
     Raises:
-        FormatError: The file is another container, or none, or damaged.
-        StorageError: The file is missing or cannot be read.
+        FormatError: A file is another container, or none, or damaged. The first such error is raised.
+        StorageError: A file cannot be read.
     """
-    one = open_container(path)
-    if (one.nbytes, one.index_crc, one.index.identity) != (nbytes, index_crc, identity):
-        raise FormatError(f"{path} is not the container that the manifest names")
+    if len(named) > 1:
+        # an interpreter that ends begins no thread any more
+        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(_OPENED_AT_ONCE, "datastates-open") as pool:
+            return list(pool.map(_open_named, named))
+    return list(map(_open_named, named))
+
+
+def _open_named(named: Named) -> Container | None:
+    try:
+        one = open_container(named.path)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    if (one.nbytes, one.index_crc, one.index.identity) != (named.nbytes, named.index_crc, named.identity):
+        raise FormatError(f"{named.path} is not the container that the manifest names")
     return one
 
 

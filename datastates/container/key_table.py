@@ -148,21 +148,34 @@ class KeyLookup(Mapping[str, int]):
 
     def __getitem__(self, full: str) -> int:
         """The number of the row with that full key; raises KeyError when there is none."""
+        return self.find([full])[full]
+
+    def find(self, fulls: Sequence[str]) -> dict[str, int]:
+        """The numbers of the rows with these full keys; keys without a row are left out.
+
+        Looking up many keys at once takes a few microseconds each, one alone takes a hundred.
+        """
+        asked = {full: place for full in fulls if (place := self._place(full)) is not None}
+        if not asked or not len(self._hashes):
+            return {}
+        wanted = PackedKeys.of([key for _, key in asked.values()])
+        hashes = _hashes(np.array([number for number, _ in asked.values()], np.uint32), wanted)
+        at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        alike = (self._hashes[at] == hashes).tolist()
+        found = {}
+        for n, (full, row) in enumerate(zip(asked, self._order[at].tolist(), strict=True)):
+            exact = asked[full][0], wanted.encoded(n)
+            if exact in self._colliding:
+                found[full] = self._colliding[exact]
+            elif alike[n] and (int(self._provider[row]), self._keys.encoded(row)) == exact:
+                found[full] = row
+        return found
+
+    def _place(self, full: object) -> tuple[int, str] | None:
+        """The provider's number and the key within it; None if no row can have that full key."""
         name, slash, key = full.partition("/") if isinstance(full, str) else ("", "", "")
         number = self._numbers.get(name)
-        if number is None or (slash and not key):
-            raise KeyError(full)
-        wanted = PackedKeys.of([key])
-        colliding = self._colliding.get((number, wanted.data))
-        if colliding is not None:
-            return colliding
-        value = _hashes(np.array([number], np.uint32), wanted)[0]
-        at = int(np.searchsorted(self._hashes, value))
-        if at < len(self._order) and self._hashes[at] == value:
-            i = int(self._order[at])
-            if (int(self._provider[i]), self._keys.encoded(i)) == (number, wanted.data):
-                return i
-        raise KeyError(full)
+        return None if number is None or (slash and not key) else (number, key)
 
 
 def _hashes(provider: U32, keys: PackedKeys) -> U64:

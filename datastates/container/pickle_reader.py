@@ -109,30 +109,6 @@ class _Reader(_PurePython):  # type: ignore[misc]
         self._foreign[id(value)] = value
         return value
 
-    def load_mark(self) -> None:
-        self._charge(1)
-        super().load_mark()
-
-    def load_empty_list(self) -> None:
-        self._charge(1)
-        super().load_empty_list()
-
-    def load_empty_dictionary(self) -> None:
-        self._charge(1)
-        super().load_empty_dictionary()
-
-    def load_tuple1(self) -> None:
-        self._charge(1)
-        super().load_tuple1()
-
-    def load_tuple2(self) -> None:
-        self._charge(1)
-        super().load_tuple2()
-
-    def load_tuple3(self) -> None:
-        self._charge(1)
-        super().load_tuple3()
-
     def load_global(self) -> None:
         match = _ARRAY.match(self._data, self._file.tell())
         if match is None or not self._load_array(match):
@@ -219,12 +195,6 @@ class _Reader(_PurePython):  # type: ignore[misc]
 
     dispatch.update(  # a dispatch table holds functions, not names
         {
-            pickle.MARK[0]: load_mark,
-            pickle.EMPTY_LIST[0]: load_empty_list,
-            pickle.EMPTY_DICT[0]: load_empty_dictionary,
-            pickle.TUPLE1[0]: load_tuple1,
-            pickle.TUPLE2[0]: load_tuple2,
-            pickle.TUPLE3[0]: load_tuple3,
             pickle.GLOBAL[0]: load_global,
             pickle.REDUCE[0]: load_reduce,
             pickle.NEWOBJ[0]: load_newobj,
@@ -370,6 +340,20 @@ class _Reader(_PurePython):  # type: ignore[misc]
         if function in _TIMES:
             return len(arguments) == 2 and pickle_policy.may_call(function, arguments[:1])
         return function is collections.defaultdict and len(arguments) == 1
+
+
+def _charged(load: Callable[[_Reader], None]) -> Callable[[_Reader], None]:
+    """The function for an opcode that makes a container: it charges the reader for it first."""
+
+    def charged(reader: _Reader) -> None:
+        reader._charge(1)
+        load(reader)
+
+    return charged
+
+
+for _opcode in (pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+    _Reader.dispatch[_opcode[0]] = _charged(_Reader.dispatch[_opcode[0]])
 
 
 def needs_trust(names: Collection[str]) -> list[str]:

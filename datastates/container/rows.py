@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ import numpy as np
 from datastates._base.columns import I64, U8, U32, U64
 from datastates.container.index import Index
 from datastates.container.table import WHOLE, Row
+from datastates.state import strides
 from datastates.state.shards import ArrayRef
 
 DataPlace = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
@@ -34,8 +34,7 @@ def logical(row: Row, *, key: str | None = None, requires_grad: bool = False) ->
     found = reference(row, key=key, requires_grad=requires_grad)
     if row.flat is None and row.shape == row.global_shape:
         return found
-    shape = row.global_shape
-    return replace(found, shape=shape, stride=tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))))
+    return replace(found, shape=row.global_shape, stride=tuple(strides.row_major(row.global_shape)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

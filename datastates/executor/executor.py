@@ -17,7 +17,7 @@ from datastates._base.sizes import CHUNK, PAGE
 from datastates.errors import ClosedError
 from datastates.executor.jobs import ReadJob, WriteJob
 from datastates.executor.native_errors import native_call
-from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan
+from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
 from datastates.state.shards import Buffer
 
 PreparedWrite = _native.WritePlan
@@ -40,50 +40,16 @@ def prepare_write(plan: WritePlan, literal: bytes | memoryview, runs: DigestRuns
         NativeError: The plan contradicts itself.
     """
     return _native.WritePlan(
-        source_nbytes=plan.source_nbytes,
-        eager=plan.eager,
+        **fields_of(plan, but=("order", "header_offset", "data_offset", "end")),
         chunk_bytes=CHUNK,
         literal=literal,
-        extent_offset=plan.extent_offset,
-        extent_length=plan.extent_length,
-        extent_piece=plan.extent_piece,
-        piece_source=plan.piece_source,
-        piece_source_offset=plan.piece_source_offset,
-        piece_extent_offset=plan.piece_extent_offset,
-        piece_length=plan.piece_length,
-        patch_extent=plan.patch_extent,
-        patch_offset=plan.patch_offset,
-        patch_source=plan.patch_source,
         digests=runs.digests,
-        runs_source=runs.source,
-        runs_offset=runs.offset,
-        runs_length=runs.length,
-        runs_run_length=runs.run_length,
-        runs_after=runs.after,
-        runs_step=runs.step,
-        runs_digest=runs.digest,
+        **{f"runs_{name}": column for name, column in fields_of(runs, but=("digests",)).items()},
     )
 
 
 def _prepare_read(plan: ReadPlan) -> _native.ReadPlan:
-    return _native.ReadPlan(
-        dest_nbytes=plan.dest_nbytes,
-        extent_offset=plan.extent_offset,
-        extent_length=plan.extent_length,
-        extent_span=plan.extent_span,
-        span_offset=plan.span_offset,
-        span_length=plan.span_length,
-        extent_piece=plan.extent_piece,
-        piece_dest=plan.piece_dest,
-        piece_dest_offset=plan.piece_dest_offset,
-        piece_extent_offset=plan.piece_extent_offset,
-        piece_length=plan.piece_length,
-        extent_check=plan.extent_check,
-        check_offset=plan.check_offset,
-        check_length=plan.check_length,
-        check_crc=plan.check_crc,
-        check_record=plan.check_record,
-    )
+    return _native.ReadPlan(**fields_of(plan, but=("needed_nbytes", "unverified_offset", "unverified_length")))
 
 
 class Executor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +34,6 @@ class WritePlan:
         piece_length: Length of the piece.
         patch_extent, patch_offset, patch_source: Places where a source's CRC-32 is filled in: the extent, the offset in
             it, and the source.
-        literal_offset, literal_length: Each stretch of literal bytes in the file.
     """
 
     order: I64
@@ -51,8 +52,6 @@ class WritePlan:
     patch_extent: U64
     patch_offset: U64
     patch_source: I32
-    literal_offset: U64
-    literal_length: U64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,3 +151,8 @@ class ReadPlan:
     needed_nbytes: int
     unverified_offset: U64
     unverified_length: U64
+
+
+def fields_of(plan: WritePlan | ReadPlan | DigestRuns, *, but: Collection[str]) -> dict[str, Any]:
+    """The fields of a plan by name, as the native core takes them, without those that it does not take (``but``)."""
+    return {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in but}

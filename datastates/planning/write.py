@@ -90,8 +90,6 @@ def plan_write(
         patch_extent=as_u64(patch_extent),
         patch_offset=as_u64(patch - cuts[patch_extent]),
         patch_source=patch_source.astype(np.int32),
-        literal_offset=as_u64(literal_offset),
-        literal_length=as_u64(literal_length),
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from datastates._base import faults
+from datastates._base.files import storage_errors
 from datastates.errors import (
     ClosedError,
     CommitError,
@@ -30,9 +31,8 @@ COORDINATOR = 0
 Decide = Callable[[dict[int, bytes]], bytes]
 
 
-def never(payload: bytes) -> bool:
-    """Return False: rank 0 always waits for every rank's payload."""
-    return False
+DONE, FAILED = b"+", b"-"
+"""First bytes of payloads. On a payload that begins with ``FAILED``, rank 0 decides without waiting for the others."""
 
 
 def text_of(error: BaseException) -> str:
@@ -103,10 +103,8 @@ def _opened(answer: bytes) -> bytes:
 
 
 def _pass(point: str, name: str) -> None:
-    try:
+    with storage_errors(point, name):
         faults.hit(f"barrier.{point}", name)
-    except OSError as error:
-        raise StorageError(error.errno or 0, point, name) from error
 
 
 class BoardWorld:
@@ -115,7 +113,7 @@ class BoardWorld:
     Each agreement uses five boxes, named after it:
 
     - ``votes``: every rank's payload.
-    - ``enough``: marked by a rank whose payload lets rank 0 decide without waiting for the others.
+    - ``enough``: marked by a rank that has failed, so that rank 0 decides without waiting for the others.
     - ``gate``: claimed by rank 0 when it decides, or by a rank that stops waiting. If that rank claims it first,
       nothing is decided.
     - ``answer``: what rank 0 decided.
@@ -123,10 +121,10 @@ class BoardWorld:
     """
 
     def __init__(self, rank: int, size: int, board: Board, *, timeout: float) -> None:
-        """Take part as ``rank``, one of ``size`` ranks. ``timeout`` bounds the wait of :meth:`close`, in seconds."""
+        """Take part as ``rank``, one of ``size`` ranks. ``timeout``: seconds that one wait may take."""
         self.rank, self.size = rank, size
         self._board = board
-        self._timeout = timeout
+        self.timeout = timeout
         self._interval = slowest(size)
         self._others = range(COORDINATOR + 1, size)
         self._process = os.getpid()
@@ -142,21 +140,14 @@ class BoardWorld:
         self._refuse_strangers()
         return token_of(self._board.run, name)
 
-    def agree(
-        self,
-        name: str,
-        payload: bytes,
-        decide: Decide,
-        *,
-        timeout: float,
-        enough: Callable[[bytes], bool] = never,
-    ) -> bytes:
+    def agree(self, name: str, payload: bytes, decide: Decide, *, timeout: float | None = None) -> bytes:
         """See :meth:`datastates.ranks.world.World.agree`."""
         self._refuse_strangers()
+        timeout = self.timeout if timeout is None else timeout
         try:
             if self.rank == COORDINATOR:
-                return self._bring_together(name, payload, decide, timeout, enough)
-            return self._take_part(name, payload, timeout, enough(payload))
+                return self._bring_together(name, payload, decide, timeout)
+            return self._take_part(name, payload, timeout)
         except RanksMissingError:
             self._missed = True
             raise
@@ -169,13 +160,11 @@ class BoardWorld:
 
     # --- rank 0
 
-    def _bring_together(
-        self, name: str, payload: bytes, decide: Decide, timeout: float, enough: Callable[[bytes], bool]
-    ) -> bytes:
+    def _bring_together(self, name: str, payload: bytes, decide: Decide, timeout: float) -> bytes:
         failure: BaseException | None = None
         try:
             self._delete_what_all_have_read()
-            votes = self._gather(name, payload, timeout, enough)
+            votes = self._gather(name, payload, timeout)
             _pass("decide", name)
             answer = _DECIDED + decide(votes)
         except BaseException as error:  # even an interrupt: the other ranks must get an answer
@@ -195,7 +184,7 @@ class BoardWorld:
             raise failure
         raise CommitError(text_of(failure)) from failure
 
-    def _gather(self, name: str, payload: bytes, timeout: float, enough: Callable[[bytes], bool]) -> dict[int, bytes]:
+    def _gather(self, name: str, payload: bytes, timeout: float) -> dict[int, bytes]:
         # rank 0 stops waiting early, so that the others still hear in time which ranks are missing
         patience = timeout - min(timeout / 5, 30.0)
         votes = f"{name}.votes"
@@ -204,11 +193,11 @@ class BoardWorld:
             all_there = self._board.marks(votes) >= len(self._others)
             return all_there or self._board.marks(f"{name}.enough") > 0 or None
 
-        if not enough(payload):
+        if not payload.startswith(FAILED):
             until(come, time.monotonic() + patience, self._interval)
         found = {COORDINATOR: payload, **self._board.read(votes, self._others)}
         missing = [rank for rank in self._others if rank not in found]
-        if missing and not any(map(enough, found.values())):
+        if missing and not any(vote.startswith(FAILED) for vote in found.values()):
             raise RanksMissingError(
                 f"{name}: no answer from {rank_names(missing)} within {patience:.3g} s", ranks=missing
             )
@@ -237,11 +226,11 @@ class BoardWorld:
 
     # --- the other ranks
 
-    def _take_part(self, name: str, payload: bytes, timeout: float, urgent: bool) -> bytes:
+    def _take_part(self, name: str, payload: bytes, timeout: float) -> bytes:
         end = time.monotonic() + timeout
         _pass("post", name)
         self._board.put(f"{name}.votes", payload)
-        if urgent:
+        if payload.startswith(FAILED):
             self._board.mark(f"{name}.enough")
         answer = None
         try:
@@ -289,7 +278,7 @@ class BoardWorld:
                 self._board.close(given_up=self._missed)
 
     def _clear(self) -> None:
-        end = time.monotonic() + self._timeout
+        end = time.monotonic() + self.timeout
         until(lambda: self._delete_what_all_have_read() or None, end, self._interval)
         for name in self._told:
             self._drop(name, decided=False)

@@ -13,33 +13,20 @@ import hashlib
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from datastates._base.files import ABSENT, remove_folder, storage_errors
 from datastates.errors import StorageError, UnreachableError
-
-_ABSENT = (errno.ENOENT, errno.ESTALE)
-
-
-@contextlib.contextmanager
-def step(operation: str, path: Path) -> Iterator[None]:
-    """Turn an OSError of system calls in the shared directory into a StorageError with operation and path."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(error.errno or 0, operation, str(path)) from error
 
 
 def names(folder: Path) -> list[str]:
     """The names in a folder; none if the folder is absent. Skips dot files: they are still being written."""
     try:
-        with step("list", folder):
+        with storage_errors("list", folder):
             return [name for name in os.listdir(folder) if not name.startswith(".")]
     except StorageError as error:
-        if error.errno in _ABSENT:
+        if error.errno in ABSENT:
             return []
         raise
 
@@ -47,10 +34,10 @@ def names(folder: Path) -> list[str]:
 def read(path: Path) -> bytes | None:
     """The contents of a file; None if it is absent."""
     try:
-        with step("read", path):
+        with storage_errors("read", path):
             return path.read_bytes()
     except StorageError as error:
-        if error.errno in _ABSENT:
+        if error.errno in ABSENT:
             return None
         raise
 
@@ -58,22 +45,17 @@ def read(path: Path) -> bytes | None:
 def write(path: Path, data: bytes) -> None:
     """Write a file that appears at once with all its content, and replaces an older one."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with step("write", new):
+    with storage_errors("write", new):
         new.write_bytes(data)
-    with step("rename", path):
+    with storage_errors("rename", path):
         os.rename(new, path)
 
 
 def remove(path: Path) -> None:
     """Delete a file or a folder. Other processes may delete or add entries meanwhile: that is no error."""
-
-    def tolerate(_: object, name: str, error: tuple[type[BaseException], BaseException, object]) -> None:
-        if not isinstance(error[1], OSError) or error[1].errno not in (*_ABSENT, errno.ENOTEMPTY):
-            raise error[1]
-
-    with step("remove", path):
+    with storage_errors("remove", path):
         if path.is_dir():
-            shutil.rmtree(path, onerror=tolerate)
+            remove_folder(path)
         else:
             path.unlink(missing_ok=True)
 
@@ -105,7 +87,7 @@ class FileBoard:
         try:
             yield
         except StorageError as error:
-            if error.errno not in _ABSENT:
+            if error.errno not in ABSENT:
                 raise
             raise UnreachableError(
                 f"{self._folder} is gone: rank 0 has closed this run, or has begun another one there"
@@ -115,7 +97,7 @@ class FileBoard:
         """Leave this rank's message and its mark."""
         folder = self._box(box)
         with self._writing():
-            with step("mkdir", folder):
+            with storage_errors("mkdir", folder):
                 folder.mkdir(exist_ok=True)
             write(folder / str(self._rank), data)
 
@@ -142,11 +124,11 @@ class FileBoard:
         folder = self._box(box)
         mine = self._folder / f".claim-{secrets.token_hex(4)}"
         with self._writing():
-            with step("mkdir", mine):
+            with storage_errors("mkdir", mine):
                 mine.mkdir()
                 (mine / str(self._rank)).touch()
             try:
-                with step("rename", folder):
+                with storage_errors("rename", folder):
                     os.rename(mine, folder)  # fails if another rank's claim is there: it is not empty
             except StorageError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):

@@ -31,8 +31,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from datastates._base import files, locks
+from datastates._base.files import storage_errors
 from datastates.errors import RanksMissingError, SettingsError, StorageError, rank_names
-from datastates.ranks.file_board import FileBoard, names, read, remove, step, write
+from datastates.ranks.file_board import FileBoard, names, read, remove, write
 from datastates.ranks.polling import slowest, until
 
 FOLDER = ".ranks"
@@ -85,7 +86,7 @@ def _say_hello(hello: Path, timeout: float) -> None:
     end = time.monotonic() + timeout
     while True:
         try:
-            with step("write", hello):
+            with storage_errors("write", hello):
                 hello.parent.mkdir(exist_ok=True)
                 hello.touch()
             return
@@ -129,9 +130,9 @@ def _gather(root: Path, size: int, timeout: float) -> tuple[str, int]:
     """As rank 0, begin a run and meet the others; returns the run's name and the descriptor of its held lock."""
     run = secrets.token_hex(8)
     answers = root / run / _ANSWERS
-    with step("mkdir", answers):
+    with storage_errors("mkdir", answers):
         answers.mkdir(parents=True)
-    with step("lock", answers):
+    with storage_errors("lock", answers):
         lock = os.open(root / run / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     locks.hold(lock)
     try:
@@ -182,14 +183,15 @@ def _seen(root: Path, size: int) -> list[str]:
     ages = {}
     for hello in filter(None, map(_HELLO.match, names(root))):
         if int(hello[2]) == size and 0 < int(hello[1]) < size:
-            with step("stat", root / hello[0]), contextlib.suppress(FileNotFoundError):  # the process has just given up
+            # a process that has just given up has removed its file
+            with storage_errors("stat", root / hello[0]), contextlib.suppress(FileNotFoundError):
                 ages[f"{hello[1]}-{hello[3]}"] = (root / hello[0]).stat().st_mtime_ns
     return sorted(ages, key=lambda process: (ages[process], process))
 
 
 def _clear(root: Path, run: str) -> None:
     """Delete what killed runs left. Spares other living runs in the directory; this process may be part of them."""
-    with step("list", root):
+    with storage_errors("list", root):
         entries = os.listdir(root)
     for name in entries:
         session = _SESSION.match(name)
@@ -213,7 +215,7 @@ def _is_alive(folder: Path) -> bool:
 
 def _answer(file: Path) -> None:
     try:
-        with step("write", file):
+        with storage_errors("write", file):
             file.touch()
     except StorageError as error:
         if error.errno != errno.ENOENT:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-_FIRST = 0.001
+_FIRST = 0.0002
 _SLOWEST = 0.05
 # all ranks together look at most this often per second, because they all ask one server
 _LOOKS = 20_000

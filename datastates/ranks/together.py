@@ -12,10 +12,8 @@ from datastates.errors import (
     StorageError,
     UnreachableError,
 )
-from datastates.ranks.board_world import text_of
+from datastates.ranks.board_world import DONE, FAILED, text_of
 from datastates.ranks.world import World
-
-DONE, FAILED = b"+", b"-"
 
 
 def settle(
@@ -24,8 +22,6 @@ def settle(
     error: BaseException | None,
     data: bytes,
     decide: Callable[[dict[int, bytes]], bytes],
-    *,
-    timeout: float,
 ) -> bytes:
     """Go on together or not at all; returns on all ranks what the coordinator makes of every rank's data.
 
@@ -35,7 +31,6 @@ def settle(
         error: The error that keeps this rank from going on, or None.
         data: What this rank tells the coordinator if it has no error.
         decide: Called on the coordinator with all ranks' data, by rank, if no rank has failed. Returns the result.
-        timeout: Seconds to wait for the others.
 
     Raises:
         BaseException: ``error``, after the other ranks were told.
@@ -50,15 +45,14 @@ def settle(
         return decide({rank: t[1:] for rank, t in told.items()})
 
     try:
-        said = DONE + data if error is None else FAILED + text
-        return world.agree(name, said, outcome, timeout=timeout, enough=lambda told: told[:1] == FAILED)
+        return world.agree(name, DONE + data if error is None else FAILED + text, outcome)
     except DatastatesError:
         if error is not None:
             raise error from None
         raise
 
 
-def meet(world: World, name: str, path: Path, prepare: Callable[[], None], *, timeout: float) -> None:
+def meet(world: World, name: str, path: Path, prepare: Callable[[], None]) -> None:
     """Let the coordinator prepare a path before any rank writes there.
 
     Raises:
@@ -73,7 +67,7 @@ def meet(world: World, name: str, path: Path, prepare: Callable[[], None], *, ti
         prepare()
         return b""
 
-    settle(world, name, None, str(path).encode("utf-8", "backslashreplace"), decide, timeout=timeout)
+    settle(world, name, None, str(path).encode("utf-8", "backslashreplace"), decide)
 
 
 def is_told(error: DatastatesError) -> bool:

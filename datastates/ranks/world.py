@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from datastates._base.loaded import loaded
 from datastates.errors import SettingsError
-from datastates.ranks.board_world import BoardWorld, Decide, never, token_of
+from datastates.ranks.board_world import BoardWorld, Decide, token_of
 from datastates.ranks.join import join
 from datastates.ranks.openings import Openings
 from datastates.ranks.polling import slowest
@@ -29,20 +29,14 @@ class World(Protocol):
     Attributes:
         rank: The number of this rank, from 0.
         size: The number of ranks.
+        timeout: Seconds that one wait for the other ranks may take.
     """
 
     rank: int
     size: int
+    timeout: float
 
-    def agree(
-        self,
-        name: str,
-        payload: bytes,
-        decide: Decide,
-        *,
-        timeout: float,
-        enough: Callable[[bytes], bool] = never,
-    ) -> bytes:
+    def agree(self, name: str, payload: bytes, decide: Decide, *, timeout: float | None = None) -> bytes:
         """Collect one payload of each rank on rank 0; returns on every rank what rank 0 decides.
 
         A rank that runs out of time withdraws its payload, so that rank 0 cannot decide without it. If rank 0 has begun
@@ -50,12 +44,12 @@ class World(Protocol):
 
         Args:
             name: The name of the agreement: the same on all ranks, and used once in a run.
-            payload: This rank's message.
-            decide: Called on rank 0 only, with the payloads by rank. A rank may be absent only if ``enough`` accepts
-                one of the payloads. Its result is returned on every rank.
-            timeout: Seconds that one wait may take. Rank 0 waits a fifth less, but at most 30 s less: it needs the rest
-                to tell the others who is missing.
-            enough: Whether rank 0 can decide on this payload without waiting for the others, as on a failed vote.
+            payload: This rank's message. If it begins with :data:`~datastates.ranks.board_world.FAILED`, rank 0 decides
+                without waiting for the others.
+            decide: Called on rank 0 only, with the payloads by rank. A rank may be absent only if another has failed.
+                Its result is returned on every rank.
+            timeout: Seconds that one wait may take; None for those of the world. Rank 0 waits a fifth less, but at most
+                30 s less: it needs the rest to tell the others who is missing.
 
         Raises:
             RanksMissingError: Some ranks did not answer in time. Rank 0 tells the others which. A rank that rank 0 did
@@ -77,19 +71,12 @@ class SoloWorld:
 
     rank = 0
     size = 1
+    timeout = float("inf")
 
     def __init__(self) -> None:
         self._run = secrets.token_hex(8)
 
-    def agree(
-        self,
-        name: str,
-        payload: bytes,
-        decide: Decide,
-        *,
-        timeout: float,
-        enough: Callable[[bytes], bool] = never,
-    ) -> bytes:
+    def agree(self, name: str, payload: bytes, decide: Decide, *, timeout: float | None = None) -> bytes:
         """Call ``decide`` at once. What it raises passes through unchanged."""
         return decide({0: payload})
 
@@ -120,7 +107,7 @@ def world_of(rank: int | None, world_size: int | None, directory: Path, timeout:
         rank: The number of this rank, or None.
         world_size: The number of ranks, or None.
         directory: The directory of the checkpoints.
-        timeout: Seconds to wait for the others, here and in :meth:`World.close`.
+        timeout: Seconds that each wait for the others may take.
 
     Raises:
         SettingsError: ``rank`` and ``world_size`` are impossible; the message names the field. Or another process has
@@ -135,7 +122,7 @@ def world_of(rank: int | None, world_size: int | None, directory: Path, timeout:
             return SoloWorld()
         world = BoardWorld(rank, world_size, join(directory, rank, world_size, timeout), timeout=timeout)
         # once all have answered, every rank knows who belongs to this run
-        world.agree("join", b"", lambda _: b"", timeout=timeout)
+        world.agree("join", b"", lambda _: b"")
         return world
     # by name, not by path: hosts may mount the directory in different places
     opening = _Opening.of(directory.name, timeout)

@@ -16,9 +16,7 @@ def advised(path: Path, wish: int | None) -> contextlib.AbstractContextManager[N
 
     Does nothing if the user asked for a step, ``wish``.
     """
-    if wish is not None:
-        return contextlib.nullcontext()
-    return health.advice(path, "take it with step={step}, or let fallback=True do it")
+    return health.advice(path, "take it with step={step}, or let fallback=True do it" if wish is None else None)
 
 
 def open_together(

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from datastates._base import gc_pause
 from datastates._base.files import read_bytes
-from datastates.container import checksums, pickle_reader
+from datastates.container import checksums, pickle_reader, pickle_writer
 from datastates.container.file import Container
 from datastates.container.logical import combine
-from datastates.container.rows import DataPlace, logical, place_of, reference
+from datastates.container.pickle_native import read_plain
+from datastates.container.rows import DataPlace, StoredRows, logical, place_of, reference
+from datastates.container.table import KINDS
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
+from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.provider_view import Trust, naming, place_in_pickle
 from datastates.restoring.reads import Reads
 from datastates.restoring.stored import open_all
 from datastates.state import arrays, memory
-from datastates.state.shards import StoredArray
+from datastates.state.shards import ArrayRef, StoredArray, full_key
 
 READ_AT_ONCE = 1 << 30
 """Bytes of records to allocate before their reads begin: memory of a device takes time to allocate."""
@@ -48,30 +53,88 @@ def load(
     Raises:
         DatastatesError: As for :func:`datastates.load`.
     """
+    pickle_reader.check_trust(trust)
     sources = open_all(path)
-    pickles = [(source, _read_pickle(source)) for source in sources]
+    pickles = [(source, list(_pieces(source, _read_pickle(source)))) for source in sources]
     blocks = _Records(sources[0], device, place) if len(sources) == 1 else _Tensors(sources, device)
     with contextlib.closing(blocks):
         blocks.start(executor)
         # an untrusted or damaged object stops the reads
-        surveyed = [_survey(source, data, blocks, trust) for source, data in pickles]
+        for source, pieces in pickles:
+            for piece in pieces:
+                with naming(str(source.path)):
+                    piece.survey(source, blocks, trust)
         blocks.finish()
-    values = []
-    for (source, data), (value, complete) in zip(pickles, surveyed, strict=True):
-        with naming(str(source.path)):
-            values.append(value if complete else pickle_reader.loads(data, blocks.of(source), trust=trust))
-    result: dict[str, Any] = values[0]
-    for value in values[1:]:
-        result = _merged(result, value)
+    built = []
+    for source, pieces in pickles:
+        for piece in pieces:
+            with naming(str(source.path)):
+                built.append(piece.built(source, blocks, trust))
+    result: dict[str, Any] = built[0] if built else {}
+    for more in built[1:]:
+        result = _merged(result, more)
     return result
 
 
-def _survey(source: Container, data: bytes, blocks: _Records | _Tensors, trust: Trust) -> tuple[Any, bool]:
-    with naming(str(source.path)):
-        value, complete = pickle_reader.survey(data, blocks.of(source), trust=trust)
-        if not isinstance(value, dict):
-            raise FormatError(f"data.pkl holds a {type(value).__name__}, not a mapping of providers")
-        return value, complete
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """A part of ``data.pkl`` that is read by itself.
+
+    Attributes:
+        provider: The provider whose only object it is; None if it is of several providers.
+        whole: Whether it is all of ``data.pkl``.
+        opcodes: The opcodes that push it.
+        value: What it holds.
+        complete: Whether nothing of the value has to be built once all arrays are read.
+    """
+
+    provider: str | None
+    whole: bool
+    opcodes: bytes
+    value: Any = None
+    complete: bool = False
+
+    def survey(self, source: Container, blocks: _Blocks, trust: Trust) -> None:
+        """Read it before its arrays, natively if it is plain; raises as :func:`load` does."""
+        if (name := self.provider) is not None:
+            self.complete = self._read_natively(source, name, blocks)
+        if not self.complete:
+            stream = pickle_writer.stream(self.opcodes)
+            self.value, self.complete = pickle_reader.survey(stream, blocks.of(source), trust=trust)
+        if self.whole and not isinstance(self.value, dict):
+            raise FormatError(f"data.pkl holds a {type(self.value).__name__}, not a mapping of providers")
+
+    def _read_natively(self, source: Container, name: str, blocks: _Blocks) -> bool:
+        plain = read_plain(self.opcodes, StoredRows(source.index, name))
+        if plain is None:
+            return False
+        (self.value,) = plain
+        try:
+            return fill(self.value, lambda ref: blocks.referred(source, full_key(name, ref.key), ref))
+        except (FormatError, ImportError):
+            raise
+        except Exception as error:  # for example a parameter of integers that is said to require a gradient
+            raise FormatError(f"objects cannot be decoded: {type(error).__name__}: {error}") from error
+
+    def built(self, source: Container, blocks: _Blocks, trust: Trust) -> dict[str, Any]:
+        """The values by provider, now that all arrays are read."""
+        value = self.value
+        if not self.complete:
+            value = pickle_reader.loads(pickle_writer.stream(self.opcodes), blocks.of(source), trust=trust)
+        return value if self.whole or self.provider is None else {self.provider: value}
+
+
+def _pieces(source: Container, data: bytes) -> Iterator[_Piece]:
+    """The providers of a container, each by itself if all of them have one object that holds everything."""
+    index, body = source.index, pickle_writer.body(data)
+    names = [index.shards.providers[stored.provider] for stored in index.objects if stored.key == ""]
+    if len(index.objects) != len(names) or sorted(names) != sorted(index.shards.providers):
+        yield _Piece(None, True, body)
+        return
+    for name, stored in sorted(zip(names, index.objects, strict=True), key=lambda pair: pair[1].offset):
+        begin = stored.offset - index.pickle_offset
+        opcodes = data[begin : begin + stored.nbytes]
+        yield _Piece(name, opcodes == body, opcodes)
 
 
 def _merged(first: Any, second: Any) -> Any:
@@ -95,8 +158,12 @@ class _Blocks(ABC):
         """Begin to read and verify all of it."""
 
     @abstractmethod
+    def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
+        """The array of a container's full key, as a reference has it."""
+
+    @abstractmethod
     def of(self, source: Container) -> Callable[[StoredArray], object]:
-        """A function that returns the array for a reference in a container's objects."""
+        """A function that returns the array for a place in a container's objects."""
 
     def finish(self) -> None:
         """Wait until everything is read."""
@@ -117,6 +184,7 @@ class _Tensors(_Blocks):
         self._reads = [Reads(in_full=True)]
         self._arrays: dict[str, Any] = {}
         self._keys: dict[int, dict[DataPlace, str]] = {id(source): {} for source in sources}
+        self._places: dict[tuple[int, str], DataPlace] = {}
         tensors = combine([source.index.shards for source in sources])
         if device is not None:
             wholes = (logical(tensor.parts[0][2]) for tensor in tensors.values())
@@ -127,12 +195,17 @@ class _Tensors(_Blocks):
             self._arrays[key] = memory.empty(logical(tensor.parts[0][2]), device)
             live = arrays.array_shard(key, self._arrays[key])
             for number, _, row in tensor.parts:
-                self._keys[id(sources[number])][place_of(row)] = key
+                place = self._places[id(sources[number]), key] = place_of(row)
+                self._keys[id(sources[number])][place] = key
                 if row.part.numel:
                     self._reads[0].add(sources[number], row, live)
 
+    def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
+        """The array of a container's full key, as a reference has it. Tied arrays are the same object."""
+        return as_referred(self._arrays[self._keys[id(source)][self._places[id(source), full]]], ref)
+
     def of(self, source: Container) -> Callable[[StoredArray], object]:
-        """A function that returns the array for a reference in a container's objects."""
+        """A function that returns the array for a place in a container's objects."""
         keys = self._keys[id(source)]
 
         def array(stored: StoredArray) -> object:
@@ -156,28 +229,40 @@ class _Records(_Blocks):
         self._source = source
         self._device = device
         self._place = place
-        table = source.index.shards
-        self._rows = {place_of(row): row for row in map(table.row, range(len(table)))}
-        self._kinds = {row.record: row.kind for row in self._rows.values() if row.kind != "torch"}
-        # a block from torch can be viewed as arrays of both kinds, so torch wins where both lie in a record
-        self._kinds |= {row.record: row.kind for row in self._rows.values() if row.kind == "torch"}
+        self._table = table = source.index.shards
+        self._numbers = dict(zip(table.by_key, range(len(table)), strict=True))
+        self._record, self._offset = table.record.tolist(), table.offset.tolist()
+        # a block from torch can be viewed as arrays of both kinds, so torch, the last in order, wins a record of both
+        self._kinds = dict(sorted(zip(self._record, (KINDS[kind] for kind in table.kind.tolist()), strict=True)))
         self._blocks: list[Any] = []
-        self._made: dict[DataPlace, Any] = {}
+        self._made: dict[tuple[object, ...], Any] = {}
 
-    def array(self, stored: StoredArray) -> object:
-        """The array for a reference in an object. Tied arrays are the same object."""
-        place = place_in_pickle(stored)
-        if place not in self._made:
-            if place not in self._rows:
-                raise FormatError(f"an array of record {stored.record!r} that the index does not list")
-            row = self._rows[place]
-            self._made[place] = memory.view(self._blocks[row.record], reference(row), row.offset)
-        return memory.with_grad(self._made[place], stored.requires_grad)
+    def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
+        """The array of the container's full key, as a reference has it."""
+        del source
+        return as_referred(self._array(self._numbers[full], replace(ref, key=full)), ref)
 
     def of(self, source: Container) -> Callable[[StoredArray], object]:
-        """A function that returns the array for a reference in the container's objects."""
-        del source
-        return self.array
+        """A function that returns the array for a place in the container's objects."""
+
+        def array(stored: StoredArray) -> object:
+            number = self._by_place.get(place_in_pickle(stored))
+            if number is None:
+                raise FormatError(f"an array of record {stored.record!r} that the index does not list")
+            return memory.with_grad(self._array(number, reference(self._table.row(number))), stored.requires_grad)
+
+        return array
+
+    @cached_property
+    def _by_place(self) -> dict[DataPlace, int]:
+        return {place_of(row): number for number, row in enumerate(self._table.rows(range(len(self._table))))}
+
+    def _array(self, number: int, ref: ArrayRef) -> Any:
+        """The array of a row; tied ones are the same object."""
+        place = self._record[number], self._offset[number], ref.dtype, ref.shape, ref.stride
+        if place not in self._made:
+            self._made[place] = memory.view(self._blocks[self._record[number]], ref, self._offset[number])
+        return self._made[place]
 
     def start(self, executor: Callable[[int], Executor]) -> None:
         """Allocate all records, and begin to read and verify them meanwhile."""

@@ -125,11 +125,11 @@ class Checkpoint(Mapping[str, Any]):
     def _find(self, key: str) -> tuple[Row, list[tuple[Container, Row]]]:
         """A row of an array, and all rows that hold elements of it; an array without elements has none."""
         stored = self._stored
-        if not self._holds(key):
-            raise KeyError(key)
         row = stored.find(key)
+        if row is None and not self._holds(key):
+            raise KeyError(key)
         whole = None if row is None else Part.whole(row.global_shape)
-        sources = [] if row is None or whole is None else stored.sources(row, whole)
+        sources = [] if row is None or whole is None else stored.sources([(row, whole)])[0]
         if row is None or whole is None or uncovered(whole, [found.part for _, found in sources]):
             why = ", ".join(path.name for _, path in sorted(stored.lost.items())) + " is missing"
             if row is not None and not stored.lost:

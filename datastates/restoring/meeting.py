@@ -11,10 +11,10 @@ import numpy as np
 
 from datastates._base.columns import U64
 from datastates.errors import CommitError, RanksMissingError, RestoreError, StorageError
+from datastates.ranks.board_world import DONE, FAILED
 from datastates.ranks.world import World
 
 _T = TypeVar("_T")
-_FINE, _FAILED = b"+", b"-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +68,15 @@ def _encodable(text: str) -> str:
 class Meeting:
     """The agreements of all ranks in one restore. Each method waits for all ranks. Use it on one thread."""
 
-    def __init__(self, world: World, name: str, timeout: float) -> None:
+    def __init__(self, world: World, name: str) -> None:
         """Prepare a meeting; nobody is told yet.
 
         Args:
             world: The ranks.
             name: The name of the restore: the same on all ranks, and used once in a run.
-            timeout: Seconds that each wait may take.
         """
         self._world = world
         self._name = name
-        self._timeout = timeout
         self._has_begun = False
         self.rank, self.ranks = world.rank, world.size
 
@@ -106,24 +104,20 @@ class Meeting:
         """
         error = None
         try:
-            said = _FINE + own()
+            said = DONE + own()
         except Exception as failure:
             error = failure
-            said = _FAILED + _told(failure)
+            said = FAILED + _told(failure)
 
         def outcome(told: dict[int, bytes]) -> bytes:
-            failed = {rank: msgpack.unpackb(t[1:]) for rank, t in sorted(told.items()) if t[:1] == _FAILED}
+            failed = {rank: msgpack.unpackb(t[1:]) for rank, t in sorted(told.items()) if t[:1] == FAILED}
             if failed:
                 reasons = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in failed.items())
-                return _FAILED + msgpack.packb(
-                    [reasons, sorted({file for _, lost in failed.values() for file in lost})]
-                )
-            return _FINE + decide({rank: t[1:] for rank, t in told.items()})
+                return FAILED + msgpack.packb([reasons, sorted({file for _, lost in failed.values() for file in lost})])
+            return DONE + decide({rank: t[1:] for rank, t in told.items()})
 
         try:
-            answer = self._world.agree(
-                f"{self._name}/{stage}", said, outcome, timeout=self._timeout, enough=lambda t: t[:1] == _FAILED
-            )
+            answer = self._world.agree(f"{self._name}/{stage}", said, outcome)
         except (CommitError, RestoreError, RanksMissingError, StorageError) as failure:
             if error is not None:
                 raise error from None
@@ -132,7 +126,7 @@ class Meeting:
             raise RestoreError(str(failure)) from failure
         if error is not None:
             raise error
-        if answer[:1] == _FINE:
+        if answer[:1] == DONE:
             return answer[1:]
         reasons, lost = msgpack.unpackb(answer[1:])
         raise CommitError(reasons) if self._has_begun else RestoreError(reasons, lost=lost)

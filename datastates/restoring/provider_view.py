@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,11 @@ from datastates.container.pickle_native import read_plain
 from datastates.container.rows import DataPlace, StoredRows, logical
 from datastates.container.table import Row
 from datastates.errors import FormatError, ProviderError
+from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.read_queue import Ranges
 from datastates.restoring.reads import Reads
 from datastates.restoring.stored import Stored
-from datastates.state import dressed, memory, streams, tensor_scan
+from datastates.state import memory, streams, tensor_scan
 from datastates.state.arrays import Destinations
 from datastates.state.parts import uncovered
 from datastates.state.provider import Saved
@@ -43,33 +43,6 @@ def naming(what: str) -> Iterator[None]:
         if type(error) is not FormatError:
             raise
         raise FormatError(f"{what}: {error}") from error
-
-
-_PLAIN = {int, float, str, bool, type(None)}
-
-
-def _fill(value: object, resolve: Callable[[ArrayRef], object]) -> bool:
-    """Replace the references in a surveyed dict or list by arrays; False if it holds other kinds of values."""
-    left = [value]
-    seen: set[int] = set()
-    made: dict[int, tuple[ArrayRef, object]] = {}  # by id of the reference, so that one reference becomes one array
-    while left:
-        container: Any = left.pop()
-        if type(container) not in (dict, OrderedDict, list):
-            return False
-        if id(container) in seen:
-            continue
-        seen.add(id(container))
-        if type(container) is OrderedDict and vars(container):
-            left.append(vars(container))
-        for k, item in container.items() if isinstance(container, dict) else enumerate(container):
-            if type(item) is ArrayRef:
-                if id(item) not in made:
-                    made[id(item)] = item, resolve(item)
-                container[k] = made[id(item)][1]
-            elif type(item) not in _PLAIN and not (type(item) is tuple and set(map(type, item)) <= _PLAIN):
-                left.append(item)
-    return True
 
 
 class SavedState(Saved):
@@ -111,6 +84,7 @@ class SavedState(Saved):
         table = base.index.shards
         self.rows = StoredRows(base.index, name)
         self._objects = {o.key: o for o in base.index.objects if table.providers[o.provider] == name}
+        self._elsewhere: dict[str, Row | None] = {}  # what was looked up in the containers of other ranks
         self._read: dict[str, bytes] = {}
         self._surveyed: dict[str, tuple[Any, bool]] = {}
 
@@ -130,7 +104,11 @@ class SavedState(Saved):
 
     def find(self, key: str) -> Row | None:
         """A row with any part of an array, by the key within the provider; None if there is none."""
-        return self.rows[key] if key in self.rows else self._stored.find(full_key(self.name, key))
+        if key in self.rows:
+            return self.rows[key]
+        if key not in self._elsewhere:
+            self._elsewhere[key] = self._stored.find(full_key(self.name, key))
+        return self._elsewhere[key]
 
     def objects(self) -> Sequence[str]:
         """Keys of the stored objects."""
@@ -171,7 +149,7 @@ class SavedState(Saved):
     def fill(self, key: str, targets: Mapping[str, object]) -> bool:
         """Put the live arrays into the object as read before its arrays; False if it needs :meth:`build` instead."""
         value, complete = self._survey(key)
-        return complete and _fill(value, lambda ref: _target(targets, ref))
+        return complete and fill(value, lambda ref: _target(targets, ref))
 
     def build(self, key: str, targets: Mapping[str, object]) -> object:
         """Build an object with the arrays that have been restored. A reference stands for each other array."""
@@ -214,6 +192,7 @@ class SavedState(Saved):
         if not received and isinstance(shards, Destinations) and self._plan_alike(shards, reads):
             return dict(zip(self.rows.names_of(shards.keys), shards.values, strict=True))
         self.rows.make(self._asked_arrays)
+        elsewhere: list[tuple[Row, Shard]] = []  # not in the base, or cut into other parts there
         for shard in shards:
             if shard.is_object and shard.key in self._objects:
                 continue
@@ -222,26 +201,24 @@ class SavedState(Saved):
                 raise ProviderError(f"destinations() gave {shard.key!r}, which the checkpoint does not hold")
             if (difference := _difference(row, shard)) is not None:
                 self.report(mismatched={shard.key: difference})
-            elif full_key(self.name, shard.key) in received or self._plan_parts(row, shard, reads):
+            elif full_key(self.name, shard.key) in received:
                 self._shards.append(shard)
+            elif shard.key in self.rows and row.part == shard.part:
+                reads.add(self._base, row, shard)
+                self._shards.append(shard)
+            else:
+                elsewhere.append((row, shard))
+        every = self._stored.sources([(row, shard.part) for row, shard in elsewhere])
+        for (_, shard), sources in zip(elsewhere, every, strict=True):
+            if missing := uncovered(shard.part, [row.part for _, row in sources]):
+                self.lost[full_key(self.name, shard.key)] = f"{missing} of {shard.part.numel} elements"
+                continue
+            for source, row in sources:
+                reads.add(source, row, shard)
+            self._shards.append(shard)
         keys = [shard.key for shard in self._shards if shard.key in self.rows]
         named = dict(zip(keys, self.rows.names_of(keys), strict=True))
         return {named.get(shard.key, shard.key): shard.source for shard in self._shards}
-
-    def _plan_parts(self, row: Row, shard: Shard, reads: Reads) -> bool:
-        """Queue the reads of a live part from the saved parts; False if some of its elements are missing."""
-        part, full = shard.part, full_key(self.name, shard.key)
-        if shard.key in self.rows and row.part == part:
-            reads.add(self._base, row, shard)
-            return True
-        sources = self._stored.sources(row, part)
-        missing = uncovered(part, [row.part for _, row in sources])
-        if missing:
-            self.lost[full] = f"{missing} of {part.numel} elements"
-            return False
-        for source, found in sources:
-            reads.add(source, found, shard)
-        return True
 
     def _plan_alike(self, shards: Destinations, reads: Reads) -> bool:
         """Queue the reads of all arrays, compared in columns, which is fast.
@@ -305,11 +282,8 @@ def _difference(row: Row, shard: Shard) -> str | None:
 
 
 def _target(targets: Mapping[str, object], ref: ArrayRef) -> object:
-    """The restored array, as a parameter or with ``requires_grad`` as it was saved. Without one, the reference."""
-    target = targets.get(ref.key, ref)
-    if ref.parameter and dressed.is_tensor(target):
-        return dressed.as_parameter(target, ref.requires_grad)
-    return target if getattr(target, "requires_grad", True) else memory.with_grad(target, ref.requires_grad)
+    """The restored array as the reference has it. Without one, the reference."""
+    return as_referred(targets[ref.key], ref) if ref.key in targets else ref
 
 
 class _References(Mapping[str, ArrayRef]):

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from datastates._base.columns import I64
-from datastates._base.files import read_bytes
+from datastates._base.files import read_bytes, will_need
+from datastates.container.file import Container
 from datastates.container.rows import reference
 from datastates.container.table import Row
 from datastates.executor.executor import Executor, ReadAhead
@@ -172,7 +173,7 @@ class Reads:
             furthest = i
         return None
 
-    def begin(self, source: Source, executor: Executor) -> None:
+    def begin(self, source: Container, executor: Executor) -> None:
         """Begin to read a file that will probably be wanted whole, before that is certain. Call :meth:`close` later.
 
         Args:
@@ -191,6 +192,8 @@ class Reads:
             in_place=True,
             extent_nbytes=extent_nbytes,
         )
+        index = source.index
+        will_need(source.path, index.pickle_offset, index.pickle_nbytes)  # behind the data it would wait for its turn
         self._ahead[source] = executor.read_ahead(source.path, plan)
 
     def close(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +16,11 @@ from datastates._base.columns import U64
 from datastates._base.files import read_bytes
 from datastates.commit import directories, manifest
 from datastates.commit.catalog import Catalog
-from datastates.commit.claims import key_hash, object_hash, span_of
+from datastates.commit.claims import key_hash, object_hash
 from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, container_name
-from datastates.container.file import Container, lost_container, open_container, open_named
+from datastates.container.file import Container, Named, lost_container, open_container, open_each
 from datastates.container.table import Row
-from datastates.errors import FormatError, StorageError
+from datastates.errors import FormatError
 from datastates.state.parts import Part
 from datastates.state.shards import full_key
 
@@ -139,23 +138,30 @@ class Stored:
             FormatError: The file is damaged, or not the container that the manifest or the catalog names.
             StorageError: The file cannot be read.
         """
-        if rank in self._opened or rank in self.lost:
-            return self._opened.get(rank)
+        self.open_containers([rank])
+        return self._opened.get(rank)
+
+    def open_containers(self, ranks: Iterable[int]) -> None:
+        """Open the containers of several ranks at once, which is faster than one after the other.
+
+        Raises:
+            FormatError, StorageError: As :meth:`container` does, of the first container that cannot be opened.
+        """
+        new = [rank for rank in dict.fromkeys(ranks) if rank not in self._opened and rank not in self.lost]
+        named = [self._named(rank) for rank in new]
+        for rank, one, container in zip(new, open_each(named), named, strict=True):
+            if one is None:
+                self.lost[rank] = container.path
+            else:
+                self._opened[rank] = one
+
+    def _named(self, rank: int) -> Named:
         head = self.head
         if head.container is not None:
-            path, expected = head.path / head.container.file, (head.container.nbytes, head.container.index_crc32)
+            file, expected = head.container.file, (head.container.nbytes, head.container.index_crc32)
         else:
-            path, expected = head.path / container_name(rank), self.catalog.container(rank)
-        identity = {"step": head.step, "rank": rank, "world_size": head.ranks, "attempt": head.attempt}
-        try:
-            one = open_named(path, *expected, identity)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            self.lost[rank] = path
-            return None
-        self._opened[rank] = one
-        return one
+            file, expected = container_name(rank), self.catalog.container(rank)
+        return Named(head.path / file, *expected, _identity(head.step, rank, head.ranks, head.attempt))
 
     def base(self, provider: str, rank: int) -> Container | None:
         """The container that a rank takes a provider's objects from; None if no container has the provider.
@@ -192,31 +198,50 @@ class Stored:
         holders = self.catalog.holders(tensor, 0, 2**62)
         return next((row for rank in holders if (row := self._row(rank, full)) is not None), None)
 
-    def sources(self, like: Row, part: Part) -> list[tuple[Container, Row]]:
-        """The rows that may share elements with a part of a logical tensor, each with its container.
+    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> list[list[tuple[Container, Row]]]:
+        """The rows that may share elements with parts of logical tensors, each with its container.
 
         Args:
-            like: Any row of the logical tensor.
-            part: The part.
+            wanted: For each part, any row of its logical tensor, and the part.
+
+        Returns:
+            For each part, its sources.
 
         Raises:
-            FormatError: A container has the tensor with another type or shape.
+            FormatError: A container has a tensor with another type or shape.
         """
-        ranks = [0]
-        if self.head.ranks > 1:
-            tensor = self.catalog.find(key_hash(like.key))
-            ranks = [] if tensor is None else self.catalog.holders(tensor, *span_of(part))
-        found = [(self._opened[rank], row) for rank in ranks if (row := self._row(rank, like.key)) is not None]
-        for source, row in found:
-            if (row.dtype, row.global_shape) != (like.dtype, like.global_shape):
-                raise FormatError(f"{source.path}: {like.key!r} is of another type or shape than in other containers")
-        return [(source, row) for source, row in found if row.part.numel]
+        holders = [self._holders(like.key, part) for like, part in wanted]
+        keys: dict[int, list[str]] = {}
+        for (like, _), ranks in zip(wanted, holders, strict=True):
+            for rank in ranks:
+                keys.setdefault(rank, []).append(like.key)
+        self.open_containers(keys)
+        rows = {rank: self._rows(rank, asked) for rank, asked in keys.items()}
+        result = []
+        for (like, _), ranks in zip(wanted, holders, strict=True):
+            found = [(self._opened[rank], rows[rank][like.key]) for rank in ranks if like.key in rows[rank]]
+            for source, row in found:
+                if (row.dtype, row.global_shape) != (like.dtype, like.global_shape):
+                    what = f"{like.key!r} is of another type or shape than in other containers"
+                    raise FormatError(f"{source.path}: {what}")
+            result.append([(source, row) for source, row in found if row.part.numel])
+        return result
+
+    def _holders(self, full: str, part: Part) -> list[int]:
+        if self.head.ranks == 1:
+            return [0]
+        tensor = self.catalog.find(key_hash(full))
+        return [] if tensor is None else self.catalog.holders(tensor, *part.bounds)
+
+    def _rows(self, rank: int, fulls: Sequence[str]) -> dict[str, Row]:
+        """A rank's rows by those full keys; keys that it does not have are left out."""
+        if (source := self.container(rank)) is None:
+            return {}
+        found = source.index.shards.by_key.find(fulls)
+        return dict(zip(found, source.index.shards.rows(list(found.values())), strict=True))
 
     def _row(self, rank: int, full: str) -> Row | None:
-        source = self.container(rank)
-        if source is None or full not in source.index.shards.by_key:
-            return None
-        return source.index.shards.row(source.index.shards.by_key[full])
+        return self._rows(rank, [full]).get(full)
 
     @cached_property
     def keys(self) -> Mapping[str, int]:
@@ -226,6 +251,7 @@ class Stored:
             StorageError: A container is missing.
         """
         found: dict[str, int] = {}
+        self.open_containers(range(self.head.ranks))
         for rank in range(self.head.ranks):
             if (source := self.container(rank)) is None:
                 raise lost_container(self.lost[rank], rank, self.head.ranks)
@@ -244,6 +270,7 @@ class Stored:
     def every_key(self, provider: str) -> list[str]:
         """The keys of all arrays of a provider, on all ranks. This opens all containers."""
         keys: dict[str, None] = {}
+        self.open_containers(range(self.head.ranks))
         for rank in range(self.head.ranks):
             if (source := self.container(rank)) is not None:
                 table = source.index.shards
@@ -295,16 +322,20 @@ def open_checkpoint(path: Path) -> tuple[manifest.Manifest, list[Container]]:
         StorageError: A file is missing or cannot be read.
     """
     opened = manifest.open(path)
+    named = [
+        Named(path / e.file, e.nbytes, e.index_crc32, _identity(opened.step, e.rank, opened.world_size, opened.attempt))
+        for e in opened.containers
+    ]
     containers = []
-    for entry in opened.containers:
-        identity = {"step": opened.step, "rank": entry.rank, "world_size": opened.world_size, "attempt": opened.attempt}
-        try:
-            containers.append(open_named(path / entry.file, entry.nbytes, entry.index_crc32, identity))
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            raise lost_container(path / entry.file, entry.rank, opened.world_size) from error
+    for entry, one in zip(opened.containers, open_each(named), strict=True):
+        if one is None:
+            raise lost_container(path / entry.file, entry.rank, opened.world_size)
+        containers.append(one)
     return opened, containers
+
+
+def _identity(step: int, rank: int, ranks: int, attempt: str) -> dict[str, Any]:
+    return {"step": step, "rank": rank, "world_size": ranks, "attempt": attempt}
 
 
 def open_all(path: Path) -> list[Container]:

@@ -17,7 +17,7 @@ _OWN = ("rank", "world_size", "rank_timeout")
 
 @contextlib.contextmanager
 def telling(
-    directory: Callable[[], Path], options: Mapping[str, Any], tell: Callable[[World, Exception, float], object]
+    directory: Callable[[], Path], options: Mapping[str, Any], tell: Callable[[World, Exception], object]
 ) -> Iterator[None]:
     """If the block raises, tell the other ranks in the background. For code that runs before the world is opened.
 
@@ -26,7 +26,7 @@ def telling(
     Args:
         directory: Returns the directory where the ranks meet.
         options: The options as the user gave them; they may be wrong.
-        tell: Takes part in the first agreement of the ranks, with the world, the error and a timeout in seconds.
+        tell: Takes part in the first agreement of the ranks, with the world and the error.
     """
     try:
         yield
@@ -34,16 +34,16 @@ def telling(
         with contextlib.suppress(Exception):  # if telling fails, too, the others run into their timeout
             settings = RankSettings.of({key: value for key, value in options.items() if key in _OWN})
             if settings.rank is None and settings.world_size is None:
-                timeout, cause = settings.rank_timeout, error
-                refuse(directory(), timeout, lambda world: tell(world, cause, timeout))
+                cause = error
+                refuse(directory(), settings.rank_timeout, lambda world: tell(world, cause))
         raise
 
 
-def refuse_to_meet(name: str, world: World, error: Exception, timeout: float) -> None:
+def refuse_to_meet(name: str, world: World, error: Exception) -> None:
     """Report ``error`` to those that call :func:`datastates.ranks.together.meet` or ``settle`` with that name."""
-    settle(world, name, error, b"", lambda _: b"", timeout=timeout)
+    settle(world, name, error, b"", lambda _: b"")
 
 
-def refuse_to_restore(name: str, world: World, error: Exception, timeout: float) -> None:
+def refuse_to_restore(name: str, world: World, error: Exception) -> None:
     """Report ``error`` to those that choose in a :class:`~datastates.restoring.meeting.Meeting` with that name."""
-    Meeting(world, name, timeout).refuse(error)
+    Meeting(world, name).refuse(error)

@@ -19,7 +19,7 @@ from datastates.state import arrays, versions
 from datastates.state.dtypes import BY_NAME
 from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.repeated import Knowledge
-from datastates.state.shards import HOST, Buffer, Shard, Shards, full_key
+from datastates.state.shards import HOST, Buffer, Shard, Shards, full_key, objects_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,16 +144,12 @@ def collect(
     objects: list[tuple[int, Shard]] = []
     for p, shards in enumerate(described):
         if isinstance(shards, Shards):
-            sources += shards.sources
-            memory += arrays.memory_of(shards.sources) if shards.memory is None else shards.memory
-            objects += [(p, shard) for shard in shards.objects]
-        elif not all(isinstance(shard, Shard) for shard in shards):
-            raise _no_list(chosen[p].name)
+            own, kept = shards.sources, shards.memory
         else:
-            own = [shard.source for shard in shards if not shard.is_object]
-            sources += own
-            memory += arrays.memory_of(own)
-            objects += [(p, shard) for shard in shards if shard.is_object]
+            own, kept = [shard.source for shard in shards if not shard.is_object], None
+        sources += own
+        memory += arrays.memory_of(own) if kept is None else kept
+        objects += [(p, shard) for shard in objects_of(shards)]
     keys = {(p, shard.key) for p, shard in objects}
     if not all(isinstance(key, str) for _, key in keys):
         raise _no_list(chosen[next(p for p, key in keys if not isinstance(key, str))].name)
@@ -294,7 +290,7 @@ def _shards_of(provider: StateProvider) -> Sequence[Shard]:
         shards = provider.shards()
     except ProviderError as error:
         raise ProviderError(f"{provider.name!r}: {error}") from error
-    if not isinstance(shards, Sequence):
+    if not (isinstance(shards, Shards) or (isinstance(shards, Sequence) and all(isinstance(s, Shard) for s in shards))):
         raise _no_list(provider.name)
     return shards
 

@@ -231,14 +231,14 @@ def array_shard(key: str, array: object, *, lazy: bool | None = None) -> Shard:
     return shards_of([key], [array], [is_lazy_kind(array) if lazy is None else lazy])[0]
 
 
-def destination(key: str, array: object) -> Shard:
+def destination(key: str, array: object, meshes: dtensors.Meshes | None = None) -> Shard:
     """Describe a live array to restore into, or this rank's part of a DTensor; the shard's buffer is no copy.
 
-    The buffer is None where the array's elements do not fill their memory exactly.
+    The buffer is None where the array's elements do not fill their memory exactly. ``meshes`` are those of the array
+    if they are known.
     """
     view = _view_of(key, array)
-    meshes = dtensors.Meshes([array]) if dtensors.is_dtensor(array) else dtensors.NO_MESHES
-    return _describe(key, view, array, _own_place(view, array), meshes)
+    return _describe(key, view, array, _own_place(view, array), meshes or dtensors.Meshes([array]))
 
 
 def _own_place(view: _View, array: object) -> Buffer | None:
@@ -262,6 +262,7 @@ class Destinations(Described):
         super().__init__(len(keys), objects)
         self._keys = keys
         self.values = values
+        self._meshes: dict[int, dtensors.Meshes] = {}  # by id of the mesh, which the values keep alive
 
     @property
     def keys(self) -> Sequence[str]:
@@ -270,7 +271,11 @@ class Destinations(Described):
 
     def array(self, i: int) -> Shard:
         """Describe the array of that number."""
-        return destination(self._keys[i], self.values[i])
+        value = self.values[i]
+        mesh = id(dtensors.mesh_of(value))
+        if mesh not in self._meshes:
+            self._meshes[mesh] = dtensors.Meshes([value])
+        return destination(self._keys[i], value, self._meshes[mesh])
 
 
 def fits(ref: ArrayRef, array: Any) -> bool:

@@ -34,6 +34,11 @@ def is_dtensor(value: object) -> bool:
     return is_class(cls)
 
 
+def mesh_of(value: Any) -> Any:
+    """The device mesh of a DTensor; None for other values."""
+    return value.device_mesh if is_dtensor(value) else None
+
+
 def is_parameter(dtensor: Any) -> bool:
     """Whether a DTensor is a parameter; making it one does not change its class."""
     return bool(getattr(dtensor, "_is_param", False))
@@ -58,10 +63,10 @@ class Meshes:
 
     def __init__(self, values: Sequence[object]) -> None:
         """Collect the meshes of those values that are DTensors."""
-        found = {id(mesh): mesh for mesh in (v.device_mesh for v in values if is_dtensor(v))}  # type: ignore[attr-defined]
+        found = {id(mesh): mesh for mesh in map(mesh_of, values) if mesh is not None}
         self._ranks: dict[int, I64] = {i: np.array(mesh.mesh.tolist(), np.int64) for i, mesh in found.items()}
         self.ranks = _ascending(np.concatenate(list(map(np.ravel, self._ranks.values())))) if found else ()
-        self._known: dict[tuple[int, object], tuple[int, ...]] = {}
+        self._known: dict[tuple[object, ...], DTensorPart] = {}
 
     def part(self, key: str, value: Any, shape: tuple[int, ...]) -> DTensorPart:
         """This rank's part of one of the DTensors, or of a plain array among them.
@@ -76,8 +81,14 @@ class Meshes:
         """
         if not is_dtensor(value):
             return DTensorPart(shape, (0,) * len(shape), None, self.ranks)
-        mesh, placements, held = value.device_mesh, value.placements, shape
-        shape = tuple(value.shape)
+        order = getattr(value._spec, "shard_order", None)
+        known = (id(value.device_mesh), value.placements, order, tuple(value.shape), shape)
+        if known not in self._known:
+            self._known[known] = self._part(key, value, shape)
+        return self._known[known]
+
+    def _part(self, key: str, value: Any, held: tuple[int, ...]) -> DTensorPart:
+        mesh, placements, shape = value.device_mesh, value.placements, tuple(value.shape)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             return DTensorPart(shape, None, (0, 0), ())  # ranks outside of the mesh hold an empty vector
@@ -91,21 +102,18 @@ class Meshes:
                 f"{placements} say {tuple(size)}: it is sharded in another uneven way, or its shape is wrong "
                 "(DTensor.from_local takes the right one as shape=)"
             )
-        known = (id(mesh), placements)
-        if known not in self._known:
-            ranks = self._ranks[id(mesh)]
-            for d, placement in enumerate(placements):
-                if not placement.is_replicate() and (np.diff(ranks, axis=d) < 0).any():
-                    # torch's collectives go by rank numbers, but its offsets by positions in the mesh
-                    raise ProviderError(
-                        f"{key!r} is a DTensor split over a mesh dimension along which ranks do not ascend, {mesh}: "
-                        "torch does not say for certain which rank holds which part"
-                    )
-            # along a mesh dimension that splits the tensor only this coordinate has the part, along the others all do
-            along = [slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True)]
-            alike = ranks[tuple(along)]
-            self._known[known] = _ascending(self._in_all_slices(ranks, alike))
-        return DTensorPart(shape, tuple(offset), None, self._known[known])
+        ranks = self._ranks[id(mesh)]
+        for d, placement in enumerate(placements):
+            if not placement.is_replicate() and (np.diff(ranks, axis=d) < 0).any():
+                # torch's collectives go by rank numbers, but its offsets by positions in the mesh
+                raise ProviderError(
+                    f"{key!r} is a DTensor split over a mesh dimension along which ranks do not ascend, {mesh}: "
+                    "torch does not say for certain which rank holds which part"
+                )
+        # along a mesh dimension that splits the tensor only this coordinate has the part, along the others all do
+        along = [slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True)]
+        alike = ranks[tuple(along)]
+        return DTensorPart(shape, tuple(offset), None, _ascending(self._in_all_slices(ranks, alike)))
 
     def _in_all_slices(self, mesh: I64, alike: I64) -> I64:
         """Ranks of one mesh, with the ranks at the same positions in the other slices of the widest mesh around it."""
@@ -119,9 +127,6 @@ class Meshes:
             return alike  # the ranks belong to the wider mesh, but are no slice of it
         slices: I64 = np.moveaxis(wide, along, range(len(along))).reshape(mesh.size, -1)
         return slices[np.isin(slices, alike).any(axis=1)]
-
-
-NO_MESHES = Meshes([])
 
 
 def _ascending(ranks: Any) -> tuple[int, ...]:

@@ -60,6 +60,18 @@ class Part:
         begin = self.offset if self.flat is None else self.flat[:1]
         return self.numel > 0 and not any(begin or ())
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The position of its first element in the flattened logical tensor, and one past that of its last."""
+        if self.flat is not None:
+            return self.flat
+        if self.numel == 0:
+            return 0, 0
+        first = last = 0
+        for size, begin, length in zip(self.global_shape, self.offset or (), self.shape, strict=True):
+            first, last = first * size + begin, last * size + begin + length - 1
+        return first, last + 1
+
     def runs(self) -> tuple[I64, I64]:
         """Begins and lengths of the part's contiguous stretches in the flattened logical tensor, ascending.
 
@@ -69,7 +81,7 @@ class Part:
             first, n = self.flat[0] if self.flat is not None else 0, self.numel
             return np.array([first] if n else [], np.int64), np.array([n] if n else [], np.int64)
         assert self.offset is not None
-        begin, _, length = _shared_box(self.global_shape, self.shape, self.offset, (0,) * len(self.shape), self.shape)
+        begin, _, length = _box_runs(self.global_shape, self.shape, self.offset, (0,) * len(self.shape), self.shape)
         return begin, length
 
 
@@ -81,7 +93,7 @@ def grid(sizes: Sequence[int], steps: Sequence[int], first: int = 0) -> I64:
     return result
 
 
-def _shared_box(
+def _box_runs(
     a_shape: Sequence[int], b_shape: Sequence[int], a_begin: Sequence[int], b_begin: Sequence[int], size: Sequence[int]
 ) -> _Runs:
     """The stretches of a box of ``size`` that are contiguous both in an array of ``a_shape`` and in one of ``b_shape``.
@@ -101,13 +113,16 @@ def _shared_box(
     return at[0], at[1], np.full(len(at[0]), math.prod(size[outer:]), np.int64)
 
 
-def _shared_bounds(source: Part, dest: Part) -> tuple[list[int], list[int]] | None:
-    """Where the intersection of two boxes begins and ends along each dimension; None when there is none."""
+def _shared_box(source: Part, dest: Part) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """The indices at which the intersection of two boxes begins in each, and its size; None when there is none."""
     assert source.offset is not None
     assert dest.offset is not None
     low = [max(a, b) for a, b in zip(source.offset, dest.offset, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(source.offset, source.shape, dest.offset, dest.shape, strict=True)]
-    return None if any(a >= b for a, b in zip(low, high, strict=True)) else (low, high)
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    at, to = (tuple(a - b for a, b in zip(low, part.offset or (), strict=True)) for part in (source, dest))
+    return at, to, tuple(b - a for a, b in zip(low, high, strict=True))
 
 
 def _check_same_tensor(source: Part, dest: Part) -> None:
@@ -125,12 +140,8 @@ def intersect(source: Part, dest: Part) -> _Runs:
     """
     _check_same_tensor(source, dest)
     if source.offset is not None and dest.offset is not None:
-        bounds = _shared_bounds(source, dest)
-        if bounds is None:
-            return _NONE, _NONE, _NONE
-        low, high = bounds
-        at, to = ([a - b for a, b in zip(low, part.offset or (), strict=True)] for part in (source, dest))
-        return _shared_box(source.shape, dest.shape, at, to, [b - a for a, b in zip(low, high, strict=True)])
+        box = _shared_box(source, dest)
+        return (_NONE, _NONE, _NONE) if box is None else _box_runs(source.shape, dest.shape, *box)
     if _is_beyond(source, dest) or _is_beyond(dest, source):
         return _NONE, _NONE, _NONE
     (a_begin, a_length), (b_begin, b_length) = source.runs(), dest.runs()
@@ -147,16 +158,7 @@ def intersect(source: Part, dest: Part) -> _Runs:
 
 def _is_beyond(part: Part, other: Part) -> bool:
     """Whether all of ``part`` lies behind all of ``other`` in the flattened tensor, or ``part`` is empty."""
-    return part.numel == 0 or _bounds(part)[0] >= _bounds(other)[1]
-
-
-def _bounds(part: Part) -> tuple[int, int]:
-    """First and one past the last element of a part in the flattened tensor."""
-    if part.flat is not None:
-        return part.flat
-    steps, offset = row_major(part.global_shape), part.offset or ()
-    begin = sum(b * s for b, s in zip(offset, steps, strict=True))
-    return begin, begin + 1 + sum((n - 1) * s for n, s in zip(part.shape, steps, strict=True))
+    return part.numel == 0 or part.bounds[0] >= other.bounds[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +188,9 @@ def blocks(source: Part, dest: Part) -> Iterator[Block]:
     """
     _check_same_tensor(source, dest)
     if source.offset is not None and dest.offset is not None:
-        bounds = _shared_bounds(source, dest)
-        if bounds is not None:
-            low, high = bounds
-            at, to = (tuple(a - b for a, b in zip(low, part.offset or (), strict=True)) for part in (source, dest))
-            yield Block(tuple(b - a for a, b in zip(low, high, strict=True)), at, to, ())
+        if (shared := _shared_box(source, dest)) is not None:
+            at, to, size = shared
+            yield Block(size, at, to, ())
         return
     source_at, dest_at, length = intersect(source, dest)
     if not len(length):

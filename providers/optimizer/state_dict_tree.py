@@ -29,6 +29,18 @@ def group_differences(stored: Any, live: Any) -> dict[str, str]:
     return {"param_groups": f"groups of {sizes[0]} parameters in the checkpoint, of {sizes[1]} in the live state"}
 
 
+def groups_of(value: Any) -> list[dict[str, Any]] | None:
+    """The parameter groups in a state dict of an optimizer; None if it has no valid ones."""
+    groups = value.get("param_groups") if isinstance(value, dict) else None
+    good = isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, (str, int)) for name in group["params"])
+        for group in groups
+    )
+    return groups if good else None
+
+
 _LIKE_PARAMETERS = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
     *("acc_delta", "sum", "prev", "step_size", "ax"),
@@ -155,12 +167,8 @@ def states_left_out(stored: Any, cut: Any) -> list[str]:
 
 def _names(value: Any) -> list[list[str]] | None:
     """The parameter names of each group, if an optimizer's state is keyed by names; else None."""
-    if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
-        return None
-    groups = value.get("param_groups")
-    if not isinstance(groups, list) or not all(
-        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
-    ):
+    groups = groups_of(value)
+    if groups is None or not isinstance(value.get("state"), dict):
         return None
     names = [group["params"] for group in groups]
     return names if all(isinstance(name, str) for group in names for name in group) else None

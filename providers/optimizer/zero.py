@@ -13,6 +13,7 @@ from datastates.errors import ProviderError
 from datastates.providers.optimizer.flat_layout import Name
 from datastates.providers.optimizer.shares import Share, WholeParameter, key_of
 from datastates.providers.optimizer.spread import Knowledge, Spread
+from datastates.providers.optimizer.state_dict_tree import groups_of
 from datastates.providers.optimizer.stored_states import StoredStates
 from datastates.state import arrays, memory
 from datastates.state.keys import component
@@ -237,7 +238,8 @@ class ShardedZeroProvider(StateProvider):
         if key not in objects:
             found.missing.append(_GROUPS)
             return False
-        stored = _groups_in(key, saved.structure(key))
+        structure = saved.structure(key)
+        stored = groups_of({_GROUPS: structure} if key else structure)
         if stored is None or len(stored) != len(self._group_names):
             count = "none" if stored is None else len(stored)
             found.mismatched[_GROUPS] = f"{count} in the checkpoint, {len(self._group_names)} in the live state"
@@ -341,19 +343,6 @@ class _ZeroRedundancy:
         """The states of this rank's parameters."""
         states: MutableMapping[Any, Any] = self.optimizer.optim.state
         return states
-
-
-def _groups_in(key: str, value: Any) -> list[Any] | None:
-    """The parameter groups in a stored object; None if it has no valid ones."""
-    if not key:
-        value = value.get(_GROUPS) if isinstance(value, dict) else None
-    good = isinstance(value, list) and all(
-        isinstance(group, dict)
-        and isinstance(group.get("params"), list)
-        and all(isinstance(name, (str, int)) for name in group["params"])
-        for group in value
-    )
-    return value if good else None
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

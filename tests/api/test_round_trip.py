@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import datastates as ds
+from datastates.container import pickle_reader
+from datastates.errors import FormatError
 from datastates.providers import PickledObjectProvider, from_state_dict
 from datastates.testing import equal
 
@@ -189,6 +191,41 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     assert file.stat().st_size < 1.1 * weight.nbytes
     loaded = plain_load(file)
     assert loaded["head"].data_ptr() == loaded["embedding"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("more", "natively"), [({"n": 7}, True), ({"pair": (torch.ones(2), [2])}, False), ({"colour": Colour.RED}, False)]
+)
+def test_what_several_providers_share_is_loaded_once(
+    more: dict[str, object], natively: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(5, 4, requires_grad=True)
+    states = [{"a": weight}, {"b": weight.detach(), "rows": weight.detach()[1:]}, more]
+    providers = [from_state_dict(f"p{n}", state) for n, state in enumerate(states)]
+    ds.snapshot(providers, tmp_path / "c", **SMALL).wait_committed()
+    opcode_by_opcode: list[object] = []
+    survey = pickle_reader.survey
+    monkeypatch.setattr(pickle_reader, "survey", lambda *a, **k: opcode_by_opcode.append(a) or survey(*a, **k))
+    loaded = ds.load(tmp_path / "c", trust=TRUST, **SMALL)
+    assert equal(loaded, {f"p{n}": state for n, state in enumerate(states)})
+    assert (not opcode_by_opcode) == natively
+    first = loaded["p0"]["a"]
+    assert first.requires_grad
+    assert not loaded["p1"]["b"].requires_grad
+    assert {t.untyped_storage().data_ptr() for t in loaded["p1"].values()} == {first.untyped_storage().data_ptr()}
+
+
+def test_a_parameter_that_cannot_require_a_gradient_is_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"w": torch.ones(3)}, tmp_path / "c")
+
+    def refuse(array: object, ref: object) -> object:
+        raise RuntimeError("only floating point tensors can require gradients")
+
+    monkeypatch.setattr("datastates.restoring.loading.as_referred", refuse)
+    with pytest.raises(FormatError, match=r"rank-00000\.pt: objects cannot be decoded: RuntimeError"):
+        ds.load(tmp_path / "c", **SMALL)
 
 
 def test_gradients_and_parameters(tmp_path: Path) -> None:

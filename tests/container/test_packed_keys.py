@@ -76,6 +76,8 @@ def test_a_row_is_found_by_its_full_key_only(collide: bool, rows: list[tuple[int
         assert found.repeats == 0
         for other in [*others, *(key + "/" for key in expected), *(key + "x" for key in expected)]:
             assert found.get(other) == expected.get(other)
+        asked = [*others, *expected]
+        assert found.find(asked) == {key: expected[key] for key in asked if key in expected}
 
 
 @pytest.mark.parametrize("collide", [False, True])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +19,9 @@ from elastic_state import LAYOUTS, SHAPES, SMALL, save
 from split_state import Split, logical
 
 import datastates as ds
-from datastates.container.file import open_container, open_named
+from datastates.container.file import open_container
 from datastates.errors import CommitError, CorruptError, DatastatesError, StorageError
 from datastates.providers import PickledObjectProvider, ReplicatedProvider, RngProvider, from_state_dict
-from datastates.restoring import stored
 from datastates.state.shards import Buffer, Shard
 
 LARGE = {"w": (2048, 1024), "b": (33,)}
@@ -68,16 +71,73 @@ def test_an_array_is_read_without_opening_the_containers_of_others(
     save(threads, path, "ranges", 8)  # the last ranks hold "b" and what follows
     opened: list[str] = []
 
-    def opening(file: Path, *named: Any) -> Any:
-        opened.append(file.name)
-        return open_named(file, *named)
+    def opening(path: Path) -> Any:
+        opened.append(path.name)
+        return open_container(path)
 
-    monkeypatch.setattr(stored, "open_named", opening)
+    monkeypatch.setattr("datastates.container.file.open_container", opening)
     with ds.open(path, **SMALL) as checkpoint:
         assert "model/w" in checkpoint
         assert opened == []
         assert checkpoint["model/one"] == logical("one", (1, 1), step=3)
         assert opened == ["rank-00007.pt"]
+
+
+def test_containers_are_opened_several_at_a_time(threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(threads, tmp_path / "c", "ranges", 4)
+    together = threading.Barrier(4, timeout=60)
+
+    def opening(path: Path) -> Any:
+        together.wait()  # raises unless four containers are being opened
+        return open_container(path)
+
+    monkeypatch.setattr("datastates.container.file.open_container", opening)
+    with ds.open(tmp_path / "c", **SMALL) as checkpoint:
+        assert len(list(checkpoint)) == len(checkpoint)
+
+
+def of_two_ranks(threads: Any, path: Path) -> torch.Tensor:
+    """Save a tensor that both ranks have, which rank 0 writes, and that it has under two names."""
+    weight = torch.arange(8.0)
+
+    def one(rank: int) -> None:
+        both = ReplicatedProvider(from_state_dict("both", {"a": weight}), [0, 1])
+        own = from_state_dict("own" if rank else "tied", {"b": torch.ones(2) if rank else weight})
+        ds.snapshot([both, own], path, rank=rank, world_size=2, **SMALL).wait_committed()
+
+    threads(2, one)
+    return weight
+
+
+def test_tensors_that_are_tied_across_providers_stay_tied(threads: Any, tmp_path: Path) -> None:
+    weight = of_two_ranks(threads, tmp_path / "c")
+    loaded = ds.load(tmp_path / "c", **SMALL)
+    assert loaded["both"]["a"] is loaded["tied"]["b"]
+    assert torch.equal(loaded["both"]["a"], weight)
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_container_that_is_not_needed_is_not_opened(threads: Any, tmp_path: Path, damaged: int) -> None:
+    weight, live = torch.arange(8.0), torch.zeros(8)
+    saved, own = (
+        ReplicatedProvider(from_state_dict("both", {"a": value}), ranks)
+        for value, ranks in ((weight, [0, 1]), (live, [0]))
+    )
+    # rank 0 writes it
+    threads(2, lambda rank: ds.snapshot([saved], tmp_path / "c", rank=rank, world_size=2, **SMALL).wait_committed())
+    file = tmp_path / "c" / f"rank-{damaged:05d}.pt"
+    os.truncate(file, file.stat().st_size - 50)
+    threads(1, lambda _: ds.restore([own], tmp_path / "c", **SMALL))
+    assert torch.equal(live, weight) == (damaged == 1)
+
+
+def test_containers_are_opened_while_the_interpreter_ends(threads: Any, tmp_path: Path) -> None:
+    of_two_ranks(threads, tmp_path / "c")
+    script = "import atexit, sys, datastates; atexit.register(lambda: print(sorted(datastates.load(sys.argv[1]))))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "c")], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert (done.stdout, done.returncode) == ("['both', 'own', 'tied']\n", 0), done.stderr
 
 
 def test_a_missing_container_is_named_where_it_is_needed(threads: Any, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ def test_pieces_make_the_file(shards: list[tuple[int, bool]]) -> None:
     assert (end > begin).all()
     assert (np.append(begin, plan.end) == np.append(0, end)).all() or not len(begin)
     assert (end <= offset[extent] + length[extent]).all()
+    literal = np.append(0, (plan.data_offset + sizes[plan.order]).astype(np.int64))
+    between = np.append(plan.data_offset.astype(np.int64), plan.end) - literal
     for piece in range(len(begin)):
         source, within = int(plan.piece_source[piece]), int(plan.piece_source_offset[piece])
         if source >= 0:
@@ -47,10 +49,10 @@ def test_pieces_make_the_file(shards: list[tuple[int, bool]]) -> None:
             assert begin[piece] - within == int(plan.data_offset[record])
             assert within + int(plan.piece_length[piece]) <= int(sizes[source])
         else:
-            stretch = int(np.searchsorted(plan.literal_offset, begin[piece], side="right")) - 1
-            before = int(plan.literal_length[:stretch].sum())
-            assert within - before == begin[piece] - int(plan.literal_offset[stretch])
-            assert within + int(plan.piece_length[piece]) <= before + int(plan.literal_length[stretch])
+            stretch = int(np.searchsorted(literal, begin[piece], side="right")) - 1
+            before = int(between[:stretch].sum())
+            assert within - before == begin[piece] - int(literal[stretch])
+            assert within + int(plan.piece_length[piece]) <= before + int(between[stretch])
     checksum = (plan.data_offset + sizes[plan.order]).astype(np.int64) + DESCRIPTOR_CRC
     where = plan.patch_extent.astype(np.int64)
     assert (offset[where] + plan.patch_offset.astype(np.int64) == checksum).all()

@@ -20,7 +20,7 @@ def test_an_error_that_cannot_be_shown_is_raised_as_it_is() -> None:
         raise Odd
 
     with pytest.raises(Odd):
-        Meeting(SoloWorld(), "restore", 1).together("objects", fail)
+        Meeting(SoloWorld(), "restore").together("objects", fail)
 
 
 def test_what_is_told_of_it_is_its_name() -> None:

@@ -48,6 +48,16 @@ def test_it_is_the_value_for_torch_and_for_this_package(tmp_path: Path, write_fi
     assert list(verify.verify_container(open_container(path), lambda _: None)) == []
 
 
+@pytest.mark.parametrize("more", [{}, {"set": {1}}], ids=["plain", "of other values"])
+def test_its_top_level_keeps_its_class_and_attributes(tmp_path: Path, write_file: Any, more: dict[str, Any]) -> None:
+    value: Any = OrderedDict(w=torch.ones(3), **more)
+    value._metadata = OrderedDict({"": {"version": 1}})
+    write_file(tmp_path / "file.pt", value)
+    for found in (torch.load(tmp_path / "file.pt", weights_only=False), ds.load(tmp_path / "file.pt")):
+        assert type(found) is OrderedDict
+        assert found._metadata == value._metadata
+
+
 def test_single_tensors_are_read_and_named(tmp_path: Path, write_file: Any) -> None:
     path = tmp_path / "file.pt"
     write_file(path, state())

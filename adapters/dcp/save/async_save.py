@@ -113,14 +113,13 @@ class Session:
     def __init__(self, writer: DataStatesStorageWriter, directory: Path) -> None:
         """Meet the other ranks in torch's Store; ``directory`` only names the meeting."""
         self._writer = writer
-        self._timeout = writer.settings.rank_timeout
         executor = make_executor(writer.settings)
-        self._world = world_of(None, None, directory, self._timeout)
+        self._world = world_of(None, None, directory, writer.settings.rank_timeout)
         self._process = os.getpid()
         self._engine = Engine(executor, self._world, threads=IN_FLIGHT, auto_gate=True)
         self._files = FileWriter(executor)
         self._plans = LocalPlans()
-        self._planning = Planning(self._world, self._timeout)
+        self._planning = Planning(self._world)
         self._order = Order()
         self._numbers = itertools.count()
         self._before = threading.Event()
@@ -187,7 +186,7 @@ class Session:
             # no closure: an error's frames would keep its variables alive
             prepare = partial(self._plan, staged, writer, planner, meta)
             agreed = self._planning.agree(turn.name, planner, prepare, writer.prepare_global_plan)
-            ending = DcpEnding(self._world, turn, path, agreed, meta, self._order, self._timeout)
+            ending = DcpEnding(self._world, turn, path, agreed, meta, self._order)
             try:
                 plan = planner.finish_plan(agreed.plan)
                 ending.path = writer.new_file(plan)

@@ -72,7 +72,6 @@ class DcpEnding:
         agreed: Agreed,
         meta: StorageMeta | None,
         order: Order,
-        timeout: float,
     ) -> None:
         """End with the other ranks.
 
@@ -83,7 +82,6 @@ class DcpEnding:
             agreed: The plans.
             meta: What names the save.
             order: The checkpoints that this rank has committed; used on the coordinator only.
-            timeout: Seconds to wait for the other ranks.
         """
         self.path = path
         self._name = f"{turn.name}/commit"
@@ -95,7 +93,6 @@ class DcpEnding:
         self._world = world
         self._agreed = agreed
         self._meta = meta
-        self._timeout = timeout
         self._voted = self._kept = False
 
     def commit(self, vote: Vote) -> Path:
@@ -132,7 +129,7 @@ class DcpEnding:
 
         self._voted = True
         try:
-            answer = settle(self._world, self._name, None, pickle.dumps(found), decide, timeout=self._timeout)
+            answer = settle(self._world, self._name, None, pickle.dumps(found), decide)
         except DatastatesError as error:
             if self.committed is None and not uncertain and (self._world.rank == 0 or is_told(error)):
                 raise
@@ -163,4 +160,4 @@ class DcpEnding:
         if not self._voted and self._world.size > 1:
             self._voted = True
             with contextlib.suppress(Exception):  # this rank's own error is the one to report
-                settle(self._world, self._name, error, b"", lambda _: b"", timeout=self._timeout)
+                settle(self._world, self._name, error, b"", lambda _: b"")

@@ -40,10 +40,9 @@ class Agreed:
 class Planning:
     """Plans one save after another with the other ranks. Used by one thread at a time."""
 
-    def __init__(self, world: World, timeout: float) -> None:
-        """Plan with the ranks of ``world``; ``timeout``: seconds for each wait."""
+    def __init__(self, world: World) -> None:
+        """Plan with the ranks of ``world``."""
         self._world = world
-        self._timeout = timeout
         self._last: Agreed | None = None
 
     def agree(
@@ -88,7 +87,7 @@ class Planning:
             return _SAME if known and last is not None and last.digests == told else _NEW
 
         said = (_NEW if last is None else _SAME) + digest
-        answer = settle(self._world, f"{name}/digests", error, said, compare, timeout=self._timeout)
+        answer = settle(self._world, f"{name}/digests", error, said, compare)
         if answer == _SAME:
             assert last is not None
             self._last = replace(last, local=local)
@@ -103,7 +102,7 @@ class Planning:
             return pickle.dumps(distribute(every))
 
         try:
-            answer = settle(self._world, f"{name}/plans", None, pickle.dumps(local), plan, timeout=self._timeout)
+            answer = settle(self._world, f"{name}/plans", None, pickle.dumps(local), plan)
         finally:
             asked.clear()
         own: SavePlan = pickle.loads(answer)[self._world.rank]
@@ -112,7 +111,7 @@ class Planning:
 
     def decline(self, name: str, error: BaseException) -> None:
         """Tell all ranks that this one takes no part in a save; raises ``error``."""
-        settle(self._world, f"{name}/digests", error, b"", lambda _: b"", timeout=self._timeout)
+        settle(self._world, f"{name}/digests", error, b"", lambda _: b"")
 
 
 def _digest(plan: SavePlan) -> bytes:

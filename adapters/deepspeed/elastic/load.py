@@ -72,7 +72,7 @@ def load_checkpoint(
     with contextlib.ExitStack() as closing:
         world = world_of(None, None, Path("deepspeed-load"), settings.rank_timeout)
         closing.callback(world.close)
-        meeting = Meeting(world, "load", settings.rank_timeout)
+        meeting = Meeting(world, "load")
         tag = _agree_on_tag(meeting, Path(load_dir), tag)
         if tag is None:
             _log.warning("%s: no file named latest, and no tag given: nothing is loaded", load_dir)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates._base.columns import U64
-from datastates.commit.claims import key_hash, object_hash, span_of
+from datastates.commit.claims import key_hash, object_hash
 from datastates.container import checksums
 from datastates.container.file import Container, open_container
 from datastates.container.index import StoredObject
@@ -269,10 +269,13 @@ class ZeroFiles(Stored):
         section = self._section(full)
         return None if section is None else section.describe(full)
 
-    def sources(self, like: Row, part: Part) -> list[tuple[Container, Row]]:
-        """Files and rows that hold elements of a part of a logical tensor."""
-        section, (begin, end) = self._section(like.key), span_of(part)
-        return [] if section is None or begin == end else list(section.sources(like.key, begin, end))
+    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> list[list[tuple[Container, Row]]]:
+        """For each part of a logical tensor, the files and rows that hold elements of it."""
+        found = []
+        for like, part in wanted:
+            section, (begin, end) = self._section(like.key), part.bounds
+            found.append([] if section is None or begin == end else list(section.sources(like.key, begin, end)))
+        return found
 
     def every_key(self, provider: str) -> list[str]:
         """The keys of all arrays of a provider, within it; opens no file."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import subprocess
 import sys
 import textwrap
@@ -74,17 +73,6 @@ def train(ranks: Any) -> Run:
         return done
 
     return run
-
-
-@pytest.fixture(scope="session")
-def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
-    """The values that a rank has said, by word."""
-
-    def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"word"')]
-        return {line["word"]: line["value"] for line in lines}
-
-    return read
 
 
 @pytest.fixture

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +16,9 @@ HERE = Path(__file__).parent
 VARIABLES = {
     "DS_ACCELERATOR": "cpu",
     "DEEPSPEED_LOG_LEVEL": "warning",
-    # that operation is compiled anew for each place where DeepSpeed is installed
-    "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "torch_extensions"),
 }
 
 Train = Callable[..., "list[subprocess.CompletedProcess[str]]"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    found = importlib.util.find_spec("deepspeed")
-    if found is not None and found.origin is not None:  # without an origin it is this folder, not the package
-        return
-    for item in items:
-        if item.path.parent == HERE:
-            item.add_marker(pytest.mark.skip(reason="DeepSpeed is not installed: its tests did NOT run"))
 
 
 def _train(ranks: Any) -> Train:
@@ -59,14 +45,3 @@ def train(ranks: Any) -> Train:
 def module_train(module_ranks: Any) -> Train:
     """As ``train``, for runs that all tests of a module share."""
     return _train(module_ranks)
-
-
-@pytest.fixture(scope="session")
-def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
-    """The values that a rank has said, by word."""
-
-    def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"word"')]
-        return {line["word"]: line["value"] for line in lines}
-
-    return read

@@ -170,7 +170,7 @@ with fault("write", "delay", WRITE_MILLISECONDS):
         trained.save_checkpoint(directory)
         save = ours(trained).saves[-1]
         assert not captured(trained)
-    assert binding._moving(captured)(trained), "it did not wait for the capture"
+    assert binding._after(lambda ours: ours.wait_captured(), captured)(trained), "it did not wait for the capture"
     ours(trained).wait()
 for name in ("offload_states", "reload_states"):
     assert getattr(type(trained), name).__wrapped__.__name__ == name

@@ -70,7 +70,7 @@ def run(
     """Save a file on each rank; returns the failures."""
 
     def one(world: BoardWorld) -> BaseException | None:
-        save = saves.Save(name, tag(world.rank), folder / "latest", world, 5.0)
+        save = saves.Save(name, tag(world.rank), folder / "latest", world)
         give(save, folder / save.tag / f"rank-{world.rank}.pt", value)
         save.finish()
         failure: BaseException | None = save.undelivered()
@@ -126,7 +126,7 @@ def test_what_replaces_is_kept_when_the_old_is_gone(worlds: list[BoardWorld], gi
 
 
 def test_every_file_that_failed_is_told(give: Give, tmp_path: Path) -> None:
-    save = saves.Save("save/0", "tag", None, SoloWorld(), 5.0)
+    save = saves.Save("save/0", "tag", None, SoloWorld())
     _native.arm_fault("write", "fail", errno.ENOSPC)
     try:
         give(save, tmp_path / "tag" / "a.pt", 1)
@@ -161,7 +161,7 @@ def test_folders_that_cannot_be_listed_hold_no_debris(
 
 def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> None:
     """This holds for another process, too: its lock says so, not a list in this process."""
-    save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld(), 5.0)
+    save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld())
     give(save, tmp_path / "tag" / "a.pt", 1)
     code = "import pathlib, sys; from datastates.adapters.deepspeed.save import sweep; sweep(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
@@ -178,7 +178,7 @@ def test_latest_is_no_debris_while_it_is_written(give: Give, tmp_path: Path, mon
         saves.sweep(tmp_path)
 
     monkeypatch.setattr(files, "write_file", write_beside_another_run)
-    save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld(), 5.0)
+    save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld())
     give(save, tmp_path / "tag" / "a.pt", 1)
     save.finish()
     assert save.undelivered() is None
@@ -188,7 +188,7 @@ def test_latest_is_no_debris_while_it_is_written(give: Give, tmp_path: Path, mon
 def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(give: Give, tmp_path: Path) -> None:
     from datastates.adapters import torch_files
 
-    save = saves.Save("save/0", "tag", None, SoloWorld(), 5.0)
+    save = saves.Save("save/0", "tag", None, SoloWorld())
     file = tmp_path / "tag" / "a.pt"
     give(save, file, 1)
     save.finish()

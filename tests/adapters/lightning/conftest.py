@@ -1,8 +1,7 @@
-"""What the tests of this folder share. Where Lightning is not installed they are skipped, and say so."""
+"""What the tests of this folder share."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,15 +14,6 @@ from datastates import _native
 from datastates._base import faults
 
 HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    found = importlib.util.find_spec("lightning")
-    if found is not None and found.origin is not None:  # without an origin it is this folder, not the package
-        return
-    for item in items:
-        if item.path.parent == HERE:
-            item.add_marker(pytest.mark.skip(reason="Lightning is not installed: its tests did NOT run"))
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import subprocess
 import textwrap
 from collections.abc import Callable
@@ -25,21 +23,6 @@ IMPORTED = (
 Run = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 
 
-def _is_installed() -> bool:
-    try:
-        return importlib.util.find_spec("megatron.core") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if _is_installed():
-        return
-    for item in items:
-        if item.path.parent == HERE:
-            item.add_marker(pytest.mark.skip(reason="Megatron-Core is not installed: its tests did NOT run"))
-
-
 @pytest.fixture
 def run(ranks: Any, tmp_path: Path) -> Run:
     """Run a script, which may use all of setting.py, on ``n`` ranks: ``run(n, script, *arguments, **variables)``.
@@ -59,14 +42,3 @@ def run(ranks: Any, tmp_path: Path) -> Run:
         return done
 
     return start
-
-
-@pytest.fixture(scope="session")
-def said() -> Callable[[subprocess.CompletedProcess[str]], dict[str, Any]]:
-    """The values that a rank has said, by word."""
-
-    def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"word"')]
-        return {line["word"]: line["value"] for line in lines}
-
-    return read

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 IMPORTED = ("torch.distributed.fsdp", "torchtitan.components.checkpointer")
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "torchtitan"
@@ -80,12 +83,29 @@ def same(first, second):
     return all(torch.equal(first[name], tensor) for name, tensor in second.items())
 """
 
+ENDING = """
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # an interpreter with threads of gloo may abort at its end
+"""
 
-def test_it_goes_on_and_keeps_what_it_is_told_to(ranks: Any, tmp_path: Path) -> None:
-    ranks(
+Run = Callable[[int, str], None]
+
+
+@pytest.fixture
+def run(ranks: Any, tmp_path: Path) -> Run:
+    """Run a script, which may use all of the above, on several ranks: ``run(n, script)``."""
+
+    def start(n: int, script: str) -> None:
+        ranks(n, TRAINING + script + ENDING, tmp_path, timeout=120, imported=IMPORTED)
+
+    return start
+
+
+def test_it_goes_on_and_keeps_what_it_is_told_to(run: Run) -> None:
+    run(
         2,
-        TRAINING
-        + """
+        """
 whole = Trainer(folder="whole")
 whole.train(7)
 whole.checkpointer.close()
@@ -102,21 +122,14 @@ second.checkpointer.close()
 assert first.losses + second.losses == whole.losses
 assert same(full(second.model), full(whole.model))
 assert second.lr_schedulers.state_dict() == whole.lr_schedulers.state_dict()
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # an interpreter with threads of gloo may abort at its end
 """,
-        tmp_path,
-        timeout=120,
-        imported=IMPORTED,
     )
 
 
-def test_the_update_waits_for_capture_and_a_stock_reader_loads_it(ranks: Any, tmp_path: Path) -> None:
-    ranks(
+def test_the_update_waits_for_capture_and_a_stock_reader_loads_it(run: Run) -> None:
+    run(
         2,
-        TRAINING
-        + """
+        """
 held = Trainer(interval=3)
 save = held.checkpointer.save
 def saved(step, last_step=False):
@@ -146,21 +159,14 @@ assert from_that.checkpointer.load()
 assert same(full(from_that.model), expected)
 assert from_that.step == 0
 from_that.checkpointer.close()
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # an interpreter with threads of gloo may abort at its end
 """,
-        tmp_path,
-        timeout=120,
-        imported=IMPORTED,
     )
 
 
-def test_torchtitans_own_manager_loads_its_checkpoints_and_it_those(ranks: Any, tmp_path: Path) -> None:
-    ranks(
+def test_torchtitans_own_manager_loads_its_checkpoints_and_it_those(run: Run) -> None:
+    run(
         2,
-        TRAINING
-        + """
+        """
 kinds = (DataStatesCheckpointManager, CheckpointManager)
 ends = []
 for saves, loads in (kinds, kinds[::-1]):
@@ -174,21 +180,14 @@ for saves, loads in (kinds, kinds[::-1]):
     for trained in (first, second):
         trained.checkpointer.close()
 assert same(*ends)
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # an interpreter with threads of gloo may abort at its end
 """,
-        tmp_path,
-        timeout=120,
-        imported=IMPORTED,
     )
 
 
-def test_what_it_does_not_do_is_refused(ranks: Any, tmp_path: Path) -> None:
-    ranks(
+def test_what_it_does_not_do_is_refused(run: Run) -> None:
+    run(
         1,
-        TRAINING
-        + """
+        """
 for bad in ({"initial_load_in_hf": True}, {"last_save_in_hf": True, "last_save_model_only": True}):
     try:
         Trainer(**bad)
@@ -207,11 +206,5 @@ except FileNotFoundError as error:
 else:
     raise AssertionError
 missing.close()
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # an interpreter with threads of gloo may abort at its end
 """,
-        tmp_path,
-        timeout=120,
-        imported=IMPORTED,
     )
