@@ -108,6 +108,19 @@ _RANKS = (
     Column("save call, s", _seconds("call"), ".4f"),
     Column("durable while training, GB/s", _rate("durable")),
 )
+_RESHARDED = (
+    "A GPT that FSDP2 shards by rows, with its AdamW, {bytes} bytes in all. N → M: N ranks have saved it, M other "
+    "ones restore it in place, a process each, on one host; in columns: FSDP2 shards their matrices by columns. Before "
+    "each, the files are put out of the page cache (checked with mincore). A restore begins when all ranks are there "
+    "and ends when the last has its state. Every element is compared. Raw reads as many bytes with O_DIRECT by M "
+    "processes at once, a file each."
+)
+_RESHARDING = (
+    Column("restore GB/s", _rate("read")),
+    Column("restore, of raw", _of_raw("read")),
+    Column("datastates is faster by ×", _ours("read")),
+    Column("bytes read, of those needed", fetched, ".3f"),
+)
 
 CHAPTERS = {
     "write": Chapter(
@@ -201,4 +214,6 @@ CHAPTERS = {
         "the slowest rank, beyond the median without a checkpoint.",
         _RANKS,
     ),
+    "reshard": Chapter("Restoring what other ranks saved", _RESHARDED, _RESHARDING),
+    "reshard-large": Chapter("Restoring what other ranks saved, large", _RESHARDED, _RESHARDING),
 }

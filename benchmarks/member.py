@@ -17,11 +17,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is in
 
 from measure import Result, Sample, cores, stopwatch
 from peers import Roster
-from sharded import ShardedLoop
+from sharded import Kind, ShardedLoop
 from training import Watch, plain_period
 
 
-def serve(connection: Connection, rank: int, size: int, port: int, tiny: bool) -> None:
+def serve(connection: Connection, rank: int, size: int, port: int, kind: Kind, cut: int) -> None:
     """Join the other ranks, and run commands until the connection ends.
 
     A command is the name of a method of :class:`Member` and its arguments. The answer says whether the method
@@ -37,7 +37,7 @@ def serve(connection: Connection, rank: int, size: int, port: int, tiny: bool) -
         torch.cuda.set_device(rank)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=size)
-    member = Member(torch.device("cuda", rank) if gpu else torch.device("cpu"), tiny=tiny)
+    member = Member(torch.device("cuda", rank) if gpu else torch.device("cpu"), kind, cut)
     while (asked := _next(connection)) is not None:
         command, arguments = asked
         try:
@@ -63,8 +63,8 @@ class Member:
     All ranks call each method together. The times are this rank's, and begin when all ranks have come.
     """
 
-    def __init__(self, device: torch.device, *, tiny: bool) -> None:
-        self._loop = ShardedLoop(device, tiny=tiny)
+    def __init__(self, device: torch.device, kind: Kind, cut: int) -> None:
+        self._loop = ShardedLoop(device, kind, cut)
         self._gathering = dist.new_group(backend="gloo")
         self._stack = contextlib.ExitStack()
         self._rosters: dict[Path, Roster] = {}

@@ -24,7 +24,7 @@ _ROUNDS = 3
 """The most rounds to run, as machines with several GPUs are lent for a short time only."""
 _SUMMED = {"needed", "fetched"}
 """Figures that are summed over all ranks. Of the others, the largest counts."""
-_TRIED = 10**9
+TRIED = 10**9
 """Bytes with which the raw program's modes are tried."""
 
 
@@ -43,7 +43,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
         return result
     with contextlib.ExitStack() as stack:
         sizes = sorted({size for layout in layouts for size in layout})
-        teams = {size: stack.enter_context(Team(size, tiny=tiny)) for size in sizes}
+        teams = {size: stack.enter_context(Team(size, "tiny" if tiny else "usual")) for size in sizes}
         total: int = teams[sizes[0]].call("nbytes")[0]
         period = 2 if tiny else 40 if gpu else 3
         result.parameters = {"bytes": total, "period": period}
@@ -97,9 +97,9 @@ class _Ceiling:
             return raw.RawFiles(tuple(directory / f"raw-{saving}-{restoring}-{what}-{i}" for i in range(count)), nbytes)
 
         written, stored = files("written", saving), files("stored", restoring)
-        read_mode = raw.best_mode(stored, "read", _TRIED)
+        read_mode = raw.best_mode(stored, "read", TRIED)
         stored.write(read_mode)
-        return cls(written, raw.best_mode(written, "write", _TRIED), stored, read_mode)
+        return cls(written, raw.best_mode(written, "write", TRIED), stored, read_mode)
 
     def once(self) -> Sample:
         sample = {"write": self.written.write(self.write_mode)["seconds"]}
@@ -128,7 +128,7 @@ class _Layout:
 
     def plain(self) -> Sample:
         """Training without a checkpoint."""
-        return _together(self.saving.call("train", period=self.period))
+        return together(self.saving.call("train", period=self.period))
 
     def both(self, system: str) -> Sample:
         """Everything to measure of a system, in one sample."""
@@ -141,13 +141,13 @@ class _Layout:
         page_cache.drop(path)
         restored = self._call(self.restoring, "restore", system, path=path)
         remove(path)
-        return _together([sample for sample, _ in saved]) | _together(restored)
+        return together([sample for sample, _ in saved]) | together(restored)
 
     def training(self, system: str) -> Sample:
         """Save while training goes on, and delete."""
         saved = self._call(self.saving, "checkpoint", system, period=self.period)
         remove(saved[0][1])
-        return _together([sample for sample, _ in saved])
+        return together([sample for sample, _ in saved])
 
     def _call(self, team: Team, command: str, system: str, **arguments: Any) -> list[Any]:
         answers = team.call(command, system=system, directory=self.directory, host_cache=self.host_cache, **arguments)
@@ -155,7 +155,7 @@ class _Layout:
         return answers
 
 
-def _together(samples: Sequence[Sample]) -> Sample:
+def together(samples: Sequence[Sample]) -> Sample:
     """Combine the samples of all ranks into one."""
     return {
         figure: (math.fsum if figure in _SUMMED else max)(sample[figure] for sample in samples) for figure in samples[0]

@@ -1,9 +1,9 @@
 """Make the page of benchmarks from the JSON files: ``python benchmarks/report.py [DIRECTORY]``.
 
-It reads those of ``DIRECTORY/cpu.json``, ``cpu-pwrite.json``, ``gpu.json``, ``gpu-load.json``, ``gpus-2.json`` and
-``gpus-4.json`` that exist, draws the pictures next to them, and writes ``DIRECTORY.md``. It makes ``scale.md``, next to
-that page, from ``scale.json``. A file with a number comes from the GPU suite on a machine with that many GPUs, and may
-hold only the benchmarks that need them. Every figure and verdict comes from the JSON.
+It reads those of ``DIRECTORY/cpu.json``, ``cpu-pwrite.json``, ``cpu-reshard.json``, ``gpu.json``, ``gpu-load.json``,
+``gpus-2.json`` and ``gpus-4.json`` that exist, draws the pictures next to them, and writes ``DIRECTORY.md``. It makes
+``scale.md``, next to that page, from ``scale.json``. A file with a number comes from the GPU suite on a machine with
+that many GPUs, and may hold only the benchmarks that need them. Every figure and verdict comes from the JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from matplotlib import pyplot  # noqa: E402 - the backend is chosen first
 MACHINES = {
     "cpu": "CPU machine",
     "cpu-pwrite": "CPU machine, with and without io_uring",
+    "cpu-reshard": "CPU machine, what other ranks saved",
     "gpu": "GPU machine",
     "gpu-load": "GPU machine, onto the GPU",
     "gpus-2": "Machine with two GPUs",

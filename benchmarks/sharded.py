@@ -4,48 +4,55 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import functional
 
 from gpt import Gpt
 from loops import Loop
 from states import State, plain, tensors
 
+Kind = Literal["tiny", "usual", "large"]
 _SIZES = {
-    "cuda": {"width": 1024, "layers": 8, "heads": 16},
-    "cpu": {"width": 256, "layers": 4, "heads": 4},
     "tiny": {"width": 16, "layers": 1, "heads": 2},
+    "usual on cpu": {"width": 256, "layers": 4, "heads": 4},
+    "usual on cuda": {"width": 1024, "layers": 8, "heads": 16},
+    "large": {"width": 1024, "layers": 24, "heads": 16},
 }
-_BATCHES = {"cuda": (8, 1024), "cpu": (1, 32), "tiny": (1, 16)}
+_BATCHES = {"cuda": (8, 1024), "cpu": (1, 32)}
 
 
 class ShardedLoop(Loop):
-    """A loop with fp32 parameters and moments, sharded along the first dimension. On a GPU it computes in bf16.
+    """A loop with fp32 parameters and moments, sharded along one dimension. On a GPU it computes in bf16.
 
-    The state takes 12 bytes per parameter. There are 169 M parameters with CUDA, and 20 M without. torch.distributed
-    must be initialized.
+    The state takes 12 bytes per parameter. There are 20 M parameters, 169 M on a GPU, and 371 M if it is large.
+    torch.distributed must be initialized.
     """
 
-    def __init__(self, device: torch.device, *, tiny: bool) -> None:
-        kind = "tiny" if tiny else device.type
+    def __init__(self, device: torch.device, kind: Kind, cut: int = 0) -> None:
+        """Make the model. ``cut``: the dimension along which parameters of several dimensions are sharded."""
+        size = _SIZES[f"{kind} on {device.type}" if kind == "usual" else kind]
         self._gpu = device.type == "cuda"
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         with torch.device("meta"):
-            model = Gpt(**_SIZES[kind])
+            model = Gpt(**size)
             # not tied, as systems differ in whether they write a tensor with two names twice
             model.head.weight = nn.Parameter(torch.empty_like(model.token.weight))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if self._gpu else None, reduce_dtype=torch.float32)
         for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+            fully_shard(
+                part, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda p: Shard(cut if p.dim() > 1 else 0)
+            )
         self.model = model.to_empty(device=device)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self._gpu)
-        batch, length = _BATCHES[kind]
+        batch, length = (1, 16) if kind == "tiny" else _BATCHES[device.type]
         self._tokens = torch.randint(Gpt.VOCABULARY, (batch, length + 1), device=device)
         self.state: State = {"model": self.model, "optimizer": self.optimizer}
         self.fill()
@@ -83,21 +90,22 @@ class ShardedLoop(Loop):
     def _expected(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for name, tensor in tensors(plain(self.state)):
             local = _local(tensor)
-            first = _first(tensor) + zlib.crc32(name.encode())
-            numbers = torch.arange(first, first + local.numel(), device=local.device)
+            numbers = _numbers(tensor, local) + zlib.crc32(name.encode())
             # hashed to [0, 0.04), so that training can go on even with such values in the squared moments
             hashed = (numbers * 2654435761 >> 8 & 0xFFFFFF) * (0.04 / 2**24)
-            yield local, hashed.to(local.dtype).view_as(local)
+            yield local, hashed.to(local.dtype)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _first(tensor: torch.Tensor) -> int:
-    """The first element of this rank's part in the flattened logical tensor, whose first dimension FSDP2 chunks."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    rows = tensor.shape[0]
-    begin = min(dist.get_rank() * -(-rows // dist.get_world_size()), rows)
-    return begin * (tensor.numel() // rows)
+def _numbers(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The number of each local element in the flattened logical tensor."""
+    begins = (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        _, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    numbers = torch.zeros((), dtype=torch.int64, device=local.device)
+    for begin, here, whole in zip(begins, local.shape, tensor.shape, strict=True):
+        numbers = numbers.unsqueeze(-1) * whole + torch.arange(begin, begin + here, device=local.device)
+    return numbers

@@ -22,6 +22,7 @@ import loading
 import machine
 import memory
 import ranks
+import reshard
 import restore
 import scale
 import training
@@ -41,6 +42,8 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "memory": memory.run,
         "index": index.run,
         "ranks": ranks.run,
+        "reshard": partial(reshard.run, large=False),
+        "reshard-large": partial(reshard.run, large=True),
     },
     "gpu": {
         "capture": capture.run,
@@ -50,6 +53,7 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "load-tmpfs": partial(loading.run, cold=False),
         "load-cold": partial(loading.run, cold=True),
         "ranks": ranks.run,
+        "reshard-large": partial(reshard.run, large=True),
     },
     "scale": scale.Scale().suite(),
 }

@@ -128,6 +128,21 @@ def _of_ranks(layout: str) -> list[Target]:
     ]
 
 
+def _resharded() -> list[Target]:
+    found = []
+    for layout in ("2 → 2", "2 → 1", "1 → 2", "4 → 2", "2 → 2 in columns"):
+        ours, through, raw = (f"{name}, {layout}" for name in ("datastates", "datastates through DCP", "raw"))
+        found += [
+            Target("cpu", "reshard", f"restore, {layout}, {what}", goal, goal < 1, "×", values)
+            for what, goal, values in (
+                ("over raw", 0.9, times_as_fast(raw, ours, "read")),
+                ("through DCP, over our own", 0.9, times_as_fast(ours, through, "read")),
+                ("bytes read, over those needed", 1.05, fetched(ours)),
+            )
+        ]
+    return found
+
+
 TARGETS = [
     *_against(
         "cpu",
@@ -201,4 +216,5 @@ TARGETS = [
     *_of_ranks("2 → 1"),
     *_of_ranks("1 → 2"),
     *_of_ranks("4 → 2"),
+    *_resharded(),
 ]

@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is in the documentation
 
 import member
+from sharded import Kind
 
 _LONGEST = 180.0
 """Seconds that a command may take, the start of the processes included."""
@@ -24,13 +25,13 @@ _AFTERMATH = 5.0
 class Team:
     """Ranks that each have a :class:`member.Member`, started at the first command.
 
-    When a command fails on one rank, all ranks are killed, since the others may wait for it for ever. The next command
-    starts new ranks.
+    Each has a :class:`sharded.ShardedLoop`, of that kind and cut. When a command fails on one rank, all ranks are
+    killed, since the others may wait for it for ever. The next command starts new ranks.
     """
 
-    def __init__(self, size: int, *, tiny: bool) -> None:
+    def __init__(self, size: int, kind: Kind, cut: int = 0) -> None:
         self._size = size
-        self._tiny = tiny
+        self._model = kind, cut
         self._store: TCPStore | None = None
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
@@ -101,7 +102,7 @@ class Team:
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=member.serve, args=(theirs, rank, self._size, self._store.port, self._tiny), daemon=True
+                target=member.serve, args=(theirs, rank, self._size, self._store.port, *self._model), daemon=True
             )
             process.start()
             theirs.close()

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,14 @@ CPU_ROWS = {
     "memory": {"datastates", "DCP async"},
     "index": {"plan", "encode", "open", "read one"},
     "ranks": {f"{system}, {n} → {m}" for system in RANKS for n, m in RANK_LAYOUTS},
+}
+# with tiny states reshard-large does the same
+RESHARD_ROWS = {
+    "reshard": {
+        f"{system}, {layout}"
+        for system in ("raw", "datastates", "datastates through DCP", "DCP")
+        for layout in ("2 → 2", "2 → 1", "1 → 2", "4 → 2", "2 → 2 in columns")
+    }
 }
 GPU_ROWS = {
     "capture": {"pinned copy", "pinned copy, large", "one tensor", "one large tensor", "many small tensors"},
@@ -81,10 +89,11 @@ def run_script(name: str | Path, *arguments: str | Path, cores: set[int] | None 
     return done.stdout
 
 
-def run_suite(suite: str, scratch: Path, page: Path) -> dict[str, Any]:
+def run_suite(suite: str, scratch: Path, page: Path, *, only: Collection[str] = ()) -> dict[str, Any]:
     page.mkdir()
     path = page / f"{suite}.json"
-    run_script("run.py", suite, "--tiny", "--repeat", "1", "--directory", scratch, "--json", path)
+    some = ["--only", *only] if only else []
+    run_script("run.py", suite, "--tiny", "--repeat", "1", "--directory", scratch, "--json", path, *some)
     report: dict[str, Any] = json.loads(path.read_text())
     assert not list(scratch.iterdir()), "files are left"
     return report
@@ -102,23 +111,24 @@ def check(report: dict[str, Any], rows: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.long
-def test_the_cpu_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [CPU_ROWS, RESHARD_ROWS], ids=["most", "reshard"])
+def test_the_cpu_suite_and_its_page(rows: dict[str, set[str]], scratch: Path, tmp_path: Path) -> None:
     folder = tmp_path / "docs"
-    report = run_suite("cpu", scratch, folder)
-    check(report, CPU_ROWS)
+    report = run_suite("cpu", scratch, folder, only=rows)
+    check(report, rows)
 
     run_script("report.py", folder)
     page = (tmp_path / "docs.md").read_text()
-    for name, systems in CPU_ROWS.items():
+    assert "trial with tiny states" in page
+    for name, systems in rows.items():
         picture = folder / f"cpu-{name}.svg"
         assert picture.name in page
         drawn = picture.read_text()
         assert all(row in drawn for row in systems if row.partition(", ")[0] not in UNDRAWN.get(name, {"plain"})), name
         assert all(f"\n| {system} |" in page for system in systems), name
-    writes = report["benchmarks"]["write"]
-    rate = writes["parameters"]["bytes"] / writes["samples"]["DCP"][0]["seconds"] / 1e9
-    assert f"| DCP | {rate:.2f} ({rate:.2f}–{rate:.2f}) |" in page
-    assert "trial with tiny states" in page
+    if writes := report["benchmarks"].get("write"):
+        rate = writes["parameters"]["bytes"] / writes["samples"]["DCP"][0]["seconds"] / 1e9
+        assert f"| DCP | {rate:.2f} ({rate:.2f}–{rate:.2f}) |" in page
 
 
 MACHINE = {
@@ -249,7 +259,7 @@ def fail(team, command, **arguments):
     assert not multiprocessing.active_children()
 
 if __name__ == "__main__":
-    with Team(2, tiny=True) as team:
+    with Team(2, "tiny") as team:
         size = team.call("nbytes")
         assert size[0] == size[1] > 0, size
         fail(team, "train", period="no number")
