@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 from tables import Benchmark, beside, column, ratios
 
@@ -130,10 +131,11 @@ def _of_ranks(layout: str) -> list[Target]:
 
 def _resharded() -> list[Target]:
     found = []
-    for layout in ("2 → 2", "2 → 1", "1 → 2", "4 → 2", "2 → 2 in columns"):
+    layouts = ("2 → 2", "2 → 1", "1 → 2", "4 → 2", "2 → 2 in columns")
+    for benchmark, layout in product(("reshard", "reshard-large"), layouts):
         ours, through, raw = (f"{name}, {layout}" for name in ("datastates", "datastates through DCP", "raw"))
         found += [
-            Target("cpu", "reshard", f"restore, {layout}, {what}", goal, goal < 1, "×", values)
+            Target("cpu", benchmark, f"restore, {layout}, {what}", goal, goal < 1, "×", values)
             for what, goal, values in (
                 ("over raw", 0.9, times_as_fast(raw, ours, "read")),
                 ("through DCP, over our own", 0.9, times_as_fast(ours, through, "read")),
