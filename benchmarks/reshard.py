@@ -38,7 +38,7 @@ def run(directory: Path, plan: Plan, *, large: bool, tiny: bool) -> Result:
     kind: Kind = "tiny" if tiny else "large" if large else "usual"
     for layout, (saving, restoring, cut) in LAYOUTS.items():
         here, needed = (torch.cuda.device_count(), max(saving, restoring)) if gpu else (cores(), restoring)
-        if needed > here and not tiny:
+        if needed > here and (gpu or not tiny):
             what = "GPU" if gpu else "core"
             result.settings[layout] = f"skipped: {needed} ranks need a {what} each, here are {here}"
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -47,11 +48,14 @@ RESHARD_ROWS = {
         for layout in ("2 → 2", "2 → 1", "1 → 2", "4 → 2", "2 → 2 in columns")
     }
 }
+LOADERS = {"datastates", "datastates in place", "InstantTensor", "safetensors", "Run:ai streamer"}
 GPU_ROWS = {
     "capture": {"pinned copy", "pinned copy, large", "one tensor", "one large tensor", "many small tensors"},
     "training": {"plain", "datastates", "DCP async", "torch_checkpointing async", "torch.save/load"},
     "durable": {"raw", "datastates", "torch.save/load", "DCP"},
     "durable-tmpfs": {"raw", "datastates", "torch.save/load", "DCP"},
+    "load-tmpfs": {"raw", *LOADERS, "fastsafetensors", "torch.load mmap"},
+    "load-cold": {"raw", *LOADERS},
 }
 LAYOUTS = ("FSDP", "own keys", "ZeRO")
 SCALE_ROWS = {
@@ -364,8 +368,10 @@ def test_the_gpu_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device on this machine: the GPU benchmarks did NOT run")
     folder = tmp_path / "docs"
-    layouts = [f"{n} → {m}" for n, m in RANK_LAYOUTS if max(n, m) <= torch.cuda.device_count()]
+    gpus = torch.cuda.device_count()
+    layouts = [f"{n} → {m}" for n, m in RANK_LAYOUTS if max(n, m) <= gpus]
     rows = GPU_ROWS | {"ranks": {f"{system}, {layout}" for system in RANKS for layout in layouts}}
+    rows["reshard-large"] = {row for row in RESHARD_ROWS["reshard"] if max(map(int, re.findall(r"\d", row))) <= gpus}
     check(run_suite("gpu", scratch, folder), rows)
     run_script("report.py", folder)
     assert all(f"gpu-{name}.svg" in (tmp_path / "docs.md").read_text() for name, systems in rows.items() if systems)
