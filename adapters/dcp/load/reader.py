@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing_extensions import Unpack
 from datastates._base import paths
 from datastates._base.files import read_bytes
 from datastates.adapters.dcp import metadata_file
+from datastates.adapters.dcp.load.loading import Loading, Place
 from datastates.adapters.dcp.load.own_file import OwnFile
 from datastates.adapters.dcp.load.read_items import ClaimedMemory, name_of
 from datastates.adapters.dcp.load.stock_file import StockFile
@@ -26,7 +28,7 @@ from datastates.container import archive
 from datastates.container.file import open_container
 from datastates.errors import FormatError, StorageError
 from datastates.executor.make import make_executor
-from datastates.restoring.reads import Reads, Tally
+from datastates.restoring.reads import Tally
 from datastates.saving import gate
 
 
@@ -52,6 +54,8 @@ class DataStatesStorageReader(FileSystemReader):
         paths.refuse_address(path)
         super().__init__(path)
         self.settings = IoSettings.of(options)
+        self._metadata: Metadata | None = None
+        self._loading: Loading | None = None
         self.tally: Tally | None = None
         """How much the last load read, without the items that torch's own code read; None before a load has read."""
 
@@ -73,6 +77,32 @@ class DataStatesStorageReader(FileSystemReader):
             path = metadata_file.path_of(Path(self.path), kwargs.get("rank"))
             raise FormatError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget an earlier load, also one that has failed before it read."""
+        self._new_loading().close()
+        super().reset(checkpoint_id)
+
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
+        """Take the metadata, which the plans are made from."""
+        super().set_up_storage_reader(metadata, *args, **kwargs)
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Begin to read what this rank will probably want, while the ranks exchange their plans."""
+        prepared = super().prepare_local_plan(plan)
+        assert self._metadata is not None  # DCP sets the reader up before
+        self._loading = self._new_loading()
+        files = self._files(prepared.items)
+        self._loading.begin(files, self._metadata, lambda path: self._open(path, files[path], ClaimedMemory()))
+        return prepared
+
+    def _new_loading(self) -> Loading:
+        """A load, in the place of one that was begun and not finished."""
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
+        return Loading(lambda nbytes: make_executor(self.settings, nbytes))
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan into the tensors that the planner names. Everything is read when this returns.
 
@@ -90,26 +120,22 @@ class DataStatesStorageReader(FileSystemReader):
             StorageError: Reading failed.
         """
         gate.pass_all()  # loading changes the state: pending snapshots capture it first
-        per_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        reads, stock, foreign, ends = Reads(in_full=True), [], [], []
-        claims, self.tally = ClaimedMemory(), None
-        for name, items in per_file.items():
-            file = self._open(Path(self.path) / name, items, claims)
-            if isinstance(file, StockFile):
-                stock.append(file)
-            for item in items:
-                end = file.queue(reads, item, self.storage_data[item.storage_index], planner)
-                if end is None:
-                    foreign.append(item)
-                else:
-                    ends.append(end)
-        executor = make_executor(self.settings, reads.nbytes)
-        try:
-            tally = reads.run(executor)
-        finally:
-            executor.close()
+        self.tally = None
+        loading, self._loading = self._loading or self._new_loading(), None
+        stock, foreign, ends, claims = [], [], [], ClaimedMemory()
+        with contextlib.closing(loading):
+            for path, needed in self._files(plan.items).items():
+                ahead = loading.ahead
+                file = ahead if ahead and ahead.source.path == path else self._open(path, needed, claims)
+                if isinstance(file, StockFile):
+                    stock.append(file)
+                for item, place in needed:
+                    end = file.queue(loading.reads, item, place, planner)
+                    if end is None:
+                        foreign.append(item)
+                    else:
+                        ends.append(end)
+            tally = loading.reads.run(loading.executor())
         for file in stock:
             tally = file.verify(tally)
         self.tally = tally
@@ -121,12 +147,19 @@ class DataStatesStorageReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _open(self, path: Path, items: Sequence[ReadItem], claims: ClaimedMemory) -> OwnFile | StockFile:
+    def _files(self, items: Sequence[ReadItem]) -> dict[Path, list[Place]]:
+        """The items by file, each with its place."""
+        files: dict[Path, list[Place]] = {}
+        for item in items:
+            place = self.storage_data[item.storage_index]
+            files.setdefault(Path(self.path) / place.relative_path, []).append((item, place))
+        return files
+
+    def _open(self, path: Path, needed: Sequence[Place], claims: ClaimedMemory) -> OwnFile | StockFile:
         try:
             nbytes = path.stat().st_size
         except OSError as error:
             raise StorageError(error.errno or 0, "stat", str(path)) from error
-        needed = [(item, self.storage_data[item.storage_index]) for item in items]
         last, place = max(needed, key=lambda one: one[1].offset + one[1].length)
         if (end := place.offset + place.length) > nbytes:
             raise FormatError(

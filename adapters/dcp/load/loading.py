@@ -1,0 +1,85 @@
+"""One load of a plan: the file that is read ahead while the ranks exchange their plans, and the executor that reads."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from datastates.adapters.dcp.load.own_file import OwnFile
+from datastates.errors import DatastatesError
+from datastates.executor.executor import Executor
+from datastates.restoring.reads import Reads
+from datastates.restoring.restore import AHEAD_MINIMUM
+from datastates.state.streams import current_device
+
+Place = tuple[ReadItem, _StorageInfo]
+"""An item, and where the checkpoint's metadata says it is."""
+AHEAD_SHARE = 0.9
+"""Smallest share of a file that a plan must want for the file to be read ahead: all of its first extents are read."""
+
+
+class Loading:
+    """The reads of one load, from the first plan on. Not thread-safe.
+
+    Attributes:
+        reads: The reads.
+        ahead: The file that is read ahead; None if none is.
+    """
+
+    def __init__(self, executor: Callable[[int], Executor]) -> None:
+        """Begin without reads. ``executor`` makes an executor for reading so many bytes."""
+        self.reads = Reads(in_full=True)
+        self.ahead: OwnFile | None = None
+        self._make_executor = executor
+        self._executor: Executor | None = None
+
+    def begin(self, files: dict[Path, list[Place]], metadata: Metadata, open_file: Callable[[Path], object]) -> None:
+        """Begin to read the file that is wanted most, if it is one of this package's and wanted nearly whole.
+
+        Not if CUDA is in use: the host cache must be page-locked first, which takes as long as the ranks do. A file
+        that cannot be opened is left to the load, which reports it.
+
+        Args:
+            files: The wanted items by file.
+            metadata: The checkpoint's metadata.
+            open_file: Opens a file of the checkpoint.
+        """
+        wanted = {path: sum(_nbytes(place, metadata) for place in places) for path, places in files.items()}
+        if not wanted or current_device() is not None:
+            return
+        path = max(wanted, key=wanted.__getitem__)
+        if wanted[path] < AHEAD_MINIMUM:
+            return
+        with contextlib.suppress(DatastatesError):
+            file = open_file(path)
+            if isinstance(file, OwnFile) and wanted[path] >= AHEAD_SHARE * file.source.nbytes:
+                self._executor = self._make_executor(sum(wanted.values()))
+                self.reads.begin(file.source, self._executor)
+                self.ahead = file
+
+    def executor(self) -> Executor:
+        """The executor for the reads."""
+        if self._executor is None:
+            self._executor = self._make_executor(self.reads.nbytes)
+        return self._executor
+
+    def close(self) -> None:
+        """Stop what is still being read, and free the host cache. Idempotent."""
+        self.reads.close()
+        if self._executor is not None:
+            self._executor.close()
+
+
+def _nbytes(place: Place, metadata: Metadata) -> int:
+    """Bytes that an item wants."""
+    item, where = place
+    kind = metadata.state_dict_metadata.get(item.dest_index.fqn)
+    if isinstance(kind, TensorStorageMetadata):
+        return math.prod(item.lengths) * kind.properties.dtype.itemsize
+    return where.length
