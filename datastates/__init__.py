@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from datastates.api import load, open, restore, snapshot
+from datastates.api import export, load, open, restore, snapshot
 from datastates.checkpointer import Checkpointer
 from datastates.config import IoSettings, Settings
 from datastates.container.pickle_writer import dumps
 from datastates.errors import DatastatesError
+from datastates.exporting.export import Exported
 from datastates.restoring.mapping import Checkpoint
 from datastates.restoring.restored import Restored
 from datastates.saving.report import Report
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointEngine",
     "Checkpointer",
     "DatastatesError",
+    "Exported",
     "IoSettings",
     "Report",
     "Restored",
@@ -32,6 +34,7 @@ __all__ = [
     "StateProvider",
     "array_shard",
     "dumps",
+    "export",
     "load",
     "object_shard",
     "open",

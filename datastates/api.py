@@ -1,11 +1,12 @@
-"""Functions that need no :class:`Checkpointer`: :func:`snapshot`, :func:`restore`, :func:`load` and :func:`open`."""
+"""Functions that need no :class:`Checkpointer`: to snapshot, to restore, to load, to open and to export."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import Unpack
@@ -18,6 +19,10 @@ from datastates.commit.ballot import Ballot
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.errors import CheckpointNotFoundError
 from datastates.executor.make import make_executor
+from datastates.exporting import export as exporting
+from datastates.exporting.export import FILE_SUFFIX, Exported, cast_type, refuse_existing
+from datastates.exporting.naming import Renames
+from datastates.exporting.safetensors_layout import parse_size
 from datastates.ranks.together import meet
 from datastates.restoring import loading
 from datastates.restoring.mapping import Checkpoint
@@ -200,6 +205,83 @@ def _kept(path: PathLike, step: int | None) -> Iterator[Path]:
             yield found
 
 
+def export(
+    source: PathLike,
+    target: PathLike,
+    *,
+    step: int | None = None,
+    keys: str | Sequence[str] = "*",
+    rename: Renames = MappingProxyType({}),
+    dtype: object = None,
+    shard_size: str | int | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    **options: Unpack[IoOptions],
+) -> Exported:
+    """Write the tensors of a checkpoint as safetensors, the format of Hugging Face's tools.
+
+    Parts that several ranks saved are put together. Everything that is read is verified by its checksums, and what is
+    written is compared with each tensor's digest: when this returns, the copy is proven. It needs the host cache and
+    64 MiB of memory, whatever the size of the checkpoint. The target appears when it is complete and on stable storage.
+    An interrupted export leaves a folder ``TARGET.partial-…``, which the next export to that target deletes.
+
+    A tensor is named as its full key without the provider's name if all exported tensors belong to one provider, and as
+    its full key if not. Of tensors that are the same memory, the first is in the files, and the names of the others are
+    in the metadata, as ``safetensors.torch.save_model`` does it.
+
+    Args:
+        source: A checkpoint directory, a directory of them, or one container file.
+        target: A path that ends in ``.safetensors`` for one file. Any other path is a folder, which must not exist or
+            must be empty: it gets ``model.safetensors``, or several files with ``model.safetensors.index.json``.
+        step: As for :func:`load`.
+        keys: Which tensors: a glob of full keys as of a shell, such as ``"model/*"``, or several.
+        rename: New names. A string replaces a prefix of that text; a compiled pattern is replaced as by ``re.sub``. The
+            first that matches a name is used.
+        dtype: The type that floating-point tensors are cast to: ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch type.
+            None keeps each tensor's own.
+        shard_size: Most bytes of tensors in a file of a folder, such as ``"5GB"`` (the default) or ``"512MiB"``.
+        progress: Called after each write with the number of bytes written by it, and the number of all bytes. It is
+            called on another thread.
+        **options: Fields of :class:`~datastates.config.IoSettings`.
+
+    Returns:
+        What was written, and what was left out.
+
+    Raises:
+        FileExistsError: ``target`` exists.
+        ValueError: A glob or a rename matches nothing, two tensors would get one name, a tensor is of a type that
+            safetensors lacks, or another argument is impossible.
+        CorruptError: A tensor does not match its checksum or its digest; the message names it.
+        FormatError: A file is damaged, or is no container.
+        StorageError: A file is missing or cannot be read, or the target cannot be written.
+        CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
+        SettingsError: An option is unknown or impossible.
+        ImportError: An element type needs torch or ml_dtypes and neither is installed.
+    """
+    settings, to = IoSettings.of(options), paths.local(target)
+    cast = cast_type(dtype)
+    if shard_size is not None and to.name.endswith(FILE_SUFFIX):
+        raise ValueError(f"shard_size: {to.name} is one file; give a folder for several")
+    nbytes = None if shard_size is None else parse_size(str(shard_size))
+    refuse_existing(to)
+    with _kept(source, step) as found:
+        return exporting.export(
+            Stored.of_file(found) if found.is_file() else Stored.open(found),
+            to,
+            lambda n: make_executor(settings, min(n, _few_blocks(settings))),
+            keys=[keys] if isinstance(keys, str) else keys,
+            rename=rename,
+            dtype=cast,
+            shard_nbytes=nbytes,
+            direct_io=settings.direct_io,
+            progress=progress or (lambda *_: None),
+        )
+
+
+def _few_blocks(settings: IoSettings) -> int:
+    """Bytes of host cache that are enough for reads of one array at a time."""
+    return (settings.queue_depth + 1) * settings.block
+
+
 def open(
     path: PathLike, *, step: int | None = None, device: Device = "cpu", **options: Unpack[IoOptions]
 ) -> Checkpoint:
@@ -226,7 +308,7 @@ def open(
         SettingsError: An option is unknown or impossible.
     """
     settings, target = IoSettings.of(options), cuda_device(device)
-    most = (settings.queue_depth + 1) * settings.block  # enough for reads of one array at a time
+    most = _few_blocks(settings)
     with contextlib.ExitStack() as reading:
         found = reading.enter_context(_kept(path, step))
         stored = Stored.of_file(found) if found.is_file() else Stored.open(found)

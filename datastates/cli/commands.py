@@ -1,4 +1,4 @@
-"""The command line: ``datastates ls|inspect|verify|diff``. Imports no framework."""
+"""The command line: ``datastates ls|inspect|verify|diff|export``. Only ``export`` imports a framework."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from datastates._base import paths
+from datastates.cli import export
 from datastates.cli.compare import Comparison, compare
+from datastates.cli.progress import progress_bar
 from datastates.cli.show import as_part, as_shape, as_size, print_json, print_table, printable
 from datastates.cli.verify import verify_catalog, verify_container
 from datastates.commit import directories, health, manifest, retention
@@ -71,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         diff.add_argument(name, type=_path, help="a checkpoint, a directory of them (the newest), or a container file")
     diff.add_argument("--json", action="store_true", help="print JSON for programs")
     diff.set_defaults(run=_diff)
+    export.add_to(commands, _path, STATUS)
     return parser
 
 
@@ -240,7 +243,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         head = None if path.is_file() else Head.of(path, manifest.open(path))
         catalog = None if head is None else head.catalog
         nbytes += 0 if catalog is None else catalog.nbytes
-        with _progress(nbytes, quiet=arguments.json) as progress:
+        with progress_bar("verify", quiet=arguments.json) as advance:
+
+            def progress(now: int) -> None:
+                advance(now, nbytes)
+
             for one in containers:
                 problems += list(verify_container(one, progress))
             if head is not None and catalog is not None:
@@ -254,20 +261,6 @@ def _verify(arguments: argparse.Namespace) -> int:
         if not problems:
             print(f"{path}: step {step}, {as_size(nbytes)} in {len(containers)} container(s), every byte is as written")
     return 1 if problems else 0
-
-
-@contextlib.contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
-    """A progress bar on a terminal, where tqdm is installed (the ``cli`` extra)."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        quiet = True
-    if quiet or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verify") as bar:
-        yield bar.update
 
 
 def _diff(arguments: argparse.Namespace) -> int:

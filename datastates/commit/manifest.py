@@ -211,6 +211,11 @@ def commit(pending: Pending, manifest: Manifest, target: Callable[[], Path]) -> 
         StorageError: The commit failed; the checkpoint is not committed.
     """
     files.write_file(pending.file(FILE), encode(manifest))
+    return publish(pending, target)
+
+
+def publish(pending: Pending, target: Callable[[], Path]) -> Path:
+    """Give the pending directory its name; arguments, result and errors are those of :func:`commit`."""
     files.sync_directory(pending.directory)
     path = _rename(pending.directory, target)
     try:

@@ -43,6 +43,11 @@ def constants(nbytes: U64) -> U32:
     return ~shift(np.full(len(nbytes), 0xFFFFFFFF, np.uint32), nbytes)
 
 
+def digest_of(contributed: int, nbytes: int) -> int:
+    """The digest of a tensor of so many bytes, from what all of its parts contribute: the CRC-32 of its bytes."""
+    return contributed ^ int(constants(np.array([nbytes], np.uint64))[0])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestPlan:
     """How to compute the contributions of a table's rows, planned before the data is known.

@@ -8,9 +8,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from datastates.container.digests import constants
+from datastates.container.digests import digest_of
 from datastates.container.table import Row, ShardTable
 from datastates.errors import FormatError
 from datastates.state.dtypes import BY_NAME
@@ -41,7 +39,7 @@ class Logical:
         if len(known) < len(self.parts) or not self.is_complete:
             return None
         nbytes = math.prod(self.shape) * BY_NAME[self.dtype].itemsize
-        return functools.reduce(operator.xor, known, int(constants(np.array([nbytes], np.uint64))[0]))
+        return digest_of(functools.reduce(operator.xor, known, 0), nbytes)
 
     @property
     def stored_digest(self) -> int | None:

@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 
 from datastates._base.sizes import CHUNK
-from datastates.container.digests import constants
+from datastates.container.digests import digest_of
 from datastates.container.file import Container
 from datastates.container.rows import logical, reference
 from datastates.container.table import Row
-from datastates.errors import ClosedError, DatastatesError
+from datastates.errors import ClosedError
 from datastates.executor.executor import Executor
 from datastates.restoring.reads import Reads
 from datastates.restoring.stored import Stored
 from datastates.state import arrays, memory
-from datastates.state.parts import Part, uncovered
 from datastates.state.strides import span
 
 _SMALL_READ = 4 * CHUNK
@@ -83,11 +82,7 @@ class Checkpoint(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         """Whether there is an array with that full key."""
         with self._lock:
-            return isinstance(key, str) and self._holds(key)
-
-    def _holds(self, key: str) -> bool:
-        # a checkpoint of one rank has no catalog: only `keys` raises an error if its container is missing
-        return key in self._stored.keys if self._stored.head.ranks == 1 else self._stored.holds(key)
+            return isinstance(key, str) and self._stored.holds(key)
 
     def __getitem__(self, key: str) -> Any:
         """Read and verify one array, into new memory.
@@ -108,7 +103,7 @@ class Checkpoint(Mapping[str, Any]):
             ImportError: The element type needs torch or ml_dtypes and neither is installed.
         """
         with self._lock:
-            row, sources = self._find(key)
+            ((row, sources),) = self._stored.whole([key])
         if self._closed:
             raise ClosedError(f"{self._stored.head.path} is closed: {key!r} can no longer be read")
         if len(sources) == 1 and row.flat is None:
@@ -122,21 +117,6 @@ class Checkpoint(Mapping[str, Any]):
             self._run(reads, key, sources)
         return array
 
-    def _find(self, key: str) -> tuple[Row, list[tuple[Container, Row]]]:
-        """A row of an array, and all rows that hold elements of it; an array without elements has none."""
-        stored = self._stored
-        row = stored.find(key)
-        if row is None and not self._holds(key):
-            raise KeyError(key)
-        whole = None if row is None else Part.whole(row.global_shape)
-        sources = [] if row is None or whole is None else stored.sources([(row, whole)])[0]
-        if row is None or whole is None or uncovered(whole, [found.part for _, found in sources]):
-            why = ", ".join(path.name for _, path in sorted(stored.lost.items())) + " is missing"
-            if row is not None and not stored.lost:
-                why = f"it holds only a part of that tensor of shape {row.global_shape}"
-            raise DatastatesError(f"{key!r} cannot be read from {stored.head.path}: {why}")
-        return row, sources
-
     def digest(self, key: str) -> str | None:
         """The CRC-32 of an array's bytes in row-major order, as 8 hexadecimal digits; None if it was not stored.
 
@@ -149,14 +129,14 @@ class Checkpoint(Mapping[str, Any]):
             KeyError: There is no array with that key.
         """
         with self._lock:
-            row = self._stored.find(key) if self._holds(key) else None
+            row = self._stored.find(key) if self._stored.holds(key) else None
             if row is None:
                 raise KeyError(key)
             contributed = self._stored.digest(key)
         if contributed is None:
             return None
         nbytes = math.prod(row.global_shape) * row.dtype.itemsize
-        return f"{contributed ^ int(constants(np.array([nbytes], np.uint64))[0]):08x}"
+        return f"{digest_of(contributed, nbytes):08x}"
 
     def _read_whole(self, source: Container, row: Row) -> Any:
         block = memory.allocate(row.kind, span(row.shape, row.stride) * row.dtype.itemsize, self._device)

@@ -20,8 +20,8 @@ from datastates.commit.claims import key_hash, object_hash
 from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, container_name
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
 from datastates.container.table import Row
-from datastates.errors import FormatError
-from datastates.state.parts import Part
+from datastates.errors import DatastatesError, FormatError
+from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
 
 
@@ -180,9 +180,13 @@ class Stored:
         return next((c for c in every if c is not None and provider in c.index.shards.providers), None)
 
     def holds(self, full: str) -> bool:
-        """Whether any rank saved an array with that full key. With several ranks, its container may be missing."""
+        """Whether any rank saved an array with that full key. With several ranks, its container may be missing.
+
+        Raises:
+            StorageError: One rank saved the checkpoint, and its container is missing.
+        """
         if self.head.ranks == 1:
-            return self._row(0, full) is not None
+            return full in self.keys
         return self.catalog.find(key_hash(full)) is not None
 
     def find(self, full: str) -> Row | None:
@@ -197,6 +201,35 @@ class Stored:
             return row
         holders = self.catalog.holders(tensor, 0, 2**62)
         return next((row for rank in holders if (row := self._row(rank, full)) is not None), None)
+
+    def whole(self, fulls: Sequence[str]) -> list[tuple[Row, list[tuple[Container, Row]]]]:
+        """For each full key, any row of its logical tensor, and all rows that hold elements of it, each with its file.
+
+        A tensor without elements has no such rows.
+
+        Raises:
+            KeyError: There is no array with one of the keys.
+            DatastatesError: Only a part of a tensor is there: this is one of several containers, or one is missing.
+            FormatError: A container is damaged.
+            StorageError: A container cannot be read.
+        """
+        rows = []
+        for full in fulls:
+            if (row := self.find(full)) is None:
+                raise self._partial(full, "") if self.holds(full) else KeyError(full)
+            rows.append(row)
+        wanted = [(row, Part.whole(row.global_shape)) for row in rows]
+        found = list(zip(rows, self.sources(wanted), strict=True))
+        for (_, part), (row, sources) in zip(wanted, found, strict=True):
+            if uncovered(part, [one.part for _, one in sources]):
+                raise self._partial(row.key, f"it holds only a part of that tensor of shape {row.global_shape}")
+        return found
+
+    def _partial(self, full: str, what: str) -> DatastatesError:
+        lost = ", ".join(path.name for _, path in sorted(self.lost.items()))
+        return DatastatesError(
+            f"{full!r} cannot be read from {self.head.path}: {f'{lost} is missing' if lost else what}"
+        )
 
     def sources(self, wanted: Sequence[tuple[Row, Part]]) -> list[list[tuple[Container, Row]]]:
         """The rows that may share elements with parts of logical tensors, each with its container.

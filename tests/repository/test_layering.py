@@ -23,6 +23,7 @@ ORDER = [
     {"ranks"},  # knows nothing of checkpoints
     {"commit"},
     {"saving", "restoring"},
+    {"exporting"},
     {"_calls"},
     {"api", "checkpointer"},
     {"protocol", "cli"},

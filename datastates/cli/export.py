@@ -1,0 +1,108 @@
+"""The command ``datastates export``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datastates import api
+from datastates.cli.progress import progress_bar
+from datastates.cli.show import as_size, print_json, printable
+from datastates.exporting.export import CASTS
+from datastates.exporting.naming import Renames
+
+PATTERN = "re:"
+"""What begins a rename by a regular expression."""
+
+
+def add_to(commands: Any, path: Callable[[str], Path], status: str) -> None:
+    """Add the command to a parser's subparsers.
+
+    Args:
+        commands: The subparsers.
+        path: Parses a path.
+        status: Explains the exit status.
+    """
+    what = "write the tensors of a checkpoint as safetensors; exit 1 unless every tensor is proven to be as saved"
+    command = commands.add_parser("export", help=what, description=what[0].upper() + what[1:] + ".", epilog=status)
+    add = command.add_argument
+    add(
+        "source",
+        metavar="SOURCE",
+        type=path,
+        help="a checkpoint, a directory of them (the newest), or a container file",
+    )
+    add("target", metavar="TARGET", type=path, help="a new folder, or a new file with a name that ends in .safetensors")
+    add("--step", type=int, metavar="N", help="the step to export from a directory of checkpoints; default: the newest")
+    add("--keys", action="append", metavar="GLOB", help="only tensors whose full keys match, as of a shell; repeatable")
+    add(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="replace the prefix OLD of a name, or what the regular expression re:OLD matches; repeatable",
+    )
+    add("--dtype", choices=[*CASTS], help="cast floating-point tensors to this type; default: as saved")
+    add("--shard-size", metavar="SIZE", help="most bytes of tensors in a file of a folder; default: 5GB")
+    add("--json", action="store_true", help="print JSON for programs")
+    command.set_defaults(run=_export)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    try:
+        with progress_bar("export", quiet=arguments.json) as progress:
+            done = api.export(
+                arguments.source,
+                arguments.target,
+                step=arguments.step,
+                keys=arguments.keys or "*",
+                rename=_renames(arguments.rename),
+                dtype=arguments.dtype,
+                shard_size=arguments.shard_size,
+                progress=progress,
+            )
+    except (ValueError, FileExistsError) as error:
+        print(f"datastates: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print_json(
+            {
+                "path": str(done.path),
+                "files": done.files,
+                "tensors": done.tensors,
+                "bytes": done.nbytes,
+                "tied": done.tied,
+                "objects": done.objects,
+                "unproven": done.unproven,
+            }
+        )
+    else:
+        for name, kept in done.tied.items():
+            print(f"{printable(name)} is the same tensor as {printable(kept)}, which is written")
+        for key in done.objects:
+            print(f"{printable(key)} is left out: it is no tensor")
+        for key in done.unproven:
+            print(f"{printable(key)} matches its checksums; it has no digest")
+        print(f"{done.path}: {done.tensors} tensors, {as_size(done.nbytes)} in {len(done.files)} file(s), as saved")
+    return 0
+
+
+def _renames(given: list[str]) -> Renames:
+    """The renames, in order; raises ValueError for one that is not ``OLD=NEW``, or whose pattern is none."""
+    found: dict[str | re.Pattern[str], str] = {}
+    for text in given:
+        old, equals, new = text.rpartition("=")
+        if not equals or not old:
+            raise ValueError(f"--rename: {text!r} is not OLD=NEW")
+        if old.startswith(PATTERN):
+            try:
+                found[re.compile(old.removeprefix(PATTERN))] = new
+            except re.error as error:
+                raise ValueError(f"--rename: {old!r} is no regular expression: {error}") from error
+        else:
+            found[old] = new
+    return found

@@ -1,0 +1,191 @@
+"""The way of one export: which tensors, under which names, in which files; then the copies, and the publication."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from datastates._base import files
+from datastates.commit import manifest, retention
+from datastates.container.digests import digest_of
+from datastates.container.rows import place_of
+from datastates.executor.executor import Executor
+from datastates.exporting import safetensors_layout as layout
+from datastates.exporting.copying import Copier, Origin
+from datastates.exporting.naming import Renames, choose, names_of
+from datastates.restoring.stored import Stored
+from datastates.state.shards import full_key
+
+CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""The types that floating-point tensors can be cast to: the usual short names, and torch's."""
+_FLOATING = re.compile(r"b?float\d")
+FILE_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        path: The file or the folder.
+        files: Names of the files in it; for a single file, its own name.
+        tensors: Number of tensors.
+        nbytes: Bytes of all files.
+        tied: Names that share their tensor with another name, and that name. Only the other one is in the files.
+        objects: Full keys of what is no tensor and was left out, of the providers whose tensors were exported.
+        unproven: Full keys of tensors that have no digest to compare with. Their bytes match their checksums.
+    """
+
+    path: Path
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    tied: dict[str, str]
+    objects: tuple[str, ...]
+    unproven: tuple[str, ...]
+
+
+def cast_type(dtype: object) -> str | None:
+    """Torch's name of a type to cast to, given as ``"bf16"``, ``"bfloat16"`` or ``torch.bfloat16``; None for None.
+
+    Raises:
+        ValueError: Tensors cannot be cast to it.
+    """
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    name = CASTS.get(name, name)
+    if name not in CASTS.values():
+        raise ValueError(f"dtype: {dtype} is none of {', '.join([*CASTS, *CASTS.values()])}")
+    return name
+
+
+def export(
+    stored: Stored,
+    target: Path,
+    executor: Callable[[int], Executor],
+    *,
+    keys: Sequence[str],
+    rename: Renames,
+    dtype: str | None,
+    shard_nbytes: int | None,
+    direct_io: bool,
+    progress: Callable[[int, int], object],
+) -> Exported:
+    """Write the tensors of a checkpoint to ``target``; see :func:`datastates.export`.
+
+    Args:
+        stored: The checkpoint.
+        target: The file or folder to make.
+        executor: Makes an executor for windows of so many bytes.
+        keys: Globs of full keys.
+        rename: New names.
+        dtype: Torch's name of the type that floating-point tensors are cast to; None casts nothing.
+        shard_nbytes: Most bytes of tensors in a file; None for the default, or for a single file.
+        direct_io: Whether to write past the page cache.
+        progress: Called with the number of bytes written, and the number of all bytes.
+    """
+    refuse_existing(target)
+    one_file = target.name.endswith(FILE_SUFFIX)
+    chosen = choose(stored.keys, keys)
+    names = names_of(chosen, rename)
+    origins, tied = _origins(stored, chosen)
+    tensors = [
+        layout.Tensor(key, names[key], _type(origins[key].row.dtype.name, dtype), origins[key].row.global_shape)
+        for key in chosen
+        if key not in tied
+    ]
+    named = {names[key]: names[kept] for key, kept in tied.items()}
+    if one_file:
+        planned = [layout.file_of(target.name, tensors, named)]
+    else:
+        planned = layout.files_of(tensors, named, shard_nbytes or layout.parse_size("5GB"))
+    total = sum(file.nbytes for file in planned)
+    made = executor(max(file.nbytes for file in planned))
+    with contextlib.closing(made), _pending(target) as pending:
+        copier = Copier(origins, made, direct_io=direct_io, progress=lambda nbytes: progress(nbytes, total))
+        for file in planned:
+            copier.copy(pending.file(file.name), file)
+        if one_file:
+            _move_out(pending, target)
+        else:
+            if len(planned) > 1:
+                files.write_file(pending.file(layout.INDEX), layout.index_of(planned))
+            manifest.publish(pending, lambda: target)
+    providers = {key.partition("/")[0] for key in chosen}
+    return Exported(
+        target,
+        tuple(file.name for file in planned),
+        len(tensors),
+        total,
+        named,
+        tuple(key for key in _objects(stored) if key.partition("/")[0] in providers),
+        tuple(tensor.key for tensor in tensors if origins[tensor.key].digest is None and tensor.nbytes),
+    )
+
+
+def refuse_existing(target: Path) -> None:
+    """Raise FileExistsError if the target of an export exists and is no empty folder."""
+    if target.is_dir() and not target.name.endswith(FILE_SUFFIX):
+        if not any(target.iterdir()):
+            return
+        raise FileExistsError(errno.EEXIST, "the target of an export is not empty", str(target))
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, "the target of an export exists", str(target))
+
+
+def _type(stored: str, wanted: str | None) -> str:
+    return wanted if wanted is not None and _FLOATING.match(stored) else stored
+
+
+def _origins(stored: Stored, keys: Sequence[str]) -> tuple[dict[str, Origin], dict[str, str]]:
+    """The origin of each tensor, and for each that is the same memory as an earlier one, the key of that one."""
+    origins: dict[str, Origin] = {}
+    tied: dict[str, str] = {}
+    firsts: dict[object, str] = {}
+    for key, (row, sources) in zip(keys, stored.whole(keys), strict=True):
+        place = row.global_shape, *((str(source.path), place_of(one), str(one.part)) for source, one in sources)
+        if sources and (first := firsts.setdefault(place, key)) != key:
+            tied[key] = first
+            continue
+        contributed = stored.digest(key)
+        nbytes = row.dtype.itemsize * math.prod(row.global_shape)
+        origins[key] = Origin(row, sources, None if contributed is None else digest_of(contributed, nbytes))
+    return origins, tied
+
+
+def _objects(stored: Stored) -> list[str]:
+    found: dict[str, None] = {}
+    for rank in range(stored.head.ranks):
+        if (source := stored.container(rank)) is not None:
+            index = source.index
+            found.update(dict.fromkeys(full_key(index.shards.providers[o.provider], o.key) for o in index.objects))
+    return list(found)
+
+
+@contextlib.contextmanager
+def _pending(target: Path) -> Iterator[manifest.Pending]:
+    """A partial folder beside the target; it is removed if the export fails."""
+    for left in retention.debris_of(target) if target.parent.is_dir() else []:
+        retention.clear(left)
+    pending = manifest.begin(target)
+    try:
+        yield pending
+    except BaseException:
+        manifest.abandon(pending)
+        raise
+
+
+def _move_out(pending: manifest.Pending, target: Path) -> None:
+    """Move the only file of a partial folder beside the folder, and remove the folder."""
+    refuse_existing(target)
+    with files.syscall("rename", target):
+        os.rename(pending.directory / target.name, target)
+    files.sync_directory(target.parent)
+    manifest.abandon(pending)

@@ -1,0 +1,302 @@
+"""Exports to safetensors: every element, from any layout, or an error and nothing that looks whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import datastates as ds
+from datastates._base import faults
+from datastates._base.faults import Fault
+from datastates.cli import commands
+from datastates.commit import retention
+from datastates.container.file import open_container
+from datastates.errors import CheckpointNotFoundError, CorruptError, StorageError
+from datastates.exporting import copying
+from datastates.providers import from_state_dict
+from datastates.restoring.stored import Stored
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import datastates as ds
+from datastates.providers import from_state_dict
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+whole = torch.arange(101 * 33.0).reshape(101, 33)
+state = {f"cut{d}": distribute_tensor(whole, mesh, [Shard(d)]) for d in (0, 1)} | {"alike": whole}
+ds.snapshot([from_state_dict("model", state)], sys.argv[1]).wait_committed()
+dist.destroy_process_group()
+"""
+KILLED = "import sys, datastates as ds; ds.export(sys.argv[1], sys.argv[2])"
+
+
+def states() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    embedding = torch.randn(300, 7, dtype=torch.bfloat16)
+    return {
+        "embedding": embedding,
+        "matrix": torch.randn(700, 300),
+        "transposed": torch.randn(50, 60).t(),
+        "gaps": torch.randn(40, 60)[:, ::2],
+        "head": embedding,
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(3),
+        "flags": torch.tensor([True, False, True]),
+        "odd": torch.randn(1_000_003, dtype=torch.float64),
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    state = states()
+    ds.snapshot([from_state_dict("model", {**state, "epoch": 5})], tmp_path / "saved", step=7).wait_committed()
+    return tmp_path / "saved", state
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 64 KiB at most, so that most tensors lie in several."""
+    monkeypatch.setattr(copying, "MOST_MEMORY", 3 * 64 << 10)
+
+
+def holds(folder: Path, state: dict[str, torch.Tensor]) -> bool:
+    read: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        read.update(load_file(file))
+    return read.keys() == state.keys() and all(
+        torch.equal(read[k], v) and read[k].dtype == v.dtype for k, v in state.items()
+    )
+
+
+@pytest.mark.parametrize("size", ["windows", "usual"])
+def test_every_tensor_is_exported(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, size: str, request: pytest.FixtureRequest
+) -> None:
+    if size == "windows":
+        request.getfixturevalue("small_windows")
+    source, state = saved
+    progress: list[tuple[int, int]] = []
+    done = ds.export(source, tmp_path / "out", progress=lambda *now: progress.append(now))
+    assert holds(tmp_path / "out", {k: v for k, v in state.items() if k != "head"})
+    assert done.files == ("model.safetensors",)
+    assert done.tied == {"head": "embedding"}
+    assert done.objects == ("model",)
+    assert (done.tensors, done.nbytes) == (8, (tmp_path / "out" / "model.safetensors").stat().st_size)
+    assert sum(now for now, _ in progress) == done.nbytes
+    assert {total for _, total in progress} == {done.nbytes}
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "head": "embedding"}
+    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == ["out", "saved"]
+
+
+def test_a_folder_of_shards_has_an_index(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    source, state = saved
+    done = ds.export(source, tmp_path / "out", shard_size="1MB", keys=["model/[mo]*", "model/head"])
+    assert holds(tmp_path / "out", {k: state[k] for k in ("matrix", "odd", "head")})
+    assert len(done.files) == 2
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert {index["weight_map"][k] for k in ("matrix", "odd")} == set(done.files)
+
+
+def test_one_file_of_one_step_and_renamed(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.snapshot([from_state_dict("m", {"a.w": torch.full((5,), float(step))})], step=step)
+    target = tmp_path / "weights.safetensors"
+    done = ds.export(tmp_path / "run", target, step=1, rename={re.compile(r"^a\.(.)$"): r"layer.\1"})
+    assert load_file(target)["layer.w"].tolist() == [1.0] * 5
+    assert done.path == target
+    container = next((tmp_path / "run").glob("*2/*.pt"))
+    ds.export(container, tmp_path / "two.safetensors")
+    assert load_file(tmp_path / "two.safetensors")["a.w"].tolist() == [2.0] * 5
+    assert sorted(os.listdir(tmp_path)) == ["run", "two.safetensors", "weights.safetensors"]
+    with pytest.raises(CheckpointNotFoundError):
+        ds.export(tmp_path / "run", tmp_path / "three", step=3)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", torch.float32])
+def test_floating_point_tensors_are_cast(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, dtype: Any, small_windows: None
+) -> None:
+    source, state = saved
+    ds.export(source, tmp_path / "out", dtype=dtype)
+    to = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+    cast = {k: v.to(to) if v.is_floating_point() else v for k, v in state.items() if k != "head"}
+    assert holds(tmp_path / "out", cast)
+
+
+def test_what_is_cast_is_not_kept(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, small_windows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: set[int] = set()
+    most = [0]
+    sizes: dict[int, int] = {}
+    empty = copying.memory.empty
+
+    def counted(ref: Any) -> torch.Tensor:
+        made = empty(ref)
+        number = len(sizes)
+        sizes[number] = made.nbytes
+        alive.add(number)
+        weakref.finalize(made, alive.discard, number)
+        most[0] = max(most[0], sum(sizes[i] for i in alive))
+        return made
+
+    monkeypatch.setattr(copying.memory, "empty", counted)
+    ds.export(saved[0], tmp_path / "out", dtype="bf16")
+    assert sum(sizes.values()) > 20 * copying.MOST_MEMORY
+    assert 0 < most[0] <= copying.MOST_MEMORY
+
+
+def test_the_parts_of_several_ranks_are_put_together(
+    tmp_path: Path, ranks: Callable[..., Any], small_windows: None
+) -> None:
+    ranks(2, SHARDED, tmp_path / "saved")
+    done = ds.export(tmp_path / "saved", tmp_path / "out")
+    whole = torch.arange(101 * 33.0).reshape(101, 33)
+    assert holds(tmp_path / "out", {"cut0": whole, "cut1": whole, "alike": whole})
+    assert done.unproven == ()
+
+
+def test_what_is_there_is_not_written_over(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    source, _ = saved
+    full, empty, file = tmp_path / "full", tmp_path / "empty", tmp_path / "file.safetensors"
+    full.mkdir()
+    empty.mkdir()
+    (full / "mine").write_text("mine")
+    file.write_text("mine")
+    for target in (full, file):
+        with pytest.raises(FileExistsError, match=str(target)):
+            ds.export(source, target)
+    assert (full / "mine").read_text() == file.read_text() == "mine"
+    ds.export(source, empty)
+    assert os.listdir(empty) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"keys": "nothing*"}, "matches 'nothing"),
+        ({"rename": {"x": "y"}}, "matches 'x'"),
+        ({"rename": {re.compile("^.*(matrix|odd)$"): "one"}}, "would both be named 'one'"),
+        ({"dtype": "int8"}, "dtype: int8"),
+        ({"shard_size": "much"}, "shard_size: 'much'"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, wrong: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(what)):
+        ds.export(saved[0], tmp_path / "out", **wrong)
+    with pytest.raises(ValueError, match="one file"):
+        ds.export(saved[0], tmp_path / "out.safetensors", shard_size="1GB")
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+@pytest.mark.parametrize("key", ["matrix", "odd"])
+def test_a_flipped_byte_is_found(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, key: str) -> None:
+    (container,) = saved[0].glob("*.pt")
+    source = open_container(container)
+    row = next(source.index.shards.row(i) for i in range(9) if source.index.shards.row(i).key == f"model/{key}")
+    with container.open("r+b") as file:
+        file.seek(int(source.data_offset[row.record]) + 5000)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(CorruptError, match=key):
+        ds.export(saved[0], tmp_path / "out")
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_a_tensor_that_does_not_match_its_digest_is_not_published(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = Stored.digest  # a wrong digest stands for wrong elements
+    monkeypatch.setattr(
+        Stored, "digest", lambda self, key: (stored(self, key) or 0) ^ 1 if key == "model/odd" else stored(self, key)
+    )
+    with pytest.raises(CorruptError, match=r"'model/odd' .* does not match its digest"):
+        ds.export(saved[0], tmp_path / "out")
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+@pytest.mark.parametrize(
+    ("point", "nth", "operation"), [("write", 2, "write"), ("sync", 1, "sync"), ("rename", 1, "rename")]
+)
+def test_a_full_disk_leaves_nothing(
+    saved: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    small_windows: None,
+    point: str,
+    nth: int,
+    operation: str,
+) -> None:
+    faults.arm(Fault(f"manifest.{point}", "fail", errno.ENOSPC, nth))
+    with pytest.raises(StorageError) as caught:
+        ds.export(saved[0], tmp_path / "out")
+    assert (caught.value.errno, caught.value.operation) == (errno.ENOSPC, operation)
+    assert str(caught.value.filename).startswith(str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == ["saved"]
+    ds.export(saved[0], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("point", "target"),
+    [*product(["write", "sync", "rename"], ["out", "out.safetensors"]), ("unlock", "out")],
+)
+def test_a_killed_export_leaves_nothing_that_looks_whole(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, point: str, target: str
+) -> None:
+    environment = {**os.environ, "DATASTATES_FAULTS": f"manifest.{point}=kill"}
+    command = [sys.executable, "-c", KILLED, str(saved[0]), str(tmp_path / target)]
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    if point == "unlock":  # all of it was there, and on stable storage
+        assert load_file(tmp_path / "out" / "model.safetensors")["scalar"] == 3
+        return
+    assert not (tmp_path / target).exists()
+    assert retention.debris_of(tmp_path / target) != []
+    ds.export(saved[0], tmp_path / target)
+    assert sorted(os.listdir(tmp_path)) == sorted([target, "saved"])
+
+
+def test_the_command_line(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out"
+    wanted = ["--keys", "model/ma*", "--rename", "re:^(m)a=\\1A", "--dtype", "bf16", "--json"]
+    assert commands.main(["export", str(saved[0]), str(target), *wanted]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 1
+    assert load_file(target / "model.safetensors")["mAtrix"].dtype == torch.bfloat16
+    assert commands.main(["export", str(saved[0]), str(target)]) == 2
+    assert str(target) in capsys.readouterr().err
+    assert commands.main(["export", str(saved[0]), str(tmp_path / "more"), "--rename", "re:(=x"]) == 2
+    assert "no regular expression" in capsys.readouterr().err
+    assert commands.main(["export", str(saved[0]), str(tmp_path / "more"), "--rename", "x"]) == 2
+    assert "is not OLD=NEW" in capsys.readouterr().err
+    assert commands.main(["export", str(tmp_path / "no"), str(tmp_path / "more")]) == 2
+    assert commands.main(["export", str(saved[0]), str(tmp_path / "all")]) == 0
+    out = capsys.readouterr().out
+    assert "head is the same tensor as embedding" in out
+    assert "model is left out" in out
+    assert "8 tensors" in out
