@@ -30,6 +30,8 @@ from datastates.state.shards import ArrayRef
 
 BUFFERS = 3
 """Windows of a file that are under way at once: one is read, one is checked, one is written."""
+ALIGNMENT = 16
+"""Alignment in bytes of elements before a cast."""
 MOST_MEMORY = 48 << 20
 """Bytes of all windows that are under way, with what is cast for them."""
 
@@ -62,13 +64,23 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Window:
-    """A range of the file in memory, whose first byte is at a multiple of its size."""
+    """A range of the file in memory, and memory for what is cast into it.
+
+    Attributes:
+        offset, nbytes: The range.
+        block, base: The memory, and where in it the range begins, on a page.
+        staging, staged: Memory for elements before a cast, and how much of it is taken.
+        reads: What fills it.
+        pieces: The ranges of tensors in it.
+    """
 
     offset: int
     nbytes: int
     block: Any
     base: int
+    staging: Any
     reads: Reads
+    staged: int = 0
     pieces: list[_Piece] = field(default_factory=list)
 
     @property
@@ -76,6 +88,12 @@ class _Window:
         """The window's memory, up to the end of its last page."""
         block = self.block if isinstance(self.block, np.ndarray) else self.block.numpy()
         return block[self.base : self.base + -(-self.nbytes // PAGE) * PAGE]
+
+    def stage(self, ref: ArrayRef) -> Any:
+        """An array in the memory for elements before a cast."""
+        begin = -(-self.staged // ALIGNMENT) * ALIGNMENT
+        self.staged = begin + memory.nbytes_of(ref)
+        return memory.view(self.staging, ref, begin)
 
 
 class _Reading:
@@ -125,8 +143,8 @@ class Copier:
             FormatError: A container is damaged.
             StorageError: A system call failed.
         """
-        size = self._window_nbytes(file)
-        blocks = [memory.allocate("torch", size + PAGE) for _ in range(BUFFERS)]
+        size, staging = self._sizes(file)
+        rooms = [(memory.allocate("torch", size + PAGE), memory.allocate("torch", staging)) for _ in range(BUFFERS)]
         written: list[Future[None]] = []
         crcs: dict[str, int] = {}
         with (
@@ -138,7 +156,7 @@ class Copier:
             def begin(number: int) -> _Window:
                 if number >= BUFFERS:
                     written[number - BUFFERS].result()
-                window = self._window(file, number * size, size, blocks[number % BUFFERS])
+                window = self._window(file, number * size, size, *rooms[number % BUFFERS])
                 reading.latest.append(window.reads)
                 window.reads.start(self._executor)
                 return window
@@ -159,21 +177,22 @@ class Copier:
             with files.syscall("sync", path):
                 os.fsync(fd)
 
-    def _window_nbytes(self, file: File) -> int:
-        """Bytes of a window, a power of two: together with what is cast, all windows stay within MOST_MEMORY."""
-        ratios = [BY_NAME[self._stored_type(t)].itemsize / BY_NAME[t.dtype].itemsize for _, t in file.tensors]
-        casts = [r for r, (_, t) in zip(ratios, file.tensors, strict=True) if self._stored_type(t) != t.dtype]
-        most = MOST_MEMORY / BUFFERS / (1 + max(casts, default=0.0))
-        return min(1 << math.floor(math.log2(most)), -(-file.nbytes // PAGE) * PAGE)
+    def _sizes(self, file: File) -> tuple[int, int]:
+        """Bytes of a window, a power of two, and of memory for a cast: all windows together stay within MOST_MEMORY."""
+        cast = [(t, self._stored_type(t)) for _, t in file.tensors if t.dtype != self._stored_type(t)]
+        ratio = max((BY_NAME[stored].itemsize / BY_NAME[t.dtype].itemsize for t, stored in cast), default=0.0)
+        most = MOST_MEMORY / BUFFERS / (1 + ratio)
+        size = min(1 << math.floor(math.log2(most)), -(-file.nbytes // PAGE) * PAGE)
+        return size, int(size * ratio) + ALIGNMENT * len(cast)
 
     def _stored_type(self, tensor: Tensor) -> str:
         return self._origins[tensor.key].row.dtype.name
 
-    def _window(self, file: File, offset: int, size: int, block: Any) -> _Window:
+    def _window(self, file: File, offset: int, size: int, block: Any, staging: Any) -> _Window:
         """Lay a window out, and queue its reads."""
         nbytes = min(size, file.nbytes - offset)
         base = -arrays.address(block) % PAGE
-        window = _Window(offset, nbytes, block, base, Reads(in_full=True))
+        window = _Window(offset, nbytes, block, base, staging, Reads(in_full=True))
         if offset < len(file.header):
             part = file.header[offset : offset + nbytes]
             window.bytes[: len(part)] = np.frombuffer(part, np.uint8)
@@ -193,7 +212,7 @@ class Copier:
         stride = tuple(strides.row_major(shape))
         place = memory.view(window.block, ArrayRef(tensor.key, "torch", tensor.dtype, shape, stride), at)
         is_cast = stored != tensor.dtype
-        array = memory.empty(ArrayRef(tensor.key, "torch", stored, shape, stride)) if is_cast else place
+        array = window.stage(ArrayRef(tensor.key, "torch", stored, shape, stride)) if is_cast else place
         live = arrays.destination(tensor.key, array)
         if not whole:
             live = replace(live, global_shape=tensor.shape, offset=None, flat=(begin, end))
