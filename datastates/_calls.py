@@ -16,6 +16,7 @@ from datastates.restoring.fallback import check
 from datastates.restoring.fallback import restore as restore_newest
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.restored import Restored
+from datastates.restoring.selection import checked_keys
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
 
@@ -60,6 +61,7 @@ def restore_by(
     step: Any,
     fallback: bool,
     strict: bool,
+    keys: Any,
     **how: Any,
 ) -> Restored | None:
     """Restore; the common part of :func:`datastates.restore` and :meth:`datastates.Checkpointer.restore`.
@@ -73,6 +75,7 @@ def restore_by(
         step: The step as the user gave it.
         fallback: As for :meth:`datastates.Checkpointer.restore`.
         strict: As for :meth:`datastates.Checkpointer.restore`.
+        keys: The globs as the user gave them.
         **how: Other arguments of :class:`~datastates.restoring.restore.Restore`.
 
     Returns:
@@ -85,6 +88,7 @@ def restore_by(
         check_order(providers)
         wish = None if step is None else checked_step(step)
         check(fallback=fallback, step=wish, strict=strict)
+        globs = checked_keys(keys)
     except Exception as error:  # it is raised once the other ranks know of it
         meetings(0).refuse(error)
     gate.pass_all()  # a restore changes the state, so it waits for captures like any update
@@ -97,6 +101,7 @@ def restore_by(
         step=wish,
         fallback=fallback,
         strict=strict,
+        keys=globs,
         **how,
     )
     if restored is None and wish is not None:

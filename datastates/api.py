@@ -29,6 +29,7 @@ from datastates.restoring.mapping import Checkpoint
 from datastates.restoring.provider_view import Trust
 from datastates.restoring.restore import Verify
 from datastates.restoring.restored import Restored
+from datastates.restoring.selection import Keys
 from datastates.restoring.stored import Stored
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving.engine import take_one
@@ -99,6 +100,8 @@ def restore(
     path: PathLike,
     *,
     step: int | None = None,
+    keys: Keys | None = None,
+    cast: bool = False,
     strict: bool = True,
     trust: Trust = (),
     verify: Verify = "checksum",
@@ -111,6 +114,8 @@ def restore(
         providers: What to restore, as for :meth:`Checkpointer.restore`.
         path: A checkpoint directory, or a directory of them.
         step: The step of the checkpoint; None for the newest.
+        keys: As for :meth:`Checkpointer.restore`.
+        cast: As for :meth:`Checkpointer.restore`.
         strict: As for :meth:`Checkpointer.restore`.
         trust: As for :meth:`Checkpointer.restore`.
         verify: As for :meth:`Checkpointer.restore`.
@@ -137,6 +142,8 @@ def restore(
             partial(_calls.meeting_of, world, name),
             lambda n: make_executor(settings, n),
             step=step,
+            keys=keys,
+            cast=cast,
             fallback=fallback,
             strict=strict,
             trust=trust,

@@ -31,6 +31,7 @@ from datastates.ranks.together import meet
 from datastates.restoring.provider_view import Trust
 from datastates.restoring.restore import Verify
 from datastates.restoring.restored import Restored
+from datastates.restoring.selection import Keys
 from datastates.restoring.telling import refuse_to_meet, telling
 from datastates.saving.engine import Engine
 from datastates.saving.snapshot import Snapshot
@@ -211,6 +212,8 @@ class Checkpointer:
         providers: Sequence[StateProvider],
         *,
         step: int | None = None,
+        keys: Keys | None = None,
+        cast: bool = False,
         strict: bool = True,
         trust: Trust = (),
         verify: Verify = "checksum",
@@ -228,6 +231,13 @@ class Checkpointer:
         Args:
             providers: What to restore. Providers in the checkpoint that are not among these are left out.
             step: The step of the checkpoint; None for the newest.
+            keys: A glob, or several, such as ``"model/*"`` or ``"model/*lora_*"``: only the arrays and values whose
+                full keys match are restored, and only these are compared. All others of the live state are left as
+                they are. A provider's name means all of it. An optimizer or a random state is restored as a whole
+                only. The same on all ranks, as is ``cast``.
+            cast: Convert arrays whose floating-point type differs from the live one's, while they are read and
+                verified. Their digests are not compared, as those are of the stored type. All other differences of
+                element types are mismatches.
             strict: Refuse missing, unexpected and mismatched keys. False restores the keys that fit. The others are
                 logged as a warning, and listed in ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys`` of the
                 result. If nothing fits at all, RestoreError is raised all the same.
@@ -268,6 +278,8 @@ class Checkpointer:
             lambda _: executor,
             self.wait,  # so that the checkpoint it finds does not depend on the speed of the storage
             step=step,
+            keys=keys,
+            cast=cast,
             fallback=fallback,
             strict=strict,
             trust=trust,

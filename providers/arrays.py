@@ -15,6 +15,8 @@ from datastates.state.shards import HOST, Shard, Shards
 class ArraysProvider(StateProvider):
     """Named arrays, captured lazily by default and restored in place. Subclasses say in which memory they may lie."""
 
+    takes_parts = True
+
     def __init__(self, name: str, tensors: Mapping[str, Any], *, lazy: bool = True) -> None:
         """Keep the mapping, which every snapshot and restore reads anew.
 

@@ -26,6 +26,7 @@ def open_together(
     reading: contextlib.ExitStack,
     *,
     fallback: bool,
+    options: str = "",
 ) -> Stored | None:
     """Open the checkpoint that the coordinator finds, on all ranks, and protect it from deletion.
 
@@ -35,6 +36,7 @@ def open_together(
         find: Called on the coordinator. Returns the path of the checkpoint, or None.
         reading: The protection ends when this is closed.
         fallback: Whether ``find`` passes over damaged checkpoints.
+        options: A text of the other options that must be the same on all ranks; empty for the usual ones.
 
     Returns:
         The checkpoint; None if ``find`` returned None.
@@ -47,7 +49,7 @@ def open_together(
             return Head.of(path, manifest.open(path)).encode()
 
     words = f"step {wish}" if wish is not None else "the newest that is whole" if fallback else "the newest"
-    head = meeting.choose(words, pick)
+    head = meeting.choose(f"{words} with {options}" if options else words, pick)
     if not head:
         return None
     stored = Stored(Head.decode(head))

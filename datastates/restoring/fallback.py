@@ -40,6 +40,8 @@ def restore(
     *,
     step: int | None,
     fallback: bool,
+    keys: Sequence[str] | None,
+    cast: bool,
     **how: Any,
 ) -> Restored | None:
     """Restore the newest of the candidates; returns None if there is none.
@@ -51,6 +53,8 @@ def restore(
         meetings: Returns the meeting of the n-th attempt, from 0.
         step: The step that is wanted; None for the newest.
         fallback: Whether to pass over damaged checkpoints.
+        keys: As for :class:`~datastates.restoring.restore.Restore`; the same on all ranks.
+        cast: As for :class:`~datastates.restoring.restore.Restore`; the same on all ranks.
         **how: As for :class:`~datastates.restoring.restore.Restore`.
 
     Raises:
@@ -58,6 +62,8 @@ def restore(
         DatastatesError: As for :meth:`datastates.Checkpointer.restore`.
     """
     damaged: dict[Path, str] = {}  # on the coordinator
+    given = [*([] if keys is None else [f"keys={list(keys)}"]), *(["cast=True"] if cast else [])]
+    options = ", ".join(given)
     if isinstance(providers, Iterator):  # each attempt goes through them, and more than once
         providers = list(providers)
 
@@ -81,16 +87,16 @@ def restore(
     for attempt in itertools.count():
         meeting = meetings(attempt)
         with contextlib.ExitStack() as reading:
-            stored = open_together(meeting, step, find, reading, fallback=fallback)
+            stored = open_together(meeting, step, find, reading, fallback=fallback, options=options)
             if stored is None:
                 return None
             path = stored.head.path
             if not fallback:
                 with advised(path, step):
-                    return Restore(stored, providers, executor, meeting, **how).run()
+                    return Restore(stored, providers, executor, meeting, keys=keys, cast=cast, **how).run()
             result, error = None, None
             try:
-                result = Restore(stored, providers, executor, meeting, **how).run()
+                result = Restore(stored, providers, executor, meeting, keys=keys, cast=cast, **how).run()
             except RanksMissingError:
                 raise
             except Exception as failure:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -44,11 +44,13 @@ class Fit:
         wanted: Hashes of the keys that this rank's providers ask for.
         names: The names that its providers are stored under.
         is_vain: Whether nothing fits although something is wanted; None if nothing is wanted.
+        unmatched: The globs that match nothing of this rank.
     """
 
     wanted: U64
     names: list[str]
     is_vain: bool | None
+    unmatched: Collection[str] = ()
 
 
 def _told(error: Exception) -> bytes:
@@ -160,7 +162,9 @@ class Meeting:
         def decide(wishes: dict[int, bytes]) -> bytes:
             if len(set(wishes.values())) > 1:
                 said = ", ".join(f"rank {rank} {w.decode()}" for rank, w in sorted(wishes.items()))
-                raise RestoreError(f"the ranks are to restore different steps: {said}")
+                steps = {w.partition(b" with ")[0] for w in wishes.values()}
+                differs = "steps" if len(steps) > 1 else "keys or types of one checkpoint"
+                raise RestoreError(f"the ranks are to restore different {differs}: {said}")
             return pick()
 
         return self.settle("choose", wish.encode, decide)
@@ -179,13 +183,17 @@ class Meeting:
 
         def encoded() -> bytes:
             fit = own()
-            return msgpack.packb([fit.wanted.tobytes(), fit.names, fit.is_vain])
+            return msgpack.packb([fit.wanted.tobytes(), fit.names, fit.is_vain, sorted(fit.unmatched)])
 
         def decide(told: dict[int, bytes]) -> bytes:
             fields = [msgpack.unpackb(data) for data in told.values()]
-            every = np.concatenate([np.frombuffer(hashes, np.uint64) for hashes, _, _ in fields])
-            said = {vain for _, _, vain in fields}
-            keys = find(every, {name for _, known, _ in fields for name in known})
+            unmatched = set.intersection(*(set(globs) for *_, globs in fields))
+            if unmatched:
+                shown = ", ".join(map(repr, sorted(unmatched)))
+                raise RestoreError(f"keys: nothing of the providers matches {shown}")
+            every = np.concatenate([np.frombuffer(hashes, np.uint64) for hashes, *_ in fields])
+            said = {vain for _, _, vain, _ in fields}
+            keys = find(every, {name for _, known, *_ in fields for name in known})
             return msgpack.packb([keys, True in said and False not in said])
 
         answer = self.settle("compare", encoded, decide)

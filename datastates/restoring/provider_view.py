@@ -15,9 +15,11 @@ from datastates.container.pickle_native import read_plain
 from datastates.container.rows import DataPlace, StoredRows, logical
 from datastates.container.table import Row
 from datastates.errors import FormatError, ProviderError
+from datastates.restoring.casting import Cast, can_cast
 from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.read_queue import Ranges
 from datastates.restoring.reads import Reads
+from datastates.restoring.selection import Cut
 from datastates.restoring.stored import Stored
 from datastates.state import memory, streams, tensor_scan
 from datastates.state.arrays import Destinations
@@ -56,9 +58,21 @@ class SavedState(Saved):
         missing, unexpected: Full keys that only the live state has, and that only the checkpoint has.
         mismatched: By full key, what differs.
         lost: By full key, what is missing of an array or object because a container is missing.
+        cut: The selected part of the provider; None if all of it is restored.
+        casts: The arrays that are converted, as their type differs.
     """
 
-    def __init__(self, stored: Stored, base: Container, name: str, *, strict: bool, trust: Trust) -> None:
+    def __init__(
+        self,
+        stored: Stored,
+        base: Container,
+        name: str,
+        *,
+        strict: bool,
+        trust: Trust,
+        cut: Cut | None = None,
+        cast: bool = False,
+    ) -> None:
         """Find the provider's rows and objects in the base container.
 
         Args:
@@ -67,8 +81,13 @@ class SavedState(Saved):
             name: The name that the provider is stored under.
             strict: Whether the caller of ``restore()`` refuses all differences.
             trust: Classes that objects may have.
+            cut: The selected part of the provider; None for all of it.
+            cast: Whether arrays of another floating-point type are converted.
         """
         self.strict = strict
+        self.cut = cut
+        self.casts: list[Cast] = []
+        self._cast = cast
         self.name = name
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -99,7 +118,7 @@ class SavedState(Saved):
     def note_lost_objects(self, rank: int) -> None:
         """Record the objects that a rank saved in a missing container: the base has those of another rank instead."""
         for key in self._objects:
-            if self._stored.has_lost(full := full_key(self.name, key), rank):
+            if self._takes(key) and self._stored.has_lost(full := full_key(self.name, key), rank):
                 self.lost[full] = "what this rank saved of it"
 
     def find(self, key: str) -> Row | None:
@@ -121,10 +140,22 @@ class SavedState(Saved):
         unexpected: Sequence[str] = (),
         mismatched: Mapping[str, str] | None = None,
     ) -> None:
-        """Record differences; see :meth:`datastates.state.provider.Saved.report`."""
-        self.missing += [full_key(self.name, key) for key in missing]
-        self.unexpected += [full_key(self.name, key) for key in unexpected]
-        self.mismatched.update({full_key(self.name, key): what for key, what in (mismatched or {}).items()})
+        """Record differences of what is selected; see :meth:`datastates.state.provider.Saved.report`."""
+        self.missing += [full_key(self.name, key) for key in missing if self._takes(key)]
+        self.unexpected += [full_key(self.name, key) for key in unexpected if self._takes(key)]
+        found = {full_key(self.name, key): what for key, what in (mismatched or {}).items() if self._takes(key)}
+        self.mismatched.update(found)
+
+    def _takes(self, key: str) -> bool:
+        return self.cut is None or self.cut.takes(key)
+
+    def select(self, shards: Sequence[Shard]) -> Sequence[Shard]:
+        """The selected ones of a provider's destinations. Its objects stay: what is not selected of them is pruned."""
+        if self.cut is None:
+            return shards
+        kept = [shard for shard in shards if shard.is_object or self.cut.keeps(shard.key)]
+        some = [shard for shard in kept if not shard.is_object]
+        return Destinations([s.key for s in some], [s.source for s in some], objects_of(kept))
 
     def structure(self, key: str) -> object:
         """A stored object's containers and plain values, with an ArrayRef for each array."""
@@ -136,11 +167,18 @@ class SavedState(Saved):
             whole = self._stored.head.ranks == 1
             if whole and (plain := read_plain(opcodes, self.rows)) is not None:
                 self._surveyed[key] = plain[0], True
+                self._prune_survey(key)
                 return self._surveyed[key]
             with self._named(key):
                 stream = pickle_writer.stream(opcodes)
                 self._surveyed[key] = pickle_reader.survey(stream, self._reference, trust=self._trust)
+            self._prune_survey(key)
         return self._surveyed[key]
+
+    def _prune_survey(self, key: str) -> None:
+        if self.cut is not None:
+            value, complete = self._surveyed[key]
+            self._surveyed[key] = self.cut.prune(value, key), complete
 
     def vet(self, key: str) -> None:
         """Raise an error if an object is not trusted or is damaged; see :meth:`structure`."""
@@ -199,22 +237,29 @@ class SavedState(Saved):
             row = None if shard.is_object else self.find(shard.key)
             if row is None:
                 raise ProviderError(f"destinations() gave {shard.key!r}, which the checkpoint does not hold")
-            if (difference := _difference(row, shard)) is not None:
+            difference = _difference(row, shard)
+            is_cast = difference is not None and self._cast and can_cast(row, shard)
+            if difference is not None and not is_cast:
                 self.report(mismatched={shard.key: difference})
             elif full_key(self.name, shard.key) in received:
                 self._shards.append(shard)
-            elif shard.key in self.rows and row.part == shard.part:
+                if is_cast:
+                    self.casts.append(Cast(row, shard, []))
+            elif not is_cast and shard.key in self.rows and row.part == shard.part:
                 reads.add(self._base, row, shard)
                 self._shards.append(shard)
             else:
                 elsewhere.append((row, shard))
         every = self._stored.sources([(row, shard.part) for row, shard in elsewhere])
-        for (_, shard), sources in zip(elsewhere, every, strict=True):
+        for (like, shard), sources in zip(elsewhere, every, strict=True):
             if missing := uncovered(shard.part, [row.part for _, row in sources]):
                 self.lost[full_key(self.name, shard.key)] = f"{missing} of {shard.part.numel} elements"
                 continue
-            for source, row in sources:
-                reads.add(source, row, shard)
+            if like.dtype.name != shard.dtype:
+                self.casts.append(Cast(like, shard, sources))
+            else:
+                for source, row in sources:
+                    reads.add(source, row, shard)
             self._shards.append(shard)
         keys = [shard.key for shard in self._shards if shard.key in self.rows]
         named = dict(zip(keys, self.rows.names_of(keys), strict=True))
@@ -247,7 +292,7 @@ class SavedState(Saved):
 
     @property
     def restored(self) -> Sequence[Shard]:
-        """The array shards that are restored."""
+        """The array shards that are restored, also those that are converted."""
         return self._shards if self._alike is None else [s for s in self._alike if not s.is_object]
 
     @property

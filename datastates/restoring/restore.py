@@ -16,11 +16,12 @@ from datastates.container import pickle_reader
 from datastates.container.digests import contribution
 from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
-from datastates.restoring import broadcast
+from datastates.restoring import broadcast, casting
 from datastates.restoring.meeting import Fit, Held, Meeting
 from datastates.restoring.provider_view import SavedState, Trust
 from datastates.restoring.reads import Reads
 from datastates.restoring.restored import Restored, misfit, shortened, warn_of_rest, warn_of_unverified
+from datastates.restoring.selection import Cut, Selection
 from datastates.restoring.stored import Stored
 from datastates.state import dtensors
 from datastates.state.memory import note_rewritten
@@ -32,6 +33,10 @@ Verify = Literal["checksum", "digest"]
 Replicas = Literal["read", "broadcast"]
 AHEAD_MINIMUM = 16 << 20
 """Smallest container, in bytes, that is read ahead while it is compared."""
+
+
+_NOTHING = Cut(Selection(()), "")
+"""Stands for a provider of which nothing is selected."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +75,8 @@ class Restore:
         trust: Trust,
         verify: Verify,
         replicas: Replicas,
+        keys: Sequence[str] | None = None,
+        cast: bool = False,
     ) -> None:
         """Prepare a restore; nothing is read yet.
 
@@ -82,6 +89,8 @@ class Restore:
             trust: Classes that pickled objects may have, as ``module.qualname``, or ``"all"``.
             verify: ``"digest"`` compares the digests of all tensors.
             replicas: ``"broadcast"`` lets one rank read a part that several restore alike, and send it to the others.
+            keys: The globs of the keys to restore; None for all.
+            cast: Whether arrays of another floating-point type are converted.
         """
         self._stored = stored
         self._providers = providers
@@ -91,6 +100,8 @@ class Restore:
         self._trust = trust
         self._verify = verify
         self._replicas = replicas
+        self._selection = None if keys is None else Selection(keys)
+        self._cast = cast
         self._alone = stored.head.ranks == meeting.ranks == 1
         self._reads = Reads()
         self._executor: Executor | None = None  # the executor that has begun to read ahead, if any
@@ -126,7 +137,7 @@ class Restore:
 
     def _look(self) -> None:
         pickle_reader.check_trust(self._trust)
-        if self._replicas == "read":
+        if self._replicas == "read" and self._selection is None and not self._cast:
             self._read_ahead()
         rank, ranks = self._meeting.rank, self._stored.head.ranks
         for provider in walk_unique(self._providers):
@@ -134,12 +145,35 @@ class Restore:
             is_new = provider.per_rank and rank >= ranks
             name = stored_name(provider, rank, ranks)
             base = None if is_new else self._stored.base(name, rank)
+            cut = self._cut(provider, base is None)
+            if cut is _NOTHING:
+                self._result.left_out_keys.append(provider.name)
+                continue
             if base is None:
                 (self._not_here if is_new else self._absent).append(full_key(provider.name, ""))
                 continue
-            saved = SavedState(self._stored, base, name, strict=self._strict, trust=self._trust)
+            saved = SavedState(
+                self._stored, base, name, strict=self._strict, trust=self._trust, cut=cut, cast=self._cast
+            )
             saved.note_lost_objects(rank)
-            self._taken.append(_Taken(provider, saved, provider.destinations(saved)))
+            self._taken.append(_Taken(provider, saved, saved.select(provider.destinations(saved))))
+
+    def _cut(self, provider: StateProvider, is_absent: bool) -> Cut | None:
+        """The selected part of a provider: None for all of it, :data:`_NOTHING` for none of it.
+
+        Raises:
+            RestoreError: A part is selected of a provider that is restored as a whole only.
+        """
+        selection, name = self._selection, provider.name
+        if selection is None or selection.covers(name):
+            return None
+        if provider.takes_parts and not is_absent:
+            return Cut(selection, name)
+        if selection.names(name) and not is_absent:
+            raise RestoreError(
+                f"keys: {name!r} can be restored only as a whole: select it with '{name}/*', or leave it out"
+            )
+        return None if selection.names(name) else _NOTHING
 
     def _read_ahead(self) -> None:
         """Begin to read this rank's container while it is compared, if all of it will probably be wanted.
@@ -165,7 +199,7 @@ class Restore:
     def _places(self) -> dict[broadcast.PartKey, Shard]:
         """The array shards by full key and part, which are equal on all ranks."""
         return {
-            (full_key(taken.saved.name, shard.key), str(shard.part)): shard
+            (full_key(taken.saved.name, shard.key), f"{shard.part} {shard.dtype}"): shard
             for taken in self._taken
             for shard in taken.shards
             if not shard.is_object
@@ -200,10 +234,14 @@ class Restore:
         fits = [s.takes_something for s in saved]
         is_vain = not any(fits) if self._absent or any(fit is not None for fit in fits) else None
         wanted = () if self._alone else (number for s in saved for number in s.wanted())
-        return Fit(np.fromiter(wanted, np.uint64), [s.name for s in saved], is_vain)
+        unmatched = () if self._selection is None else self._selection.unmatched
+        return Fit(np.fromiter(wanted, np.uint64), [s.name for s in saved], is_vain, unmatched)
 
     def _strangers(self, wanted: U64, names: set[str]) -> list[str]:
-        return [] if self._alone else self._stored.strangers(wanted, names)
+        if self._alone:
+            return []
+        found = self._stored.strangers(wanted, names)
+        return found if self._selection is None else [key for key in found if self._selection.takes(key)]
 
     def _take_note(self, unexpected: list[str], in_vain: bool) -> None:
         """Raise or log what does not fit, now that it is known for all ranks."""
@@ -222,17 +260,22 @@ class Restore:
 
     def _read(self) -> list[str]:
         """Read everything, and fill objects meanwhile; returns the keys that were read without checksums."""
+        casts = [cast for taken in self._taken for cast in taken.saved.casts]
         try:
-            self._reads.start(self._executor or self._make_executor(self._reads.nbytes))
+            most = max(self._reads.nbytes, casting.WINDOW if casts else 0)
+            executor = self._executor or self._make_executor(most)
+            self._reads.start(executor)
             try:
                 self._filled = [o.saved.fill(o.shard.key, o.targets) for o in self._objects]
             finally:
                 tally = self._reads.finish()
+            converted = casting.run(casts, executor)
         finally:
             for taken in self._taken:
                 note_rewritten(taken.saved.rewritten)
-        self._result.needed_nbytes, self._result.read_nbytes = tally.needed_nbytes, tally.read_nbytes
-        return list(tally.unverified_keys)
+        self._result.needed_nbytes = tally.needed_nbytes + converted.needed_nbytes
+        self._result.read_nbytes = tally.read_nbytes + converted.read_nbytes
+        return [*tally.unverified_keys, *converted.unverified_keys]
 
     def _compare_digests(self, keys: set[str] | None) -> list[str]:
         """Compare the digests of what was restored with the saved ones; returns the keys that cannot be compared.
@@ -256,12 +299,20 @@ class Restore:
     def _restore_objects(self) -> None:
         for o, is_filled in zip(self._objects, self._filled, strict=True):
             key = o.shard.key
-            o.provider.restore(o.shard, o.saved.structure(key) if is_filled else o.saved.build(key, o.targets))
+            value = o.saved.structure(key) if is_filled else o.saved.build(key, o.targets)
+            if o.saved.cut is not None:
+                value = o.saved.cut.prune(value, key)
+            o.provider.restore(o.shard, value)
+        for saved in (taken.saved for taken in self._taken):
+            left_out = () if saved.cut is None else saved.cut.left_out
+            self._result.left_out_keys += [full_key(saved.name, key) for key in left_out]
+            self._result.cast_keys |= {full_key(saved.name, cast.shard.key): cast.types for cast in saved.casts}
 
 
 def _held(saved: SavedState, keys: set[str] | None) -> Iterator[Held]:
+    converted = {cast.shard.key for cast in saved.casts}  # their digests are of another type
     for shard in saved.restored:
         full = full_key(saved.name, shard.key)
-        if (keys is None or full in keys) and shard.part.numel:
+        if shard.key not in converted and (keys is None or full in keys) and shard.part.numel:
             local = replace(shard, source=dtensors.local(shard.source))
             yield Held(full, str(shard.part), shard.part.numel, math.prod(shard.global_shape), contribution(local))

@@ -25,6 +25,9 @@ class Restored:
         mismatched_keys: Keys whose shape, dtype or container type differs on this rank, each with the difference.
         unverified_keys: Keys whose contents could not be compared completely, neither with checksums nor with a digest.
             With ``verify="digest"``, keys whose digest could not be compared.
+        left_out_keys: With ``keys``, what no glob matches of the providers that are restored in part, on this rank, and
+            the names of the providers that are not restored at all.
+        cast_keys: Keys whose element type was converted on this rank, each with both types.
         needed_nbytes: Bytes of the files that this rank wanted.
         read_nbytes: Bytes that this rank read to get them.
         passed_over: With ``fallback=True``, the newer checkpoints that are damaged: the name of each directory, and
@@ -36,6 +39,8 @@ class Restored:
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: dict[str, str] = field(default_factory=dict)
     unverified_keys: list[str] = field(default_factory=list)
+    left_out_keys: list[str] = field(default_factory=list)
+    cast_keys: dict[str, str] = field(default_factory=dict)
     needed_nbytes: int = 0
     read_nbytes: int = 0
     passed_over: dict[str, str] = field(default_factory=dict)

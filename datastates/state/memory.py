@@ -131,6 +131,17 @@ def assign(destination: Any, source: Any) -> None:
         destination.set(source)
 
 
+def convert(destination: Any, source: Any) -> None:
+    """Copy an array in host memory into one of the same shape and another floating-point type, on any device."""
+    torch: Any = loaded("torch")
+    if torch is not None and isinstance(destination, torch.Tensor):
+        assign(destination, source)  # torch converts while it copies
+    elif isinstance(destination, np.ndarray):
+        np.copyto(destination, source, casting="unsafe")
+    else:
+        destination.set(source.astype(destination.dtype))
+
+
 def note_rewritten(values: Sequence[object]) -> None:
     """Increment the version counters of the torch tensors among some values, which torch has not seen change."""
     torch: Any = loaded("torch")

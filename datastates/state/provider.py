@@ -85,6 +85,10 @@ class StateProvider(ABC):
     per_rank: bool = False
     """Whether the state belongs to the rank, not to the model. If so, each rank's state is stored under its number."""
 
+    takes_parts: bool = False
+    """Whether ``restore(keys=...)`` may take some of its keys. The others are then no destinations, and
+    :meth:`restore` gets an :class:`ArrayRef` in the place of each value that is not selected."""
+
     def __init__(self, name: str) -> None:
         """Name the provider.
 

@@ -127,6 +127,8 @@ class _DataParallel(ReplicatedProvider):
 
 
 class _ContainerProvider(TreeProvider):
+    takes_parts = True
+
     def __init__(self, name: str, source: object, lazy: bool | Callable[[str], bool] | None) -> None:
         super().__init__(name)
         self._source = source
@@ -212,6 +214,7 @@ class _StatefulProvider(TreeProvider):
         self._added: list[tuple[tuple[object, ...], object]] = []
         self._parameters: frozenset[int] | None = None
         self._is_module, self._is_optimizer = _is_a(obj, "nn.Module"), _is_a(obj, "optim.Optimizer")
+        self.takes_parts = self._is_module  # the others' load_state_dict wants a whole state
 
     def value(self) -> object:
         state = self._object.state_dict()

@@ -34,6 +34,7 @@ class CompositeProvider(StateProvider):
                 "these are stored differently, so give each kind a CompositeProvider of its own"
             )
         self.per_rank = bool(apart)
+        self.takes_parts = all(child.takes_parts for child in self._children)
 
     def knowledge(self) -> object:
         """What the children found out, by their names."""

@@ -55,6 +55,7 @@ class ReplicatedProvider(StateProvider):
         if ranks is not None and (len(set(ranks)) != len(ranks) or min(ranks, default=-1) < 0):
             raise ValueError(f"{provider.name!r}: ranks are distinct numbers from 0, not {list(ranks)}")
         self._provider = provider
+        self.takes_parts = provider.takes_parts
         self._ranks = None if ranks is None else tuple(sorted(ranks))
         self._marked: _Marked | None = None
 

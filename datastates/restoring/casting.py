@@ -1,0 +1,149 @@
+"""Converts stored arrays to the floating-point types of live ones: ranges are read, verified, and copied from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from datastates.container.file import Container
+from datastates.container.table import Row
+from datastates.executor.executor import Executor
+from datastates.restoring.reads import Reads, Tally
+from datastates.state import arrays, dtensors, memory, strides
+from datastates.state.shards import ArrayRef, Shard
+
+WINDOW = 64 << 20
+"""Most bytes of the stored type that are in memory at a time."""
+FLOATS = {
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+}
+"""The element types that are converted to each other."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cast:
+    """One array to convert.
+
+    Attributes:
+        row: Any row of its logical tensor.
+        shard: The live shard.
+        sources: The rows that hold its elements, with their containers; empty if another rank sends it.
+    """
+
+    row: Row
+    shard: Shard
+    sources: Sequence[tuple[Container, Row]]
+
+    @property
+    def types(self) -> str:
+        """Both types, for a message."""
+        return f"{self.row.dtype.name} to {self.shard.dtype}"
+
+
+def can_cast(row: Row, shard: Shard) -> bool:
+    """Whether a live shard can be restored from a stored tensor by a conversion of its elements.
+
+    Raises:
+        ImportError: The stored type needs torch or ml_dtypes and neither is installed.
+    """
+    fits = {row.dtype.name, shard.dtype} <= FLOATS and row.global_shape == shard.global_shape
+    if not fits or not memory.is_writable(shard.source):
+        return False
+    _landing(row, shard, (0,))
+    return True
+
+
+def run(casts: Sequence[Cast], executor: Executor) -> Tally:
+    """Read and convert all arrays, with at most :data:`WINDOW` bytes of them in memory, and verify all that is read.
+
+    Raises:
+        CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
+        StorageError: Reading failed.
+    """
+    tally, nbytes, reads = Tally(0, 0, 0, ()), 0, Reads(in_full=True)
+    landed: list[tuple[Any, Any]] = []
+    for cast in casts:
+        if not cast.sources:
+            continue
+        most = max(1, WINDOW // cast.row.dtype.itemsize)
+        for begin, size in boxes(cast.shard.shape, most):
+            if landed and nbytes + prod(size) * cast.row.dtype.itemsize > WINDOW:
+                tally = _flush(reads, executor, landed, tally)
+                landed, nbytes, reads = [], 0, Reads(in_full=True)
+            nbytes += prod(size) * cast.row.dtype.itemsize
+            piece = _piece(cast, begin, size)
+            for source, row in cast.sources:
+                reads.add(source, row, piece)
+            landed.append((_region(cast.shard, begin, size), piece.source))
+    return _flush(reads, executor, landed, tally) if landed else tally
+
+
+def boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box into boxes of at most ``most`` elements: yields the begin and the size of each, in row-major order."""
+    d = next((d for d, n in enumerate(shape) if n > 1), None)
+    if d is None or prod(shape) <= most:
+        if prod(shape):
+            yield (0,) * len(shape), tuple(shape)
+        return
+    inner = prod(shape) // shape[d]
+    step = max(1, most // inner)
+    for at in range(0, shape[d], step):
+        slab = (*shape[:d], min(step, shape[d] - at), *shape[d + 1 :])
+        for begin, size in boxes(slab, most):
+            yield (*begin[:d], at + begin[d], *begin[d + 1 :]), size
+
+
+def _flush(reads: Reads, executor: Executor, landed: Sequence[tuple[Any, Any]], before: Tally) -> Tally:
+    now = reads.run(executor)
+    for destination, landing in landed:
+        memory.convert(destination, landing)
+    return Tally(
+        before.needed_nbytes + now.needed_nbytes,
+        before.read_nbytes + now.read_nbytes,
+        before.unverified_nbytes + now.unverified_nbytes,
+        tuple(sorted({*before.unverified_keys, *now.unverified_keys})),
+    )
+
+
+def _piece(cast: Cast, begin: tuple[int, ...], size: tuple[int, ...]) -> Shard:
+    """New memory for a part of a live shard, as a shard of the same logical tensor."""
+    shard, landing = cast.shard, _landing(cast.row, cast.shard, size)
+    offset, flat = shard.offset, shard.flat
+    if flat is not None:
+        flat = flat[0] + begin[0], flat[0] + begin[0] + size[0]
+    elif offset is not None:
+        offset = tuple(o + b for o, b in zip(offset, begin, strict=True))
+    return replace(
+        shard,
+        dtype=cast.row.dtype.name,
+        kind="torch" if arrays.kind_of(landing) == "torch" else "numpy",
+        shape=size,
+        stride=tuple(strides.row_major(size)),
+        offset=offset,
+        flat=flat,
+        buffer=arrays.memory(landing),
+        buffer_offset=0,
+        source=landing,
+    )
+
+
+def _landing(row: Row, shard: Shard, size: tuple[int, ...]) -> Any:
+    """A new array of the stored type in host memory, of the library that converts it."""
+    kind = "torch" if shard.kind == "torch" else "numpy"
+    return memory.empty(ArrayRef(row.key, kind, row.dtype.name, size, tuple(strides.row_major(size))))
+
+
+def _region(shard: Shard, begin: tuple[int, ...], size: tuple[int, ...]) -> Any:
+    array: Any = dtensors.local(shard.source)
+    if arrays.kind_of(array) == "torch":
+        array = array.detach()
+    return array[(*(slice(b, b + n) for b, n in zip(begin, size, strict=True)), ...)]

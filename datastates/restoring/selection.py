@@ -1,0 +1,125 @@
+"""Which keys a restore takes: all, or those that globs match. Pure, except that it notes which globs have matched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from fnmatch import translate
+from typing import Any
+
+from datastates.container.pickle_reader import Unbuilt
+from datastates.state.keys import join
+from datastates.state.shards import ArrayRef
+
+Keys = str | Collection[str]
+"""A glob, or several, as :func:`fnmatch.fnmatchcase` takes them."""
+_INSIDE = "~5"
+"""Prefix of the keys of arrays inside objects of other classes: such an array belongs to its object."""
+
+
+def checked_keys(keys: Any) -> tuple[str, ...] | None:
+    """The globs, sorted, or None for all keys; raises TypeError or ValueError for anything that is no glob."""
+    if keys is None:
+        return None
+    globs = [keys] if isinstance(keys, str) else list(keys) if isinstance(keys, Iterable) else [keys]
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise TypeError(f"keys: a glob is a string, got {glob!r:.40} ({type(glob).__name__})")
+    if not globs:
+        raise ValueError("keys: there is no glob; None takes all keys")
+    return tuple(sorted(set(globs)))
+
+
+class Selection:
+    """The keys that globs match. Keys are full keys of the live state. Not thread-safe.
+
+    Attributes:
+        unmatched: The globs that have matched nothing yet.
+    """
+
+    def __init__(self, globs: Iterable[str]) -> None:
+        """Take the globs."""
+        self._globs = {glob: re.compile(translate(glob)).match for glob in globs}
+        self.unmatched = set(self._globs)
+
+    def takes(self, full: str) -> bool:
+        """Whether a glob matches a key."""
+        return self._note(glob for glob, match in self._globs.items() if match(full))
+
+    def covers(self, provider: str) -> bool:
+        """Whether a glob takes a whole provider: it is the name, or ends in ``*`` and matches whatever follows it."""
+        return self._note(
+            glob
+            for glob, match in self._globs.items()
+            if match(provider) or (glob.endswith("*") and match(f"{provider}/"))
+        )
+
+    def names(self, provider: str) -> bool:
+        """Whether a glob begins with a provider's name and a slash."""
+        return any(glob.startswith(f"{provider}/") for glob in self._globs)
+
+    def _note(self, matched: Iterable[str]) -> bool:
+        found = set(matched)
+        self.unmatched -= found
+        return bool(found)
+
+
+class Cut:
+    """The selected part of one provider.
+
+    Attributes:
+        left_out: Keys within the provider of what is left as it is, in the order in which they were found.
+    """
+
+    def __init__(self, selection: Selection, provider: str) -> None:
+        """Take the selection and the provider's name in the live state."""
+        self._selection = selection
+        self._provider = provider
+        self.left_out: dict[str, None] = {}
+
+    def takes(self, key: str) -> bool:
+        """Whether a key within the provider is selected."""
+        return self._selection.takes(f"{self._provider}/{key}" if key else self._provider)
+
+    def keeps(self, key: str) -> bool:
+        """Whether an array is restored: also one inside an object of another class, which belongs to the object."""
+        if any(part.startswith(_INSIDE) for part in key.split("/")):
+            return True
+        if not self.takes(key):
+            self.left_out[key] = None
+            return False
+        return True
+
+    def prune(self, value: object, key: str) -> Any:
+        """Put a reference in the place of every value that is not selected: providers keep what is live there.
+
+        Dicts and lists are changed in place.
+
+        Args:
+            value: A stored object's structure, or the object.
+            key: Its key within the provider.
+        """
+        return _Pruning(self).on(value, key)
+
+
+class _Pruning:
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
+        self._seen: set[int] = set()
+
+    def on(self, value: Any, key: str) -> Any:
+        if isinstance(value, (ArrayRef, Unbuilt)) or id(value) in self._seen:
+            return value
+        if isinstance(value, (dict, list)):
+            self._seen.add(id(value))
+            for k, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                value[k] = self.on(item, join(key, k))
+            return value
+        if isinstance(value, tuple):
+            items = [self.on(item, join(key, i)) for i, item in enumerate(value)]
+            same = all(a is b for a, b in zip(items, value, strict=True))
+            return value if same else tuple.__new__(type(value), items)
+        if self._cut.takes(key):
+            return value
+        self._cut.left_out[key] = None
+        return ArrayRef(key, "numpy", "uint8", (0,), (1,))

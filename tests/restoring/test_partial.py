@@ -1,0 +1,183 @@
+"""``keys=`` restores what globs match and leaves the rest; ``cast=True`` converts floating-point types."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import datastates as ds
+from datastates.errors import CorruptError, RestoreError
+from datastates.providers import PickledObjectProvider, from_state_dict, from_stateful
+from datastates.restoring import casting
+from datastates.restoring.selection import Selection, checked_keys
+
+
+class _Lora(torch.nn.Module):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(3, 4)
+        self.lora_A = torch.nn.Linear(3, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, 4, bias=False)
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, fill)
+
+
+def _values(module: torch.nn.Module) -> dict[str, float]:
+    return {key: float(value.flatten()[0]) for key, value in module.state_dict().items()}
+
+
+def _saved(path: Path, *providers: ds.StateProvider) -> Path:
+    ds.snapshot(list(providers), path).wait_committed()
+    return path
+
+
+def _state(fill: float) -> dict[str, Any]:
+    return {"a": torch.full((2,), fill), "n": {"lr": fill, "b": np.full(3, fill)}, "l": [fill, torch.full((1,), fill)]}
+
+
+def test_adapters_alone(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "c", from_stateful("model", _Lora(1)))
+    live = _Lora(0)
+    restored = ds.restore([from_stateful("model", live)], path, keys="model/*lora_*")
+    assert _values(live) == {"base.weight": 0, "base.bias": 0, "lora_A.weight": 1, "lora_B.weight": 1}
+    assert restored.left_out_keys == ["model/base.weight", "model/base.bias"]
+    assert not restored.missing_keys
+    assert not restored.unexpected_keys
+
+
+def test_what_is_not_selected_is_not_compared(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "c", from_stateful("model", _Lora(1)), from_state_dict("s", _state(1)))
+    live = _Lora(0)
+    live.base = torch.nn.Linear(3, 9)  # another head
+    ds.restore([from_stateful("model", live), from_state_dict("s", {"z": 1})], path, keys=["model/lora_*"])
+    assert _values(live)["lora_A.weight"] == 1
+    with pytest.raises(RestoreError, match=r"'model/base\.bias'"):
+        ds.restore([from_stateful("model", live)], path, keys=["model/*"])
+
+
+@pytest.mark.parametrize(
+    ("glob", "changed"),
+    [("s/n/*", {"lr", "b"}), ("s/n/lr", {"lr"}), ("s/a", {"a"}), ("s/l/0", {"l0"}), ("s/l/1", {"l1"})],
+)
+def test_no_other_leaf_changes(glob: str, changed: set[str], tmp_path: Path) -> None:
+    path, live = _saved(tmp_path / "c", from_state_dict("s", _state(1))), _state(0)
+    ds.restore([from_state_dict("s", live)], path, keys=glob)
+    found = {"a": live["a"][0], "lr": live["n"]["lr"], "b": live["n"]["b"][0], "l0": live["l"][0], "l1": live["l"][1]}
+    assert {name for name, value in found.items() if value == 1} == changed
+
+
+def test_only_the_model(tmp_path: Path) -> None:
+    model, epoch = _Lora(1), {"epoch": 7}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    loop = PickledObjectProvider("loop", lambda: epoch, epoch.update)
+    path = _saved(tmp_path / "c", from_stateful("model", model), from_stateful("optim", optimizer), loop)
+    live, epoch["epoch"] = _Lora(0), 0
+    other = torch.optim.AdamW(live.parameters(), lr=0.1)
+    providers = [from_stateful("model", live), from_stateful("optim", other), loop]
+    restored = ds.restore(providers, path, keys="model/*")
+    assert set(_values(live).values()) == {1}
+    assert (other.param_groups[0]["lr"], epoch["epoch"]) == (0.1, 0)
+    assert restored.left_out_keys == ["optim", "loop"]
+    ds.restore(providers, path, keys=["optim/*", "loop"])
+    assert (other.param_groups[0]["lr"], epoch["epoch"]) == (0.5, 7)
+    with pytest.raises(RestoreError, match=r"'optim' can be restored only as a whole: select it with 'optim/\*'"):
+        ds.restore(providers, path, keys=["optim/state/*"])
+
+
+def test_a_glob_that_matches_nothing_is_named(tmp_path: Path) -> None:
+    path, live = _saved(tmp_path / "c", from_state_dict("s", _state(1))), _state(0)
+    with pytest.raises(RestoreError, match=r"nothing of the providers matches 's/x\*'"):
+        ds.restore([from_state_dict("s", live)], path, keys=["s/a", "s/x*"])
+    assert live["a"][0] == 0
+
+
+@pytest.mark.parametrize("keys", [(), 3, [b"s"]])
+def test_keys_that_are_no_globs(keys: Any, tmp_path: Path) -> None:
+    path = _saved(tmp_path / "c", from_state_dict("s", _state(1)))
+    with pytest.raises((TypeError, ValueError), match="keys: "):
+        ds.restore([from_state_dict("s", _state(0))], path, keys=keys)
+
+
+FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("stored", FLOATS)
+@pytest.mark.parametrize("wanted", FLOATS)
+def test_floats_are_cast_as_torch_casts(stored: str, wanted: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(casting, "WINDOW", 64)  # many windows, and arrays larger than one
+    values = torch.randn(7, 5).to(getattr(torch, stored))
+    path = _saved(tmp_path / "c", from_state_dict("s", {"w": values, "t": values.t()}))
+    live = {"w": torch.zeros(7, 5).to(getattr(torch, wanted)), "t": torch.zeros(5, 7).to(getattr(torch, wanted))}
+    restored = ds.restore([from_state_dict("s", live)], path, cast=True, verify="digest")
+    assert torch.equal(live["w"].double(), values.to(getattr(torch, wanted)).double())
+    assert torch.equal(live["t"].double(), values.t().to(getattr(torch, wanted)).double())
+    same = stored == wanted
+    assert restored.cast_keys == ({} if same else {f"s/{k}": f"{stored} to {wanted}" for k in ("w", "t")})
+
+
+def test_numpy_is_cast_and_without_asking_nothing_is(tmp_path: Path) -> None:
+    path, live = _saved(tmp_path / "c", from_state_dict("s", {"w": np.ones(9)})), {"w": np.zeros(9, np.float32)}
+    with pytest.raises(RestoreError, match="float64 of shape"):
+        ds.restore([from_state_dict("s", live)], path)
+    ds.restore([from_state_dict("s", live)], path, cast=True)
+    assert live["w"].sum() == 9
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
+def test_only_floats_are_cast(dtype: str, tmp_path: Path) -> None:
+    path = _saved(tmp_path / "c", from_state_dict("s", {"w": torch.ones(3, dtype=getattr(torch, dtype))}))
+    with pytest.raises(RestoreError, match=f"'s/w': {dtype} of shape"):
+        ds.restore([from_state_dict("s", {"w": torch.zeros(3)})], path, cast=True)
+
+
+def test_what_is_cast_is_verified(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "c", from_state_dict("s", {"w": torch.full((5000,), 3.0)}))
+    (file,) = path.glob("*.pt")
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.full((9,), 3.0).numpy().tobytes()) + 2000] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match="s/w"):
+        ds.restore([from_state_dict("s", {"w": torch.zeros(5000).half()})], path, cast=True)
+
+
+def test_ranks_that_want_different_keys_are_told(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "c", from_state_dict("s", _state(1)))
+    said: list[str] = []
+
+    def restore(rank: int) -> None:
+        with pytest.raises(RestoreError, match="different keys or types") as caught:
+            ds.restore([from_state_dict("s", _state(0))], path, keys=["s/a", "s/n/b"][rank], rank=rank, world_size=2)
+        said.append(str(caught.value))
+
+    threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 2
+    assert "rank 1 the newest with keys=['s/n/b']" in said[0]
+
+
+@given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 50))
+def test_boxes_cover_each_element_once(shape: list[int], most: int) -> None:
+    seen = np.zeros(shape, int)
+    for begin, size in casting.boxes(shape, most):
+        assert int(np.prod(size)) <= most
+        seen[(*(slice(b, b + n) for b, n in zip(begin, size, strict=True)), ...)] += 1
+    assert (seen == 1).all()
+
+
+@given(st.text("ab*?/", min_size=1), st.text("ab", min_size=1), st.text("ab/"))
+def test_what_covers_a_provider_takes_all_its_keys(glob: str, name: str, key: str) -> None:
+    assert checked_keys(glob) == (glob,)
+    selection = Selection([glob])
+    if glob != name and selection.covers(name) and not Selection([glob]).takes(name):
+        assert Selection([glob]).takes(f"{name}/{key}")
+        assert not selection.unmatched
