@@ -181,3 +181,26 @@ def test_what_covers_a_provider_takes_all_its_keys(glob: str, name: str, key: st
     if glob != name and selection.covers(name) and not Selection([glob]).takes(name):
         assert Selection([glob]).takes(f"{name}/{key}")
         assert not selection.unmatched
+
+
+def test_each_of_two_ranks_restores_and_casts_what_it_selects(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "c", from_state_dict("s", _state(1.0)))
+    live = [_state(0.0), _state(0.0)]
+    for state in live:
+        state["a"] = state["a"].bfloat16()
+    del live[1]["n"]  # only rank 0 has what this glob matches
+    results: dict[int, ds.Restored] = {}
+
+    def restore(rank: int) -> None:
+        provider = from_state_dict("s", live[rank])
+        results[rank] = ds.restore([provider], path, keys=["s/a", "s/n/b*"], cast=True, rank=rank, world_size=2)
+
+    threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [float(state["a"][0]) for state in live] == [1, 1]
+    assert live[0]["n"]["b"].sum() == 3
+    assert [state["l"][0] for state in live] == [0, 0]
+    assert {rank: list(r.cast_keys) for rank, r in results.items()} == {0: ["s/a"], 1: ["s/a"]}
