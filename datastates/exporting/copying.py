@@ -231,7 +231,7 @@ class Copier:
                     path = str(origin.sources[0][0].path)
                     raise CorruptError(f"{key!r} from {path} does not match its digest", key=key, path=path)
             if piece.cast is not None:
-                _convert(piece.cast, piece.read)
+                memory.convert(piece.cast, piece.read)
 
     def _write(self, fd: int, path: Path, window: _Window) -> None:
         data, at = window.bytes, 0
@@ -251,14 +251,6 @@ def _as_bytes(array: Any) -> Any:
 
         return array.reshape(-1).view(torch.uint8).numpy()
     return array.reshape(-1).view(np.uint8)
-
-
-def _convert(target: Any, source: Any) -> None:
-    """Copy elements into an array of another floating type, rounded to nearest."""
-    if arrays.kind_of(target) == "torch":
-        target.copy_(source)
-    else:
-        np.copyto(target, source, casting="unsafe")
 
 
 @contextlib.contextmanager

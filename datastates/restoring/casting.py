@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from datastates.container.file import Container
+from datastates.container.rows import place_of
 from datastates.container.table import Row
 from datastates.executor.executor import Executor
 from datastates.restoring.reads import Reads, Tally
 from datastates.state import arrays, dtensors, memory, strides
+from datastates.state.dtypes import BY_NAME
 from datastates.state.shards import ArrayRef, Shard
+from datastates.state.strides import span
 
 WINDOW = 64 << 20
 """Most bytes of the stored type that are in memory at a time."""
@@ -85,6 +88,40 @@ def run(casts: Sequence[Cast], executor: Executor) -> Tally:
                 reads.add(source, row, piece)
             landed.append((_region(cast.shard, begin, size), piece.source))
     return _flush(reads, executor, landed, tally) if landed else tally
+
+
+def conflict(casts: Sequence[Cast], restored: Iterable[Shard]) -> str | None:
+    """Keys of two live arrays that share memory, of which one is converted, and that were saved apart; None if none do.
+
+    Args:
+        casts: The arrays to convert.
+        restored: All array shards that are restored, with those to convert.
+    """
+    if not casts:
+        return None
+    origins = {
+        id(cast.shard): [(str(s.path), place_of(row), str(row.part)) for s, row in cast.sources]
+        or [("", place_of(cast.row), "")]
+        for cast in casts
+    }
+    found = [(*_memory(shard), shard.key, origins.get(id(shard))) for shard in restored if shard.part.numel]
+    placed = sorted(found, key=lambda one: one[:2])
+    furthest = 0
+    for i in range(1, len(placed)):
+        begin, end, key, origin = placed[i]
+        _, last, other, other_origin = placed[furthest]
+        if begin < last and not (origin is other_origin is None) and origin != other_origin:
+            return f"{other}, {key}"
+        if end > last:
+            furthest = i
+    return None
+
+
+def _memory(shard: Shard) -> tuple[int, int]:
+    """The addresses of a live shard's first byte and of the one past its last."""
+    assert shard.dtype is not None
+    begin = arrays.address(shard.source)
+    return begin, begin + span(shard.shape, shard.stride) * BY_NAME[shard.dtype].itemsize
 
 
 def boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -225,7 +225,9 @@ class Restore:
         result.mismatched_keys = {key: what for s in saved for key, what in s.mismatched.items()}
         if self._strict and (result.missing_keys or result.unexpected_keys or result.mismatched_keys):
             raise misfit(self._stored, result, self._lost())
-        if (keys := self._reads.conflict()) is not None:
+        casts = [cast for s in saved for cast in s.casts]
+        every = (shard for s in saved for shard in s.restored)
+        if (keys := self._reads.conflict() or casting.conflict(casts, every)) is not None:
             raise RestoreError(
                 f"{self._stored.head.path} does not fit the live state: {keys} shares live memory with a tensor that "
                 "was saved apart from it",

@@ -204,3 +204,21 @@ def test_each_of_two_ranks_restores_and_casts_what_it_selects(tmp_path: Path) ->
     assert live[0]["n"]["b"].sum() == 3
     assert [state["l"][0] for state in live] == [0, 0]
     assert {rank: list(r.cast_keys) for rank, r in results.items()} == {0: ["s/a"], 1: ["s/a"]}
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.float16], ids=["both converted", "one converted"])
+def test_memory_that_is_shared_cannot_be_converted_from_tensors_saved_apart(tmp_path: Path, other: torch.dtype) -> None:
+    saved = {"a": torch.ones(1000), "b": torch.zeros(1000, dtype=other)}
+    ds.snapshot([from_state_dict("s", saved)], tmp_path / "saved").wait_committed()
+    live = torch.full((1000,), 7.0, dtype=torch.float16)
+    with pytest.raises(RestoreError, match=r"shares live memory with a tensor that was saved apart"):
+        ds.restore([from_state_dict("s", {"a": live, "b": live})], tmp_path / "saved", cast=True)
+    assert (live == 7).all()
+
+
+def test_tied_tensors_are_converted(tmp_path: Path) -> None:
+    tied = torch.arange(1000.0)
+    ds.snapshot([from_state_dict("s", {"a": tied, "b": tied})], tmp_path / "saved").wait_committed()
+    live = torch.zeros(1000, dtype=torch.bfloat16)
+    ds.restore([from_state_dict("s", {"a": live, "b": live})], tmp_path / "saved", cast=True)
+    assert torch.equal(live, tied.bfloat16())
