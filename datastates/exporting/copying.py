@@ -6,10 +6,12 @@ import contextlib
 import errno
 import math
 import os
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +198,14 @@ class Copier:
         if offset < len(file.header):
             part = file.header[offset : offset + nbytes]
             window.bytes[: len(part)] = np.frombuffer(part, np.uint8)
-        for at, tensor in file.tensors:
+        first = max(0, bisect_right(file.tensors, offset, key=lambda one: one[0]) - 1)
+        for at, tensor in islice(file.tensors, first, None):
+            if at >= offset + nbytes:
+                break
             itemsize = BY_NAME[tensor.dtype].itemsize
             begin, end = max(at, offset), min(at + tensor.nbytes, offset + nbytes)
             if begin < end:
-                first, last = (begin - at) // itemsize, (end - at) // itemsize
-                self._queue(window, tensor, first, last, base + begin - offset)
+                self._queue(window, tensor, (begin - at) // itemsize, (end - at) // itemsize, base + begin - offset)
         return window
 
     def _queue(self, window: _Window, tensor: Tensor, begin: int, end: int, at: int) -> None:
