@@ -146,7 +146,8 @@ def test_a_failing_container_fails_its_snapshot_only(
 
 
 def test_every_step_of_the_commit_is_broken_here() -> None:
-    steps = (manifest.begin, manifest.commit, manifest._rename, files.write_file, files.sync_directory)
+    publishing = (manifest.publish, manifest._rename, files.sync_directory)
+    steps = (manifest.begin, manifest.commit, files.write_file, *publishing)
     named = set(re.findall(r'\bsyscall\("(\w+)"', "".join(map(inspect.getsource, steps))))
     assert named == {operation for _, operation, _ in COMMIT_STEPS}
 
