@@ -6,7 +6,6 @@ import contextlib
 import errno
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,12 @@ from datastates.executor.executor import Executor
 from datastates.exporting import safetensors_layout as layout
 from datastates.exporting.copying import Copier, Origin
 from datastates.exporting.naming import Renames, choose, names_of
+from datastates.restoring.casting import FLOATS
 from datastates.restoring.stored import Stored
 from datastates.state.shards import full_key
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """The types that floating-point tensors can be cast to: the usual short names, and torch's."""
-_FLOATING = re.compile(r"b?float\d")
 FILE_SUFFIX = ".safetensors"
 
 
@@ -141,7 +140,7 @@ def refuse_existing(target: Path) -> None:
 
 
 def _type(stored: str, wanted: str | None) -> str:
-    return wanted if wanted is not None and _FLOATING.match(stored) else stored
+    return wanted if wanted is not None and stored in FLOATS else stored
 
 
 def _origins(stored: Stored, keys: Sequence[str]) -> tuple[dict[str, Origin], dict[str, str]]:

@@ -145,6 +145,14 @@ def test_floating_point_tensors_are_cast(
     assert holds(tmp_path / "out", cast)
 
 
+def test_what_is_no_plain_float_is_not_cast(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4), "packed": torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}
+    ds.snapshot([from_state_dict("m", state)], tmp_path / "saved").wait_committed()
+    with pytest.raises(ValueError, match="'m/packed' is of type float4_e2m1fn_x2, which torch's reader"):
+        ds.export(tmp_path / "saved", tmp_path / "out", dtype="bf16")
+    ds.export(tmp_path / "saved", tmp_path / "out", dtype="bf16", keys="m/w")
+
+
 def test_the_parts_of_several_ranks_are_put_together(
     tmp_path: Path, ranks: Callable[..., Any], small_windows: None
 ) -> None:
