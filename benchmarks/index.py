@@ -14,6 +14,7 @@ from datastates.container import archive, checksums
 from datastates.container.file import open_container
 from datastates.container.index import Index
 from datastates.container.key_table import PackedKeys
+from datastates.container.records import Records
 from datastates.container.table import ShardTable
 from datastates.container.zip_frames import encode_frames, header_nbytes, pickle_place
 from datastates.planning import write
@@ -32,7 +33,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     tail, _ = archive.encode_tail(index, b"")
     path = directory / "index.pt"
     with path.open("wb") as file:  # the records are a hole in the file: zeros, which the checksums match
-        file.seek(index.records_end)
+        file.seek(index.records.end)
         file.write(tail)
     key = f"model/{index.shards.keys[count // 2]}"
     actions: dict[str, Callable[[], Sample]] = {
@@ -60,7 +61,7 @@ def make_plan(count: int) -> WritePlan:
     """Plan the layout of a file of ``count`` tensors, and encode the frames between the records."""
     sizes = np.full(count, NBYTES, np.uint64)
     plan = write.plan_write(sizes, np.zeros(count, np.uint8), header_nbytes(count), BLOCK)
-    encode_frames(plan.header_offset, plan.data_offset, plan.source_nbytes[plan.order])
+    encode_frames(Records.of(plan))
     return plan
 
 
@@ -90,10 +91,7 @@ def index_of(plan: WritePlan) -> Index:
     )
     return Index(
         identity={"step": 0, "rank": 0, "world_size": 1, "attempt": "benchmark"},
-        header_offset=plan.header_offset,
-        data_offset=plan.data_offset,
-        record_nbytes=plan.source_nbytes[plan.order],
-        record_crc=zero,
+        records=Records.of(plan, zero),
         chunk_crc=zero,
         shards=table,
         objects=(),

@@ -12,6 +12,7 @@ from datastates.commit.claims import Claims, claims_of
 from datastates.commit.tiling import PRIME
 from datastates.container import checksums
 from datastates.container.index import Index, StoredObject
+from datastates.container.records import Records
 from datastates.container.table import ShardTable, table_of
 from datastates.container.zip_frames import header_nbytes, pickle_place
 from datastates.planning import write
@@ -99,10 +100,7 @@ class Layout:
         begin = pickle_place(plan.end)
         return Index(
             identity={"step": 1, "rank": rank, "world_size": self.ranks, "attempt": "00000000"},
-            header_offset=plan.header_offset,
-            data_offset=plan.data_offset,
-            record_nbytes=plan.source_nbytes[plan.order],
-            record_crc=np.zeros(len(sizes), np.uint32),
+            records=Records.of(plan),
             chunk_crc=np.zeros(len(sizes), np.uint32),
             shards=replace(table, digested=np.ones(len(sizes), np.uint8)),
             objects=(StoredObject(0, "loop", begin, 0, checksums.crc32(b"")),),

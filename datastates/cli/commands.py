@@ -216,9 +216,9 @@ def _describe(one: Container, digests: Mapping[str, str]) -> dict[str, Any]:
                 "box": row.box,
                 "flat": row.flat,
                 "bytes": nbytes,
-                "offset": int(index.data_offset[row.record]) + row.offset,
+                "offset": int(index.records.data_offset[row.record]) + row.offset,
                 "record": row.record,
-                "record_crc32": int(index.record_crc[row.record]),
+                "record_crc32": int(index.records.crc[row.record]),
                 "digest": digests.get(row.key),
             }
         )

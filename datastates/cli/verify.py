@@ -41,12 +41,12 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
     """
     read = read_bytes(source.path)
     index = source.index
-    chunks = source.chunks(0, len(index.data_offset))
+    chunks = source.chunks(0, len(index.records))
     wrong: set[int] = set()
     columns = zip(
         chunks.record.tolist(), chunks.offset.tolist(), chunks.length.tolist(), chunks.crc.tolist(), strict=True
     )
-    total = np.zeros(len(index.record_crc), np.uint32)
+    total = np.zeros(len(index.records.crc), np.uint32)
     digested = _Digests(source)
     for record, offset, length, crc in columns:
         data = read(offset, length)
@@ -57,7 +57,7 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
         if found != crc and record not in wrong:
             wrong.add(record)
             yield Problem(source.path, source.name_record(record), "does not match its checksum")
-    for record in np.flatnonzero(total != index.record_crc).tolist():
+    for record in np.flatnonzero(total != index.records.crc).tolist():
         if record not in wrong:
             wrong.add(record)
             yield Problem(source.path, source.name_record(record), "its chunks' checksums contradict its record's")
@@ -99,8 +99,8 @@ class _Digests:
         self._source = source
         index = source.index
         # the records end to end, as one source
-        begin = np.cumsum(index.record_nbytes, dtype=np.int64) - index.record_nbytes.astype(np.int64)
-        self._plan = digests.plan_digests(index.shards, index.record_nbytes, np.zeros_like(begin), begin)
+        begin = np.cumsum(index.records.nbytes, dtype=np.int64) - index.records.nbytes.astype(np.int64)
+        self._plan = digests.plan_digests(index.shards, index.records.nbytes, np.zeros_like(begin), begin)
         self._digester = digests.digester(self._plan.runs)
 
     def update(self, data: bytes) -> None:
@@ -121,7 +121,7 @@ class _Digests:
 
 def _verify_tail(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
     index = source.index
-    begin = index.records_end
+    begin = index.records.end
     tail = read_bytes(source.path)(begin, source.nbytes - begin)
     progress(len(tail))
     pickle = tail[index.pickle_offset - begin : index.pickle_offset - begin + index.pickle_nbytes]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from datastates._base.columns import U32, U64
 from datastates.container import zip_frames
 from datastates.container.checksums import crc32
 from datastates.container.index import FORMAT_VERSION, Index, decode_index, encode_index
 from datastates.container.nested_archives import ROOM, Nest
+from datastates.container.records import Records
 from datastates.container.table import Row
 from datastates.errors import FormatError
 from datastates.state.shards import StoredArray
@@ -26,18 +26,15 @@ FOOTER_NBYTES = len(_FOOTER.format(0, 0, 0, 0))
 ENDING_NBYTES = zip_frames.ENDING_NBYTES + FOOTER_NBYTES
 
 
-def encode_framing(
-    header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None, nest: Nest | None = None
-) -> memoryview:
+def encode_framing(records: Records, nest: Nest | None = None) -> memoryview:
     """All bytes between the records' data, end to end.
 
-    ``header_offset`` and ``data_offset`` say where each record's local header and data begin in the file, ``nbytes``
-    how long the data is. Without ``crc`` the CRC-32 fields are zero and must be filled in later. With ``nest`` the
-    bytes include the nested archives, except the last one's ending.
+    The fields of unknown checksums are zero and must be filled in later. With ``nest`` the bytes include the nested
+    archives, except the last one's ending.
     """
-    framing = zip_frames.encode_frames(header_offset, data_offset, nbytes, crc)
+    framing = zip_frames.encode_frames(records)
     if nest is not None:
-        nest.put(framing, header_offset, data_offset, nbytes, crc)
+        nest.put(framing, records)
     return framing
 
 
@@ -56,9 +53,9 @@ def nest_of(index: Index) -> Nest | None:
         return None
     table = index.shards
     records, rows = np.unique(table.record, return_index=True)
-    if len(records) != len(index.data_offset):
+    if len(records) != len(index.records):
         raise FormatError("index: a record without an array cannot be an archive")
-    return Nest([stored_array(row, int(index.record_nbytes[row.record])) for row in map(table.row, rows.tolist())])
+    return Nest([stored_array(row, int(index.records.nbytes[row.record])) for row in map(table.row, rows.tolist())])
 
 
 def stored_array(row: Row, record_nbytes: int) -> StoredArray:
@@ -69,18 +66,18 @@ def stored_array(row: Row, record_nbytes: int) -> StoredArray:
 
 
 def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[bytes, int]:
-    """Everything from ``index.records_end`` to the end of the file, and the index's CRC-32.
+    """Everything from ``index.records.end`` to the end of the file, and the index's CRC-32.
 
     ``nest`` is what :func:`nest_of` gives for the index. A caller that has it already passes it to save time.
     """
-    begin = index.records_end
+    begin = index.records.end
     nest = nest or nest_of(index)
     nested = (0, b"")
     if nest is not None:
-        nested = (ROOM, nest.tail(index.header_offset, begin, index.record_nbytes, index.record_crc))
+        nested = (ROOM, nest.tail(index.records))
     parts: list[bytes] = []
     position = begin
-    directory = [zip_frames.encode_directory(index.header_offset, index.record_nbytes, index.record_crc)]
+    directory = [zip_frames.encode_directory(index.records)]
     encoded = encode_index(index)
     index_offset = 0
     for name, data in (
@@ -97,7 +94,7 @@ def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[
         index_offset = position + length
         position += length + len(data)
     footer = _FOOTER.format(FORMAT_VERSION, index_offset, len(encoded), crc32(encoded)).encode()
-    entries = len(index.data_offset) + len(directory) - 1
+    entries = len(index.records) + len(directory) - 1
     ending = zip_frames.encode_ending(entries, position, sum(map(len, directory)), footer)
     parts += [*directory, ending]
     return b"".join(parts), crc32(encoded)
@@ -173,12 +170,10 @@ def open_index(read: Read, file_nbytes: int, *, guess: int = 1 << 16) -> tuple[I
 
 def frame_ranges(index: Index) -> list[tuple[int, memoryview]]:
     """The bytes that must lie between the storage records' data: for each stretch, its offset in the file and bytes."""
-    encoded = encode_framing(
-        index.header_offset, index.data_offset, index.record_nbytes, index.record_crc, nest_of(index)
-    )
+    encoded = encode_framing(index.records, nest_of(index))
     result = []
     position = begin = 0
-    for data, nbytes in zip(index.data_offset.tolist(), index.record_nbytes.tolist(), strict=True):
+    for data, nbytes in zip(index.records.data_offset.tolist(), index.records.nbytes.tolist(), strict=True):
         result.append((begin, encoded[position : position + data - begin]))
         position += data - begin
         begin = data + nbytes

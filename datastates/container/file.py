@@ -41,7 +41,7 @@ class Container:
     @property
     def data_offset(self) -> U64:
         """Where each storage record's data begins, in file order."""
-        return self.index.data_offset
+        return self.index.records.data_offset
 
     def name_record(self, record: int) -> str:
         """Keys of at most three arrays that lie in a storage record, for an error message about the record."""
@@ -53,7 +53,7 @@ class Container:
         """The checksummed chunks of the records from ``first`` to before ``last``."""
         index, run = self.index, slice(first, last)
         crcs = index.chunk_crc[int(index.first_chunk[first]) : int(index.first_chunk[last])]
-        found = read.plan_chunks(index.data_offset[run], index.record_nbytes[run], crcs)
+        found = read.plan_chunks(index.records.data_offset[run], index.records.nbytes[run], crcs)
         return replace(found, record=found.record + np.int32(first))
 
     def corrupt(self, key: str) -> CorruptError:
@@ -74,8 +74,8 @@ class Container:
             return memoryview(b"")
         first = row.offset // CHUNK
         begin = first * CHUNK
-        end = min(-(-(row.offset + nbytes) // CHUNK) * CHUNK, int(index.record_nbytes[row.record]))
-        data = memoryview(read_bytes(self.path)(int(index.data_offset[row.record]) + begin, end - begin))
+        end = min(-(-(row.offset + nbytes) // CHUNK) * CHUNK, int(index.records.nbytes[row.record]))
+        data = memoryview(read_bytes(self.path)(int(index.records.data_offset[row.record]) + begin, end - begin))
         crcs = index.chunk_crc[int(index.first_chunk[row.record]) + first :]
         for at, crc in zip(range(0, len(data), CHUNK), crcs, strict=False):
             if checksums.crc32(data[at : at + CHUNK]) != crc:

@@ -9,9 +9,10 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from datastates._base.columns import I64, U32, U64
+from datastates._base.columns import I64, U32
 from datastates._base.sizes import CHUNK, DESCRIPTOR
 from datastates.container.key_table import PackedKeys
+from datastates.container.records import Records
 from datastates.container.table import ShardTable
 from datastates.container.zip_frames import header_nbytes, pickle_place
 from datastates.errors import FormatError
@@ -47,8 +48,7 @@ class Index:
     Attributes:
         identity: What tells this container from every other: ``step``, ``rank``, ``world_size`` and ``attempt``, a
             random name that all containers of one snapshot share.
-        header_offset, data_offset, record_nbytes, record_crc: For each storage record, in file order: where its local
-            header and its data begin, the length of its data, and the data's CRC-32.
+        records: The storage records.
         chunk_crc: CRC-32 of each chunk of :data:`~datastates._base.sizes.CHUNK` bytes of each record, records end to
             end.
         shards: The arrays that lie in the records.
@@ -58,10 +58,7 @@ class Index:
     """
 
     identity: dict[str, int | str]
-    header_offset: U64
-    data_offset: U64
-    record_nbytes: U64
-    record_crc: U32
+    records: Records
     chunk_crc: U32
     shards: ShardTable
     objects: tuple[StoredObject, ...]
@@ -70,15 +67,10 @@ class Index:
     pickle_crc: int
     nested: bool = False
 
-    @property
-    def records_end(self) -> int:
-        """One past the last record's descriptor; 0 without records."""
-        return int(self.data_offset[-1] + self.record_nbytes[-1]) + DESCRIPTOR if len(self.data_offset) else 0
-
     @cached_property
     def first_chunk(self) -> I64:
         """Where each record's checksums begin in ``chunk_crc``; the last entry is the total number of chunks."""
-        counts = -(-self.record_nbytes.astype(np.int64) // CHUNK)
+        counts = -(-self.records.nbytes.astype(np.int64) // CHUNK)
         return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
 
 
@@ -124,10 +116,10 @@ def encode_index(index: Index) -> bytes:
             "format": FORMAT_VERSION,
             "identity": index.identity,
             "chunk": CHUNK,
-            "header_offset": index.header_offset.astype("<u8").tobytes(),
-            "data_offset": index.data_offset.astype("<u8").tobytes(),
-            "record_nbytes": index.record_nbytes.astype("<u8").tobytes(),
-            "record_crc": index.record_crc.astype("<u4").tobytes(),
+            "header_offset": index.records.header_offset.astype("<u8").tobytes(),
+            "data_offset": index.records.data_offset.astype("<u8").tobytes(),
+            "record_nbytes": index.records.nbytes.astype("<u8").tobytes(),
+            "record_crc": index.records.crc.astype("<u4").tobytes(),
             "chunk_crc": index.chunk_crc.astype("<u4").tobytes(),
             "providers": [p.encode("utf-8", "surrogatepass") for p in table.providers],
             "key_nbytes": keys.nbytes.astype("<u4").tobytes(),
@@ -156,10 +148,12 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
             raise FormatError(f"index: written by format {fields['format']!r:.40}, this reads {FORMAT_VERSION}")
         index = Index(
             identity=_identity(fields["identity"]),
-            header_offset=_column(fields["header_offset"], "<u8"),
-            data_offset=_column(fields["data_offset"], "<u8"),
-            record_nbytes=_column(fields["record_nbytes"], "<u8"),
-            record_crc=_column(fields["record_crc"], "<u4"),
+            records=Records(
+                header_offset=_column(fields["header_offset"], "<u8"),
+                data_offset=_column(fields["data_offset"], "<u8"),
+                nbytes=_column(fields["record_nbytes"], "<u8"),
+                crc=_column(fields["record_crc"], "<u4"),
+            ),
             chunk_crc=_column(fields["chunk_crc"], "<u4"),
             shards=ShardTable(
                 providers=tuple(p.decode("utf-8", "surrogatepass") for p in fields["providers"]),
@@ -180,7 +174,7 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
     except Exception as error:
         raise FormatError(f"index: cannot be decoded ({type(error).__name__}: {error})") from error
     _check_records(index, file_nbytes)
-    index.shards.check(index.record_nbytes)
+    index.shards.check(index.records.nbytes)
     _check_objects(index, file_nbytes)
     return index
 
@@ -199,15 +193,14 @@ def _nested(fields: dict[str, Any]) -> bool:
 
 
 def _check_records(index: Index, file_nbytes: int) -> None:
-    count = len(index.data_offset)
-    columns = (index.header_offset, index.record_nbytes, index.record_crc)
-    if any(len(c) != count for c in columns):
+    records, count = index.records, len(index.records)
+    if any(len(c) != count for c in (records.header_offset, records.nbytes, records.crc)):
         raise FormatError("index: the records' columns differ in length")
     limit = np.uint64(file_nbytes)
-    if count and max(index.data_offset.max(), index.record_nbytes.max(), index.header_offset.max()) > limit:
+    if count and max(records.data_offset.max(), records.nbytes.max(), records.header_offset.max()) > limit:
         raise FormatError("index: a record lies beyond the end of the file")
-    header, data = index.header_offset.astype(np.int64), index.data_offset.astype(np.int64)
-    end = data + index.record_nbytes.astype(np.int64) + DESCRIPTOR
+    header, data = records.header_offset.astype(np.int64), records.data_offset.astype(np.int64)
+    end = data + records.nbytes.astype(np.int64) + DESCRIPTOR
     if count and (header[0] != 0 or (header[1:] != end[:-1]).any() or end[-1] > file_nbytes):
         raise FormatError("index: the records overlap, leave gaps, or lie beyond the end of the file")
     room = data - header
@@ -228,7 +221,7 @@ def _check_objects(index: Index, file_nbytes: int) -> None:
     )
     if not all(type(n) is int and 0 <= n <= max(file_nbytes, _MAX_CRC) for n in numbers):
         raise FormatError("index: an object's place is not a number within the file")
-    room = pickle_place(index.records_end), pickle_place(index.records_end, 0xFFFF if index.nested else 0)
+    room = pickle_place(records_end := index.records.end), pickle_place(records_end, 0xFFFF if index.nested else 0)
     if not room[0] <= begin <= room[1] or begin + nbytes > file_nbytes:
         raise FormatError("index: data.pkl is not where the records end")
     if len({(o.provider, o.key) for o in index.objects}) != len(index.objects):

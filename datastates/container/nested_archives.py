@@ -14,9 +14,10 @@ from zlib import crc32
 
 import numpy as np
 
-from datastates._base.columns import I64, U32, U64
+from datastates._base.columns import I64, U64
 from datastates._base.sizes import DESCRIPTOR, DESCRIPTOR_CRC
 from datastates.container import pickle_writer, zip_frames
+from datastates.container.records import Records
 from datastates.errors import FormatError
 from datastates.state.shards import StoredArray
 
@@ -89,36 +90,33 @@ class Nest:
         self.header_nbytes: U64 = (self._leading_at + leading).astype(np.uint64)
         self.tail_nbytes = int(self._ending[-1]) if len(arrays) else 0
 
-    def places(self, header_offset: U64, records_end: int) -> tuple[I64, I64]:
+    def places(self, records: Records) -> tuple[I64, I64]:
         """Where each archive begins in the file, and its length in bytes."""
-        header = header_offset.astype(np.int64)
+        header = records.header_offset.astype(np.int64)
         begin = header + self._leading_at
-        return begin, np.append(header, records_end)[1:] + ROOM + self._ending - begin
+        return begin, np.append(header, records.end)[1:] + ROOM + self._ending - begin
 
-    def put(
-        self, framing: memoryview, header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None
-    ) -> None:
+    def put(self, framing: memoryview, records: Records) -> None:
         """Write all nested bytes, except the last archive's ending, into what :func:`zip_frames.encode_frames` made.
 
         Raises:
             FormatError: A local header is too short for the nested bytes.
         """
-        length = data_offset.astype(np.int64) - header_offset.astype(np.int64)
+        length = records.data_offset.astype(np.int64) - records.header_offset.astype(np.int64)
         if (length < self.header_nbytes.astype(np.int64)).any():
             raise FormatError("index: a record's header has no room for what is nested in it")
         at = (np.cumsum(length + DESCRIPTOR) - DESCRIPTOR - length).tolist()
         for i, archive in enumerate(self._archives):
             begin, end = at[i] + int(self._leading_at[i]), at[i] + int(length[i])
-            framing[begin:end] = archive.beginning(int(nbytes[i]), end - begin)
+            framing[begin:end] = archive.beginning(int(records.nbytes[i]), end - begin)
             if i + 1 < len(self._archives):
-                ending = self._ending_of(i, header_offset, int(header_offset[i + 1]), nbytes, crc)
+                ending = self._ending_of(i, records, int(records.header_offset[i + 1]))
                 framing[at[i + 1] + ROOM : at[i + 1] + ROOM + len(ending)] = ending
 
-    def tail(self, header_offset: U64, records_end: int, nbytes: U64, crc: U32) -> bytes:
+    def tail(self, records: Records) -> bytes:
         """The last archive's ending; empty without archives."""
-        last = len(self._archives) - 1
-        return self._ending_of(last, header_offset, records_end, nbytes, crc) if self._archives else b""
+        return self._ending_of(len(self._archives) - 1, records, records.end) if self._archives else b""
 
-    def _ending_of(self, i: int, header_offset: U64, next_header: int, nbytes: U64, crc: U32 | None) -> bytes:
-        at = next_header + ROOM - int(header_offset[i]) - int(self._leading_at[i])
-        return self._archives[i].ending(int(nbytes[i]), 0 if crc is None else int(crc[i]), at)
+    def _ending_of(self, i: int, records: Records, next_header: int) -> bytes:
+        at = next_header + ROOM - int(records.header_offset[i]) - int(self._leading_at[i])
+        return self._archives[i].ending(int(records.nbytes[i]), int(records.crc[i]), at)

@@ -118,8 +118,8 @@ class StoredRows(Mapping[str, Row]):
             table.dims[dims],
             table.strides[dims],
             table.part[rows] == WHOLE,
-            self._index.record_nbytes[record],
-            self._index.data_offset[record] + table.offset[rows],
+            self._index.records.nbytes[record],
+            self._index.records.data_offset[record] + table.offset[rows],
         )
 
     @cached_property

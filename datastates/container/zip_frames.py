@@ -12,6 +12,7 @@ import numpy as np
 
 from datastates._base.columns import I64, U8, U32, U64
 from datastates._base.sizes import DESCRIPTOR, DESCRIPTOR_CRC, SMALL
+from datastates.container.records import Records
 
 ROOT = b"archive/"
 """The folder of all records, by torch's convention."""
@@ -67,12 +68,12 @@ def local_header(
     return (own.ljust(at, b"\0") + data).ljust(length, b"\0")
 
 
-def encode_frames(header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | None = None) -> memoryview:
+def encode_frames(records: Records) -> memoryview:
     """All bytes between the storage records' data, end to end: local headers, padding, descriptors.
 
-    Without ``crc`` the descriptors' CRC fields are zero, for the executor to fill in as the data goes by.
+    Where a checksum is unknown, the executor fills it in as the data goes by.
     """
-    length = data_offset.astype(np.int64) - header_offset.astype(np.int64)
+    length = records.data_offset.astype(np.int64) - records.header_offset.astype(np.int64)
     descriptor = np.cumsum(length + DESCRIPTOR) - DESCRIPTOR  # where it begins in the result
     result = np.zeros(int(descriptor[-1]) + DESCRIPTOR if len(length) else 0, np.uint8)
     for first, last in _alike(len(length)):
@@ -80,15 +81,14 @@ def encode_frames(header_offset: U64, data_offset: U64, nbytes: U64, crc: U32 | 
         headers = _copies(local_header(record_name(first), 0, shortest, crc=0, flags=STREAMED), last - first)
         _put_digits(headers, shortest - 24, first)
         _put(headers, _LOCAL.size - 2, "<u2", length[run] - (shortest - 24))
-        _put(headers, shortest - 20, "<u8", nbytes[run])
-        _put(headers, shortest - 12, "<u8", nbytes[run])
+        _put(headers, shortest - 20, "<u8", records.nbytes[run])
+        _put(headers, shortest - 12, "<u8", records.nbytes[run])
         _put(headers, shortest - 2, "<u2", length[run] - shortest)
         _scatter(result, descriptor[run] - length[run], headers)
         descriptors = _copies(_DESCRIPTOR.pack(b"PK\7\x08", 0, 0, 0), last - first)
-        if crc is not None:
-            _put(descriptors, DESCRIPTOR_CRC, "<u4", crc[run])
-        _put(descriptors, 8, "<u8", nbytes[run])
-        _put(descriptors, 16, "<u8", nbytes[run])
+        _put(descriptors, DESCRIPTOR_CRC, "<u4", records.crc[run])
+        _put(descriptors, 8, "<u8", records.nbytes[run])
+        _put(descriptors, 16, "<u8", records.nbytes[run])
         _scatter(result, descriptor[run], descriptors)
     return result.data
 
@@ -111,18 +111,18 @@ def central_header(name: bytes, flags: int, crc: int, nbytes: int, offset: int) 
     return head + name + struct.pack("<HHQQQ", _ZIP64_CENTRAL, 24, nbytes, nbytes, offset)
 
 
-def encode_directory(header_offset: U64, nbytes: U64, crc: U32) -> bytes:
+def encode_directory(records: Records) -> bytes:
     """The entries of all storage records in the central directory."""
     parts = []
-    for first, last in _alike(len(nbytes)):
+    for first, last in _alike(len(records)):
         run = slice(first, last)
         entries = _copies(central_header(record_name(first), STREAMED, 0, 0, 0), last - first)
         end = entries.shape[1]
-        _put(entries, CENTRAL_CRC, "<u4", crc[run])
+        _put(entries, CENTRAL_CRC, "<u4", records.crc[run])
         _put_digits(entries, end - 28, first)
-        _put(entries, end - 24, "<u8", nbytes[run])
-        _put(entries, end - 16, "<u8", nbytes[run])
-        _put(entries, end - 8, "<u8", header_offset[run])
+        _put(entries, end - 24, "<u8", records.nbytes[run])
+        _put(entries, end - 16, "<u8", records.nbytes[run])
+        _put(entries, end - 8, "<u8", records.header_offset[run])
         parts.append(entries.tobytes())
     return b"".join(parts)
 

@@ -267,7 +267,7 @@ class _Records(_Blocks):
     def start(self, executor: Callable[[int], Executor]) -> None:
         """Allocate all records, and begin to read and verify them meanwhile."""
         index = self._source.index
-        sizes, offsets = index.record_nbytes.tolist(), index.data_offset.tolist()
+        sizes, offsets = index.records.nbytes.tolist(), index.records.data_offset.tolist()
         made, begin = executor(sum(sizes)), 0
         if self._device is not None:
             memory.reserve(sum(n for r, n in enumerate(sizes) if self._kinds.get(r) == "torch"), self._device)

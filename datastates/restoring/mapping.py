@@ -144,7 +144,7 @@ class Checkpoint(Mapping[str, Any]):
             memory.assign(block, np.array(source.read_row(row)))
         else:
             reads = Reads()
-            reads.add_memory(source, int(source.index.data_offset[row.record]) + row.offset, arrays.memory(block))
+            reads.add_memory(source, int(source.data_offset[row.record]) + row.offset, arrays.memory(block))
             self._run(reads, row.key, [(source, row)])
         return memory.view(block, reference(row), 0)
 
@@ -153,7 +153,7 @@ class Checkpoint(Mapping[str, Any]):
             if self._closed:
                 raise ClosedError(f"{self._stored.head.path} is closed: {key!r} can no longer be read")
             if self._executor is None:
-                largest = sum(int(source.index.record_nbytes.max()) for source, _ in sources)
+                largest = sum(int(source.index.records.nbytes.max()) for source, _ in sources)
                 self._executor = self._make_executor(largest)
             executor = self._executor
         reads.run(executor)

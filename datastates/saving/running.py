@@ -19,6 +19,7 @@ from datastates.container.digests import DigestPlan
 from datastates.container.index import Index, StoredObject
 from datastates.container.nested_archives import Nest
 from datastates.container.pickle_writer import is_dialect
+from datastates.container.records import Records
 from datastates.container.table import Row, ShardTable
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
 from datastates.executor.executor import PreparedWrite
@@ -40,6 +41,7 @@ class SavePlan:
     structure: Structure
     key: tuple[Any, ...]
     plan: WritePlan
+    records: Records
     prepared: PreparedWrite
     table: ShardTable
     claims: Claims | None
@@ -51,8 +53,8 @@ class SavePlan:
     def places(self) -> Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]:
         """For each array, its row, then offset and length in the file of its data and of the archive around it."""
         assert self.nest is not None
-        data = zip(self.plan.data_offset.tolist(), self.plan.source_nbytes[self.plan.order].tolist(), strict=True)
-        archives = zip(*(x.tolist() for x in self.nest.places(self.plan.header_offset, self.plan.end)), strict=True)
+        data = zip(self.records.data_offset.tolist(), self.records.nbytes.tolist(), strict=True)
+        archives = zip(*(x.tolist() for x in self.nest.places(self.records)), strict=True)
         records = list(zip(data, archives, strict=True))
         return ((row, *records[row.record]) for row in self.table.rows(range(len(self.table))))
 
@@ -210,10 +212,7 @@ class Running:
         crcs, chunk_crcs = self.job.checksums()
         return Index(
             identity=self.ending.identity,
-            header_offset=plan.header_offset,
-            data_offset=plan.data_offset,
-            record_nbytes=plan.source_nbytes[plan.order],
-            record_crc=crcs[plan.order],
+            records=replace(self.planned.records, crc=crcs[plan.order]),
             chunk_crc=write.reorder_chunks(chunk_crcs, plan),
             shards=self.planned.digests.filled(crcs[plan.order], self.job.digests(), self.planned.table),
             objects=objects,

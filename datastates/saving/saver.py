@@ -15,6 +15,7 @@ from datastates.commit.ending import Ending
 from datastates.container import archive, nested_archives, zip_frames
 from datastates.container.digests import plan_digests
 from datastates.container.nested_archives import Nest
+from datastates.container.records import Records
 from datastates.container.table import table_of
 from datastates.errors import FormatError, ProviderError
 from datastates.executor.executor import Executor, prepare_write
@@ -99,21 +100,21 @@ class Saver:
         header_nbytes = nest.header_nbytes if nest else zip_frames.header_nbytes(len(sizes))
         crc_places = nested_archives.CRC_PLACES if nest else (DESCRIPTOR_CRC,)
         plan = write.plan_write(sizes, eager, header_nbytes, self._executor.block, crc_places)
-        record_nbytes = plan.source_nbytes[order]
-        literal = archive.encode_framing(plan.header_offset, plan.data_offset, record_nbytes, nest=nest)
+        records = Records.of(plan)
+        literal = archive.encode_framing(records, nest)
         try:
             table = table_of(structure.names, structure.arrays, record)
-            table.check(record_nbytes)  # so that nothing is written that a reader would refuse
+            table.check(records.nbytes)  # so that nothing is written that a reader would refuse
         except (FormatError, ValueError, OverflowError) as error:
             raise ProviderError(f"a shard is described wrongly: {error}") from error
         stored = {
             (p, shard.key): _stored(shard, number) for (p, shard), number in zip(structure.arrays, record, strict=True)
         }
         claims = claims_of(table) if self._ranks > 1 else None
-        digests = plan_digests(table, record_nbytes, plan.order, np.zeros_like(plan.order))
+        digests = plan_digests(table, records.nbytes, plan.order, np.zeros_like(plan.order))
         prepared = prepare_write(plan, literal, digests.runs)
         pickle_offset = archive.pickle_place(plan.end, nest)
-        return SavePlan(structure, key, plan, prepared, table, claims, digests, stored, pickle_offset, nest)
+        return SavePlan(structure, key, plan, records, prepared, table, claims, digests, stored, pickle_offset, nest)
 
 
 def _nest(structure: Structure, record: Sequence[int]) -> Nest:

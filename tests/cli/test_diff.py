@@ -149,7 +149,7 @@ def test_what_has_no_digest_is_read(save: Save, make: Callable[[torch.Tensor], t
 def test_damage_is_found_where_something_is_read(save: Save) -> None:
     a, b = save(tree(w=WHOLE.t())), save(tree(w=WHOLE.t()))
     data = bytearray(a[0].path.read_bytes())
-    data[int(a[0].index.data_offset[0]) + 500_000] ^= 1
+    data[int(a[0].index.records.data_offset[0]) + 500_000] ^= 1
     a[0].path.write_bytes(data)
     with pytest.raises(CorruptError, match="m/w"):
         compare([open_container(a[0].path)], b)

@@ -39,7 +39,7 @@ def archives(path: Path) -> Iterator[tuple[str, bytes]]:
     nest = archive.nest_of(source.index)
     assert nest is not None
     data = path.read_bytes()
-    begin, nbytes = nest.places(source.index.header_offset, source.index.records_end)
+    begin, nbytes = nest.places(source.index.records)
     for record, (first, length) in enumerate(zip(begin.tolist(), nbytes.tolist(), strict=True)):
         yield source.name_record(record).removeprefix("file/"), data[first : first + length]
 
@@ -140,7 +140,7 @@ def test_records_over_several_extents(tmp_path: Path, write_file: Any) -> None:
     write_file(path, state, nested=True).wait_committed()
     check(path, state)
     index = open_container(path).index
-    assert all(o % 4096 == 0 for o, n in zip(index.data_offset, index.record_nbytes, strict=True) if n >= 65_536)
+    assert not (index.records.data_offset[index.records.nbytes >= 65_536] % 4096).any()
 
 
 def test_checksums_are_patched_wherever_the_cuts_fall() -> None:
@@ -195,7 +195,8 @@ def small(tmp_path: Path, write_file: Any) -> Path:
 def test_verify_names_every_flipped_bit(small: Path) -> None:
     good = small.read_bytes()
     index = open_container(small).index
-    data = {at for b, n in zip(index.data_offset, index.record_nbytes, strict=True) for at in range(int(b), int(b + n))}
+    records = index.records
+    data = {at for b, n in zip(records.data_offset, records.nbytes, strict=True) for at in range(int(b), int(b + n))}
     missed = []
     for position in range(len(good)):
         damaged = bytearray(good)
@@ -291,8 +292,9 @@ def test_a_header_of_another_length_is_damage(small: Path) -> None:
     """Where the index puts the second header one byte later, other bytes must frame the records."""
     source = open_container(small)
     index = source.index
-    assert not (index.data_offset - index.header_offset > 0xFFFF).any()
-    shifted = replace(index, header_offset=index.header_offset + np.array([0, 1, 0], np.uint64))
+    assert not (index.records.data_offset - index.records.header_offset > 0xFFFF).any()
+    moved = index.records.header_offset + np.array([0, 1, 0], np.uint64)
+    shifted = replace(index, records=replace(index.records, header_offset=moved))
     assert archive.frame_ranges(index) != archive.frame_ranges(shifted)
 
 
@@ -310,7 +312,7 @@ def test_shared_memory_of_one_shape_is_stored_once(tmp_path: Path, write_file: A
     path = tmp_path / "file.pt"
     grid = torch.arange(6.0)
     write_file(path, {"a": grid, "b": grid.view(6)}, nested=True).wait_committed()
-    assert len(open_container(path).index.data_offset) == 1
+    assert len(open_container(path).index.records) == 1
     (_, data), *others = archives(path)
     assert not others
     assert torch.equal(torch.load(io.BytesIO(data)), grid)
@@ -326,6 +328,6 @@ def test_a_plan_is_kept_for_one_kind_of_file(tmp_path: Path, write_file: Any) ->
         write_file(path, state, nested=is_nested).wait_committed()
         source: Container = open_container(path)
         assert source.index.nested is is_nested
-        room = int(source.index.data_offset[0] - source.index.header_offset[0])
+        room = int(source.index.records.data_offset[0] - source.index.records.header_offset[0])
         assert (room > 256) is is_nested
         assert problems(path) == []

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from datastates.container import pickle_reader, pickle_writer
 from datastates.container.index import Index
 from datastates.container.pickle_native import read_plain
+from datastates.container.records import Records
 from datastates.container.rows import StoredRows, reference
 from datastates.container.table import table_of
 from datastates.errors import FormatError
@@ -102,7 +103,7 @@ def rows_of(stored: dict[str, StoredArray]) -> StoredRows:
     zeros = np.zeros(count, np.uint64)
     table = table_of(["m"], [(0, s) for s in shards], list(range(count)))
     no_crc = np.zeros(0, np.uint32)
-    return StoredRows(Index({}, zeros, zeros, nbytes, no_crc, no_crc, table, (), 0, 0, 0), "m")
+    return StoredRows(Index({}, Records(zeros, zeros, nbytes, no_crc), no_crc, table, (), 0, 0, 0), "m")
 
 
 def slowly(opcodes: bytes, rows: StoredRows) -> str | None:
@@ -207,7 +208,8 @@ def test_arrays_in_another_order_are_left() -> None:
 
 def test_arrays_of_one_place_go_by_one_key() -> None:
     tied = table_of(["m"], [(0, s) for s in (shard("a"), shard("b"), shard("c", 4))], [0, 0, 0])
-    rows = StoredRows(Index({}, *[np.zeros(1, np.uint64)] * 3, *[np.zeros(0, np.uint32)] * 2, tied, (), 0, 0, 0), "m")
+    records = Records(*[np.zeros(1, np.uint64)] * 3, np.zeros(1, np.uint32))
+    rows = StoredRows(Index({}, records, np.zeros(0, np.uint32), tied, (), 0, 0, 0), "m")
     assert rows.names == ["b", "b", "c"]
     assert list(rows.names_of(["c", "a"])) == ["c", "b"]
 

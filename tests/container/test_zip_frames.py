@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from datastates.container import zip_frames
+from datastates.container.records import Records
 from datastates.planning import write
 
 
@@ -29,6 +30,6 @@ def test_frames_of_many_records_are_those_of_each(count: int, known: bool) -> No
         expected.append(zip_frames.local_header(name, size, data - header, crc=0, flags=8))
         expected.append(struct.pack("<4sIQQ", b"PK\7\x08", checksum if known else 0, size, size))
         directory.append(zip_frames.central_header(name, 8, checksum, size, header))
-    made = zip_frames.encode_frames(plan.header_offset, plan.data_offset, nbytes, crc if known else None)
+    made = zip_frames.encode_frames(Records.of(plan, crc if known else None))
     assert made == b"".join(expected)
-    assert zip_frames.encode_directory(plan.header_offset, nbytes, crc) == b"".join(directory)
+    assert zip_frames.encode_directory(Records.of(plan, crc)) == b"".join(directory)

@@ -93,18 +93,18 @@ def reseal(path: Path, rank: int, key: str, at: int = 0) -> None:
     file = path / manifest.container_name(rank)
     index, data = open_container(file).index, bytearray(file.read_bytes())
     row = index.shards.row(index.shards.by_key[key])
-    begin, first = int(index.data_offset[row.record]), int(index.first_chunk[row.record])
+    begin, first = int(index.records.data_offset[row.record]), int(index.first_chunk[row.record])
     data[begin + row.offset + at] ^= 1
-    content = bytes(data[begin : begin + int(index.record_nbytes[row.record])])
-    record_crc, chunk_crc = index.record_crc.copy(), index.chunk_crc.copy()
+    content = bytes(data[begin : begin + int(index.records.nbytes[row.record])])
+    record_crc, chunk_crc = index.records.crc.copy(), index.chunk_crc.copy()
     record_crc[row.record] = checksums.crc32(content)
     chunks = [checksums.crc32(content[a : a + CHUNK]) for a in range(0, len(content), CHUNK)]
     chunk_crc[first : first + len(chunks)] = chunks
-    index = replace(index, record_crc=record_crc, chunk_crc=chunk_crc)
+    index = replace(index, records=replace(index.records, crc=record_crc), chunk_crc=chunk_crc)
     for offset, frame in archive.frame_ranges(index):
         data[offset : offset + len(frame)] = frame
     pickle = bytes(data[index.pickle_offset : index.pickle_offset + index.pickle_nbytes])
-    file.write_bytes(bytes(data[: index.records_end]) + archive.encode_tail(index, pickle)[0])
+    file.write_bytes(bytes(data[: index.records.end]) + archive.encode_tail(index, pickle)[0])
     sign(path)
 
 

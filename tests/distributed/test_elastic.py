@@ -141,7 +141,7 @@ def test_what_is_read_without_checksums_is_verified_by_digest(threads: Any, tmp_
     source = Stored.open(path).container(2)
     assert source is not None
     row = source.index.shards.row(source.index.shards.by_key["model/odd"])
-    at = int(source.index.data_offset[row.record]) + row.offset + 1_000_003
+    at = int(source.index.records.data_offset[row.record]) + row.offset + 1_000_003
     data = bytearray(source.path.read_bytes())
     data[at] ^= 16
     source.path.write_bytes(data)

@@ -162,7 +162,7 @@ def test_a_damaged_part_fails_the_restore_on_all_ranks(threads: Any, tmp_path: P
     source = Stored.open(tmp_path / "c").container(1)
     assert source is not None
     row = source.index.shards.row(source.index.shards.by_key["model/w"])
-    flip(source.path, int(source.index.data_offset[row.record]) + 7)
+    flip(source.path, int(source.index.records.data_offset[row.record]) + 7)
     first, second = restore(threads, tmp_path / "c", "rows", 2)
     assert isinstance(second, CorruptError)
     assert second.key == "model/w"

@@ -199,7 +199,7 @@ def test_whatever_is_read_is_verified(threads: Any, tmp_path: Path) -> None:
     assert threads(2, one) == [None] * 2
     assert ds.load(path, **SMALL)["model"]["w"].tobytes() == logical("w", (1024, 1024), step=3).tobytes()
     source = open_container(path / "rank-00001.pt")
-    flip(source.path, int(source.index.data_offset[0]) + 2 + 4 * 512 * 16 * 300)
+    flip(source.path, int(source.index.records.data_offset[0]) + 2 + 4 * 512 * 16 * 300)
     with pytest.raises(CorruptError, match="model/w"):
         ds.load(path, **SMALL)
     with ds.open(path, **SMALL) as checkpoint, pytest.raises(CorruptError, match="model/w"):

@@ -20,6 +20,7 @@ from datastates.container import archive, checksums, data_pkl, digests, nested_a
 from datastates.container.data_pkl import ProviderState
 from datastates.container.index import Index
 from datastates.container.nested_archives import Nest
+from datastates.container.records import Records
 from datastates.container.table import ShardTable, table_of
 from datastates.planning import write
 from datastates.state import dtypes
@@ -99,10 +100,7 @@ def build() -> dict[str, bytes]:
     pickle, objects = data_pkl.encode_pickle(_states(order), begin)
     index = Index(
         identity=IDENTITY,
-        header_offset=plan.header_offset,
-        data_offset=plan.data_offset,
-        record_nbytes=sizes[plan.order],
-        record_crc=crc,
+        records=Records.of(plan, crc),
         chunk_crc=crc[sizes[plan.order] > 0],  # each has one chunk, or none
         shards=_digested(_table(order), [RECORDS[n] for n in order]),
         objects=objects,
@@ -133,11 +131,10 @@ def _digested(table: ShardTable, records: list[bytes]) -> ShardTable:
 
 def _file(index: Index, pickle: bytes, records: list[bytes]) -> tuple[bytes, int]:
     """A container, and the CRC-32 of its index."""
-    crc, nest = index.record_crc, archive.nest_of(index)
-    framing = archive.encode_framing(index.header_offset, index.data_offset, index.record_nbytes, crc, nest)
+    framing = archive.encode_framing(index.records, archive.nest_of(index))
     tail, index_crc = archive.encode_tail(index, pickle)
     parts, at, end = [], 0, 0
-    for record, offset in zip(records, index.data_offset.tolist(), strict=True):
+    for record, offset in zip(records, index.records.data_offset.tolist(), strict=True):
         parts += [framing[at : at + offset - end], record]
         at, end = at + offset - end, offset + len(record)
     return b"".join([*parts, framing[at:], tail]), index_crc
@@ -181,10 +178,7 @@ def build_nested() -> bytes:
     table = table_of(["m"], [(0, shard) for shard in shards], [order.index(i) for i in range(len(rows))])
     index = Index(
         identity=IDENTITY,
-        header_offset=plan.header_offset,
-        data_offset=plan.data_offset,
-        record_nbytes=sizes[order],
-        record_crc=crc,
+        records=Records.of(plan, crc),
         chunk_crc=crc[sizes[order] > 0],
         shards=_digested(table, records),
         objects=objects,
@@ -276,10 +270,7 @@ def _of_rank(rank: int, held: dict[str, tuple[str, tuple[int, ...], tuple[int, .
     pickle, objects = data_pkl.encode_pickle(states, begin)
     index = Index(
         identity={**IDENTITY, "rank": rank, "world_size": 2},
-        header_offset=np.array(ends, np.uint64),
-        data_offset=np.array(begins, np.uint64),
-        record_nbytes=sizes,
-        record_crc=crc,
+        records=Records(np.array(ends, np.uint64), np.array(begins, np.uint64), sizes, crc),
         chunk_crc=crc[sizes > 0],
         shards=_digested(table_of(["m", "loop"], [(0, s) for s in shards], list(range(len(shards)))), records),
         objects=objects,

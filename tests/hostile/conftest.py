@@ -19,6 +19,7 @@ from datastates.commit import manifest
 from datastates.container import archive, checksums, data_pkl, zip_frames
 from datastates.container.data_pkl import ProviderState
 from datastates.container.index import Index
+from datastates.container.records import Records
 from datastates.container.table import table_of
 from datastates.planning import write
 from datastates.state.shards import Shard
@@ -151,10 +152,7 @@ def forge(tmp_path: Path) -> Forge:
         encoded, objects = data_pkl.encode_pickle([ProviderState("m", pickle)], begin)
         index = Index(
             identity={"step": 120, "rank": 0, "world_size": 1, "attempt": "9f86d081"},
-            header_offset=plan.header_offset,
-            data_offset=plan.data_offset,
-            record_nbytes=sizes[plan.order],
-            record_crc=crc,
+            records=Records.of(plan, crc),
             chunk_crc=np.array(
                 [checksums.crc32(r[a : a + CHUNK]) for r in ordered for a in range(0, len(r), CHUNK)], np.uint32
             ),
@@ -164,9 +162,9 @@ def forge(tmp_path: Path) -> Forge:
             pickle_nbytes=len(encoded),
             pickle_crc=checksums.crc32(encoded),
         )
-        framing = zip_frames.encode_frames(index.header_offset, index.data_offset, index.record_nbytes, crc)
+        framing = zip_frames.encode_frames(index.records)
         parts, at, end = [], 0, 0
-        for data, offset in zip(ordered, index.data_offset.tolist(), strict=True):
+        for data, offset in zip(ordered, index.records.data_offset.tolist(), strict=True):
             parts += [framing[at : at + offset - end], data]
             at, end = at + offset - end, offset + len(data)
         tail, _ = archive.encode_tail(index, encoded)

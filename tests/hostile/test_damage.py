@@ -171,7 +171,7 @@ def test_container_of_another_attempt_is_found(checkpointer: Checkpointer, conta
 def test_damaged_tensor_is_named_by_verify_and_by_restore(checkpointer: Checkpointer, container: Path) -> None:
     source = open_checkpoint(container.parent)[1][0]
     record = int(source.index.shards.record[source.index.shards.by_key["named/a"]])
-    flip(container, int(source.index.data_offset[record]), 1)
+    flip(container, int(source.index.records.data_offset[record]), 1)
     assert [p.key for p in verify_container(source, lambda _: None)] == ["named/a"]
     with pytest.raises(DatastatesError, match="named/a"):
         checkpointer.restore(State(0).providers())

@@ -161,7 +161,7 @@ def test_damage_is_found_where_it_is_read_and_named(path: Path) -> None:
     index = container_file.open_container(file).index
     for key, at in (("model/big", BIG.nbytes - 1), ("model/big", CHUNK), ("model/middle", CHUNK + 5)):
         good = file.read_bytes()
-        begin = int(index.data_offset[index.shards.record[index.shards.by_key[key]]])
+        begin = int(index.records.data_offset[index.shards.record[index.shards.by_key[key]]])
         with builtins.open(file, "r+b") as raw:
             raw.seek(begin + at)
             raw.write(bytes([good[begin + at] ^ 1]))

@@ -466,7 +466,7 @@ def test_a_flipped_byte_in_any_container_is_found(tmp_path: Path, executor: Exec
     tensors = {"w": fill((3 << 20,))}
     stored = store(tmp_path, tensors, "rows", 3)
     for container in stored.containers:
-        at = int(container.index.data_offset[0]) + CHUNK + 17
+        at = int(container.index.records.data_offset[0]) + CHUNK + 17
         flip(container, at)
         shard = live("w", Part((3 << 20,), (3 << 20,), None, (0, 3 << 20)), torch.zeros(3 << 20))
         with pytest.raises(CorruptError, match="'s/w'"):
@@ -477,7 +477,7 @@ def test_a_flipped_byte_in_any_container_is_found(tmp_path: Path, executor: Exec
 
 def test_a_flipped_byte_in_a_part_too_small_to_count_is_found(tmp_path: Path, executor: Executor) -> None:
     stored = store(tmp_path, {"w": fill((64, 64))}, "rows", 2)
-    flip(stored.containers[1], int(stored.containers[1].index.data_offset[0]) + 5)
+    flip(stored.containers[1], int(stored.containers[1].index.records.data_offset[0]) + 5)
     shard = live("w", Part((64, 64), (64, 8), (0, 8)), torch.zeros(64, 8))  # without the byte that is wrong
     with pytest.raises(CorruptError, match="'s/w'"):
         stored.read([shard], executor)

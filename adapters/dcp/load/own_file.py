@@ -26,7 +26,7 @@ class OwnFile:
         self.source = source
         record = source.index.shards.record
         self._rows = np.argsort(record, kind="stable")
-        self._first = np.searchsorted(record[self._rows], np.arange(len(source.index.data_offset) + 1))
+        self._first = np.searchsorted(record[self._rows], np.arange(len(source.index.records) + 1))
 
     def queue(self, reads: Reads, item: ReadItem, place: _StorageInfo, planner: LoadPlanner) -> Callable[[], None]:
         """Plan to read and verify one item.
@@ -53,12 +53,12 @@ class OwnFile:
 
     def _row(self, offset: int, item: ReadItem) -> Row:
         """The array that the metadata says is at ``offset``, where an archive begins, or bare bytes do."""
-        index = self.source.index
+        index, records = self.source.index, self.source.index.records
         is_bytes = item.type == LoadItemType.BYTE_IO
         rows: list[Row] = []
         # the first record whose data ends at or after the offset
-        record = int(np.searchsorted(index.data_offset + index.record_nbytes, np.uint64(offset), "left"))
-        if record < len(index.data_offset) and index.header_offset[record] <= offset <= index.data_offset[record]:
+        record = int(np.searchsorted(records.data_offset + records.nbytes, np.uint64(offset), "left"))
+        if record < len(records) and records.header_offset[record] <= offset <= records.data_offset[record]:
             numbers = self._rows[self._first[record] : self._first[record + 1]]
             rows = [index.shards.row(number) for number in numbers.tolist()]
         for row in rows:

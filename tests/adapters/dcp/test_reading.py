@@ -84,9 +84,9 @@ def test_every_flipped_byte_of_the_data_is_found_and_named(tmp_path: Path) -> No
     file = tmp_path / "__0_0.distcp"
     good = file.read_bytes()
     index = open_container(file).index
-    for number in range(len(index.data_offset)):
+    for number in range(len(index.records)):
         row = next(index.shards.row(i) for i in range(3) if index.shards.record[i] == number)
-        begin, nbytes = int(index.data_offset[number]), int(index.record_nbytes[number])
+        begin, nbytes = int(index.records.data_offset[number]), int(index.records.nbytes[number])
         for at in (begin, begin + nbytes // 2, begin + nbytes - 1):
             file.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
             found = failure(tmp_path, state)
