@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from datastates.api import export, load, open, restore, snapshot
+from datastates.api import compare, export, load, open, restore, snapshot
 from datastates.checkpointer import Checkpointer
 from datastates.config import IoSettings, Settings
 from datastates.container.pickle_writer import dumps
 from datastates.errors import DatastatesError
 from datastates.exporting.export import Exported
+from datastates.restoring.comparison import Comparison
 from datastates.restoring.mapping import Checkpoint
 from datastates.restoring.restored import Restored
 from datastates.saving.report import Report
@@ -23,6 +24,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointEngine",
     "Checkpointer",
+    "Comparison",
     "DatastatesError",
     "Exported",
     "IoSettings",
@@ -33,6 +35,7 @@ __all__ = [
     "Snapshot",
     "StateProvider",
     "array_shard",
+    "compare",
     "dumps",
     "export",
     "load",

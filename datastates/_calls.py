@@ -16,7 +16,7 @@ from datastates.restoring.fallback import check
 from datastates.restoring.fallback import restore as restore_newest
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.restored import Restored
-from datastates.restoring.selection import checked_keys
+from datastates.restoring.scope import Scope
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
 
@@ -62,6 +62,8 @@ def restore_by(
     fallback: bool,
     strict: bool,
     keys: Any,
+    rename: Any,
+    cast: bool,
     **how: Any,
 ) -> Restored | None:
     """Restore; the common part of :func:`datastates.restore` and :meth:`datastates.Checkpointer.restore`.
@@ -76,6 +78,8 @@ def restore_by(
         fallback: As for :meth:`datastates.Checkpointer.restore`.
         strict: As for :meth:`datastates.Checkpointer.restore`.
         keys: The globs as the user gave them.
+        rename: The renames as the user gave them.
+        cast: As for :meth:`datastates.Checkpointer.restore`.
         **how: Other arguments of :class:`~datastates.restoring.restore.Restore`.
 
     Returns:
@@ -88,7 +92,7 @@ def restore_by(
         check_order(providers)
         wish = None if step is None else checked_step(step)
         check(fallback=fallback, step=wish, strict=strict)
-        globs = checked_keys(keys)
+        scope = Scope.of(keys, rename, cast)
     except Exception as error:  # it is raised once the other ranks know of it
         meetings(0).refuse(error)
     gate.pass_all()  # a restore changes the state, so it waits for captures like any update
@@ -101,7 +105,7 @@ def restore_by(
         step=wish,
         fallback=fallback,
         strict=strict,
-        keys=globs,
+        scope=scope,
         **how,
     )
     if restored is None and wish is not None:

@@ -1,4 +1,4 @@
-"""Functions that need no :class:`Checkpointer`: to snapshot, to restore, to load, to open and to export."""
+"""Functions that need no :class:`Checkpointer`: to snapshot, restore, compare, load, open and export."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from datastates.errors import CheckpointNotFoundError
 from datastates.executor.make import make_executor
 from datastates.exporting import export as exporting
 from datastates.exporting.export import FILE_SUFFIX, Exported, cast_type, refuse_existing
-from datastates.exporting.naming import Renames
 from datastates.exporting.safetensors_layout import parse_size
 from datastates.ranks.together import meet
 from datastates.restoring import loading
+from datastates.restoring.comparison import Comparison
+from datastates.restoring.fallback import compare as compare_newest
 from datastates.restoring.mapping import Checkpoint
 from datastates.restoring.provider_view import Trust
+from datastates.restoring.renaming import Renames
 from datastates.restoring.restore import Verify
 from datastates.restoring.restored import Restored
+from datastates.restoring.scope import Scope
 from datastates.restoring.selection import Keys
 from datastates.restoring.stored import Stored
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
@@ -101,6 +104,7 @@ def restore(
     *,
     step: int | None = None,
     keys: Keys | None = None,
+    rename: Renames = MappingProxyType({}),
     cast: bool = False,
     strict: bool = True,
     trust: Trust = (),
@@ -115,6 +119,7 @@ def restore(
         path: A checkpoint directory, or a directory of them.
         step: The step of the checkpoint; None for the newest.
         keys: As for :meth:`Checkpointer.restore`.
+        rename: As for :meth:`Checkpointer.restore`.
         cast: As for :meth:`Checkpointer.restore`.
         strict: As for :meth:`Checkpointer.restore`.
         trust: As for :meth:`Checkpointer.restore`.
@@ -143,6 +148,7 @@ def restore(
             lambda n: make_executor(settings, n),
             step=step,
             keys=keys,
+            rename=rename,
             cast=cast,
             fallback=fallback,
             strict=strict,
@@ -153,6 +159,61 @@ def restore(
     if restored is None:
         directories.refuse_absence(given, None)
     return restored
+
+
+def compare(
+    providers: Sequence[StateProvider],
+    path: PathLike,
+    *,
+    step: int | None = None,
+    keys: Keys | None = None,
+    rename: Renames = MappingProxyType({}),
+    cast: bool = False,
+    trust: Trust = (),
+    **options: Unpack[RankOptions],
+) -> Comparison:
+    """Find out what :func:`restore` would do with the same arguments. Nothing is read or changed but what tells that.
+
+    ``print()`` of the result has a line for each key. All ranks call it together.
+
+    Args:
+        providers: What would be restored.
+        path: A checkpoint directory, or a directory of them.
+        step: The step of the checkpoint; None for the newest.
+        keys: As for :meth:`Checkpointer.restore`.
+        rename: As for :meth:`Checkpointer.restore`.
+        cast: As for :meth:`Checkpointer.restore`.
+        trust: As for :meth:`Checkpointer.restore`.
+        **options: Fields of :class:`~datastates.config.RankSettings`.
+
+    Returns:
+        What would be restored, cast, and left as it is.
+
+    Raises:
+        CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
+        SettingsError: An option is unknown or impossible.
+        RestoreError: A glob or a rename matches nothing, or the ranks gave different ones.
+        DatastatesError: The other errors are those of :meth:`Checkpointer.restore`.
+    """
+    name = "compare"
+    with telling(lambda: _calls.world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
+        settings = RankSettings.of(options)
+        _calls.check_order(providers)
+        given, scope = paths.local(path), Scope.of(keys, rename, cast)
+        wish = None if step is None else _calls.checked_step(step)
+    with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
+        compared = compare_newest(
+            list(providers),
+            lambda: directories.candidates(given, wish, certain=True),
+            lambda n: make_executor(settings, n),
+            _calls.meeting_of(world, name, 0),
+            step=wish,
+            scope=scope,
+            trust=trust,
+        )
+    if compared is None:
+        directories.refuse_absence(given, wish)
+    return compared
 
 
 def load(

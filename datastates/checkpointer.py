@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from typing_extensions import Unpack
 
@@ -29,6 +29,7 @@ from datastates.errors import (
 from datastates.executor.make import make_executor
 from datastates.ranks.together import meet
 from datastates.restoring.provider_view import Trust
+from datastates.restoring.renaming import Renames
 from datastates.restoring.restore import Verify
 from datastates.restoring.restored import Restored
 from datastates.restoring.selection import Keys
@@ -213,6 +214,7 @@ class Checkpointer:
         *,
         step: int | None = None,
         keys: Keys | None = None,
+        rename: Renames = MappingProxyType({}),
         cast: bool = False,
         strict: bool = True,
         trust: Trust = (),
@@ -234,7 +236,11 @@ class Checkpointer:
             keys: A glob, or several, such as ``"model/*"`` or ``"model/*lora_*"``: only the arrays and values whose
                 full keys match are restored, and only these are compared. All others of the live state are left as
                 they are. A provider's name means all of it. An optimizer or a random state is restored as a whole
-                only. The same on all ranks, as is ``cast``.
+                only. The same on all ranks, as is ``cast``. They are keys of the live state, after ``rename``.
+            rename: New full keys of the checkpoint's arrays. ``{"encoder/": "model/"}`` replaces a prefix; a compiled
+                pattern is replaced as by ``re.sub``. The first that matches a key is used. A provider that loses or
+                gets an array by a rename is matched by the names of its arrays alone: its other values stay as they
+                are. Not for an optimizer or a random state. The same on all ranks.
             cast: Convert arrays whose floating-point type differs from the live one's, while they are read and
                 verified. Their digests are not compared, as those are of the stored type. All other differences of
                 element types are mismatches.
@@ -279,6 +285,7 @@ class Checkpointer:
             self.wait,  # so that the checkpoint it finds does not depend on the speed of the storage
             step=step,
             keys=keys,
+            rename=rename,
             cast=cast,
             fallback=fallback,
             strict=strict,

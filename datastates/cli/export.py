@@ -13,7 +13,7 @@ from datastates import api
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import as_size, print_json, printable
 from datastates.exporting.export import CASTS
-from datastates.exporting.naming import Renames
+from datastates.restoring.renaming import Renames
 
 PATTERN = "re:"
 """What begins a rename by a regular expression."""

@@ -17,8 +17,9 @@ from datastates.container.rows import place_of
 from datastates.executor.executor import Executor
 from datastates.exporting import safetensors_layout as layout
 from datastates.exporting.copying import Copier, Origin
-from datastates.exporting.naming import Renames, choose, names_of
+from datastates.exporting.naming import choose, names_of
 from datastates.restoring.casting import FLOATS
+from datastates.restoring.renaming import Renames
 from datastates.restoring.stored import Stored
 from datastates.state.shards import full_key
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-Renames = Mapping["str | re.Pattern[str]", str]
-"""New names by old ones: a prefix and what replaces it, or a pattern and the replacement of ``re.sub``."""
+from datastates.restoring.renaming import Renames, as_text, renamed
 
 
 def choose(keys: Iterable[str], globs: Sequence[str]) -> list[str]:
@@ -38,12 +36,8 @@ def names_of(keys: Sequence[str], renames: Renames) -> dict[str, str]:
     keys_of: dict[str, str] = {}
     for key in keys:
         name = key.partition("/")[2] or key if lone else key
-        for old, new in renames.items():
-            changed = _renamed(name, old, new)
-            if changed is not None:
-                used.add(old)
-                name = changed
-                break
+        name, by = renamed(name, renames)
+        used.add(by)
         if not name:
             raise ValueError(f"rename: {key!r} would get an empty name")
         if name in keys_of:
@@ -51,13 +45,5 @@ def names_of(keys: Sequence[str], renames: Renames) -> dict[str, str]:
         names[key], keys_of[name] = name, key
     for old in renames:
         if old not in used:
-            shown = old if isinstance(old, str) else old.pattern
-            raise ValueError(f"rename: no name of an exported tensor matches {shown!r}")
+            raise ValueError(f"rename: no name of an exported tensor matches {as_text(old)!r}")
     return names
-
-
-def _renamed(name: str, old: str | re.Pattern[str], new: str) -> str | None:
-    """The new name; None if the rename does not match."""
-    if isinstance(old, str):
-        return new + name[len(old) :] if name.startswith(old) else None
-    return old.sub(new, name) if old.search(name) else None

@@ -15,9 +15,12 @@ from datastates.commit import health
 from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.restoring.choose import advised, open_together
+from datastates.restoring.comparison import Comparison
 from datastates.restoring.meeting import Meeting
+from datastates.restoring.provider_view import Trust
 from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored
+from datastates.restoring.scope import Scope
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
@@ -40,8 +43,7 @@ def restore(
     *,
     step: int | None,
     fallback: bool,
-    keys: Sequence[str] | None,
-    cast: bool,
+    scope: Scope,
     **how: Any,
 ) -> Restored | None:
     """Restore the newest of the candidates; returns None if there is none.
@@ -53,8 +55,7 @@ def restore(
         meetings: Returns the meeting of the n-th attempt, from 0.
         step: The step that is wanted; None for the newest.
         fallback: Whether to pass over damaged checkpoints.
-        keys: As for :class:`~datastates.restoring.restore.Restore`; the same on all ranks.
-        cast: As for :class:`~datastates.restoring.restore.Restore`; the same on all ranks.
+        scope: What of the checkpoint is restored; the same on all ranks.
         **how: As for :class:`~datastates.restoring.restore.Restore`.
 
     Raises:
@@ -62,8 +63,6 @@ def restore(
         DatastatesError: As for :meth:`datastates.Checkpointer.restore`.
     """
     damaged: dict[Path, str] = {}  # on the coordinator
-    given = [*([] if keys is None else [f"keys={list(keys)}"]), *(["cast=True"] if cast else [])]
-    options = ", ".join(given)
     if isinstance(providers, Iterator):  # each attempt goes through them, and more than once
         providers = list(providers)
 
@@ -87,16 +86,16 @@ def restore(
     for attempt in itertools.count():
         meeting = meetings(attempt)
         with contextlib.ExitStack() as reading:
-            stored = open_together(meeting, step, find, reading, fallback=fallback, options=options)
+            stored = open_together(meeting, step, find, reading, fallback=fallback, options=str(scope))
             if stored is None:
                 return None
             path = stored.head.path
             if not fallback:
                 with advised(path, step):
-                    return Restore(stored, providers, executor, meeting, keys=keys, cast=cast, **how).run()
+                    return Restore(stored, providers, executor, meeting, scope=scope, **how).run()
             result, error = None, None
             try:
-                result = Restore(stored, providers, executor, meeting, keys=keys, cast=cast, **how).run()
+                result = Restore(stored, providers, executor, meeting, scope=scope, **how).run()
             except RanksMissingError:
                 raise
             except Exception as failure:
@@ -112,6 +111,40 @@ def restore(
             _log.warning("restored step %d, as what is newer is damaged: %s", result.step, _listed(passed))
         return result
     raise AssertionError("attempts do not end")
+
+
+def compare(
+    providers: Sequence[StateProvider],
+    candidates: Callable[[], Sequence[Path]],
+    executor: Callable[[int], Executor],
+    meeting: Meeting,
+    *,
+    step: int | None,
+    scope: Scope,
+    trust: Trust,
+) -> Comparison | None:
+    """Find out what :func:`restore` would do without ``fallback``; returns None if there is no candidate.
+
+    The arguments are those of :func:`restore`.
+    """
+    with contextlib.ExitStack() as reading:
+        newest = lambda: next(reversed(candidates()), None)  # noqa: E731
+        stored = open_together(meeting, step, newest, reading, fallback=False, options=str(scope))
+        if stored is None:
+            return None
+        with advised(stored.head.path, step):
+            restore = Restore(
+                stored,
+                providers,
+                executor,
+                meeting,
+                strict=False,
+                trust=trust,
+                verify="checksum",
+                replicas="read",
+                scope=scope,
+            )
+            return restore.compare()
 
 
 def _agree(

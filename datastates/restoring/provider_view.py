@@ -1,4 +1,4 @@
-"""What a checkpoint holds for one provider, compared with the live state: what to read, and what differs."""
+"""What a checkpoint holds for one provider: the arrays and objects of its containers, compared with the live state."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from datastates.commit.claims import key_hash, object_hash
+from datastates.commit.claims import object_hash
 from datastates.container import pickle_reader, pickle_writer
 from datastates.container.file import Container
 from datastates.container.pickle_native import read_plain
 from datastates.container.rows import DataPlace, StoredRows, logical
 from datastates.container.table import Row
 from datastates.errors import FormatError, ProviderError
-from datastates.restoring.casting import Cast, can_cast
+from datastates.restoring.compared import Compared
 from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.read_queue import Ranges
 from datastates.restoring.reads import Reads
 from datastates.restoring.selection import Cut
 from datastates.restoring.stored import Stored
-from datastates.state import memory, streams, tensor_scan
+from datastates.state import streams, tensor_scan
 from datastates.state.arrays import Destinations
-from datastates.state.parts import uncovered
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key, keys_of, objects_of
 
@@ -47,19 +46,11 @@ def naming(what: str) -> Iterator[None]:
         raise FormatError(f"{what}: {error}") from error
 
 
-class SavedState(Saved):
+class SavedState(Compared, Saved):
     """What a checkpoint holds for one provider. It also collects the differences that are reported.
 
     The objects and the listed keys are those of one container, the base: the one with this rank's number or, if that
     has nothing of the provider, another one. A look-up by key finds the arrays of all ranks. Not thread-safe.
-
-    Attributes:
-        name: The name that the provider is stored under.
-        missing, unexpected: Full keys that only the live state has, and that only the checkpoint has.
-        mismatched: By full key, what differs.
-        lost: By full key, what is missing of an array or object because a container is missing.
-        cut: The selected part of the provider; None if all of it is restored.
-        casts: The arrays that are converted, as their type differs.
     """
 
     def __init__(
@@ -84,20 +75,10 @@ class SavedState(Saved):
             cut: The selected part of the provider; None for all of it.
             cast: Whether arrays of another floating-point type are converted.
         """
+        super().__init__(stored, name, cut=cut, cast=cast)
         self.strict = strict
-        self.cut = cut
-        self.casts: list[Cast] = []
-        self._cast = cast
-        self.name = name
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.mismatched: dict[str, str] = {}
-        self.lost: dict[str, str] = {}
-        self._asked_arrays: Sequence[str] = ()
         self._asked_objects: list[str] = []
-        self._shards: list[Shard] = []  # the array shards that are restored, if they are compared one by one
         self._alike: Destinations | None = None  # all shards, if they are compared in columns
-        self._stored = stored
         self._base = base
         self._trust = trust
         table = base.index.shards
@@ -132,30 +113,6 @@ class SavedState(Saved):
     def objects(self) -> Sequence[str]:
         """Keys of the stored objects."""
         return list(self._objects)
-
-    def report(
-        self,
-        *,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
-        mismatched: Mapping[str, str] | None = None,
-    ) -> None:
-        """Record differences of what is selected; see :meth:`datastates.state.provider.Saved.report`."""
-        self.missing += [full_key(self.name, key) for key in missing if self._takes(key)]
-        self.unexpected += [full_key(self.name, key) for key in unexpected if self._takes(key)]
-        found = {full_key(self.name, key): what for key, what in (mismatched or {}).items() if self._takes(key)}
-        self.mismatched.update(found)
-
-    def _takes(self, key: str) -> bool:
-        return self.cut is None or self.cut.takes(key)
-
-    def select(self, shards: Sequence[Shard]) -> Sequence[Shard]:
-        """The selected ones of a provider's destinations. Its objects stay: what is not selected of them is pruned."""
-        if self.cut is None:
-            return shards
-        kept = [shard for shard in shards if shard.is_object or self.cut.keeps(shard.key)]
-        some = [shard for shard in kept if not shard.is_object]
-        return Destinations([s.key for s in some], [s.source for s in some], objects_of(kept))
 
     def structure(self, key: str) -> object:
         """A stored object's containers and plain values, with an ArrayRef for each array."""
@@ -213,57 +170,25 @@ class SavedState(Saved):
         return naming(f"{full_key(self.name, key)!r} in {self._base.path}")
 
     def plan(self, shards: Sequence[Shard], reads: Reads, received: Collection[str] = ()) -> dict[str, object]:
-        """Queue the reads of all arrays that can be restored, and record what cannot.
-
-        Args:
-            shards: The provider's destinations.
-            reads: Gets the reads.
-            received: Full keys that this rank receives from other ranks instead of reading them.
+        """Queue the reads of all arrays; see :meth:`Compared.plan`.
 
         Returns:
             The live arrays that are restored, by the keys that stand for their places in ``data.pkl``.
-
-        Raises:
-            ProviderError: A destination is an array that the checkpoint does not hold.
         """
-        self._asked_arrays, self._asked_objects = keys_of(shards), [shard.key for shard in objects_of(shards)]
+        self._asked, self._asked_objects = keys_of(shards), [shard.key for shard in objects_of(shards)]
+        for key in self._asked_objects:
+            if key not in self._objects:
+                raise ProviderError(f"destinations() gave {key!r}, which the checkpoint does not hold")
         if not received and isinstance(shards, Destinations) and self._plan_alike(shards, reads):
             return dict(zip(self.rows.names_of(shards.keys), shards.values, strict=True))
-        self.rows.make(self._asked_arrays)
-        elsewhere: list[tuple[Row, Shard]] = []  # not in the base, or cut into other parts there
-        for shard in shards:
-            if shard.is_object and shard.key in self._objects:
-                continue
-            row = None if shard.is_object else self.find(shard.key)
-            if row is None:
-                raise ProviderError(f"destinations() gave {shard.key!r}, which the checkpoint does not hold")
-            difference = _difference(row, shard)
-            is_cast = difference is not None and self._cast and can_cast(row, shard)
-            if difference is not None and not is_cast:
-                self.report(mismatched={shard.key: difference})
-            elif full_key(self.name, shard.key) in received:
-                self._shards.append(shard)
-                if is_cast:
-                    self.casts.append(Cast(row, shard, []))
-            elif not is_cast and shard.key in self.rows and row.part == shard.part:
-                reads.add(self._base, row, shard)
-                self._shards.append(shard)
-            else:
-                elsewhere.append((row, shard))
-        every = self._stored.sources([(row, shard.part) for row, shard in elsewhere])
-        for (like, shard), sources in zip(elsewhere, every, strict=True):
-            if missing := uncovered(shard.part, [row.part for _, row in sources]):
-                self.lost[full_key(self.name, shard.key)] = f"{missing} of {shard.part.numel} elements"
-                continue
-            if like.dtype.name != shard.dtype:
-                self.casts.append(Cast(like, shard, sources))
-            else:
-                for source, row in sources:
-                    reads.add(source, row, shard)
-            self._shards.append(shard)
-        keys = [shard.key for shard in self._shards if shard.key in self.rows]
+        self.rows.make(self._asked)
+        targets = super().plan(shards, reads, received)
+        keys = [key for key in targets if key in self.rows]
         named = dict(zip(keys, self.rows.names_of(keys), strict=True))
-        return {named.get(shard.key, shard.key): shard.source for shard in self._shards}
+        return {named.get(key, key): array for key, array in targets.items()}
+
+    def _holder(self, row: Row, shard: Shard) -> Container | None:
+        return self._base if shard.key in self.rows and row.part == shard.part else None
 
     def _plan_alike(self, shards: Destinations, reads: Reads) -> bool:
         """Queue the reads of all arrays, compared in columns, which is fast.
@@ -293,37 +218,26 @@ class SavedState(Saved):
     @property
     def restored(self) -> Sequence[Shard]:
         """The array shards that are restored, also those that are converted."""
-        return self._shards if self._alike is None else [s for s in self._alike if not s.is_object]
+        return super().restored if self._alike is None else [s for s in self._alike if not s.is_object]
 
     @property
     def takes_something(self) -> bool | None:
         """Whether any array is restored or, if the provider has no arrays, an object; None if nothing is wanted."""
-        if self._shards or (self._alike is not None and self._alike.keys):
-            return True
-        if self.missing or self.mismatched or self.lost:
-            return False
-        return True if self._asked_arrays or self._asked_objects or self._alike is not None else None
+        if self._alike is not None:
+            return True if self._alike.keys else super().takes_something is not False
+        found = super().takes_something
+        return True if found is None and self._asked_objects else found
 
     @property
     def rewritten(self) -> Sequence[object]:
         """The live arrays that are restored."""
-        return [s.source for s in self._shards] if self._alike is None else self._alike.values
+        return super().rewritten if self._alike is None else self._alike.values
 
     def wanted(self) -> Iterator[int]:
         """Hashes of the full keys of all arrays and objects that the provider asked for."""
-        for key in self._asked_arrays:
-            yield key_hash(full_key(self.name, key))
+        yield from super().wanted()
         for key in self._asked_objects:
             yield object_hash(full_key(self.name, key))
-
-
-def _difference(row: Row, shard: Shard) -> str | None:
-    """Why a live part cannot be restored from the stored logical tensor, for a message; None if it can."""
-    stored, wanted = (row.dtype.name, row.global_shape), (shard.dtype, shard.global_shape)
-    if stored != wanted:
-        texts = [f"{dtype} of shape {shape}" for dtype, shape in (stored, wanted)]
-        return f"{texts[0]} in the checkpoint, {texts[1]} in the live state"
-    return None if memory.is_writable(shard.source) else "the live array is read-only"
 
 
 def _target(targets: Mapping[str, object], ref: ArrayRef) -> object:

@@ -12,15 +12,21 @@ import numpy as np
 
 from datastates._base import gc_pause
 from datastates._base.columns import U64
+from datastates.commit.claims import key_hash
 from datastates.container import pickle_reader
 from datastates.container.digests import contribution
 from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.restoring import broadcast, casting
+from datastates.restoring.compared import Compared
+from datastates.restoring.comparison import Comparison
 from datastates.restoring.meeting import Fit, Held, Meeting
+from datastates.restoring.named_arrays import NamedArrays
 from datastates.restoring.provider_view import SavedState, Trust
 from datastates.restoring.reads import Reads
+from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.restored import Restored, misfit, shortened, warn_of_rest, warn_of_unverified
+from datastates.restoring.scope import Scope
 from datastates.restoring.selection import Cut, Selection
 from datastates.restoring.stored import Stored
 from datastates.state import dtensors
@@ -35,6 +41,7 @@ AHEAD_MINIMUM = 16 << 20
 """Smallest container, in bytes, that is read ahead while it is compared."""
 
 
+EVERYTHING = Scope()
 _NOTHING = Cut(Selection(()), "")
 """Stands for a provider of which nothing is selected."""
 
@@ -44,7 +51,7 @@ class _Taken:
     """A provider that the checkpoint has: what is saved of it, and its destinations."""
 
     provider: StateProvider
-    saved: SavedState
+    saved: Compared
     shards: Sequence[Shard]
 
 
@@ -75,8 +82,7 @@ class Restore:
         trust: Trust,
         verify: Verify,
         replicas: Replicas,
-        keys: Sequence[str] | None = None,
-        cast: bool = False,
+        scope: Scope = EVERYTHING,
     ) -> None:
         """Prepare a restore; nothing is read yet.
 
@@ -89,8 +95,7 @@ class Restore:
             trust: Classes that pickled objects may have, as ``module.qualname``, or ``"all"``.
             verify: ``"digest"`` compares the digests of all tensors.
             replicas: ``"broadcast"`` lets one rank read a part that several restore alike, and send it to the others.
-            keys: The globs of the keys to restore; None for all.
-            cast: Whether arrays of another floating-point type are converted.
+            scope: What of the checkpoint is restored.
         """
         self._stored = stored
         self._providers = providers
@@ -100,8 +105,9 @@ class Restore:
         self._trust = trust
         self._verify = verify
         self._replicas = replicas
-        self._selection = None if keys is None else Selection(keys)
-        self._cast = cast
+        self._scope = scope
+        self._selection = None if scope.keys is None else Selection(scope.keys)
+        self._live_keys: LiveKeys | None = None  # if keys are renamed
         self._alone = stored.head.ranks == meeting.ranks == 1
         self._reads = Reads()
         self._executor: Executor | None = None  # the executor that has begun to read ahead, if any
@@ -133,14 +139,36 @@ class Restore:
             self._meeting.together("objects", self._restore_objects)
         return self._result
 
+    @gc_pause.paused()
+    def compare(self) -> Comparison:
+        """Find out what :meth:`run` would do; nothing is changed. Use it in the place of :meth:`run`."""
+        self._strict = False
+
+        def look_and_compare() -> Fit:
+            self._look(ahead=False)
+            return self._compare()
+
+        unexpected, _ = self._meeting.compare(look_and_compare, self._strangers)
+        self._result.unexpected_keys += unexpected
+        self._result.missing_keys += self._not_here
+        self._note_parts()
+        restored = [full_key(t.saved.name, shard.key) for t in self._taken for shard in t.saved.restored]
+        objects = [full_key(o.saved.name, o.shard.key) for o in self._objects]
+        return Comparison.of(self._stored.head.path, self._result, [*restored, *objects], self._reads.nbytes)
+
     # --- looking: what the checkpoint has for each provider
 
-    def _look(self) -> None:
+    def _look(self, *, ahead: bool) -> None:
         pickle_reader.check_trust(self._trust)
-        if self._replicas == "read" and self._selection is None and not self._cast:
+        if ahead and self._replicas == "read" and self._scope.is_all:
             self._read_ahead()
+        if self._scope.rename:
+            self._live_keys = LiveKeys(self._stored.keys, self._scope.rename)
         rank, ranks = self._meeting.rank, self._stored.head.ranks
         for provider in walk_unique(self._providers):
+            if self._live_keys is not None and provider.name in self._live_keys.providers:
+                self._take_by_name(provider, self._live_keys)
+                continue
             # per-rank state of a rank that did not exist when the checkpoint was saved
             is_new = provider.per_rank and rank >= ranks
             name = stored_name(provider, rank, ranks)
@@ -153,10 +181,20 @@ class Restore:
                 (self._not_here if is_new else self._absent).append(full_key(provider.name, ""))
                 continue
             saved = SavedState(
-                self._stored, base, name, strict=self._strict, trust=self._trust, cut=cut, cast=self._cast
+                self._stored, base, name, strict=self._strict, trust=self._trust, cut=cut, cast=self._scope.cast
             )
             saved.note_lost_objects(rank)
             self._taken.append(_Taken(provider, saved, saved.select(provider.destinations(saved))))
+
+    def _take_by_name(self, provider: StateProvider, live: LiveKeys) -> None:
+        if not provider.takes_parts:
+            raise RestoreError(f"rename: {provider.name!r} can be restored only as a whole, under its own keys")
+        cut = self._cut(provider, False)
+        if cut is _NOTHING:
+            self._result.left_out_keys.append(provider.name)
+            return
+        named = NamedArrays(self._stored, provider, live, cut=cut, cast=self._scope.cast)
+        self._taken.append(_Taken(provider, named, named.select(named.destinations())))
 
     def _cut(self, provider: StateProvider, is_absent: bool) -> Cut | None:
         """The selected part of a provider: None for all of it, :data:`_NOTHING` for none of it.
@@ -193,7 +231,7 @@ class Restore:
 
     def _look_for_shares(self) -> dict[broadcast.PartKey, int]:
         """The parts of this rank that can be broadcast, each with its size in bytes."""
-        self._look()
+        self._look(ahead=False)
         return {place: s.nbytes or 0 for place, s in self._places().items() if broadcast.can_broadcast(s)}
 
     def _places(self) -> dict[broadcast.PartKey, Shard]:
@@ -208,7 +246,7 @@ class Restore:
     # --- comparing: whether it fits
 
     def _look_and_compare(self) -> Fit:
-        self._look()
+        self._look(ahead=True)
         return self._compare()
 
     def _compare(self) -> Fit:
@@ -216,6 +254,7 @@ class Restore:
         for taken in self._taken:
             targets = taken.saved.plan(taken.shards, self._reads, received)
             for shard in objects_of(taken.shards):
+                assert isinstance(taken.saved, SavedState)
                 taken.saved.vet(shard.key)  # so that an untrusted or damaged object is refused before any change
                 self._objects.append(_Object(taken.provider, taken.saved, shard, targets))
         saved, result = [taken.saved for taken in self._taken], self._result
@@ -237,12 +276,19 @@ class Restore:
         is_vain = not any(fits) if self._absent or any(fit is not None for fit in fits) else None
         wanted = () if self._alone else (number for s in saved for number in s.wanted())
         unmatched = () if self._selection is None else self._selection.unmatched
-        return Fit(np.fromiter(wanted, np.uint64), [s.name for s in saved], is_vain, unmatched)
+        return Fit(
+            np.fromiter(wanted, np.uint64), [s.name for s in saved if isinstance(s, SavedState)], is_vain, unmatched
+        )
 
     def _strangers(self, wanted: U64, names: set[str]) -> list[str]:
         if self._alone:
             return []
         found = self._stored.strangers(wanted, names)
+        if self._live_keys is not None:
+            taken, stored = set(wanted.tolist()), self._live_keys.stored
+            named = [t.saved.name for t in self._taken if isinstance(t.saved, NamedArrays)]
+            ours = (key for name in named for key in self._live_keys.of_provider(name))
+            found += [key for key in ours if key_hash(stored[key]) not in taken]
         return found if self._selection is None else [key for key in found if self._selection.takes(key)]
 
     def _take_note(self, unexpected: list[str], in_vain: bool) -> None:
@@ -305,16 +351,20 @@ class Restore:
             if o.saved.cut is not None:
                 value = o.saved.cut.prune(value, key)
             o.provider.restore(o.shard, value)
+        self._note_parts()
+
+    def _note_parts(self) -> None:
+        """Tell which keys are left out and which are cast."""
         for saved in (taken.saved for taken in self._taken):
             left_out = () if saved.cut is None else saved.cut.left_out
             self._result.left_out_keys += [full_key(saved.name, key) for key in left_out]
             self._result.cast_keys |= {full_key(saved.name, cast.shard.key): cast.types for cast in saved.casts}
 
 
-def _held(saved: SavedState, keys: set[str] | None) -> Iterator[Held]:
+def _held(saved: Compared, keys: set[str] | None) -> Iterator[Held]:
     converted = {cast.shard.key for cast in saved.casts}  # their digests are of another type
     for shard in saved.restored:
-        full = full_key(saved.name, shard.key)
+        full = saved.stored_key(shard.key)
         if shard.key not in converted and (keys is None or full in keys) and shard.part.numel:
             local = replace(shard, source=dtensors.local(shard.source))
             yield Held(full, str(shard.part), shard.part.numel, math.prod(shard.global_shape), contribution(local))

@@ -21,7 +21,7 @@ class Restored:
         step: The step that was restored.
         missing_keys: Keys that the live state has and the checkpoint lacks, on this rank. Keys of per-rank state are
             listed but are no error if the checkpoint did not have this rank, which then keeps its own state.
-        unexpected_keys: Keys that the checkpoint has and the live state of all ranks lacks.
+        unexpected_keys: Keys, after ``rename``, that the checkpoint has and the live state of all ranks lacks.
         mismatched_keys: Keys whose shape, dtype or container type differs on this rank, each with the difference.
         unverified_keys: Keys whose contents could not be compared completely, neither with checksums nor with a digest.
             With ``verify="digest"``, keys whose digest could not be compared.

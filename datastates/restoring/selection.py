@@ -17,6 +17,11 @@ _INSIDE = "~5"
 """Prefix of the keys of arrays inside objects of other classes: such an array belongs to its object."""
 
 
+def is_inner(key: str) -> bool:
+    """Whether an array lies inside an object of another class."""
+    return any(part.startswith(_INSIDE) for part in key.split("/"))
+
+
 def checked_keys(keys: Any) -> tuple[str, ...] | None:
     """The globs, sorted, or None for all keys; raises TypeError or ValueError for anything that is no glob."""
     if keys is None:
@@ -83,7 +88,7 @@ class Cut:
 
     def keeps(self, key: str) -> bool:
         """Whether an array is restored: also one inside an object of another class, which belongs to the object."""
-        if any(part.startswith(_INSIDE) for part in key.split("/")):
+        if is_inner(key):
             return True
         if not self.takes(key):
             self.left_out[key] = None

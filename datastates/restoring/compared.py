@@ -1,0 +1,171 @@
+"""How the live arrays of one provider fit those of a checkpoint: what to read, what to convert, and what differs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from datastates.commit.claims import key_hash
+from datastates.container.file import Container
+from datastates.container.table import Row
+from datastates.errors import ProviderError
+from datastates.restoring.casting import Cast, can_cast
+from datastates.restoring.reads import Reads
+from datastates.restoring.selection import Cut
+from datastates.restoring.stored import Stored
+from datastates.state import memory
+from datastates.state.arrays import Destinations
+from datastates.state.parts import uncovered
+from datastates.state.shards import Shard, full_key, keys_of, objects_of
+
+
+class Compared(ABC):
+    """The live arrays of one provider beside those of a checkpoint. Subclasses say how an array is found.
+
+    Attributes:
+        name: The provider's name in messages.
+        missing, unexpected: Full keys that only the live state has, and that only the checkpoint has.
+        mismatched: By full key, what differs.
+        lost: By full key, what is missing of an array or object because a container is missing.
+        cut: The selected part of the provider; None if all of it is restored.
+        casts: The arrays that are converted, as their type differs.
+    """
+
+    def __init__(self, stored: Stored, name: str, *, cut: Cut | None, cast: bool) -> None:
+        """Compare nothing yet.
+
+        Args:
+            stored: The checkpoint.
+            name: The provider's name in messages.
+            cut: The selected part of the provider; None for all of it.
+            cast: Whether arrays of another floating-point type are converted.
+        """
+        self.name = name
+        self.cut = cut
+        self.casts: list[Cast] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: dict[str, str] = {}
+        self.lost: dict[str, str] = {}
+        self._cast = cast
+        self._stored = stored
+        self._asked: Sequence[str] = ()
+        self._shards: Sequence[Shard] = []
+
+    @abstractmethod
+    def find(self, key: str) -> Row | None:
+        """A row with any part of an array, by the key within the provider; None if there is none."""
+
+    def stored_key(self, key: str) -> str:
+        """The full key in the checkpoint of an array, by its key within the provider."""
+        return full_key(self.name, key)
+
+    def report(
+        self,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Mapping[str, str] | None = None,
+    ) -> None:
+        """Record differences of what is selected; see :meth:`datastates.state.provider.Saved.report`."""
+        self.missing += [full_key(self.name, key) for key in missing if self._takes(key)]
+        self.unexpected += [full_key(self.name, key) for key in unexpected if self._takes(key)]
+        found = {full_key(self.name, key): what for key, what in (mismatched or {}).items() if self._takes(key)}
+        self.mismatched.update(found)
+
+    def _takes(self, key: str) -> bool:
+        return self.cut is None or self.cut.takes(key)
+
+    def select(self, shards: Sequence[Shard]) -> Sequence[Shard]:
+        """The selected ones of a provider's destinations. Its objects stay: what is not selected of them is pruned."""
+        if self.cut is None:
+            return shards
+        kept = [shard for shard in shards if shard.is_object or self.cut.keeps(shard.key)]
+        some = [shard for shard in kept if not shard.is_object]
+        return Destinations([s.key for s in some], [s.source for s in some], objects_of(kept))
+
+    def plan(self, shards: Sequence[Shard], reads: Reads, received: Collection[str] = ()) -> dict[str, object]:
+        """Queue the reads of all arrays that can be restored, and record what cannot.
+
+        Args:
+            shards: The provider's destinations; objects are passed over.
+            reads: Gets the reads.
+            received: Full keys that this rank receives from other ranks instead of reading them.
+
+        Returns:
+            The live arrays that are restored, by key.
+
+        Raises:
+            ProviderError: A destination is an array that the checkpoint does not hold.
+        """
+        self._shards = restored = []
+        elsewhere: list[tuple[Row, Shard]] = []  # not in one known container, or cut into other parts there
+        self._asked = keys_of(shards)
+        for shard in shards:
+            if shard.is_object:
+                continue
+            row = self.find(shard.key)
+            if row is None:
+                raise ProviderError(f"destinations() gave {shard.key!r}, which the checkpoint does not hold")
+            difference = _difference(row, shard)
+            is_cast = difference is not None and self._cast and can_cast(row, shard)
+            if difference is not None and not is_cast:
+                self.report(mismatched={shard.key: difference})
+            elif full_key(self.name, shard.key) in received:
+                restored.append(shard)
+                if is_cast:
+                    self.casts.append(Cast(row, shard, []))
+            elif not is_cast and (source := self._holder(row, shard)) is not None:
+                reads.add(source, row, shard)
+                restored.append(shard)
+            else:
+                elsewhere.append((row, shard))
+        every = self._stored.sources([(row, shard.part) for row, shard in elsewhere])
+        for (like, shard), sources in zip(elsewhere, every, strict=True):
+            if missing := uncovered(shard.part, [row.part for _, row in sources]):
+                self.lost[full_key(self.name, shard.key)] = f"{missing} of {shard.part.numel} elements"
+                continue
+            if like.dtype.name != shard.dtype:
+                self.casts.append(Cast(like, shard, sources))
+            else:
+                for source, row in sources:
+                    reads.add(source, row, shard)
+            restored.append(shard)
+        return {shard.key: shard.source for shard in restored}
+
+    def _holder(self, row: Row, shard: Shard) -> Container | None:
+        """The container that has a live part as one row; None if that is to be looked up."""
+        del row, shard
+        return None
+
+    @property
+    def restored(self) -> Sequence[Shard]:
+        """The array shards that are restored, also those that are converted."""
+        return self._shards
+
+    @property
+    def takes_something(self) -> bool | None:
+        """Whether anything is restored; None if nothing is wanted."""
+        if self._shards:
+            return True
+        if self.missing or self.mismatched or self.lost:
+            return False
+        return True if self._asked else None
+
+    @property
+    def rewritten(self) -> Sequence[object]:
+        """The live arrays that are restored."""
+        return [shard.source for shard in self._shards]
+
+    def wanted(self) -> Iterator[int]:
+        """Hashes of the full keys in the checkpoint of everything that the provider asked for."""
+        return (key_hash(self.stored_key(key)) for key in self._asked)
+
+
+def _difference(row: Row, shard: Shard) -> str | None:
+    """Why a live part cannot be restored from the stored logical tensor, for a message; None if it can."""
+    stored, wanted = (row.dtype.name, row.global_shape), (shard.dtype, shard.global_shape)
+    if stored != wanted:
+        texts = [f"{dtype} of shape {shape}" for dtype, shape in (stored, wanted)]
+        return f"{texts[0]} in the checkpoint, {texts[1]} in the live state"
+    return None if memory.is_writable(shard.source) else "the live array is read-only"

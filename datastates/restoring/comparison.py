@@ -1,0 +1,69 @@
+""":class:`Comparison`: what a restore would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from datastates.restoring.restored import Restored
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a restore would do, on this rank. Its text has a line for each key.
+
+    Attributes:
+        path: The checkpoint.
+        step: The step that would be restored.
+        restored_keys: Full keys in the live state of the arrays and objects that would be restored, also of those
+            that would be cast.
+        cast_keys: Keys whose element type would be converted, each with both types.
+        missing_keys: As in :class:`~datastates.restoring.restored.Restored`.
+        unexpected_keys: As in :class:`~datastates.restoring.restored.Restored`.
+        mismatched_keys: As in :class:`~datastates.restoring.restored.Restored`.
+        left_out_keys: As in :class:`~datastates.restoring.restored.Restored`.
+        nbytes: Bytes that this rank would fill without a conversion.
+    """
+
+    path: Path
+    step: int
+    restored_keys: tuple[str, ...]
+    cast_keys: dict[str, str]
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    mismatched_keys: dict[str, str]
+    left_out_keys: tuple[str, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, path: Path, result: Restored, restored: list[str], nbytes: int) -> Comparison:
+        """Take what a restore has found before it reads."""
+        return cls(
+            path,
+            result.step,
+            tuple(restored),
+            result.cast_keys,
+            tuple(result.missing_keys),
+            tuple(result.unexpected_keys),
+            result.mismatched_keys,
+            tuple(result.left_out_keys),
+            nbytes,
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether a strict restore would accept the checkpoint."""
+        return not (self.missing_keys or self.unexpected_keys or self.mismatched_keys)
+
+    def __str__(self) -> str:
+        """A line for each key: what would happen to it."""
+        plain = [key for key in self.restored_keys if key not in self.cast_keys]
+        lines = [
+            *(("restored", key, "") for key in plain),
+            *(("cast", key, types) for key, types in self.cast_keys.items()),
+            *(("mismatched", key, what) for key, what in self.mismatched_keys.items()),
+            *(("missing", key, "not in the checkpoint") for key in self.missing_keys),
+            *(("unexpected", key, "not in the live state") for key in self.unexpected_keys),
+            *(("left out", key, "") for key in self.left_out_keys),
+        ]
+        return "\n".join([f"{self.path}, step {self.step}", *(f"  {a:<10}  {b}  {c}".rstrip() for a, b, c in lines)])

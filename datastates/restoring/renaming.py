@@ -1,0 +1,78 @@
+"""New names for the keys of a checkpoint. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from datastates.errors import RestoreError
+
+Rename = str | re.Pattern[str]
+Renames = Mapping[Rename, str]
+"""New names by old ones: a prefix and what replaces it, or a pattern and the replacement of ``re.sub``."""
+
+
+def checked_renames(renames: Any) -> Renames:
+    """The renames; raises TypeError for anything but a mapping of prefixes and patterns to strings."""
+    if not isinstance(renames, Mapping):
+        raise TypeError(f"rename: a mapping of old names to new ones is wanted, not a {type(renames).__name__}")
+    for old, new in renames.items():
+        if not isinstance(old, (str, re.Pattern)) or not isinstance(new, str):
+            raise TypeError(f"rename: {old!r:.40} to {new!r:.40} is no string or pattern, and a string")
+    return renames
+
+
+def renamed(name: str, renames: Renames) -> tuple[str, Rename | None]:
+    """A name as the first rename that matches it changes it, and that rename; None if no rename matches."""
+    for old, new in renames.items():
+        if isinstance(old, str):
+            if name.startswith(old):
+                return new + name[len(old) :], old
+        elif old.search(name):
+            return old.sub(new, name), old
+    return name, None
+
+
+def as_text(old: Rename) -> str:
+    """What a rename replaces, for a message."""
+    return old if isinstance(old, str) else old.pattern
+
+
+class LiveKeys:
+    """Which array of a checkpoint belongs to each array of the live state, if keys are renamed.
+
+    Attributes:
+        stored: The full key in the checkpoint, by the full key in the live state.
+        providers: Names of the providers that lose or get an array by a rename.
+    """
+
+    def __init__(self, stored: Iterable[str], renames: Renames) -> None:
+        """Rename all keys.
+
+        Args:
+            stored: The full keys of all arrays of the checkpoint.
+            renames: The renames.
+
+        Raises:
+            RestoreError: A rename matches nothing, or two arrays would get one key.
+        """
+        self.stored: dict[str, str] = {}
+        self.providers: set[str] = set()
+        used = set()
+        for key in stored:
+            live, by = renamed(key, renames)
+            if by is not None:
+                used.add(by)
+            if live in self.stored:
+                raise RestoreError(f"rename: {self.stored[live]!r} and {key!r} would both be {live!r}")
+            self.stored[live] = key
+            if live != key:
+                self.providers |= {key.partition("/")[0], live.partition("/")[0]}
+        for old in renames:
+            if old not in used:
+                raise RestoreError(f"rename: no array of the checkpoint matches {as_text(old)!r}")
+
+    def of_provider(self, name: str) -> list[str]:
+        """The full keys in the live state of the arrays that belong to a provider."""
+        return [key for key in self.stored if key.startswith(f"{name}/")]
