@@ -19,8 +19,7 @@ from datastates.exporting import safetensors_layout as layout
 from datastates.exporting.copying import Copier, Origin
 from datastates.exporting.naming import Renames, choose, names_of
 from datastates.restoring.casting import FLOATS
-from datastates.restoring.stored import Stored
-from datastates.state.shards import full_key
+from datastates.restoring.sources import Tensors
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """The types that floating-point tensors can be cast to: the usual short names, and torch's."""
@@ -66,7 +65,7 @@ def cast_type(dtype: object) -> str | None:
 
 
 def export(
-    stored: Stored,
+    stored: Tensors,
     target: Path,
     executor: Callable[[int], Executor],
     *,
@@ -124,7 +123,7 @@ def export(
         len(tensors),
         total,
         named,
-        tuple(key for key in _objects(stored) if key.partition("/")[0] in providers),
+        tuple(key for key in stored.objects() if key.partition("/")[0] in providers),
         tuple(tensor.key for tensor in tensors if origins[tensor.key].digest is None and tensor.nbytes),
     )
 
@@ -143,7 +142,7 @@ def _type(stored: str, wanted: str | None) -> str:
     return wanted if wanted is not None and stored in FLOATS else stored
 
 
-def _origins(stored: Stored, keys: Sequence[str]) -> tuple[dict[str, Origin], dict[str, str]]:
+def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], dict[str, str]]:
     """The origin of each tensor, and for each that is the same memory as an earlier one, the key of that one."""
     origins: dict[str, Origin] = {}
     tied: dict[str, str] = {}
@@ -157,15 +156,6 @@ def _origins(stored: Stored, keys: Sequence[str]) -> tuple[dict[str, Origin], di
         nbytes = row.dtype.itemsize * math.prod(row.global_shape)
         origins[key] = Origin(row, sources, None if contributed is None else digest_of(contributed, nbytes))
     return origins, tied
-
-
-def _objects(stored: Stored) -> list[str]:
-    found: dict[str, None] = {}
-    for rank in range(stored.head.ranks):
-        if (source := stored.container(rank)) is not None:
-            index = source.index
-            found.update(dict.fromkeys(full_key(index.shards.providers[o.provider], o.key) for o in index.objects))
-    return list(found)
 
 
 @contextlib.contextmanager
