@@ -276,6 +276,7 @@ def export(
     with _opened(source, step) as found:
         return exporting.export(
             found.tensors,
+            found.format,
             to,
             lambda n: make_executor(settings, min(n, _few_blocks(settings))),
             keys=[keys] if isinstance(keys, str) else keys,

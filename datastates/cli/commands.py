@@ -85,8 +85,9 @@ def _ls(arguments: argparse.Namespace) -> int:
     if not root.is_dir():
         print(f"datastates: {root} is not a directory", file=sys.stderr)
         return 2
-    if (root / manifest.FILE).exists():
-        print(f"datastates: {root} is one checkpoint: use inspect", file=sys.stderr)
+    if (kind := recognise.recognise(root)) is not None:
+        one = "one checkpoint" if kind is own else kind.NAME
+        print(f"datastates: {root} is {one}: use inspect", file=sys.stderr)
         return 2
     by_age = directories.by_age(root)
     found: list[dict[str, Any]] = []
@@ -101,9 +102,11 @@ def _ls(arguments: argparse.Namespace) -> int:
         found.append(entry)
     left = [path.name for path in retention.debris(root)]
     foreign = [path.name for path in directories.without_manifest(root)]
+    others = recognise.others(root, {*(path.name for path in by_age.values()), *left, *foreign})
     if arguments.json:
-        print_json({"checkpoints": found, "debris": left, "without_manifest": foreign})
-    elif found or left or foreign:
+        listed = [{"name": name, "format": what} for name, what in others.items()]
+        print_json({"checkpoints": found, "debris": left, "without_manifest": foreign, "others": listed})
+    elif found or left or foreign or others:
         rows = [["STEP", "CREATED", "RANKS", "SIZE", "NAME", ""]]
         for e in found:
             size = [e["created"], str(e["ranks"]), as_size(e["bytes"])] if "created" in e else ["", "", ""]
@@ -112,6 +115,7 @@ def _ls(arguments: argparse.Namespace) -> int:
             rows.append([str(e["step"]), *size, e["name"], note])
         rows += [["-", "debris", "", "", name, ""] for name in left]
         rows += [["-", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
+        rows += [["-", "", "", "", printable(name), what] for name, what in others.items()]
         print_table(rows, numbers=(0, 2, 3))
     elif (other := directories.kind_of_other(root)) is not None:
         print(f"datastates: {other}", file=sys.stderr)

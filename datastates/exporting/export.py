@@ -31,15 +31,18 @@ class Exported:
     """What an export wrote.
 
     Attributes:
+        source: What the source is: the name of its format.
         path: The file or the folder.
         files: Names of the files in it; for a single file, its own name.
         tensors: Number of tensors.
         nbytes: Bytes of all files.
         tied: Names that share their tensor with another name, and that name. Only the other one is in the files.
         objects: Full keys of what is no tensor and was left out, of the providers whose tensors were exported.
-        unproven: Full keys of tensors that have no digest to compare with. Their bytes match their checksums.
+        unproven: Full keys of tensors that have no digest to compare with. Their bytes match the checksums of a source
+            that has checksums of its chunks, as this package's checkpoints do.
     """
 
+    source: str
     path: Path
     files: tuple[str, ...]
     tensors: int
@@ -66,6 +69,7 @@ def cast_type(dtype: object) -> str | None:
 
 def export(
     stored: Tensors,
+    source: str,
     target: Path,
     executor: Callable[[int], Executor],
     *,
@@ -80,6 +84,7 @@ def export(
 
     Args:
         stored: The checkpoint.
+        source: The name of its format.
         target: The file or folder to make.
         executor: Makes an executor for windows of so many bytes.
         keys: Globs of full keys.
@@ -118,6 +123,7 @@ def export(
             manifest.publish(pending, lambda: target)
     providers = {key.partition("/")[0] for key in chosen}
     return Exported(
+        source,
         target,
         tuple(file.name for file in planned),
         len(tensors),

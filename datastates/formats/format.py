@@ -31,6 +31,10 @@ class Opened(Protocol):
     """A checkpoint of any format, opened. Not thread-safe."""
 
     @property
+    def format(self) -> str:
+        """What it is: the name of its format."""
+
+    @property
     def tensors(self) -> Tensors:
         """Its logical tensors."""
 

@@ -27,8 +27,11 @@ class OwnCheckpoint:
     """A checkpoint of this package, opened.
 
     Attributes:
+        format: What it is.
         tensors: Its logical tensors.
     """
+
+    format = NAME
 
     def __init__(self, path: Path) -> None:
         """Open a checkpoint directory by its manifest, or a container file.
@@ -71,7 +74,7 @@ class OwnCheckpoint:
 
 def recognises(path: Path) -> bool:
     """Whether a folder is a checkpoint, or a file a container, perhaps a damaged one."""
-    if path.is_dir():
+    if not path.is_file():
         return (path / manifest.FILE).exists()
     nbytes, read = files.length(path), files.read_bytes(path)
     tail = min(nbytes, _TAIL)

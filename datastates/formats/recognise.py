@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from datastates.commit import directories
-from datastates.formats import own
+from datastates.errors import StorageError
+from datastates.formats import hugging_face, own, safetensors_file
 from datastates.formats.format import Format
 
-FORMATS: tuple[Format, ...] = (own,)
+FORMATS: tuple[Format, ...] = (own, hugging_face, safetensors_file)
 """All formats. The first that recognises a path is taken."""
 
 
@@ -21,6 +22,26 @@ def recognise(path: Path) -> Format | None:
         StorageError: It cannot be read.
     """
     return next((one for one in FORMATS if one.recognises(path)), None)
+
+
+def others(root: Path, known: Collection[str]) -> dict[str, str]:
+    """The entries of a directory that are checkpoints of other formats, and what they are; without those in ``known``.
+
+    What cannot be read is left out.
+    """
+    found = {}
+    for path in sorted(root.iterdir()):
+        if path.name not in known:
+            with contextlib.suppress(StorageError):
+                if (kind := _other(path)) is not None:
+                    found[path.name] = kind.NAME
+    return found
+
+
+def _other(path: Path) -> Format | None:
+    """The format of a path, if it is not this package's."""
+    kind = recognise(path)
+    return None if kind is own else kind
 
 
 @contextlib.contextmanager
@@ -34,9 +55,7 @@ def kept(path: Path, step: int | None = None) -> Iterator[tuple[Format, Path]]:
         CheckpointNotFoundError: There is no checkpoint, or none of that step.
         StorageError: The path cannot be read.
     """
-    there = path.is_file() or path.is_dir()
-    if there and (found := recognise(path)) not in (own, None):
-        assert found is not None
+    if (found := _other(path)) is not None:
         yield found, path
         return
     with directories.kept(path, step) as chosen:

@@ -17,6 +17,7 @@ from datastates.container.rows import logical, reference
 from datastates.container.table import Row
 from datastates.errors import ClosedError
 from datastates.executor.executor import Executor
+from datastates.restoring.proof import check_block, check_tensor
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import TensorFile, Tensors
 from datastates.state import arrays, memory
@@ -114,6 +115,7 @@ class Checkpoint(Mapping[str, Any]):
             reads.add(source, part, live)
         if sources:
             self._run(reads, key, sources)
+            check_tensor(self._stored, key, array, sources)
         return array
 
     def digest(self, key: str) -> str | None:
@@ -145,6 +147,7 @@ class Checkpoint(Mapping[str, Any]):
             reads = Reads()
             reads.add_memory(source, int(source.data_offset[row.record]) + row.offset, arrays.memory(block))
             self._run(reads, row.key, [(source, row)])
+            check_block(source, row.record, row.key, block)
         return memory.view(block, reference(row), 0)
 
     def _run(self, reads: Reads, key: str, sources: Sequence[tuple[TensorFile, Row]]) -> None:
