@@ -25,7 +25,7 @@ class Record:
 
     offset: int
     nbytes: int
-    crc: int | None = None
+    crc: int | None
 
 
 class RecordFile:

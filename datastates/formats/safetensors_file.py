@@ -66,7 +66,7 @@ def open_file(path: Path) -> ForeignFile:
             raise FormatError(f"{path}: {name!r} is of type {entry['dtype']}, which cannot be read")
         first, last = entry["data_offsets"]
         tensors.append((len(records), tensor(name, READ[entry["dtype"]], entry["shape"])))
-        records.append(Record(begin + first, last - first))
+        records.append(Record(begin + first, last - first, None))
     return ForeignFile(path, nbytes, records, tensors)
 
 
