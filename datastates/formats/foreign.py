@@ -16,7 +16,7 @@ from datastates.errors import DatastatesError, FormatError
 from datastates.executor.executor import Executor
 from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
-from datastates.formats.loading import LoadedTensors
+from datastates.formats.loading import read_all
 from datastates.restoring.provider_view import Trust
 from datastates.state.parts import Part, uncovered
 
@@ -107,7 +107,7 @@ class Foreign:
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
         """Read all tensors into new memory, by full key."""
         del trust  # nothing of it is pickled
-        return LoadedTensors(self, self.files, device).read(executor)
+        return read_all(self, executor, device)
 
     @property
     def nbytes(self) -> int:

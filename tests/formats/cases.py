@@ -68,8 +68,36 @@ def _hugging_face(path: Path) -> None:
     assert (path / "model.safetensors.index.json").exists()
 
 
+def _torch(path: Path) -> None:
+    torch.save({"model": weights(), "epoch": 3}, path)
+
+
+def _lightning(path: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, tensor in weights().items():
+                self.register_buffer(name.replace(".", "_"), tensor)
+
+        def forward(self) -> None: ...
+
+    trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, barebones=False)
+    trainer.strategy.connect(Module())
+    trainer.save_checkpoint(path)
+
+
 CASES: Mapping[str, Case] = {
     "own": Case("a checkpoint of datastates", _own, lambda name: f"model/{name}", checked=True),
     "safetensors": Case("a safetensors file", _safetensors, folder=False),
+    "torch": Case("a file of torch.save", _torch, lambda name: f"model/{name}", folder=False, checked=True),
+    "lightning": Case(
+        "a checkpoint of Lightning",
+        _lightning,
+        lambda name: f"state_dict/{name.replace('.', '_')}",
+        folder=False,
+        checked=True,
+    ),
     "hugging_face": Case("a folder of Hugging Face weights", _hugging_face),
 }
