@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +21,9 @@ from datastates.executor.make import make_executor
 from datastates.exporting import export as exporting
 from datastates.exporting.export import FILE_SUFFIX, Exported, cast_type, refuse_existing
 from datastates.exporting.safetensors_layout import parse_size
+from datastates.formats import recognise
+from datastates.formats.format import Opened
 from datastates.ranks.together import meet
-from datastates.restoring import loading
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.fallback import compare as compare_newest
 from datastates.restoring.mapping import Checkpoint
@@ -33,7 +33,6 @@ from datastates.restoring.restore import Verify
 from datastates.restoring.restored import Restored
 from datastates.restoring.scope import Scope
 from datastates.restoring.selection import Keys
-from datastates.restoring.stored import Stored
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
@@ -255,22 +254,26 @@ def load(
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
     settings, target = IoSettings.of(options), cuda_device(device)
-    with _kept(path, step) as found:
-        return loading.load(found, lambda n: make_executor(settings, n), trust=trust, device=target)
+    with _opened(path, step) as found:
+        return found.load(lambda n: make_executor(settings, n), trust=trust, device=target)
 
 
 @contextlib.contextmanager
-def _kept(path: PathLike, step: int | None) -> Iterator[Path]:
-    """The checkpoint or file that a path means, protected from deletion.
+def _opened(path: PathLike, step: int | None) -> Iterator[Opened]:
+    """The checkpoint that a path means, of any format, protected from deletion.
 
     If the newest checkpoint of a directory is damaged, the error names an older one that looks whole.
     """
     given, wish = paths.local(path), None if step is None else _calls.checked_step(step)
-    with directories.kept(given, wish) as found:
-        if wish is not None and found.is_file() and (saved := Stored.of_file(found).head.step) != wish:
-            raise CheckpointNotFoundError(f"{found} is of step {saved}, not of step {wish}")
-        with health.advice(found, "take it with step={step}" if found != given and wish is None else None):
-            yield found
+    with (
+        recognise.kept(given, wish) as (kind, found),
+        health.advice(found, "take it with step={step}" if found != given and wish is None else None),
+    ):
+        opened = kind.open(found)
+        if wish is not None and (saved := opened.tensors.step) != wish:
+            of = "no step that it names" if saved is None else f"step {saved}"
+            raise CheckpointNotFoundError(f"{found} is of {of}, not of step {wish}")
+        yield opened
 
 
 def export(
@@ -331,9 +334,10 @@ def export(
         raise ValueError(f"shard_size: {to.name} is one file; give a folder for several")
     nbytes = None if shard_size is None else parse_size(str(shard_size))
     refuse_existing(to)
-    with _kept(source, step) as found:
+    with _opened(source, step) as found:
         return exporting.export(
-            Stored.of_file(found) if found.is_file() else Stored.open(found),
+            found.tensors,
+            found.format,
             to,
             lambda n: make_executor(settings, min(n, _few_blocks(settings))),
             keys=[keys] if isinstance(keys, str) else keys,
@@ -378,6 +382,6 @@ def open(
     settings, target = IoSettings.of(options), cuda_device(device)
     most = _few_blocks(settings)
     with contextlib.ExitStack() as reading:
-        found = reading.enter_context(_kept(path, step))
-        stored = Stored.of_file(found) if found.is_file() else Stored.open(found)
-        return Checkpoint(stored, lambda nbytes: make_executor(settings, min(nbytes, most)), reading.pop_all(), target)
+        found = reading.enter_context(_opened(path, step))
+        opened = found.tensors
+        return Checkpoint(opened, lambda nbytes: make_executor(settings, min(nbytes, most)), reading.pop_all(), target)

@@ -88,6 +88,12 @@ def will_need(path: Path, offset: int, nbytes: int) -> None:
         os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
+def length(path: Path) -> int:
+    """The length of a file in bytes; raises StorageError."""
+    with storage_errors("stat", path):
+        return path.stat().st_size
+
+
 def read_bytes(path: Path) -> Callable[[int, int], bytes]:
     """Return a function that reads ``length`` bytes of a file at ``offset``.
 

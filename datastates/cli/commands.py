@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,12 @@ from typing import Any
 from datastates._base import paths
 from datastates.cli import export
 from datastates.cli.compare import Comparison, compare
+from datastates.cli.inspect import inspect
 from datastates.cli.progress import progress_bar
-from datastates.cli.show import as_part, as_shape, as_size, print_json, print_table, printable
-from datastates.cli.verify import verify_catalog, verify_container
+from datastates.cli.show import as_size, print_json, print_table, printable
 from datastates.commit import directories, health, manifest, retention
-from datastates.container.file import Container
-from datastates.container.logical import Logical, combine
 from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
-from datastates.restoring.stored import Head, open_all
-from datastates.state.shards import full_key
+from datastates.formats import own, recognise
 
 STATUS = (
     """exit status: 0 all is well; 1 something is damaged or differs; 2 a wrong call, or nothing there to look at"""
@@ -53,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for run, name, argument, what in (
         (_ls, "ls", "DIR", "list the checkpoints in a directory, and what interrupted runs left there"),
-        (_inspect, "inspect", "PATH", "show what a checkpoint holds: keys, types, shapes, sizes, places"),
+        (inspect, "inspect", "PATH", "show what a checkpoint holds: keys, types, shapes, sizes, places"),
         (_verify, "verify", "PATH", "read every byte of a checkpoint and check it; exit 1 when one is wrong"),
     ):
         command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", epilog=STATUS)
@@ -90,8 +85,9 @@ def _ls(arguments: argparse.Namespace) -> int:
     if not root.is_dir():
         print(f"datastates: {root} is not a directory", file=sys.stderr)
         return 2
-    if (root / manifest.FILE).exists():
-        print(f"datastates: {root} is one checkpoint: use inspect", file=sys.stderr)
+    if (kind := recognise.recognise(root)) is not None:
+        one = "one checkpoint" if kind is own else kind.NAME
+        print(f"datastates: {root} is {one}: use inspect", file=sys.stderr)
         return 2
     by_age = directories.by_age(root)
     found: list[dict[str, Any]] = []
@@ -106,9 +102,11 @@ def _ls(arguments: argparse.Namespace) -> int:
         found.append(entry)
     left = [path.name for path in retention.debris(root)]
     foreign = [path.name for path in directories.without_manifest(root)]
+    others = recognise.others(root, {*(path.name for path in by_age.values()), *left, *foreign})
     if arguments.json:
-        print_json({"checkpoints": found, "debris": left, "without_manifest": foreign})
-    elif found or left or foreign:
+        listed = [{"name": name, "format": what} for name, what in others.items()]
+        print_json({"checkpoints": found, "debris": left, "without_manifest": foreign, "others": listed})
+    elif found or left or foreign or others:
         rows = [["STEP", "CREATED", "RANKS", "SIZE", "NAME", ""]]
         for e in found:
             size = [e["created"], str(e["ranks"]), as_size(e["bytes"])] if "created" in e else ["", "", ""]
@@ -117,6 +115,7 @@ def _ls(arguments: argparse.Namespace) -> int:
             rows.append([str(e["step"]), *size, e["name"], note])
         rows += [["-", "debris", "", "", name, ""] for name in left]
         rows += [["-", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
+        rows += [["-", "", "", "", printable(name), what] for name, what in others.items()]
         print_table(rows, numbers=(0, 2, 3))
     elif (other := directories.kind_of_other(root)) is not None:
         print(f"datastates: {other}", file=sys.stderr)
@@ -126,147 +125,30 @@ def _ls(arguments: argparse.Namespace) -> int:
     return 1 if any("error" in e for e in found) else 0
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
-    with directories.kept(arguments.path) as path:
-        containers = open_all(path)
-    tensors = combine([one.index.shards for one in containers])
-    digests = {key: f"{t.stored_digest:08x}" for key, t in tensors.items() if t.stored_digest is not None}
-    described = [_describe(one, digests) for one in containers]
-    assembled = [_assemble(key, t, described) for key, t in tensors.items() if fnmatchcase(key, arguments.keys)]
-    nbytes = sum(t["bytes"] for t in assembled)
-    summary = f"{len(assembled)} of {len(tensors)} arrays, {as_size(nbytes)}"
-    for one in described:
-        for kind in ("arrays", "objects"):
-            one[kind] = [entry for entry in one[kind] if fnmatchcase(entry["key"], arguments.keys)]
-    if arguments.json:
-        print_json({"containers": described, "tensors": assembled})
-        return 0
-    if len(described) > 1:
-        _print_assembled(path, described, assembled)
-        print(summary)
-        return 0
-    for one in described:
-        print(f"{one['file']}  step {one['step']}, rank {one['rank']} of {one['world_size']}, {as_size(one['bytes'])}")
-        rows = [["KEY", "TYPE", "SHAPE", "SIZE", "OFFSET", "DIGEST"]]
-        for a in one["arrays"]:
-            part = "" if a["shape"] == a["global_shape"] else f" of {as_shape(a['global_shape'])}"
-            numbers = [as_size(a["bytes"]), str(a["offset"])]
-            rows.append(
-                [printable(a["key"]), a["dtype"], as_shape(a["shape"]) + part, *numbers, a["digest"] or "unknown"]
-            )
-        rows += [[printable(o["key"]), "object", "", as_size(o["bytes"]), str(o["offset"]), ""] for o in one["objects"]]
-        print_table(rows, numbers=(3, 4))
-    print(summary)
-    return 0
-
-
-def _print_assembled(path: Path, containers: Sequence[dict[str, Any]], tensors: Sequence[dict[str, Any]]) -> None:
-    """Print each logical tensor once, and below it the part that each rank holds."""
-    nbytes = sum(one["bytes"] for one in containers)
-    print(f"{path}  step {containers[0]['step']}, {len(containers)} ranks, {as_size(nbytes)}")
-    rows = [["KEY", "TYPE", "SHAPE", "RANK", "PART", "SIZE", "OFFSET", "DIGEST"]]
-    for t in tensors:
-        digest = t["digest"] or "unknown"
-        rows.append([printable(t["key"]), t["dtype"], as_shape(t["shape"]), "", "", as_size(t["bytes"]), "", digest])
-        rows += [
-            ["", "", "", str(p["rank"]), as_part(p, t["shape"]), as_size(p["bytes"]), str(p["offset"]), ""]
-            for p in t["parts"]
-        ]
-    for one in containers:
-        for o in one["objects"]:
-            rank = str(one["rank"])
-            rows.append([printable(o["key"]), "object", "", rank, "", as_size(o["bytes"]), str(o["offset"]), ""])
-    print_table(rows, numbers=(3, 5, 6))
-
-
-def _assemble(key: str, tensor: Logical, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A logical tensor and its parts, without empty ones, which only say that a rank knows the tensor."""
-    stored = [(containers[c], containers[c]["arrays"][i]) for c, i, row in tensor.parts if row.part.numel]
-    _, _, first = tensor.parts[0]
-    return {
-        "key": key,
-        "kind": first.kind,
-        "dtype": tensor.dtype,
-        "shape": tensor.shape,
-        "bytes": math.prod(tensor.shape) * first.dtype.itemsize,
-        "digest": None if tensor.stored_digest is None else f"{tensor.stored_digest:08x}",
-        "parts": [
-            {"rank": one["rank"], "file": one["file"], **{n: a[n] for n in ("shape", "box", "flat", "bytes", "offset")}}
-            for one, a in stored
-        ],
-    }
-
-
-def _describe(one: Container, digests: Mapping[str, str]) -> dict[str, Any]:
-    index = one.index
-    arrays = []
-    for i in range(len(index.shards)):
-        row = index.shards.row(i)
-        nbytes = row.dtype.itemsize
-        for n in row.shape:
-            nbytes *= n
-        arrays.append(
-            {
-                "key": row.key,
-                "kind": row.kind,
-                "dtype": row.dtype.name,
-                "shape": row.shape,
-                "stride": row.stride,
-                "global_shape": row.global_shape,
-                "box": row.box,
-                "flat": row.flat,
-                "bytes": nbytes,
-                "offset": int(index.records.data_offset[row.record]) + row.offset,
-                "record": row.record,
-                "record_crc32": int(index.records.crc[row.record]),
-                "digest": digests.get(row.key),
-            }
-        )
-    objects = [
-        {
-            "key": full_key(index.shards.providers[o.provider], o.key),
-            "bytes": o.nbytes,
-            "offset": o.offset,
-            "crc32": o.crc,
-        }
-        for o in index.objects
-    ]
-    return {"file": str(one.path), **index.identity, "bytes": one.nbytes, "arrays": arrays, "objects": objects}
-
-
 def _verify(arguments: argparse.Namespace) -> int:
-    problems = []
-    with directories.kept(arguments.path) as path:
-        containers = open_all(path)
-        nbytes = sum(c.nbytes for c in containers)
-        step = containers[0].index.identity["step"]
-        head = None if path.is_file() else Head.of(path, manifest.open(path))
-        catalog = None if head is None else head.catalog
-        nbytes += 0 if catalog is None else catalog.nbytes
+    with recognise.kept(arguments.path) as (kind, path):
+        opened = kind.open(path)
+        nbytes = opened.nbytes
         with progress_bar("verify", quiet=arguments.json) as advance:
-
-            def progress(now: int) -> None:
-                advance(now, nbytes)
-
-            for one in containers:
-                problems += list(verify_container(one, progress))
-            if head is not None and catalog is not None:
-                problems += list(verify_catalog(head, containers, progress))
+            problems = list(opened.verify(lambda now: advance(now, nbytes)))
+    step = opened.tensors.step
     if arguments.json:
         found = [{"file": str(p.path), "key": p.key, "problem": p.what} for p in problems]
-        print_json({"ok": not problems, "path": str(path), "step": step, "bytes": nbytes, "problems": found})
+        whole = {"ok": not problems, "format": kind.NAME, "path": str(path), "step": step, "bytes": nbytes}
+        print_json({**whole, "problems": found})
     else:
         for p in problems:
             print(f"{printable(p.key)} in {p.path} {p.what}")
         if not problems:
-            print(f"{path}: step {step}, {as_size(nbytes)} in {len(containers)} container(s), every byte is as written")
+            what = [*([] if kind is own else [kind.NAME]), *([] if step is None else [f"step {step}"])]
+            print(f"{path}: {', '.join(what)}, {as_size(nbytes)} in {len(opened.files)} file(s), {opened.proof}")
     return 1 if problems else 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:
     try:
-        with directories.kept(arguments.A) as a, directories.kept(arguments.B) as b:
-            found = compare(open_all(a), open_all(b))
+        with recognise.kept(arguments.A) as (kind_a, a), recognise.kept(arguments.B) as (kind_b, b):
+            found = compare(kind_a.open(a).files, kind_b.open(b).files)
     except DatastatesError as error:
         print(f"datastates: {error}", file=sys.stderr)
         return 2

@@ -8,18 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from datastates.container import pickle_reader, pickle_writer
 from datastates.container.digest_runs import Places, places_of
 from datastates.container.digests import Contribution, row_major, strided
-from datastates.container.file import Container
-from datastates.container.index import StoredObject
 from datastates.container.logical import Logical, combine
+from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_policy import TorchName
 from datastates.errors import FormatError
-from datastates.state.shards import full_key
+from datastates.restoring.sources import TensorFile
 
-Objects = dict[str, dict[int, tuple[Container, StoredObject]]]
-"""The stored objects by full key, then by rank, each with its container."""
+Objects = dict[str, dict[int, ObjectEntry]]
+"""The stored objects by full key, then by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +45,15 @@ class Comparison:
         return not (self.only_a or self.only_b or self.descriptions or self.contents)
 
 
-def compare(a: Sequence[Container], b: Sequence[Container]) -> Comparison:
-    """Compare two checkpoints, each given by all its containers.
+def compare(a: Sequence[TensorFile], b: Sequence[TensorFile]) -> Comparison:
+    """Compare two checkpoints, each given by all its files.
 
     Two tensors are equal if their types, shapes and digests are. The parts that they were cut into and the library that
     they came from do not matter. Only tensors without a digest are read. Objects are compared without their arrays,
     which are compared as tensors. An object that only the code of its class could build is compared as stored.
 
     Raises:
-        FormatError: The containers of one checkpoint contradict each other, or elements of a tensor are missing.
+        FormatError: The files of one checkpoint contradict each other, or elements of a tensor are missing.
         CorruptError: Data that had to be read does not match its checksum.
     """
     tensors = _Tensors(a), _Tensors(b)
@@ -91,16 +89,16 @@ def _describe(tensor: Logical) -> str:
 class _Tensors:
     """The logical tensors of one checkpoint, and their digests, computed from the data if they are not stored."""
 
-    def __init__(self, containers: Sequence[Container]) -> None:
-        self._containers = containers
+    def __init__(self, files: Sequence[TensorFile]) -> None:
+        self._files = files
         self._places: dict[int, Places] = {}
-        self.found = combine([c.index.shards for c in containers])
+        self.found = combine([file.shards for file in files])
         self.read = 0
 
     def digest(self, key: str) -> int:
         tensor = self.found[key]
         if not tensor.is_complete:
-            raise FormatError(f"{self._containers[0].path.parent} does not hold each element of {key!r} once")
+            raise FormatError(f"{self._files[0].path.parent} does not hold each element of {key!r} once")
         found = tensor.digest(
             [self._contribution(c, i) if row.digest is None else row.digest for c, i, row in tensor.parts]
         )
@@ -108,10 +106,10 @@ class _Tensors:
         return found
 
     def _contribution(self, c: int, i: int) -> int:
-        source = self._containers[c]
+        source = self._files[c]
         if c not in self._places:
-            self._places[c] = places_of(source.index.shards)
-        row = source.index.shards.row(i)
+            self._places[c] = places_of(source.shards)
+        row = source.shards.row(i)
         part = Contribution(self._places[c], i)
         if 0 not in row.shape:
             data = source.read_row(row)
@@ -124,29 +122,23 @@ class _Tensors:
 # --- objects
 
 
-def _objects(containers: Sequence[Container]) -> Objects:
+def _objects(files: Sequence[TensorFile]) -> Objects:
     found: Objects = {}
-    for one in containers:
-        for stored in one.index.objects:
-            key = full_key(one.index.shards.providers[stored.provider], stored.key)
-            found.setdefault(key, {})[int(one.index.identity["rank"])] = one, stored
+    for stored in (o for file in files for o in file.objects):
+        found.setdefault(stored.key, {})[stored.rank] = stored
     return found
 
 
-def _same_object(a: dict[int, tuple[Container, StoredObject]], b: dict[int, tuple[Container, StoredObject]]) -> bool:
+def _same_object(a: dict[int, ObjectEntry], b: dict[int, ObjectEntry]) -> bool:
     """Whether each rank would restore the same value: its own, or that of the lowest rank that has one."""
     pairs = {(a.get(rank, a[min(a)]), b.get(rank, b[min(b)])) for rank in {*a, *b}}
-    return all(_same_stored(*x, *y) for x, y in pairs)
+    return all(_same_stored(*pair) for pair in pairs)
 
 
-def _same_stored(a: Container, stored_a: StoredObject, b: Container, stored_b: StoredObject) -> bool:
-    if (stored_a.nbytes, stored_a.crc) == (stored_b.nbytes, stored_b.crc):
+def _same_stored(a: ObjectEntry, b: ObjectEntry) -> bool:
+    if a.is_alike(b):
         return True
-    # a survey builds no objects of other classes, even with trust="all", so it runs no code of theirs
-    surveys = [
-        pickle_reader.survey(pickle_writer.stream(one.read_object(stored)), lambda _: _ARRAY, trust="all")
-        for one, stored in ((a, stored_a), (b, stored_b))
-    ]
+    surveys = [one.survey(lambda _: _ARRAY) for one in (a, b)]
     return all(complete for _, complete in surveys) and _same_value(surveys[0][0], surveys[1][0])
 
 

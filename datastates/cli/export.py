@@ -13,6 +13,7 @@ from datastates import api
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import as_size, print_json, printable
 from datastates.exporting.export import CASTS
+from datastates.formats import own
 from datastates.restoring.renaming import Renames
 
 PATTERN = "re:"
@@ -71,6 +72,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(
             {
+                "source": done.source,
                 "path": str(done.path),
                 "files": done.files,
                 "tensors": done.tensors,
@@ -85,9 +87,14 @@ def _export(arguments: argparse.Namespace) -> int:
             print(f"{printable(name)} is the same tensor as {printable(kept)}, which is written")
         for key in done.objects:
             print(f"{printable(key)} is left out: it is no tensor")
-        for key in done.unproven:
-            print(f"{printable(key)} matches its checksums; it has no digest")
-        print(f"{done.path}: {done.tensors} tensors, {as_size(done.nbytes)} in {len(done.files)} file(s), as saved")
+        if done.source == own.NAME:
+            for key in done.unproven:
+                print(f"{printable(key)} matches its checksums; it has no digest")
+        else:
+            proven = f"{done.tensors - len(done.unproven)} of {done.tensors} tensors match a checksum"
+            print(f"{arguments.source} is {done.source}: {proven}, the others have none")
+        how = "as saved" if done.source == own.NAME else "as read"
+        print(f"{done.path}: {done.tensors} tensors, {as_size(done.nbytes)} in {len(done.files)} file(s), {how}")
     return 0
 
 

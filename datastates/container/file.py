@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from datastates._base.columns import U64
-from datastates._base.files import read_bytes
+from datastates._base.files import length, read_bytes
 from datastates._base.sizes import CHUNK
-from datastates.container import archive, checksums
+from datastates.container import archive, checksums, pickle_reader, pickle_writer
 from datastates.container.index import Index, StoredObject
-from datastates.container.table import Row
+from datastates.container.object_entry import ObjectEntry
+from datastates.container.table import Row, ShardTable
 from datastates.errors import CorruptError, FormatError, StorageError
 from datastates.planning import read
 from datastates.planning.plans import Chunks
-from datastates.state.shards import full_key
+from datastates.state.shards import StoredArray, full_key
 from datastates.state.strides import span
 
 _OPENED_AT_ONCE = 16
@@ -42,6 +44,38 @@ class Container:
     def data_offset(self) -> U64:
         """Where each storage record's data begins, in file order."""
         return self.index.records.data_offset
+
+    @property
+    def record_nbytes(self) -> U64:
+        """Length of each storage record's data in bytes."""
+        return self.index.records.nbytes
+
+    @property
+    def shards(self) -> ShardTable:
+        """The arrays that lie in the records."""
+        return self.index.shards
+
+    @property
+    def objects(self) -> list[ObjectEntry]:
+        """The objects, in their order."""
+        names, rank = self.index.shards.providers, int(self.index.identity["rank"])
+        return [
+            ObjectEntry(full_key(names[o.provider], o.key), rank, partial(self._survey, o), o.offset, o.nbytes, o.crc)
+            for o in self.index.objects
+        ]
+
+    def _survey(self, stored: StoredObject, resolve: Callable[[StoredArray], object]) -> tuple[Any, bool]:
+        # a survey builds no objects of other classes, even with trust="all", so it runs no code of theirs
+        return pickle_reader.survey(pickle_writer.stream(self.read_object(stored)), resolve, trust="all")
+
+    @property
+    def checked(self) -> bool:
+        """True: all that is read is verified by the checksums of chunks."""
+        return True
+
+    def record_crc(self, record: int) -> int:
+        """CRC-32 of a whole storage record."""
+        return int(self.index.records.crc[record])
 
     def name_record(self, record: int) -> str:
         """Keys of at most three arrays that lie in a storage record, for an error message about the record."""
@@ -90,10 +124,7 @@ def open_container(path: Path) -> Container:
         FormatError: The file is no container, or a damaged one; the message names the path.
         StorageError: The file cannot be read.
     """
-    try:
-        nbytes = path.stat().st_size
-    except OSError as error:
-        raise StorageError(error.errno or 0, "stat", str(path)) from error
+    nbytes = length(path)
     try:
         index, footer = archive.open_index(read_bytes(path), nbytes)
     except FormatError as error:

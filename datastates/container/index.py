@@ -146,6 +146,7 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
             raise FormatError("index: a field has the wrong type or length")
         if fields["format"] != FORMAT_VERSION or fields["chunk"] != CHUNK:
             raise FormatError(f"index: written by format {fields['format']!r:.40}, this reads {FORMAT_VERSION}")
+        columns: dict[str, Any] = {c: _column(fields["shards"][c], width) for c, width in _TABLE_COLUMNS.items()}
         index = Index(
             identity=_identity(fields["identity"]),
             records=Records(
@@ -158,7 +159,7 @@ def decode_index(data: bytes, file_nbytes: int) -> Index:
             shards=ShardTable(
                 providers=tuple(p.decode("utf-8", "surrogatepass") for p in fields["providers"]),
                 keys=PackedKeys(fields["keys"], _column(fields["key_nbytes"], "<u4")),
-                **{c: _column(fields["shards"][c], width) for c, width in _TABLE_COLUMNS.items()},
+                **columns,
             ),
             objects=tuple(
                 StoredObject(provider, key.decode("utf-8", "surrogatepass"), offset, nbytes, crc)

@@ -118,10 +118,16 @@ def _mixed(state: U64, word: U64) -> U64:
 class KeyLookup(Mapping[str, int]):
     """Row numbers by full key: a binary search among hashes, then a comparison of the key itself. Immutable."""
 
-    def __init__(self, providers: Sequence[str], provider: U32, keys: PackedKeys) -> None:
-        """Index rows: ``provider`` holds each row's provider number, ``keys`` its key within the provider."""
-        self._names = [full_key(name, "") for name in providers]
-        self._numbers = {name: number for number, name in enumerate(self._names)}
+    def __init__(self, providers: Sequence[str] | None, provider: U32, keys: PackedKeys) -> None:
+        """Index rows.
+
+        Args:
+            providers: The names of the providers; None if ``keys`` are full keys.
+            provider: For each row, the number of its provider.
+            keys: For each row, its key within the provider.
+        """
+        self._names = None if providers is None else [full_key(name, "") for name in providers]
+        self._numbers = {name: number for number, name in enumerate(self._names or ())}
         self._provider = provider
         self._keys = keys
         hashes = _hashes(provider, keys)
@@ -143,6 +149,9 @@ class KeyLookup(Mapping[str, int]):
 
     def __iter__(self) -> Iterator[str]:
         """The full keys, in the order of the rows."""
+        if self._names is None:
+            yield from self._keys
+            return
         for number, key in zip(self._provider.tolist(), self._keys, strict=True):
             yield f"{self._names[number]}/{key}" if key else self._names[number]
 
@@ -173,6 +182,8 @@ class KeyLookup(Mapping[str, int]):
 
     def _place(self, full: object) -> tuple[int, str] | None:
         """The provider's number and the key within it; None if no row can have that full key."""
+        if self._names is None:
+            return (0, full) if isinstance(full, str) else None
         name, slash, key = full.partition("/") if isinstance(full, str) else ("", "", "")
         number = self._numbers.get(name)
         return None if number is None or (slash and not key) else (number, key)

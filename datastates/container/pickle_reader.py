@@ -253,6 +253,8 @@ class _Reader(_PurePython):  # type: ignore[misc]
     ) -> object:
         if id(storage) in self._foreign:
             return self._tensor_over_trusted(storage, offset, shape, stride, grad, hooks, *metadata)
+        if metadata and metadata[0]:  # torch writes {"conj": True} or {"neg": True}
+            raise FormatError("a conjugate or negative view of a tensor, whose bytes are not its elements")
         if not isinstance(storage, _Storage) or storage.dtype is None:
             raise FormatError("a tensor without a typed storage")
         return self._array(storage.record, storage.dtype, storage.numel, offset, shape, stride, grad)

@@ -83,6 +83,7 @@ class ShardTable:
         place: For each box its offsets, for each flat range its first element and one past its last.
         digest: For each row, what it contributes to the digest of its logical tensor; 0 where that is not known.
         digested: For each row, 1 where it is known.
+        bare: Whether ``keys`` are full keys, as in files of other formats. There is one provider then, without a name.
     """
 
     providers: tuple[str, ...]
@@ -101,6 +102,7 @@ class ShardTable:
     place: U64
     digest: U32
     digested: U8
+    bare: bool = False
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -121,7 +123,7 @@ class ShardTable:
     @cached_property
     def by_key(self) -> KeyLookup:
         """Row numbers by full key."""
-        return KeyLookup(self.providers, self.provider, self.packed_keys)
+        return KeyLookup(None if self.bare else self.providers, self.provider, self.packed_keys)
 
     def of_provider(self, name: str) -> list[int]:
         """Row numbers of one provider."""
@@ -151,6 +153,8 @@ class ShardTable:
         )
         described = zip(numbers, at, global_at, place_at, *(c[chosen].tolist() for c in columns), strict=True)
         prefixes = [full_key(name, "") + "/" for name in self.providers]
+        if self.bare:
+            prefixes = [""]
         for (
             i,
             begin,

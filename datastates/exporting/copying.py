@@ -20,12 +20,12 @@ import numpy as np
 from datastates._base import files
 from datastates._base.sizes import PAGE
 from datastates.container import checksums
-from datastates.container.file import Container
 from datastates.container.table import Row
 from datastates.errors import CorruptError, StorageError
 from datastates.executor.executor import Executor
 from datastates.exporting.safetensors_layout import File, Tensor
 from datastates.restoring.reads import Reads
+from datastates.restoring.sources import TensorFile
 from datastates.state import arrays, memory, strides
 from datastates.state.dtypes import BY_NAME
 from datastates.state.shards import ArrayRef
@@ -44,12 +44,12 @@ class Origin:
 
     Attributes:
         row: Any stored row of the tensor.
-        sources: The rows that hold its elements, each with its container.
+        sources: The rows that hold its elements, each with its file.
         digest: The CRC-32 of the stored elements in row-major order; None if it was not stored.
     """
 
     row: Row
-    sources: Sequence[tuple[Container, Row]]
+    sources: Sequence[tuple[TensorFile, Row]]
     digest: int | None
 
 
@@ -142,7 +142,7 @@ class Copier:
 
         Raises:
             CorruptError: Bytes do not match a checksum, or a tensor does not match its digest; the message names it.
-            FormatError: A container is damaged.
+            FormatError: A file of the checkpoint is damaged.
             StorageError: A system call failed.
         """
         size, staging = self._sizes(file)

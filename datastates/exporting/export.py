@@ -20,8 +20,7 @@ from datastates.exporting.copying import Copier, Origin
 from datastates.exporting.naming import choose, names_of
 from datastates.restoring.casting import FLOATS
 from datastates.restoring.renaming import Renames
-from datastates.restoring.stored import Stored
-from datastates.state.shards import full_key
+from datastates.restoring.sources import Tensors
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """The types that floating-point tensors can be cast to: the usual short names, and torch's."""
@@ -33,15 +32,18 @@ class Exported:
     """What an export wrote.
 
     Attributes:
+        source: What the source is: the name of its format.
         path: The file or the folder.
         files: Names of the files in it; for a single file, its own name.
         tensors: Number of tensors.
         nbytes: Bytes of all files.
         tied: Names that share their tensor with another name, and that name. Only the other one is in the files.
         objects: Full keys of what is no tensor and was left out, of the providers whose tensors were exported.
-        unproven: Full keys of tensors that have no digest to compare with. Their bytes match their checksums.
+        unproven: Full keys of tensors that have no digest to compare with. Their bytes match the checksums of a source
+            that has checksums of its chunks, as this package's checkpoints do.
     """
 
+    source: str
     path: Path
     files: tuple[str, ...]
     tensors: int
@@ -67,7 +69,8 @@ def cast_type(dtype: object) -> str | None:
 
 
 def export(
-    stored: Stored,
+    stored: Tensors,
+    source: str,
     target: Path,
     executor: Callable[[int], Executor],
     *,
@@ -82,6 +85,7 @@ def export(
 
     Args:
         stored: The checkpoint.
+        source: The name of its format.
         target: The file or folder to make.
         executor: Makes an executor for windows of so many bytes.
         keys: Globs of full keys.
@@ -120,12 +124,13 @@ def export(
             manifest.publish(pending, lambda: target)
     providers = {key.partition("/")[0] for key in chosen}
     return Exported(
+        source,
         target,
         tuple(file.name for file in planned),
         len(tensors),
         total,
         named,
-        tuple(key for key in _objects(stored) if key.partition("/")[0] in providers),
+        tuple(key for key in stored.objects() if key.partition("/")[0] in providers),
         tuple(tensor.key for tensor in tensors if origins[tensor.key].digest is None and tensor.nbytes),
     )
 
@@ -144,7 +149,7 @@ def _type(stored: str, wanted: str | None) -> str:
     return wanted if wanted is not None and stored in FLOATS else stored
 
 
-def _origins(stored: Stored, keys: Sequence[str]) -> tuple[dict[str, Origin], dict[str, str]]:
+def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], dict[str, str]]:
     """The origin of each tensor, and for each that is the same memory as an earlier one, the key of that one."""
     origins: dict[str, Origin] = {}
     tied: dict[str, str] = {}
@@ -158,15 +163,6 @@ def _origins(stored: Stored, keys: Sequence[str]) -> tuple[dict[str, Origin], di
         nbytes = row.dtype.itemsize * math.prod(row.global_shape)
         origins[key] = Origin(row, sources, None if contributed is None else digest_of(contributed, nbytes))
     return origins, tied
-
-
-def _objects(stored: Stored) -> list[str]:
-    found: dict[str, None] = {}
-    for rank in range(stored.head.ranks):
-        if (source := stored.container(rank)) is not None:
-            index = source.index
-            found.update(dict.fromkeys(full_key(index.shards.providers[o.provider], o.key) for o in index.objects))
-    return list(found)
 
 
 @contextlib.contextmanager

@@ -13,27 +13,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from datastates.formats.safetensors_types import TYPES
 from datastates.state.dtypes import BY_NAME
 
-TYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "int64": "I64",
-    "uint64": "U64",
-    "float64": "F64",
-}
-"""The format's names of element types by torch's, of those that ``safetensors.torch`` reads."""
 MOST_HEADER = 100_000_000
 """Longest header in bytes that the safetensors library reads."""
 INDEX = "model.safetensors.index.json"

@@ -13,13 +13,13 @@ import numpy as np
 
 from datastates._base.sizes import CHUNK
 from datastates.container.digests import digest_of
-from datastates.container.file import Container
 from datastates.container.rows import logical, reference
 from datastates.container.table import Row
 from datastates.errors import ClosedError
 from datastates.executor.executor import Executor
+from datastates.restoring.proof import check_block, check_tensor
 from datastates.restoring.reads import Reads
-from datastates.restoring.stored import Stored
+from datastates.restoring.sources import TensorFile, Tensors
 from datastates.state import arrays, memory
 from datastates.state.strides import span
 
@@ -39,7 +39,7 @@ class Checkpoint(Mapping[str, Any]):
     """
 
     def __init__(
-        self, stored: Stored, executor: Callable[[int], Executor], reading: contextlib.ExitStack, device: Any = None
+        self, stored: Tensors, executor: Callable[[int], Executor], reading: contextlib.ExitStack, device: Any = None
     ) -> None:
         """Take an opened checkpoint.
 
@@ -58,9 +58,9 @@ class Checkpoint(Mapping[str, Any]):
         self._lock = threading.Lock()
 
     @property
-    def step(self) -> int:
-        """The step that it was saved at."""
-        return self._stored.head.step
+    def step(self) -> int | None:
+        """The step that it was saved at; None if a checkpoint of another format does not say."""
+        return self._stored.step
 
     def __len__(self) -> int:
         """The number of arrays; raises as :meth:`__iter__` does."""
@@ -105,7 +105,7 @@ class Checkpoint(Mapping[str, Any]):
         with self._lock:
             ((row, sources),) = self._stored.whole([key])
         if self._closed:
-            raise ClosedError(f"{self._stored.head.path} is closed: {key!r} can no longer be read")
+            raise ClosedError(f"{self._stored.path} is closed: {key!r} can no longer be read")
         if len(sources) == 1 and row.flat is None:
             return self._read_whole(*sources[0])
         array = memory.empty(logical(row), self._device)
@@ -115,6 +115,7 @@ class Checkpoint(Mapping[str, Any]):
             reads.add(source, part, live)
         if sources:
             self._run(reads, key, sources)
+            check_tensor(self._stored, key, array, sources)
         return array
 
     def digest(self, key: str) -> str | None:
@@ -138,7 +139,7 @@ class Checkpoint(Mapping[str, Any]):
         nbytes = math.prod(row.global_shape) * row.dtype.itemsize
         return f"{digest_of(contributed, nbytes):08x}"
 
-    def _read_whole(self, source: Container, row: Row) -> Any:
+    def _read_whole(self, source: TensorFile, row: Row) -> Any:
         block = memory.allocate(row.kind, span(row.shape, row.stride) * row.dtype.itemsize, self._device)
         if block.nbytes <= _SMALL_READ:
             memory.assign(block, np.array(source.read_row(row)))
@@ -146,14 +147,15 @@ class Checkpoint(Mapping[str, Any]):
             reads = Reads()
             reads.add_memory(source, int(source.data_offset[row.record]) + row.offset, arrays.memory(block))
             self._run(reads, row.key, [(source, row)])
+            check_block(source, row.record, row.key, block)
         return memory.view(block, reference(row), 0)
 
-    def _run(self, reads: Reads, key: str, sources: Sequence[tuple[Container, Row]]) -> None:
+    def _run(self, reads: Reads, key: str, sources: Sequence[tuple[TensorFile, Row]]) -> None:
         with self._lock:
             if self._closed:
-                raise ClosedError(f"{self._stored.head.path} is closed: {key!r} can no longer be read")
+                raise ClosedError(f"{self._stored.path} is closed: {key!r} can no longer be read")
             if self._executor is None:
-                largest = sum(int(source.index.records.nbytes.max()) for source, _ in sources)
+                largest = sum(int(source.record_nbytes.max()) for source, _ in sources)
                 self._executor = self._make_executor(largest)
             executor = self._executor
         reads.run(executor)

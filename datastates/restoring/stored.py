@@ -77,8 +77,7 @@ def open_catalog(head: Head) -> Catalog:
     """
     assert head.catalog is not None
     path, entry = head.path / head.catalog.file, head.catalog
-    with files.syscall("stat", path):
-        nbytes = path.stat().st_size
+    nbytes = files.length(path)
     if nbytes != entry.nbytes:
         raise FormatError(f"{path} is not the catalog that the manifest names: {nbytes} bytes, not {entry.nbytes}")
     opened = Catalog(read_bytes(path), nbytes, entry.head_crc32, str(path))
@@ -125,6 +124,16 @@ class Stored:
         stored = cls(Head(path, identity["step"], identity["attempt"], 1, None, None))
         stored._opened[0] = one
         return stored
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint directory, or the single container file."""
+        return self.head.path
+
+    @property
+    def step(self) -> int:
+        """The step that it was saved at."""
+        return self.head.step
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -336,6 +345,11 @@ class Stored:
             if left is not None:
                 left.difference_update(keys)  # also those of other providers, which need not be looked for
         return sorted(set(found))
+
+    def objects(self) -> list[str]:
+        """Full keys of all objects, in the order of the ranks. This opens all containers."""
+        every = (self.container(rank) for rank in range(self.head.ranks))
+        return list(dict.fromkeys(key for one in every if one for key in (o.key for o in one.objects)))
 
     def digest(self, full: str) -> int | None:
         """What all parts of a tensor contribute to its digest; None if that is unknown."""

@@ -20,10 +20,10 @@ import torch
 import datastates as ds
 from datastates._base.sizes import CHUNK
 from datastates.cli import commands
-from datastates.cli.verify import verify_container
 from datastates.container import archive, checksums, nested_archives
 from datastates.container.file import Container, open_container
 from datastates.errors import FormatError, ProviderError
+from datastates.formats.own_verify import verify_container
 from datastates.planning import write
 from datastates.state import dtypes
 

@@ -38,9 +38,9 @@ from random_states import differences
 import datastates as ds
 from datastates import _native
 from datastates._base import faults
-from datastates.cli.verify import verify_container
 from datastates.commit import directories, retention
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
+from datastates.formats.own_verify import verify_container
 from datastates.restoring.stored import open_checkpoint
 
 HANGS = 30

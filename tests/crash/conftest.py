@@ -17,8 +17,8 @@ from by_path import module_at
 
 import datastates as ds
 from datastates import _native
-from datastates.cli.verify import verify_container
 from datastates.commit import directories, retention
+from datastates.formats.own_verify import verify_container
 from datastates.restoring.stored import open_checkpoint
 
 SCRIPT_SECONDS = 30

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 import datastates as ds
-from datastates.cli.verify import verify_container
 from datastates.commit import directories, retention
+from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, from_state_dict
 from datastates.restoring.stored import open_checkpoint
 

@@ -21,9 +21,9 @@ import datastates as ds
 from datastates import _native
 from datastates._base import faults, files
 from datastates._base.faults import Fault
-from datastates.cli.verify import verify_container
 from datastates.commit import directories, manifest, retention
 from datastates.errors import StorageError
+from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider
 from datastates.restoring.stored import open_checkpoint
 from datastates.state.provider import StateProvider

@@ -19,9 +19,9 @@ from random_states import differences, random_array, random_tree
 import datastates as ds
 from datastates import _native
 from datastates._base import faults
-from datastates.cli.verify import verify_container
 from datastates.commit import directories
 from datastates.errors import StorageError
+from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
 from datastates.restoring.stored import open_checkpoint
 

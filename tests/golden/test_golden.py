@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import datastates as ds
-from datastates.cli.verify import verify_catalog, verify_container
 from datastates.commit import manifest
 from datastates.container.file import open_container
 from datastates.container.index import encode_index
+from datastates.formats.own_verify import verify_catalog, verify_container
 from datastates.restoring.stored import Stored, open_checkpoint
 from datastates.state import dtypes
 

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 import datastates as ds
-from datastates.cli.verify import verify_container
 from datastates.commit import manifest
 from datastates.container import pickle_reader
 from datastates.container.file import open_container
 from datastates.errors import DatastatesError, FormatError
+from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
 from datastates.restoring.stored import open_checkpoint
 

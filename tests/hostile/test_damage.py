@@ -14,8 +14,8 @@ import torch
 
 import datastates as ds
 from datastates.checkpointer import Checkpointer
-from datastates.cli.verify import verify_container
 from datastates.errors import DatastatesError
+from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
 from datastates.restoring.stored import open_checkpoint
 from datastates.state.provider import StateProvider

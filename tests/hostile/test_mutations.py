@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datastates.cli.verify import verify_container
 from datastates.commit import manifest
 from datastates.container import archive, checksums
 from datastates.container.table import KINDS
 from datastates.errors import DatastatesError, FormatError
+from datastates.formats.own_verify import verify_container
 from datastates.restoring.stored import open_checkpoint
 from datastates.state import dtypes
 

@@ -23,6 +23,7 @@ ORDER = [
     {"ranks"},  # knows nothing of checkpoints
     {"commit"},
     {"saving", "restoring"},
+    {"formats"},
     {"exporting"},
     {"_calls"},
     {"api", "checkpointer"},

@@ -12,11 +12,11 @@ import torch
 
 import datastates as ds
 from datastates import _native
-from datastates.cli import verify
 from datastates.config import IoSettings
 from datastates.container.file import open_container
 from datastates.errors import CorruptError, StorageError
 from datastates.executor.make import make_executor
+from datastates.formats import own_verify as verify
 from datastates.restoring import loading
 
 SETTINGS = IoSettings(host_cache="8MiB", block="1MiB")

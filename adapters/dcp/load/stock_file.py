@@ -12,21 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from datastates._base.columns import U64
 from datastates._base.files import read_bytes
-from datastates.adapters.dcp.load.archives import ArchivedTensor, Read, find_tensor
 from datastates.adapters.dcp.load.read_items import ClaimedMemory, begin_of, is_memory, queue_box, target_of
 from datastates.adapters.dcp.names import key_of_chunk
 from datastates.container import checksums
 from datastates.container.table import Row
 from datastates.errors import CorruptError, FormatError
-from datastates.planning.plans import Chunks
-from datastates.planning.read import GAP, plan_chunks
+from datastates.formats.archives import ArchivedTensor, Read, find_tensor
+from datastates.formats.record_file import Record, RecordFile, overlap
+from datastates.planning.read import GAP
 from datastates.restoring.reads import Reads, Tally
 from datastates.state import arrays, dtypes, strides
 from datastates.state.shards import StoredArray
@@ -41,14 +39,11 @@ _STEP = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(Record):
     """A range of the file that can be read in parts: the storage of a tensor, or bare bytes."""
 
     key: str
-    offset: int
-    nbytes: int
     array: StoredArray
-    crc: int | None
 
     @property
     def is_filled(self) -> bool:
@@ -57,7 +52,7 @@ class _Record:
         return self.array.offset == 0 and span(self.array.shape, self.array.stride) * itemsize == self.nbytes
 
 
-class StockFile:
+class StockFile(RecordFile):
     """A file of torch's own writer: a :class:`Source` whose records are the needed parts of the file.
 
     A tensor that is read as a whole is verified once it is in place. A part of a tensor is not verified: the checksum
@@ -79,25 +74,22 @@ class StockFile:
             FormatError: An archive contradicts itself; the message names the tensor.
             StorageError: Reading failed.
         """
-        self.path = path
-        self.nbytes = nbytes
         self._claims = claims
         self._whole: list[tuple[int, torch.Tensor]] = []
         plain = {(p.offset, p.length): item for item, p in needed if not p.transform_descriptors}
+        self.path = path
         found = sorted(self._find(plain), key=lambda of: of[1].offset)
         self._records = [record for _, record in found]
-        self.data_offset: U64 = np.array([record.offset for record in self._records], np.uint64)
-        self._numbers = {place: number for number, (place, _) in enumerate(found)}
-        ends = np.array([record.offset + record.nbytes for record in self._records], np.uint64)
-        if (ends[:-1] > self.data_offset[1:]).any():  # records overlap: leave all items to torch
-            self._numbers = {}
+        super().__init__(path, nbytes, self._records)
+        # records that overlap: leave all items to torch
+        self._numbers = {} if overlap(self._records, nbytes) else {place: n for n, (place, _) in enumerate(found)}
 
     def _find(self, needed: dict[tuple[int, int], ReadItem]) -> Iterator[tuple[tuple[int, int], _Record]]:
         archives = []
         for (offset, length), item in needed.items():
             if item.type == LoadItemType.BYTE_IO:
                 data = StoredArray("", "uint8", 0, (length,), (1,), length)
-                yield (offset, length), _Record(_key(item), offset, length, data, None)
+                yield (offset, length), _Record(offset, length, None, _key(item), data)
             else:
                 archives.append((offset, length))
         for (offset, length), read in _ends(read_bytes(self.path), sorted(archives)):
@@ -107,18 +99,12 @@ class StockFile:
             except FormatError as error:
                 raise FormatError(f"{key!r} in {self.path} is damaged: {error}") from None
             if tensor is not None:
-                record = _Record(key, offset + tensor.offset, tensor.nbytes, tensor.array, tensor.crc)
+                record = _Record(offset + tensor.offset, tensor.nbytes, tensor.crc, key, tensor.array)
                 yield (offset, length), record
 
     def name_record(self, record: int) -> str:
         """The key of the array in a record."""
         return self._records[record].key
-
-    def chunks(self, first: int, last: int) -> Chunks:
-        """The chunks of the records from ``first`` to before ``last``; they have no checksums of their own."""
-        nbytes = np.array([record.nbytes for record in self._records[first:last]], np.uint64)
-        found = plan_chunks(self.data_offset[first:last], nbytes, np.zeros(0, np.uint32))
-        return replace(found, record=found.record + np.int32(first), checked=False)
 
     def queue(
         self, reads: Reads, item: ReadItem, place: _StorageInfo, planner: LoadPlanner

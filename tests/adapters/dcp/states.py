@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from datastates.adapters import dcp as ours
-from datastates.cli.verify import verify_container
 from datastates.container.file import open_container
+from datastates.formats.own_verify import verify_container
 from datastates.state import dtypes
 
 SMALL: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}

@@ -1,7 +1,7 @@
-"""Finds the bytes of the tensor in an archive that ``torch.save`` made of one tensor. Every number is checked.
+"""The archives that ``torch.save`` writes: which record lies where. Every number is checked.
 
-The counterpart of :mod:`datastates.container.nested_archives`, for archives that torch wrote. The checksum of a record
-is taken from the central directory.
+An archive is a file, or a stretch of a file that holds one tensor; then this is the counterpart of
+:mod:`datastates.container.nested_archives`. The checksum of a record is taken from the central directory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ _DESCRIPTOR = struct.Struct("<4sI")
 _UNKNOWN = 0xFFFFFFFF
 _ZIP64 = 0x0001
 _ENCRYPTED = 0x0001
-_LARGEST = 1 << 16
-"""Largest directory or pickle in bytes: those of one tensor have a few hundred."""
+_SMALL = 1 << 16
+"""Largest directory or pickle in bytes of an archive of one tensor: they have a few hundred."""
+PICKLE = b"data.pkl"
+"""The record that holds the structure."""
+DATA = b"data/"
+"""What begins the name of a record that holds a storage."""
 
 Read = Callable[[int, int], bytes]
 """Reads ``length`` bytes at ``offset`` of an archive, given (offset, length); the archive must reach that far."""
@@ -61,6 +65,43 @@ class _Entry:
     crc: int
 
 
+class Archive:
+    """An archive that ``torch.save`` made.
+
+    Attributes:
+        nbytes: Length of each record by its name, without the folder that all names begin with.
+    """
+
+    def __init__(self, read: Read, entries: dict[bytes, _Entry], end: int) -> None:
+        """Take the entries of the directory, which begins at ``end``; see :func:`open_archive`."""
+        self._read = read
+        self._entries = entries
+        self._end = end
+        # torch.serialization.set_crc32_options(False) writes 0 in the place of every checksum
+        self._checked = any(entry.crc for entry in entries.values())
+        self.nbytes = {name: entry.nbytes for name, entry in entries.items()}
+
+    def crc(self, name: bytes) -> int | None:
+        """CRC-32 of a record; None if torch was told not to compute checksums."""
+        return self._entries[name].crc if self._checked else None
+
+    def offset(self, name: bytes) -> int:
+        """Where the data of a record begins; raises FormatError if the headers around it tell something else."""
+        return _data(self._read, self._entries[name], self._end)
+
+    def read(self, name: bytes) -> bytes:
+        """Read a record; raises FormatError if it does not match its checksum."""
+        data = self._read(self.offset(name), self.nbytes[name])
+        if (crc := self.crc(name)) is not None and checksums.crc32(data) != crc:
+            raise FormatError(f"{name.decode('utf-8', 'replace')} does not match its checksum")
+        return data
+
+    @property
+    def is_little(self) -> bool:
+        """Whether the archive and this machine are little-endian. Older archives do not say: they are."""
+        return sys.byteorder == "little" and (b"byteorder" not in self.nbytes or self.read(b"byteorder") == b"little")
+
+
 def find_tensor(read: Read, nbytes: int) -> ArchivedTensor | None:
     """Find the tensor in an archive; None if this reader cannot read it, although torch might.
 
@@ -71,41 +112,23 @@ def find_tensor(read: Read, nbytes: int) -> ArchivedTensor | None:
     Raises:
         FormatError: The archive contradicts itself, or a small record does not match its checksum.
     """
-    found = _directory(read, nbytes)
-    if found is None or sys.byteorder != "little":
+    archive = open_archive(read, nbytes, largest=_SMALL)
+    if archive is None or archive.nbytes.get(PICKLE, _SMALL + 1) > _SMALL:
         return None
-    entries, end = found
-    # torch.serialization.set_crc32_options(False) writes 0 in the place of every checksum
-    checked = any(entry.crc for entry in entries.values())
-
-    def small(name: bytes) -> bytes | None:
-        entry = entries.get(name)
-        if entry is None or entry.nbytes > _LARGEST:
-            return None
-        data = read(_data(read, entry, end), entry.nbytes)
-        if checked and checksums.crc32(data) != entry.crc:
-            raise FormatError(f"{name.decode()} does not match its checksum")
-        return data
-
-    pickle = small(b"data.pkl")
-    if pickle is None or (b"byteorder" in entries and small(b"byteorder") != b"little"):
-        return None
-    array = _unpickled(pickle)
+    array = _unpickled(archive.read(PICKLE)) if archive.is_little else None
     if array is None:
         return None
-    entry = entries.get(b"data/" + array.record.encode())
-    if entry is None:
+    name = DATA + array.record.encode()
+    if name not in archive.nbytes:
         raise FormatError(f"its storage {array.record!r} is missing")
-    itemsize = dtypes.BY_NAME[array.dtype].itemsize
-    if array.elements * itemsize > entry.nbytes or array.offset + span(array.shape, array.stride) > array.elements:
+    nbytes, itemsize = archive.nbytes[name], dtypes.BY_NAME[array.dtype].itemsize
+    if array.elements * itemsize > nbytes or array.offset + span(array.shape, array.stride) > array.elements:
         raise FormatError("its tensor reaches beyond its storage")
-    return ArchivedTensor(array, _data(read, entry, end), entry.nbytes, entry.crc if checked else None)
+    return ArchivedTensor(array, archive.offset(name), nbytes, archive.crc(name))
 
 
 @functools.lru_cache(1024)  # many tensors have the same pickle
 def _unpickled(pickle: bytes) -> StoredArray | None:
-    if b"conj" in pickle or b"neg" in pickle:  # flags of a tensor that its bytes do not show
-        return None
     try:
         found = pickle_reader.loads(pickle, lambda array: array)
     except FormatError:  # a subclass of tensors, say
@@ -113,8 +136,17 @@ def _unpickled(pickle: bytes) -> StoredArray | None:
     return found if isinstance(found, StoredArray) else None
 
 
-def _directory(read: Read, nbytes: int) -> tuple[dict[bytes, _Entry], int] | None:
-    """The records by name, without their common folder, and where the directory begins; None as :func:`find_tensor`."""
+def open_archive(read: Read, nbytes: int, *, largest: int) -> Archive | None:
+    """Read the directory of an archive; None if it is none of torch's: without an end, compressed or encrypted.
+
+    Args:
+        read: Reads from the archive.
+        nbytes: The length of the archive.
+        largest: Longest directory in bytes; None is returned for an archive with a longer one.
+
+    Raises:
+        FormatError: The directory contradicts itself.
+    """
     end = nbytes - _END.size
     if end < 0:
         return None
@@ -130,7 +162,7 @@ def _directory(read: Read, nbytes: int) -> tuple[dict[bytes, _Entry], int] | Non
                 raise FormatError("its zip64 end record is not where the locator says")
     if begin + size != end:
         raise FormatError("its directory is not where its end record says")
-    if size > _LARGEST:
+    if size > largest:
         return None
     data, at = read(begin, size), 0
     entries: dict[bytes, _Entry] = {}
@@ -151,7 +183,7 @@ def _directory(read: Read, nbytes: int) -> tuple[dict[bytes, _Entry], int] | Non
         entries[name.partition(b"/")[2]] = _Entry(name, header, length, crc)
     if at != size:
         raise FormatError("its directory has more records than it says")
-    return (entries, begin) if len(entries) == count else None
+    return Archive(read, entries, begin) if len(entries) == count else None
 
 
 def _data(read: Read, entry: _Entry, end: int) -> int:

@@ -1,10 +1,8 @@
-"""Verifies every byte of a checkpoint: compares it with a checksum, or with what the rest of the checkpoint implies."""
+"""Verifies every byte of a checkpoint of this package: by a checksum, or by what the rest of the checkpoint implies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -15,23 +13,9 @@ from datastates.commit.claims import claims_of, whole_claims
 from datastates.commit.conflicts import describe_conflicts
 from datastates.container import archive, checksums, digests
 from datastates.container.file import Container
+from datastates.formats.format import Problem
 from datastates.restoring.stored import Head
 from datastates.state.shards import full_key
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong with a checkpoint.
-
-    Attributes:
-        path: The file.
-        key: The tensor or object, or the part of the file, that is wrong.
-        what: What is wrong with it.
-    """
-
-    path: Path
-    key: str
-    what: str
 
 
 def verify_container(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:

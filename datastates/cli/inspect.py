@@ -1,0 +1,135 @@
+"""The command ``datastates inspect``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from datastates.cli.show import as_part, as_shape, as_size, print_json, print_table, printable
+from datastates.container.file import Container
+from datastates.container.logical import Logical, combine
+from datastates.formats import recognise
+from datastates.restoring.sources import TensorFile
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    with recognise.kept(arguments.path) as (kind, path):
+        files = kind.open(path).files
+    tensors = combine([one.shards for one in files])
+    digests = {key: f"{t.stored_digest:08x}" for key, t in tensors.items() if t.stored_digest is not None}
+    described = [_describe(one, digests) for one in files]
+    assembled = [_assemble(key, t, described) for key, t in tensors.items() if fnmatchcase(key, arguments.keys)]
+    nbytes = sum(t["bytes"] for t in assembled)
+    summary = f"{len(assembled)} of {len(tensors)} arrays, {as_size(nbytes)}"
+    for one in described:
+        for entries in ("arrays", "objects"):
+            one[entries] = [entry for entry in one[entries] if fnmatchcase(entry["key"], arguments.keys)]
+    if arguments.json:
+        print_json({"format": kind.NAME, "containers": described, "tensors": assembled})
+        return 0
+    if len(described) != 1:
+        print(f"{path}  {_head(kind.NAME, described)}, {as_size(sum(one['bytes'] for one in described))}")
+        _print_assembled(described, assembled)
+    else:
+        one = described[0]
+        print(f"{one['file']}  {_head(kind.NAME, described)}, {as_size(one['bytes'])}")
+        _print_file(one)
+    print(summary)
+    return 0
+
+
+def _head(kind: str, files: Sequence[dict[str, Any]]) -> str:
+    """What the files are."""
+    if not files or "step" not in files[0]:
+        return kind if len(files) == 1 else f"{kind}, {len(files)} files"
+    first = files[0]
+    if len(files) == 1:
+        return f"step {first['step']}, rank {first['rank']} of {first['world_size']}"
+    return f"step {first['step']}, {len(files)} ranks"
+
+
+def _print_file(one: dict[str, Any]) -> None:
+    """Print each tensor, or part of a tensor, of one file."""
+    rows = [["KEY", "TYPE", "SHAPE", "SIZE", "OFFSET", "DIGEST"]]
+    for a in one["arrays"]:
+        part = "" if a["shape"] == a["global_shape"] else f" of {as_shape(a['global_shape'])}"
+        numbers = [as_size(a["bytes"]), str(a["offset"])]
+        rows.append([printable(a["key"]), a["dtype"], as_shape(a["shape"]) + part, *numbers, a["digest"] or "unknown"])
+    rows += [[printable(o["key"]), "object", "", *_size_and_offset(o), ""] for o in one["objects"]]
+    print_table(rows, numbers=(3, 4))
+
+
+def _print_assembled(files: Sequence[dict[str, Any]], tensors: Sequence[dict[str, Any]]) -> None:
+    """Print each logical tensor once, and below it its parts, by the rank or the file that holds each."""
+    by_rank = all("rank" in one for one in files)
+    rows = [["KEY", "TYPE", "SHAPE", "RANK" if by_rank else "FILE", "PART", "SIZE", "OFFSET", "DIGEST"]]
+    for t in tensors:
+        digest = t["digest"] or "unknown"
+        rows.append([printable(t["key"]), t["dtype"], as_shape(t["shape"]), "", "", as_size(t["bytes"]), "", digest])
+        rows += [
+            ["", "", "", _holder(p), as_part(p, t["shape"]), as_size(p["bytes"]), str(p["offset"]), ""]
+            for p in t["parts"]
+        ]
+    for one in files:
+        for o in one["objects"]:
+            rows.append([printable(o["key"]), "object", "", _holder(one), "", *_size_and_offset(o), ""])
+    print_table(rows, numbers=(3, 5, 6) if by_rank else (5, 6))
+
+
+def _holder(one: Mapping[str, Any]) -> str:
+    """The rank of a file or a part; the name of the file where no rank is known."""
+    return str(one["rank"]) if "rank" in one else printable(one["file"].rpartition("/")[2])
+
+
+def _size_and_offset(entry: Mapping[str, Any]) -> list[str]:
+    return ["", ""] if entry["offset"] is None else [as_size(entry["bytes"]), str(entry["offset"])]
+
+
+def _assemble(key: str, tensor: Logical, files: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A logical tensor and its parts, without empty ones, which only say that a rank knows the tensor."""
+    stored = [(files[f], files[f]["arrays"][i]) for f, i, row in tensor.parts if row.part.numel]
+    _, _, first = tensor.parts[0]
+    return {
+        "key": key,
+        "kind": first.kind,
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "bytes": math.prod(tensor.shape) * first.dtype.itemsize,
+        "digest": None if tensor.stored_digest is None else f"{tensor.stored_digest:08x}",
+        "parts": [
+            {
+                **{n: one[n] for n in ("rank", "file") if n in one},
+                **{n: a[n] for n in ("shape", "box", "flat", "bytes", "offset")},
+            }
+            for one, a in stored
+        ],
+    }
+
+
+def _describe(one: TensorFile, digests: Mapping[str, str]) -> dict[str, Any]:
+    table, offset = one.shards, one.data_offset
+    arrays = [
+        {
+            "key": row.key,
+            "kind": row.kind,
+            "dtype": row.dtype.name,
+            "shape": row.shape,
+            "stride": row.stride,
+            "global_shape": row.global_shape,
+            "box": row.box,
+            "flat": row.flat,
+            "bytes": math.prod(row.shape) * row.dtype.itemsize,
+            "offset": int(offset[row.record]) + row.offset,
+            "record": row.record,
+            "record_crc32": one.record_crc(row.record),
+            "digest": digests.get(row.key),
+        }
+        for row in table.rows(range(len(table)))
+    ]
+    objects = [{"key": o.key, "bytes": o.nbytes, "offset": o.offset, "crc32": o.crc} for o in one.objects]
+    identity = one.index.identity if isinstance(one, Container) else {}
+    return {"file": str(one.path), **identity, "bytes": one.nbytes, "arrays": arrays, "objects": objects}

@@ -1,0 +1,35 @@
+"""What a file lists of an object: its key, its place, and a way to look into it without running code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from datastates.state.shards import StoredArray
+
+Survey = Callable[[Callable[[StoredArray], object]], "tuple[Any, bool]"]
+"""Given what stands for each array, returns an object as :func:`datastates.container.pickle_reader.survey` does."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectEntry:
+    """An object of a file.
+
+    Attributes:
+        key: Its full key.
+        rank: The rank that saved it; 0 where the file does not say.
+        survey: Reads it, and builds nothing that would run code of its classes.
+        offset, nbytes, crc: The place of its opcodes in the file, and their CRC-32; None where it has no such place.
+    """
+
+    key: str
+    rank: int
+    survey: Survey
+    offset: int | None = None
+    nbytes: int | None = None
+    crc: int | None = None
+
+    def is_alike(self, other: ObjectEntry) -> bool:
+        """Whether both have the same opcodes, as far as their checksums tell."""
+        return self.crc is not None and (self.nbytes, self.crc) == (other.nbytes, other.crc)

@@ -1,0 +1,139 @@
+"""A checkpoint of another format: the logical tensors of some files, read and verified alike in all formats."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from datastates._base.files import read_bytes
+from datastates.container import checksums
+from datastates.container.table import Row
+from datastates.errors import DatastatesError, FormatError
+from datastates.executor.executor import Executor
+from datastates.formats.foreign_file import ForeignFile
+from datastates.formats.format import Problem
+from datastates.formats.loading import read_all
+from datastates.restoring.provider_view import Trust
+from datastates.state.parts import Part, uncovered
+
+_STEP = 4 << 20
+"""Bytes to read at a time to verify a record."""
+
+
+class Foreign:
+    """A checkpoint of another format, opened: its tensors, and their files.
+
+    Attributes:
+        format: What it is.
+        path: Its path.
+        files: Its files.
+        step: The step that it was saved at; None if it does not say.
+    """
+
+    def __init__(self, format: str, path: Path, files: Sequence[ForeignFile], step: int | None = None) -> None:
+        """Take the opened files."""
+        self.format = format
+        self.path = path
+        self.files = files
+        self.step = step
+
+    @property
+    def tensors(self) -> Foreign:
+        """Itself: it has no other tensors than those of its files."""
+        return self
+
+    # --- its tensors
+
+    @cached_property
+    def keys(self) -> Mapping[str, int]:
+        """The full keys, in the order of the files."""
+        if len(self.files) == 1:
+            return self.files[0].shards.by_key
+        return {key: number for number, file in enumerate(self.files) for key in file.shards.by_key}
+
+    def holds(self, full: str) -> bool:
+        """Whether there is a tensor with that full key."""
+        return full in self.keys
+
+    def find(self, full: str) -> Row | None:
+        """A row with any part of the tensor of that full key; None if there is none."""
+        return next((row for _, row in self._parts([full])[full]), None)
+
+    def whole(self, fulls: Sequence[str]) -> list[tuple[Row, list[tuple[ForeignFile, Row]]]]:
+        """For each full key, any row of its tensor, and all rows that hold elements of it, each with its file.
+
+        Raises:
+            KeyError: There is no tensor with one of the keys.
+            FormatError: The parts of a tensor are of different types or shapes.
+            DatastatesError: Only a part of a tensor is there.
+        """
+        result = []
+        for full, parts in self._parts(fulls).items():
+            if not parts:
+                raise KeyError(full)
+            _, first = parts[0]
+            if any((row.dtype, row.global_shape) != (first.dtype, first.global_shape) for _, row in parts):
+                raise FormatError(f"{self.path}: the parts of {full!r} are of different types or shapes")
+            held = [(file, row) for file, row in parts if row.part.numel]
+            if uncovered(Part.whole(first.global_shape), [row.part for _, row in held]):
+                raise DatastatesError(f"{full!r} cannot be read from {self.path}: only a part of it is there")
+            result.append((first, held))
+        return result
+
+    def _parts(self, fulls: Sequence[str]) -> dict[str, list[tuple[ForeignFile, Row]]]:
+        found: dict[str, list[tuple[ForeignFile, Row]]] = {full: [] for full in fulls}
+        for file in self.files:
+            numbers = file.shards.by_key.find(fulls)
+            for full, row in zip(numbers, file.shards.rows(list(numbers.values())), strict=True):
+                found[full].append((file, row))
+        return found
+
+    def digest(self, full: str) -> int | None:
+        """What all parts of a tensor contribute to its digest; None if a part has no checksum to tell."""
+        digests = [row.digest for _, row in self._parts([full])[full]]
+        known = [digest for digest in digests if digest is not None]
+        return functools.reduce(operator.xor, known, 0) if known and len(known) == len(digests) else None
+
+    def objects(self) -> list[str]:
+        """Full keys of what is no tensor."""
+        return list(dict.fromkeys(entry.key for file in self.files for entry in file.objects))
+
+    # --- all of it
+
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+        """Read all tensors into new memory, by full key."""
+        del trust  # nothing of it is pickled
+        return read_all(self, executor, device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def proof(self) -> str:
+        """What the checksums prove, if the format has any."""
+        known = [record.crc is not None for file in self.files for record in file.records if record.nbytes]
+        if not any(known):
+            return "headers and lengths are as they must be; there are no checksums of the data"
+        if all(known):
+            return "every tensor matches its checksum"
+        return f"{sum(known)} of {len(known)} records have a checksum and match it"
+
+    def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
+        """Read every record, and compare those that have a checksum with it. Opening it has checked the headers."""
+        for file in self.files:
+            read = read_bytes(file.path)
+            for number, record in enumerate(file.records):
+                crc = 0
+                for at in range(0, record.nbytes, _STEP):
+                    data = read(record.offset + at, min(_STEP, record.nbytes - at))
+                    crc = checksums.crc32(data, crc)
+                    progress(len(data))
+                if record.crc is not None and crc != record.crc:
+                    yield Problem(file.path, file.name_record(number), "does not match its checksum")
+            progress(file.nbytes - sum(record.nbytes for record in file.records))

@@ -1,0 +1,87 @@
+"""A folder of Hugging Face's tools: the files of a model's weights, and perhaps an index of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from datastates._base.files import length, read_bytes
+from datastates.errors import FormatError, StorageError
+from datastates.formats import safetensors_file
+from datastates.formats.foreign import Foreign
+from datastates.formats.foreign_file import ForeignFile
+
+NAME = "a folder of Hugging Face weights"
+_FILE = "model" + safetensors_file.SUFFIX
+_INDEX = f"{_FILE}.index.json"
+_MOST_INDEX = 256 << 20
+"""Longest index in bytes that is read: one of a million tensors has a hundred megabytes."""
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder has weights as safetensors."""
+    return path.is_dir() and bool(_found(path))
+
+
+def open(path: Path) -> Foreign:
+    """Open a folder.
+
+    Raises:
+        FormatError: A file is damaged, or the index and the files contradict each other; the message names the file.
+        StorageError: A file is missing or cannot be read; the message names it.
+    """
+    return Foreign(NAME, path, open_files(path))
+
+
+def open_files(path: Path) -> list[ForeignFile]:
+    """Open the files of the weights; raises as :func:`open` does."""
+    first = _found(path)[0]
+    if not first.name.endswith(".json"):
+        files = [safetensors_file.open_file(one) for one in _found(path)]
+        _refuse_repeated(path, files)
+        return files
+    weights = _read_index(first)
+    names = list(dict.fromkeys(weights.values()))
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        what = f"{first} names files that are missing: {', '.join(missing)}"
+        raise StorageError(2, "open", str(path / missing[0]), what)
+    files = [safetensors_file.open_file(path / name) for name in names]
+    _refuse_repeated(path, files)
+    held = {name: file.shards.by_key for name, file in zip(names, files, strict=True)}
+    for key, name in weights.items():
+        if key not in held[name]:
+            raise FormatError(f"{first}: {key!r} is not in {name}")
+    return files
+
+
+def _refuse_repeated(path: Path, files: Sequence[ForeignFile]) -> None:
+    places: dict[str, Path] = {}
+    for file in files:
+        for key in file.shards.by_key:
+            if (other := places.setdefault(key, file.path)) != file.path:
+                raise FormatError(f"{path}: {key!r} is in {other.name} and in {file.path.name}")
+
+
+def _found(path: Path) -> Sequence[Path]:
+    """The index, the only file, or all files of the weights."""
+    for known in (_INDEX, _FILE):
+        if (path / known).is_file():
+            return [path / known]
+    indexes = sorted(path.glob(f"*{safetensors_file.SUFFIX}.index.json"))
+    return indexes[:1] or sorted(one for one in path.glob(f"*{safetensors_file.SUFFIX}") if one.is_file())
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    if (nbytes := length(path)) > _MOST_INDEX:
+        raise FormatError(f"{path} has {nbytes} bytes, too many for an index")
+    try:
+        weights = json.loads(read_bytes(path)(0, nbytes))["weight_map"]
+        names = {Path(name).name for name in weights.values()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{path} is no index: {type(error).__name__}: {error}") from error
+    if not names or not names.issuperset(weights.values()):
+        raise FormatError(f"{path}: an index names files beside it, and at least one")
+    return dict(weights)

@@ -1,0 +1,86 @@
+"""The checkpoints of this package: a directory with a manifest, or one container file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from datastates._base import files
+from datastates.commit import manifest
+from datastates.container import archive
+from datastates.container.file import Container
+from datastates.executor.executor import Executor
+from datastates.formats.format import Problem
+from datastates.formats.own_verify import verify_catalog, verify_container
+from datastates.restoring import loading
+from datastates.restoring.provider_view import Trust
+from datastates.restoring.stored import Head, Stored, open_all
+
+NAME = "a checkpoint of datastates"
+_HEAD, _TAIL = 64, 4096
+"""Bytes at each end of a file that tell a container."""
+
+
+class OwnCheckpoint:
+    """A checkpoint of this package, opened.
+
+    Attributes:
+        format: What it is.
+        tensors: Its logical tensors.
+    """
+
+    format = NAME
+
+    def __init__(self, path: Path) -> None:
+        """Open a checkpoint directory by its manifest, or a container file.
+
+        Raises:
+            FormatError: The manifest or the file is damaged.
+            StorageError: It cannot be read.
+        """
+        self._path = path
+        self.tensors = Stored.of_file(path) if path.is_file() else Stored.open(path)
+
+    @cached_property
+    def files(self) -> list[Container]:
+        """All its containers, opened."""
+        return open_all(self._path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the containers and of the catalog."""
+        catalog = self.tensors.head.catalog
+        return sum(one.nbytes for one in self.files) + (0 if catalog is None else catalog.nbytes)
+
+    @property
+    def proof(self) -> str:
+        """Every byte has a checksum, or follows from others."""
+        return "every byte is as written"
+
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+        """Read all of it, as :func:`datastates.restoring.loading.load` does."""
+        return loading.load(self._path, executor, trust=trust, device=device)
+
+    def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
+        """Compare every byte with a checksum, or with what the rest of the checkpoint implies."""
+        for one in self.files:
+            yield from verify_container(one, progress)
+        head: Head = self.tensors.head
+        if head.catalog is not None:
+            yield from verify_catalog(head, self.files, progress)
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or a file a container, perhaps a damaged one."""
+    if not path.is_file():
+        return (path / manifest.FILE).exists()
+    nbytes, read = files.length(path), files.read_bytes(path)
+    tail = min(nbytes, _TAIL)
+    return archive.is_ending(read(nbytes - tail, tail)) or archive.is_beginning(read(0, min(nbytes, _HEAD)))
+
+
+def open(path: Path) -> OwnCheckpoint:
+    """Open a checkpoint directory or a container file."""
+    return OwnCheckpoint(path)

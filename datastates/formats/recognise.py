@@ -1,0 +1,62 @@
+"""Which format a path holds. A checkpoint of this package, or a directory of them, is found first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from datastates.commit import directories
+from datastates.errors import StorageError
+from datastates.formats import hugging_face, lightning, own, safetensors_file, torch_file
+from datastates.formats.format import Format
+
+FORMATS: tuple[Format, ...] = (own, hugging_face, lightning, torch_file, safetensors_file)
+"""All formats. The first that recognises a path is taken."""
+
+
+def recognise(path: Path) -> Format | None:
+    """The format of a file or a folder; None for one that no format recognises.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    return next((one for one in FORMATS if one.recognises(path)), None)
+
+
+def others(root: Path, known: Collection[str]) -> dict[str, str]:
+    """The entries of a directory that are checkpoints of other formats, and what they are; without those in ``known``.
+
+    What cannot be read is left out.
+    """
+    found = {}
+    for path in sorted(root.iterdir()):
+        if path.name not in known:
+            with contextlib.suppress(StorageError):
+                if (kind := _other(path)) is not None:
+                    found[path.name] = kind.NAME
+    return found
+
+
+def _other(path: Path) -> Format | None:
+    """The format of a path, if it is not this package's."""
+    kind = recognise(path)
+    return None if kind is own else kind
+
+
+@contextlib.contextmanager
+def kept(path: Path, step: int | None = None) -> Iterator[tuple[Format, Path]]:
+    """The format and the path of the checkpoint that a path means.
+
+    A checkpoint of this package, be it ``path`` or the newest in it or the newest of ``step``, is kept from deletion
+    until the block ends.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint, or none of that step.
+        StorageError: The path cannot be read.
+    """
+    if (found := _other(path)) is not None:
+        yield found, path
+        return
+    with directories.kept(path, step) as chosen:
+        yield own, chosen

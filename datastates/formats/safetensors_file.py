@@ -1,0 +1,79 @@
+"""A safetensors file. The library checks the header; the place of each tensor is taken from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from datastates._base.files import length, read_bytes, storage_errors
+from datastates.errors import FormatError
+from datastates.formats.foreign import Foreign
+from datastates.formats.foreign_file import ForeignFile, tensor
+from datastates.formats.record_file import Record
+from datastates.formats.safetensors_types import READ
+from datastates.state.shards import Shard
+
+NAME = "a safetensors file"
+SUFFIX = ".safetensors"
+_METADATA = "__metadata__"
+_LENGTH = 8
+"""Bytes of the number at the beginning of a file, which is the length of the header."""
+
+
+def recognises(path: Path) -> bool:
+    """Whether a file begins as a header does. One that begins otherwise is damaged if its name says so."""
+    if not path.is_file():
+        return False
+    nbytes = length(path)
+    head = read_bytes(path)(0, min(nbytes, _LENGTH + 1))
+    return (head[4:] == b"\0\0\0\0{") or path.suffix == SUFFIX
+
+
+def open(path: Path) -> Foreign:
+    """Open a file.
+
+    Raises:
+        FormatError: It is damaged; the message names it.
+        StorageError: It cannot be read.
+    """
+    return Foreign(NAME, path, [open_file(path)])
+
+
+def open_file(path: Path) -> ForeignFile:
+    """Open a file, alone or as a shard; raises as :func:`open` does."""
+    nbytes, read = length(path), read_bytes(path)
+    try:
+        with (
+            storage_errors("open", path),
+            safe_open(path, "np"),
+        ):  # checks that all ranges follow each other, and end where the file ends
+            pass
+    except SafetensorError as error:
+        raise FormatError(f"{path}: {error}") from error
+    size = int.from_bytes(read(0, _LENGTH), "little")
+    text = read(_LENGTH, size)
+    header: dict[str, Any] = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    begin = _LENGTH + size
+    records: list[Record] = []
+    tensors: list[tuple[int, Shard]] = []
+    for name, entry in header.items():
+        if name == _METADATA:
+            continue
+        if entry["dtype"] not in READ:
+            raise FormatError(f"{path}: {name!r} is of type {entry['dtype']}, which cannot be read")
+        first, last = entry["data_offsets"]
+        tensors.append((len(records), tensor(name, READ[entry["dtype"]], entry["shape"])))
+        records.append(Record(begin + first, last - first, None))
+    return ForeignFile(path, nbytes, records, tensors)
+
+
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the header; the library takes the last of two equal names, other readers may take the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise FormatError(f"{path}: {next(n for n in names if names.count(n) > 1)!r} is in its header twice")
+    return found

@@ -1,0 +1,193 @@
+"""A file of ``torch.save``: a ZIP archive with a pickle, which is read without running code, and a record a storage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from datastates._base.files import length, read_bytes
+from datastates.container import pickle_reader
+from datastates.container.object_entry import ObjectEntry
+from datastates.errors import FormatError
+from datastates.executor.executor import Executor
+from datastates.formats.archives import DATA, PICKLE, Archive, open_archive
+from datastates.formats.foreign import Foreign
+from datastates.formats.foreign_file import ForeignFile, tensor
+from datastates.formats.loading import Blocks
+from datastates.formats.nested import arrays_in, has_other
+from datastates.formats.record_file import Record
+from datastates.restoring.provider_view import Trust, naming
+from datastates.state import dtypes, memory
+from datastates.state.keys import join
+from datastates.state.shards import ArrayRef, StoredArray
+from datastates.state.strides import span
+
+NAME = "a file of torch.save"
+_ZIP = b"PK\3\4"
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How the files of torch.save began before torch 1.6, and begin with ``_use_new_zipfile_serialization=False``."""
+_HEAD = 512
+"""Bytes at the beginning that hold the name of an archive's first record, the pickle."""
+_WINDOW = 1024
+"""Bytes to read at once for the headers of a record."""
+
+
+def recognises(path: Path) -> bool:
+    """Whether a file is an archive that begins with a pickle, or is in torch's legacy format."""
+    if not path.is_file():
+        return False
+    head = read_bytes(path)(0, min(length(path), _HEAD))
+    return head.startswith(_LEGACY) or (head.startswith(_ZIP) and b"/" + PICKLE in head)
+
+
+def open(path: Path) -> TorchCheckpoint:
+    """Open a file.
+
+    Raises:
+        FormatError: It is damaged, or is in the legacy format, or holds what cannot be read without running code; the
+            message names it.
+        StorageError: It cannot be read.
+    """
+    return TorchCheckpoint(NAME, path, [TorchFile(path)])
+
+
+class TorchFile(ForeignFile):
+    """An opened file.
+
+    Attributes:
+        value: Its value, with a StoredArray for each tensor, and nothing built that would run code of its class.
+    """
+
+    def __init__(self, path: Path, prefix: str = "") -> None:
+        """Open a file; raises as :func:`open` does.
+
+        Args:
+            path: The file.
+            prefix: The key of its value; empty for the root.
+        """
+        nbytes = length(path)
+        with naming(str(path)):
+            archive = _archive(path, nbytes)
+            self._pickle = archive.read(PICKLE)
+            self._numbers: dict[str, int] = {}
+            names = [name for name in archive.nbytes if name != PICKLE]
+            records = [Record(archive.offset(name), archive.nbytes[name], archive.crc(name)) for name in names]
+            order = sorted(range(len(names)), key=lambda i: (records[i].offset, records[i].nbytes))
+            data = [(number, names[i]) for number, i in enumerate(order) if names[i].startswith(DATA)]
+            self._numbers = {name.removeprefix(DATA).decode("utf-8", "replace"): number for number, name in data}
+            self._records = [records[i] for i in order]
+            self.value, _ = self._survey(_itself)
+            found = list(arrays_in(self.value, prefix))
+            tensors = [(self._numbers[a.record], _described(key, a)) for key, a in found]
+        super().__init__(path, nbytes, self._records, tensors, self._entries(prefix))
+
+    def _survey(self, resolve: Callable[[StoredArray], object], trust: Trust = "all") -> tuple[Any, bool]:
+        """The value, without objects that only code of their classes could build, and whether it has none of those."""
+        return pickle_reader.survey(self._pickle, lambda stored: resolve(self._checked(stored)), trust=trust)
+
+    def _checked(self, stored: StoredArray) -> StoredArray:
+        """An array of the pickle, after a check that its storage is there."""
+        if stored.record not in self._numbers:
+            raise FormatError(f"storage {stored.record!r} is missing")
+        itemsize = dtypes.BY_NAME[stored.dtype].itemsize
+        if stored.elements * itemsize > self._records[self._numbers[stored.record]].nbytes:
+            raise FormatError(f"storage {stored.record!r} is shorter than the pickle says")
+        if stored.offset + span(stored.shape, stored.stride) > stored.elements:
+            raise FormatError(f"a tensor reaches beyond its storage {stored.record!r}")
+        return stored
+
+    def _entries(self, prefix: str) -> list[ObjectEntry]:
+        """What is no tensor: one entry for each item of the value that has something else in it."""
+        if not isinstance(self.value, dict):
+            rest = has_other(self.value)
+            return [ObjectEntry(prefix, 0, self._surveyed)] if rest else []
+        return [
+            ObjectEntry(join(prefix, key), 0, functools.partial(self._item, key))
+            for key, item in self.value.items()
+            if has_other(item)
+        ]
+
+    @functools.lru_cache(1)  # noqa: B019 - one entry, for the items of this file one after the other
+    def _surveyed(self, resolve: Callable[[StoredArray], object]) -> tuple[Any, bool]:
+        return self._survey(resolve)
+
+    def _item(self, key: object, resolve: Callable[[StoredArray], object]) -> tuple[Any, bool]:
+        value, complete = self._surveyed(resolve)
+        return value[key], complete
+
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> Any:
+        """Read and verify the file, and build its value; the arguments are those of ``Opened.load``.
+
+        Raises:
+            TrustError: An object needs a class that is not trusted. No tensor has been read.
+            CorruptError: A tensor does not match its checksum; the message names it.
+            FormatError: An object cannot be built.
+            StorageError: Reading failed.
+        """
+        blocks = Blocks(device)
+
+        def array(stored: StoredArray) -> Any:
+            stored = self._checked(stored)
+            ref = ArrayRef(stored.record, "torch", stored.dtype, stored.shape, stored.stride)
+            offset = stored.offset * dtypes.BY_NAME[stored.dtype].itemsize
+            made = blocks.view(self, self._numbers[stored.record], ref, offset)
+            return memory.with_grad(made, stored.requires_grad)
+
+        with naming(str(self.path)):
+            self._survey(array, trust)
+            blocks.fill(executor)
+            return pickle_reader.loads(self._pickle, array, trust=trust)
+
+
+class TorchCheckpoint(Foreign):
+    """A checkpoint that is one file of ``torch.save``."""
+
+    files: Sequence[TorchFile]
+
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+        """The value of the file; one that is no dict is under the empty key."""
+        value = self.files[0].load(executor, trust=trust, device=device)
+        return value if isinstance(value, dict) else {"": value}
+
+
+def _itself(stored: StoredArray) -> StoredArray:
+    return stored
+
+
+def _described(key: str, array: StoredArray) -> Any:
+    at = array.offset * dtypes.BY_NAME[array.dtype].itemsize
+    return tensor(key, array.dtype, array.shape, array.stride, at=at)
+
+
+def _archive(path: Path, nbytes: int) -> Archive:
+    read = read_bytes(path)
+    if read(0, min(nbytes, len(_LEGACY))) == _LEGACY:
+        raise FormatError(
+            "a file of torch.save in the legacy format, from before torch 1.6: its tensors lie behind a pickle that "
+            "only torch reads. Load it by torch.load(weights_only=True), and save it again"
+        )
+    archive = open_archive(_ahead(read, nbytes), nbytes, largest=nbytes)
+    if archive is None:
+        raise FormatError("it was cut short, or is no archive of torch.save: there is no end of a plain ZIP archive")
+    if PICKLE not in archive.nbytes or not archive.is_little:
+        raise FormatError("an archive without data.pkl, or of a big-endian machine")
+    return archive
+
+
+def _ahead(read: Callable[[int, int], bytes], nbytes: int) -> Callable[[int, int], bytes]:
+    """A function that reads a file in windows: the headers of a record are read by one call."""
+    window = 0, b""
+
+    def ahead(offset: int, size: int) -> bytes:
+        nonlocal window
+        begin, data = window
+        if not begin <= offset <= offset + size <= begin + len(data):
+            data = read(offset, max(size, min(_WINDOW, nbytes - offset)))
+            begin = offset
+            if size <= _WINDOW:
+                window = begin, data
+        return data[offset - begin : offset - begin + size]
+
+    return ahead

@@ -1,0 +1,276 @@
+"""Files of torch.save: what torch.load returns, without running code, and every record against its checksum."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import datastates as ds
+from datastates.cli import commands
+from datastates.errors import DatastatesError, FormatError, TrustError
+from datastates.state import keys
+
+
+class Own:
+    """A class that only trust builds."""
+
+    def __init__(self, w: torch.Tensor) -> None:
+        self.w = w
+
+
+def state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8, bias=False))
+    model[1].weight = torch.nn.Parameter(model[0].weight.t())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    base = torch.arange(20.0)
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "tied": [base, base[5:], base.view(4, 5).t()],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "numpy": np.arange(3),
+        "expanded": torch.ones(1).expand(1000, 7),
+        "half": torch.ones(3, dtype=torch.float16),
+        "new": torch.ones(3, dtype=torch.uint32),
+        "odd/name": {0: torch.zeros(1), "0": torch.ones(1), "": torch.ones(2)},
+        "nothing": {},
+        "step": 5,
+    }
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    torch.save(state(), tmp_path / "state.pt")
+    return tmp_path / "state.pt"
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, (dict, list, tuple)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return {k: v for key, item in pairs for k, v in flat(item, keys.join(prefix, key)).items()}
+    return {prefix: value}
+
+
+def test_load_gives_what_torch_load_gives(file: Path) -> None:
+    found, expected = ds.load(file), torch.load(file, weights_only=False)
+    flattened = flat(expected)
+    assert list(flat(found)) == list(flattened)
+    for key, value in flat(found).items():
+        if isinstance(value, torch.Tensor):
+            assert type(value) is type(flattened[key]), key
+            assert (value.dtype, value.stride()) == (flattened[key].dtype, flattened[key].stride()), key
+            assert torch.equal(value, flattened[key]), key
+        else:
+            assert np.array_equal(value, flattened[key]), key
+    assert found["parameter"].requires_grad
+    found["tied"][0][5] = 100  # views share their memory, as they did
+    assert found["tied"][1][0] == 100
+
+
+def test_open_gives_each_tensor_by_the_keys_of_a_state_dict(file: Path) -> None:
+    tensors = {k: v for k, v in flat(state()).items() if isinstance(v, torch.Tensor)}
+    with ds.open(file) as opened:
+        assert list(opened) == list(tensors)
+        assert "optimizer/state/0/exp_avg" in opened
+        assert {"odd~1name/0", "odd~1name/~20", "odd~1name/~4"} <= set(opened)
+        for key, tensor in tensors.items():
+            assert torch.equal(opened[key], tensor), key
+        assert opened.digest("half") is not None
+        assert opened.digest("tied/1") is None
+
+
+def test_export_names_what_is_no_tensor(file: Path, tmp_path: Path) -> None:
+    done = ds.export(file, tmp_path / "out")
+    assert set(done.objects) <= {"optimizer", "numpy", "nothing", "step", "odd~1name"}
+    assert ds.export(file, tmp_path / "model", keys="model/*").objects == ()
+
+
+@pytest.mark.parametrize("value", [torch.arange(5.0), [torch.ones(2), 3], 7])
+def test_a_value_that_is_no_dict_is_under_the_empty_key(tmp_path: Path, value: Any) -> None:
+    torch.save(value, tmp_path / "value.pt")
+    (key,) = found = ds.load(tmp_path / "value.pt")
+    assert key == ""
+    assert torch.equal(found[""], value) if isinstance(value, torch.Tensor) else str(found[""]) == str(value)
+    with ds.open(tmp_path / "value.pt") as opened:
+        assert list(opened) == [k for k, v in flat(value).items() if isinstance(v, torch.Tensor)]
+
+
+@pytest.mark.parametrize("how", ["open", "load", "verify", "inspect", "diff"])
+def test_no_code_of_a_file_runs(tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            return exec, (f"open({str(tmp_path / 'boom')!r}, 'w')",)
+
+    path = tmp_path / "bomb.pt"
+    torch.save({"w": torch.ones(3), "bomb": Bomb()}, path)
+    if how == "load":
+        with pytest.raises(TrustError, match=r"builtins\.exec"):
+            ds.load(path)
+    elif how == "open":
+        with ds.open(path) as opened:
+            assert opened["w"].tolist() == [1, 1, 1]
+    else:
+        assert commands.main([how, str(path), *[str(path)][: how == "diff"]]) in (0, 1)
+    assert not (tmp_path / "boom").exists()
+
+
+def test_a_class_is_built_with_trust_only(tmp_path: Path) -> None:
+    torch.save({"own": Own(torch.ones(3))}, tmp_path / "own.pt")
+    with pytest.raises(TrustError):
+        ds.load(tmp_path / "own.pt")
+    made = ds.load(tmp_path / "own.pt", trust=[f"{Own.__module__}.Own"])["own"]
+    assert made.w.tolist() == [1, 1, 1]
+
+
+def test_the_legacy_format_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(FormatError, match=r"old\.pt: a file of torch\.save in the legacy format"):
+        ds.open(tmp_path / "old.pt")
+    assert commands.main(["inspect", str(tmp_path / "old.pt")]) == 1
+    assert "legacy" in capsys.readouterr().err
+
+
+def test_a_view_that_its_bytes_do_not_show_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3, dtype=torch.complex64).conj()}, tmp_path / "conj.pt")
+    with pytest.raises(FormatError, match=r"conj\.pt: a conjugate"):
+        ds.open(tmp_path / "conj.pt")
+
+
+@pytest.mark.parametrize("name", ["data/0", "data/3", "data.pkl", "version", "byteorder"])
+def test_every_record_is_compared_with_its_checksum(file: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(file) as archive:
+        info = archive.getinfo(f"state/{name}")
+        data = archive.read(info)
+    raw = bytearray(file.read_bytes())
+    at = raw.index(data, info.header_offset)
+    raw[at + len(data) // 2] ^= 4
+    file.write_bytes(raw)
+    assert commands.main(["verify", str(file)]) == 1
+    said = capsys.readouterr()
+    assert "checksum" in said.out + said.err or name == "byteorder"
+
+
+def test_without_checksums_nothing_is_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.ones(1000)}, tmp_path / "unchecked.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert commands.main(["verify", str(tmp_path / "unchecked.pt")]) == 0
+    assert "there are no checksums" in capsys.readouterr().out
+    assert ds.export(tmp_path / "unchecked.pt", tmp_path / "out").unproven == ("w",)
+
+
+def rewritten(file: Path, to: Path, change: Callable[[bytes], bytes], method: int = zipfile.ZIP_STORED) -> Path:
+    """A copy of an archive with another pickle."""
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(to, "w", method) as new:
+        for info in old.infolist():
+            data = old.read(info)
+            new.writestr(info.filename, change(data) if info.filename.endswith("data.pkl") else data)
+    return to
+
+
+def test_a_compressed_archive_is_refused(file: Path, tmp_path: Path) -> None:
+    made = rewritten(file, tmp_path / "z.pt", lambda data: data, zipfile.ZIP_DEFLATED)
+    with pytest.raises(FormatError, match=r"z\.pt"):
+        ds.open(made)
+
+
+def hostile(storage: int = 3, size: Any = (3,), stride: Any = (1,), offset: Any = 0, record: str = "0") -> bytes:
+    """The pickle of a dict with one tensor, whatever its numbers are."""
+    made = io.BytesIO()
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return ("storage", torch.FloatStorage, record, "cpu", storage) if value is Pickler else None
+
+    class Tensor:
+        def __reduce__(self) -> Any:
+            rebuild = torch._utils._rebuild_tensor_v2
+            return rebuild, (Pickler, offset, size, stride, False, collections.OrderedDict())
+
+    Pickler(made, 2).dump({"w": Tensor()})
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"size": (2**40,)},
+        {"size": (2**40,), "storage": 2**40},
+        {"size": (2, 2), "stride": (2**61, 1)},
+        {"size": (3,), "offset": 2**61},
+        {"size": (2**62,), "stride": (0,)},
+        {"size": (-3,)},
+        {"size": (1,) * 70, "stride": (1,) * 70},
+        {"record": "9"},
+        {"size": (3,), "stride": (1, 1)},
+        {"size": ("3",)},
+    ],
+)
+@pytest.mark.parametrize("how", ["open", "load"])
+def test_hostile_numbers_allocate_nothing(tmp_path: Path, numbers: dict[str, Any], how: str) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "good.pt")
+    made = rewritten(tmp_path / "good.pt", tmp_path / "bad.pt", lambda _: hostile(**numbers))
+    with pytest.raises(FormatError, match=r"bad\.pt"):
+        getattr(ds, how)(made)
+
+
+def test_a_nested_value_is_no_bomb(tmp_path: Path) -> None:
+    value: Any = torch.ones(1)
+    for _ in range(60):
+        value = [value, value]
+    value.append(value)
+    torch.save({"w": value}, tmp_path / "bomb.pt")
+    with ds.open(tmp_path / "bomb.pt") as opened:
+        assert len(opened) < 200
+
+
+def test_without_torch_tensors_are_arrays(file: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import datastates as ds\n"
+        "with ds.open(sys.argv[1]) as opened:\n"
+        "    print(opened['tied/1'].tolist(), opened['model/0.weight'].shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[float(n) for n in range(5, 20)]} (16, 8)\n"
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9, 0.99, 0.999])
+def test_a_file_that_was_cut_short_is_named(file: Path, share: float) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(int(file.stat().st_size * share))
+    with pytest.raises(FormatError, match=r"state\.pt.*cut short"):
+        ds.load(file)
+
+
+def test_each_byte_matters_or_does_not(tmp_path: Path) -> None:
+    """A flipped bit anywhere is refused, or changes nothing that is read."""
+    path = tmp_path / "small.pt"
+    torch.save({"w": torch.arange(4.0), "n": 1}, path)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        try:
+            found = ds.load(path)
+        except DatastatesError:
+            continue
+        assert found["n"] == 1
+        assert found["w"].tolist() == [0, 1, 2, 3]
