@@ -25,6 +25,7 @@ from datastates.ranks.world import SoloWorld
 from datastates.restoring import loading
 from datastates.restoring.provider_view import Trust
 from datastates.saving import gate
+from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.engine import Engine
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
@@ -83,7 +84,7 @@ class StateWriter:
         """Write with that engine. ``kind`` names files that have the same structure in each checkpoint."""
         self._engine = engine
         self._held = _Held(kind)
-        self._saver = Saver(engine.executor, 0, 1, bare=True)
+        self._saver = Saver(engine.executor, ContainerFraming(bare=True))
 
     def write(self, state: Any, path: Path, lazy: Lazy, *, attempt: str, begin: float) -> Snapshot:
         """Begin to write a file; returns its snapshot once everything that is not lazy is copied.
