@@ -21,10 +21,11 @@ from datastates._base import files
 from datastates._base.sizes import PAGE
 from datastates.container import checksums
 from datastates.container.file import Container
+from datastates.container.safetensors_header import Tensor
 from datastates.container.table import Row
 from datastates.errors import CorruptError, StorageError
 from datastates.executor.executor import Executor
-from datastates.exporting.safetensors_layout import File, Tensor
+from datastates.exporting.safetensors_layout import File
 from datastates.restoring.reads import Reads
 from datastates.state import arrays, memory, strides
 from datastates.state.dtypes import BY_NAME
