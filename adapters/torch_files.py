@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from pydantic import Field
 
+from datastates.adapters.safetensors_files import SafetensorsWriter
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoOptions, IoSettings
 from datastates.container import archive
@@ -139,6 +140,7 @@ class TorchFiles:
         self._engine = Engine(make_executor(self.settings), SoloWorld(), threads=1024, auto_gate=True)
         self._process = os.getpid()
         self._writers: dict[str, StateWriter] = {}
+        self._tensor_writers: dict[tuple[object, ...], SafetensorsWriter] = {}
         # one thread: checkpoints end in the order in which they began; its exit hook waits for them
         self._in_order = ThreadPoolExecutor(1, thread_name_prefix="datastates-files")
         return self._engine
@@ -164,6 +166,27 @@ class TorchFiles:
         if kind not in self._writers:
             self._writers[kind] = StateWriter(engine, kind)
         return self._writers[kind].write(state, path, lazy, attempt=secrets.token_hex(4), begin=begin)
+
+    def write_tensors(
+        self, tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str], lazy: Lazy
+    ) -> Snapshot:
+        """Begin to write tensors as a safetensors file; returns once everything that is not lazy is copied.
+
+        Args:
+            tensors: The tensors by name.
+            path: The file. Files of the same name in other folders have the same structure in each checkpoint.
+            metadata: What the header says besides the tensors.
+            lazy: Which tensors are captured while training goes on, by name and tensor.
+
+        Raises:
+            ProviderError: Tensors share memory, or the format cannot hold one; the message names it.
+        """
+        begin, engine = time.monotonic(), self._start()
+        kind = (path.name, *sorted(metadata.items()))
+        if kind not in self._tensor_writers:
+            self._tensor_writers[kind] = SafetensorsWriter(engine, path.name, metadata)
+        own = {n: (t if lazy(n, t) else t.detach().clone()).contiguous() for n, t in tensors.items()}
+        return self._tensor_writers[kind].write(own, path, attempt=secrets.token_hex(4), begin=begin)
 
     def then(
         self, name: str, snapshots: Sequence[Snapshot] | None, act: Callable[[BaseException | None], None]
