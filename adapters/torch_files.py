@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from pydantic import Field
 
+from datastates.adapters.safetensors_files import SafetensorsWriter
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoOptions, IoSettings
 from datastates.container import archive
@@ -25,6 +26,7 @@ from datastates.ranks.world import SoloWorld
 from datastates.restoring import loading
 from datastates.restoring.provider_view import Trust
 from datastates.saving import gate
+from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.engine import Engine
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
@@ -83,7 +85,7 @@ class StateWriter:
         """Write with that engine. ``kind`` names files that have the same structure in each checkpoint."""
         self._engine = engine
         self._held = _Held(kind)
-        self._saver = Saver(engine.executor, 0, 1, bare=True)
+        self._saver = Saver(engine.executor, ContainerFraming(bare=True))
 
     def write(self, state: Any, path: Path, lazy: Lazy, *, attempt: str, begin: float) -> Snapshot:
         """Begin to write a file; returns its snapshot once everything that is not lazy is copied.
@@ -138,6 +140,7 @@ class TorchFiles:
         self._engine = Engine(make_executor(self.settings), SoloWorld(), threads=1024, auto_gate=True)
         self._process = os.getpid()
         self._writers: dict[str, StateWriter] = {}
+        self._tensor_writers: dict[tuple[object, ...], SafetensorsWriter] = {}
         # one thread: checkpoints end in the order in which they began; its exit hook waits for them
         self._in_order = ThreadPoolExecutor(1, thread_name_prefix="datastates-files")
         return self._engine
@@ -163,6 +166,27 @@ class TorchFiles:
         if kind not in self._writers:
             self._writers[kind] = StateWriter(engine, kind)
         return self._writers[kind].write(state, path, lazy, attempt=secrets.token_hex(4), begin=begin)
+
+    def write_tensors(
+        self, tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str], lazy: Lazy
+    ) -> Snapshot:
+        """Begin to write tensors as a safetensors file; returns once everything that is not lazy is copied.
+
+        Args:
+            tensors: The tensors by name.
+            path: The file. Files of the same name in other folders have the same structure in each checkpoint.
+            metadata: What the header says besides the tensors.
+            lazy: Which tensors are captured while training goes on, by name and tensor.
+
+        Raises:
+            ProviderError: Tensors share memory, or the format cannot hold one; the message names it.
+        """
+        begin, engine = time.monotonic(), self._start()
+        kind = (path.name, *sorted(metadata.items()))
+        if kind not in self._tensor_writers:
+            self._tensor_writers[kind] = SafetensorsWriter(engine, path.name, metadata)
+        own = {n: (t if lazy(n, t) else t.detach().clone()).contiguous() for n, t in tensors.items()}
+        return self._tensor_writers[kind].write(own, path, attempt=secrets.token_hex(4), begin=begin)
 
     def then(
         self, name: str, snapshots: Sequence[Snapshot] | None, act: Callable[[BaseException | None], None]

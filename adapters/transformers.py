@@ -6,16 +6,22 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers
+import transformers.modeling_utils
 from pydantic import Field
 from transformers import trainer_callback, trainer_utils
 from typing_extensions import Unpack
 
 from datastates._base import files, paths
+from datastates.adapters.safetensors_redirect import redirected
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, buffer_storages
 from datastates.commit import manifest, retention
 from datastates.ranks.together import settle
@@ -26,6 +32,10 @@ _log = logging.getLogger("datastates")
 _OLD = "-old"
 _PENDING = re.compile(rf"\.{trainer_utils.PREFIX_CHECKPOINT_DIR}-[0-9]+\Z")
 _METHODS = ("_get_output_dir", "_load_best_model", "_save", "_save_checkpoint", "_save_rng_state", "_save_scaler")
+
+
+_SAVE_FILE: dict[str, ModuleType] = {"safe_save_file": transformers.modeling_utils, "save_file": safetensors.torch}
+"""Names by which a Trainer calls safetensors' ``save_file``, for models of transformers and for others."""
 
 
 class TrainerSettings(FileSettings):
@@ -45,7 +55,7 @@ class TrainerOptions(FileOptions, total=False):
 def attach(trainer: Any, **options: Unpack[TrainerOptions]) -> TrainerCheckpoints:
     """Let a Trainer save its checkpoints lazily. Nothing else about the Trainer changes.
 
-    Checkpoints are the Trainer's usual folders, with the weights in ``pytorch_model.bin``.
+    Checkpoints are the Trainer's usual folders.
     ``trainer.train(resume_from_checkpoint=True)`` and ``from_pretrained`` read them, with or without this package. A
     folder gets its name once everything in it is on stable storage. After that, ``save_total_limit`` deletes old ones.
 
@@ -64,6 +74,7 @@ def attach(trainer: Any, **options: Unpack[TrainerOptions]) -> TrainerCheckpoint
     settings = TrainerSettings.of(options)
     paths.refuse_address(trainer.args.output_dir)
     unknown = [name for name in _METHODS if not hasattr(trainer, name)]
+    unknown += [f"{module.__name__}.{name}" for name, module in _SAVE_FILE.items() if not hasattr(module, name)]
     args = trainer.args
     attached = isinstance(getattr(getattr(trainer, "_save_checkpoint", None), "__self__", None), TrainerCheckpoints)
     for refused, why in (
@@ -209,16 +220,8 @@ class TrainerCheckpoints:
             if hasattr(module, "peft_config"):
                 trainer.save_model(str(folder), _internal_call=True)  # PEFT adapters are small
             else:
-                trainer._save(str(folder), state_dict={})
-                for name in (transformers.utils.SAFE_WEIGHTS_NAME, transformers.utils.WEIGHTS_NAME):
-                    (folder / name).unlink(missing_ok=True)
-                buffers = buffer_storages(module)
-                file = folder / transformers.utils.WEIGHTS_NAME
-
-                def is_parameter(_: str, tensor: torch.Tensor) -> bool:
-                    return tensor.untyped_storage().data_ptr() not in buffers
-
-                snapshots.append(self.files.write("model", module.state_dict(), file, is_parameter))
+                with redirected(_SAVE_FILE, folder, partial(self._write_tensors, snapshots, buffer_storages(module))):
+                    trainer._save(str(folder))
         if not args.save_only_model:
             if args.should_save:
                 optimizer = trainer.optimizer.state_dict()
@@ -234,6 +237,21 @@ class TrainerCheckpoints:
                 saved.setdefault(type(callback).__name__, []).append(callback.state())
             trainer.state.stateful_callbacks |= {k: v if len(v) > 1 else v[0] for k, v in saved.items()}
             trainer.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _write_tensors(
+        self,
+        snapshots: list[Snapshot],
+        buffers: frozenset[int],
+        tensors: Mapping[str, torch.Tensor],
+        path: Path,
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Begin to write a file of the model's tensors; those in ``buffers`` are copied."""
+
+        def is_parameter(_: str, tensor: torch.Tensor) -> bool:
+            return tensor.untyped_storage().data_ptr() not in buffers
+
+        snapshots.append(self.files.write_tensors(tensors, path, metadata, is_parameter))
 
 
 class _Folder:

@@ -25,6 +25,7 @@ from datastates.config import IoSettings
 from datastates.executor.make import make_executor
 from datastates.providers import from_state_dict
 from datastates.ranks.world import SoloWorld
+from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.engine import Engine
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
@@ -90,7 +91,7 @@ def write_file() -> WriteFile:
     ) -> Snapshot:
         settings = IoSettings(host_cache="8MiB", block="1MiB")
         used = engine or Engine(make_executor(settings), SoloWorld(), threads=1, auto_gate=False)
-        saver = Saver(used.executor, 0, 1, bare=True, nested=nested)
+        saver = Saver(used.executor, ContainerFraming(bare=True, nested=nested))
         ending = FileEnding(path, {"step": 0, "rank": 0, "world_size": 1, "attempt": attempt})
         try:
             collected = saver.collect([from_state_dict("file", value)])

@@ -20,10 +20,11 @@ import numpy as np
 from datastates._base import files
 from datastates._base.sizes import PAGE
 from datastates.container import checksums
+from datastates.container.safetensors_header import Tensor
 from datastates.container.table import Row
 from datastates.errors import CorruptError, StorageError
 from datastates.executor.executor import Executor
-from datastates.exporting.safetensors_layout import File, Tensor
+from datastates.exporting.safetensors_layout import File
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import TensorFile
 from datastates.state import arrays, memory, strides

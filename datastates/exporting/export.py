@@ -14,6 +14,7 @@ from datastates._base import files
 from datastates.commit import manifest, retention
 from datastates.container.digests import digest_of
 from datastates.container.rows import place_of
+from datastates.container.safetensors_header import Tensor
 from datastates.executor.executor import Executor
 from datastates.exporting import safetensors_layout as layout
 from datastates.exporting.copying import Copier, Origin
@@ -101,7 +102,7 @@ def export(
     names = names_of(chosen, rename)
     origins, tied = _origins(stored, chosen)
     tensors = [
-        layout.Tensor(key, names[key], _type(origins[key].row.dtype.name, dtype), origins[key].row.global_shape)
+        Tensor(key, names[key], _type(origins[key].row.dtype.name, dtype), origins[key].row.global_shape)
         for key in chosen
         if key not in tied
     ]

@@ -1,49 +1,22 @@
-"""The layout of safetensors files and of Hugging Face's folders of them. Pure functions.
+"""The layout of Hugging Face's folders of safetensors files. Pure functions.
 
-A file is a header of JSON, with its length in eight bytes before it, and then all tensors end to end, in row-major
-order: https://huggingface.co/docs/safetensors. A folder of several files has an index, as ``save_pretrained`` of
-transformers writes it.
+A folder of several files has an index, as ``save_pretrained`` of transformers writes it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from datastates.formats.safetensors_types import TYPES
-from datastates.state.dtypes import BY_NAME
+from datastates.container.safetensors_header import Tensor, encode_header, file_order
 
-MOST_HEADER = 100_000_000
-"""Longest header in bytes that the safetensors library reads."""
 INDEX = "model.safetensors.index.json"
 """The name of the index of several files."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One tensor to export.
-
-    Attributes:
-        key: Its full key in the checkpoint.
-        name: Its name in the export.
-        dtype: Torch's name of its element type in the export.
-        shape: Its shape.
-    """
-
-    key: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Its length in the file."""
-        return math.prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,40 +82,16 @@ def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: i
 
 
 def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str]) -> File:
-    """Lay tensors out in one file: those of the largest elements first, then by name, so that all are aligned.
+    """Lay tensors out in one file.
 
     The metadata names tied tensors as ``safetensors.torch.save_model`` does. Raises as :func:`files_of` does.
     """
-    for tensor in tensors:
-        if tensor.dtype not in TYPES:
-            raise ValueError(f"{tensor.key!r} is of type {tensor.dtype}, which torch's reader of safetensors lacks")
-        if tensor.name == "__metadata__":
-            raise ValueError(f"{tensor.key!r} cannot be named '__metadata__' in safetensors: rename it")
     here = {tensor.name for tensor in tensors}
     metadata = {"format": "pt", **{name: kept for name, kept in tied.items() if kept in here and name != "format"}}
-    entries: dict[str, object] = {"__metadata__": metadata}
-    ordered = sorted(tensors, key=lambda tensor: (-BY_NAME[tensor.dtype].itemsize, tensor.name))
-    for begin, tensor in zip(_begins(ordered), ordered, strict=True):
-        entries[tensor.name] = {
-            "dtype": TYPES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": (begin, begin + tensor.nbytes),
-        }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MOST_HEADER:
-        raise ValueError(f"the header of {name} would have {len(text)} bytes, more than safetensors reads: use shards")
-    header = len(text).to_bytes(8, "little") + text
-    placed = [(len(header) + begin, tensor) for begin, tensor in zip(_begins(ordered), ordered, strict=True)]
-    return File(name, header, placed, len(header) + sum(tensor.nbytes for tensor in ordered))
-
-
-def _begins(tensors: Sequence[Tensor]) -> Iterator[int]:
-    """Where each tensor begins, end to end."""
-    begin = 0
-    for tensor in tensors:
-        yield begin
-        begin += tensor.nbytes
+    ordered = [tensors[i] for i in file_order(tensors)]
+    header = encode_header(ordered, metadata)
+    ends = list(itertools.accumulate((tensor.nbytes for tensor in ordered), initial=len(header)))
+    return File(name, header, list(zip(ends[:-1], ordered, strict=True)), ends[-1])
 
 
 def index_of(files: Sequence[File]) -> bytes:

@@ -9,15 +9,21 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from datastates._base.files import length, read_bytes, storage_errors
+from datastates.container.safetensors_header import TYPES
 from datastates.errors import FormatError
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, tensor
 from datastates.formats.record_file import Record
-from datastates.formats.safetensors_types import READ
 from datastates.state.shards import Shard
 
 NAME = "a safetensors file"
 SUFFIX = ".safetensors"
+READ = {name: dtype for dtype, name in TYPES.items()} | {
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+"""Torch's names of element types by the format's."""
 _METADATA = "__metadata__"
 _LENGTH = 8
 """Bytes of the number at the beginning of a file, which is the length of the header."""

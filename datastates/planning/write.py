@@ -41,16 +41,48 @@ def plan_write(
     """
     order = file_order(source_nbytes, eager)
     sizes = source_nbytes.astype(np.int64)[order]
-    large = sizes >= LARGE_RECORD
-    data_offset = _place(sizes, np.where(large, PAGE, SMALL), header_nbytes.astype(np.int64) + DESCRIPTOR)
+    alignment = np.where(sizes >= LARGE_RECORD, PAGE, SMALL)
+    data_offset = _place(sizes, alignment, header_nbytes.astype(np.int64) + DESCRIPTOR)
+    end = int(data_offset[-1] + sizes[-1]) + DESCRIPTOR if len(sizes) else 0
+    return _plan(order, source_nbytes, eager, data_offset, end, block_nbytes, DESCRIPTOR, crc_places)
+
+
+def plan_dense_write(source_nbytes: U64, order: Sequence[int], header_nbytes: int, block_nbytes: int) -> WritePlan:
+    """Lay lazy records out end to end behind one header, as in safetensors files, and cut the file into extents.
+
+    Args:
+        source_nbytes: Length of each source in bytes.
+        order: For each record of the file, the number of its source.
+        header_nbytes: Length of the header in bytes.
+        block_nbytes: Longest extent in bytes, a multiple of :data:`~datastates._base.sizes.PAGE`.
+    """
+    eager = np.zeros(len(source_nbytes), np.uint8)
+    numbers = np.array(order, np.int64)
+    sizes = source_nbytes.astype(np.int64)[numbers]
+    ends = header_nbytes + np.cumsum(sizes)
+    end = int(ends[-1]) if len(ends) else header_nbytes
+    return _plan(numbers, source_nbytes, eager, ends - sizes, end, block_nbytes, 0, ())
+
+
+def _plan(
+    order: I64,
+    source_nbytes: U64,
+    eager: U8,
+    data_offset: I64,
+    end: int,
+    block_nbytes: int,
+    descriptor_nbytes: int,
+    crc_places: Sequence[int],
+) -> WritePlan:
+    """Cut a file into extents. Behind a record's data is its descriptor, then the next record's header."""
+    sizes = source_nbytes.astype(np.int64)[order]
     descriptor = data_offset + sizes
-    header_offset = np.concatenate(([0], descriptor[:-1] + DESCRIPTOR)) if len(sizes) else data_offset
-    end = int(descriptor[-1]) + DESCRIPTOR if len(sizes) else 0
+    header_offset = np.concatenate(([0], descriptor + descriptor_nbytes))[: len(sizes)]
 
     # the file is literal, data, literal, data, …, literal; a literal is a descriptor and the next record's header
-    literal_offset = np.concatenate(([0], descriptor)) if len(sizes) else descriptor
-    literal_length = np.concatenate((data_offset, [end])) - literal_offset if len(sizes) else descriptor
-    starts = np.empty(2 * len(sizes) + (1 if len(sizes) else 0), np.int64)
+    literal_offset = np.concatenate(([0], descriptor))
+    literal_length = np.concatenate((data_offset, [end])) - literal_offset
+    starts = np.empty(2 * len(sizes) + 1, np.int64)
     starts[0::2], starts[1::2] = literal_offset, data_offset
     lengths = np.empty_like(starts)
     lengths[0::2], lengths[1::2] = literal_length, sizes

@@ -20,6 +20,7 @@ from datastates.executor.make import make_executor
 from datastates.ranks.world import World
 from datastates.saving import gate
 from datastates.saving.collect import Collected, collect
+from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
@@ -64,7 +65,8 @@ class Engine:
         _engines.add(self)
 
     def _start(self) -> None:
-        self._saver = Saver(self.executor, self.world.rank, self.world.size)
+        world = self.world
+        self._saver = Saver(self.executor, ContainerFraming(world.size), world.rank, world.size)
         # the pool's own exit hook lets running snapshots commit before the interpreter ends
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="datastates")
         # work that waits for other ranks must not occupy the threads that capture state

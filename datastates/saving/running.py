@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from datastates.commit.ballot import Vote
-from datastates.commit.claims import Claims, whole_claims
 from datastates.commit.ending import Ending
-from datastates.container import archive, checksums, data_pkl
-from datastates.container.data_pkl import ProviderState
-from datastates.container.digests import DigestPlan
-from datastates.container.index import Index, StoredObject
-from datastates.container.nested_archives import Nest
 from datastates.container.pickle_writer import is_dialect
-from datastates.container.records import Records
-from datastates.container.table import Row, ShardTable
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
 from datastates.executor.executor import PreparedWrite
 from datastates.executor.jobs import WriteJob
-from datastates.planning import write
-from datastates.planning.plans import WritePlan
 from datastates.saving.collect import Collected, Structure
+from datastates.saving.frame import Frame
 from datastates.saving.snapshot import Snapshot
 from datastates.state import streams
 from datastates.state import versions as array_versions
 from datastates.state.provider import Encoder
-from datastates.state.shards import ArrayLeaf, Shard, Shards, StoredArray, full_key
+from datastates.state.shards import Shard, Shards, full_key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,23 +30,8 @@ class SavePlan:
 
     structure: Structure
     key: tuple[Any, ...]
-    plan: WritePlan
-    records: Records
+    frame: Frame
     prepared: PreparedWrite
-    table: ShardTable
-    claims: Claims | None
-    digests: DigestPlan
-    stored: dict[tuple[int, str], StoredArray]
-    pickle_offset: int
-    nest: Nest | None
-
-    def places(self) -> Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]:
-        """For each array, its row, then offset and length in the file of its data and of the archive around it."""
-        assert self.nest is not None
-        data = zip(self.records.data_offset.tolist(), self.records.nbytes.tolist(), strict=True)
-        archives = zip(*(x.tolist() for x in self.nest.places(self.records)), strict=True)
-        records = list(zip(data, archives, strict=True))
-        return ((row, *records[row.record]) for row in self.table.rows(range(len(self.table))))
 
 
 def _serialize(collected: Collected, provider: int, shard: Shard) -> bytes | Encoder:
@@ -115,7 +90,6 @@ class Running:
     objects: list[tuple[int, Shard, bytes | Encoder | None]]
     versions: VersionWitness
     ending: Ending
-    bare: bool
     lazy_serialized: threading.Event = field(default_factory=threading.Event)
     cause: Exception | None = None  # what failed at the gate
 
@@ -190,59 +164,21 @@ class Running:
         self.snapshot.reach("captured")
 
     def _write(self) -> tuple[bytes, Vote]:
-        """Encode the metadata while the data is being written; returns the container's tail, and this rank's vote."""
-        begin = self.planned.pickle_offset
+        """Encode the metadata while the data is being written; returns the file's tail, and this rank's vote."""
+        frame = self.planned.frame
         with self.snapshot.stage("serialize"):
-            pickle, objects = data_pkl.encode_pickle(self._states(), begin, bare=self.bare)
+            encode_tail = frame.encode_objects(self.collected.structure.names, self.objects)
         self._release()
         self.job.wait_checksummed()
         with self.snapshot.stage("encode"):
-            index = self._index(pickle, objects, begin)
-            tail, index_crc = archive.encode_tail(index, pickle, self.planned.nest)
-        return tail, Vote(
+            tail = encode_tail(self.job, self.ending.identity)
+        return tail.data, Vote(
             step=self.snapshot.step,
             file=self.ending.path.name,
-            nbytes=self.planned.plan.end + len(tail),
-            index_crc32=index_crc,
-            claims=self.planned.claims and whole_claims(self.planned.claims, index),
+            nbytes=frame.plan.end + len(tail.data),
+            index_crc32=tail.index_crc32,
+            claims=tail.claims,
         )
-
-    def _index(self, pickle: bytes, objects: tuple[StoredObject, ...], begin: int) -> Index:
-        plan = self.planned.plan
-        crcs, chunk_crcs = self.job.checksums()
-        return Index(
-            identity=self.ending.identity,
-            records=replace(self.planned.records, crc=crcs[plan.order]),
-            chunk_crc=write.reorder_chunks(chunk_crcs, plan),
-            shards=self.planned.digests.filled(crcs[plan.order], self.job.digests(), self.planned.table),
-            objects=objects,
-            pickle_offset=begin,
-            pickle_nbytes=len(pickle),
-            pickle_crc=checksums.crc32(pickle),
-            nested=self.planned.nest is not None,
-        )
-
-    def _states(self) -> list[ProviderState]:
-        stored = self.planned.stored
-        own: list[dict[str, bytes | StoredArray]] = [{} for _ in self.collected.providers]
-        for (p, key), array in stored.items():
-            own[p][key] = array
-        states = []
-        for number, name in enumerate(self.collected.structure.names):
-
-            def locate(leaf: ArrayLeaf, number: int = number) -> StoredArray:
-                found = stored[number, leaf.key]
-                return replace(found, requires_grad=True) if leaf.requires_grad else found
-
-            encoded = {
-                s.key: data if isinstance(data, bytes) else data(locate)  # type: ignore[misc]
-                for p, s, data in self.objects
-                if p == number
-            }
-            whole = encoded.get("")
-            items = () if whole is not None else tuple({**own[number], **encoded}.items())
-            states.append(ProviderState(name, whole, items))
-        return states
 
     def _let_go(self) -> None:
         self._release()

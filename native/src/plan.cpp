@@ -60,6 +60,7 @@ void WritePlan::take_sources(const WritePlanArrays& arrays) {
     require_size(arrays.eager.size(), n, "eager");
     source_nbytes_.assign(arrays.source_nbytes.begin(), arrays.source_nbytes.end());
     eager_.assign(arrays.eager.begin(), arrays.eager.end());
+    first_word_.assign(n, 0);
     first_chunk_.reserve(n + 1);
     first_chunk_.push_back(0);
     for (std::size_t i = 0; i < n; ++i) {
@@ -88,9 +89,6 @@ WritePlan::Piece WritePlan::checked_piece(const WritePlanArrays& arrays, std::si
     const std::uint64_t nbytes = source_nbytes_[source];
     require(within(piece.source_offset, piece.length, nbytes), "a piece is outside its source",
             index);
-    require(piece.source_offset % kWord == 0 &&
-                (piece.length % kWord == 0 || piece.source_offset + piece.length == nbytes),
-            "a source is cut at an offset that is not a multiple of 8", index);
     return piece;
 }
 
@@ -132,6 +130,15 @@ void WritePlan::take_extents(const WritePlanArrays& arrays) {
             const auto source = static_cast<std::size_t>(piece.source);
             require(piece.source_offset == placed[source], "a source's pieces are not in order", k);
             placed[source] += piece.length;
+            if (piece.source_offset == 0) {
+                const std::uint64_t before =
+                    (kWord - (extent.offset + piece.extent_offset)) % kWord;
+                first_word_[source] =
+                    static_cast<std::uint8_t>(std::min(before, source_nbytes_[source]));
+            }
+            require(placed[source] == source_nbytes_[source] ||
+                        (extent.offset + piece.extent_offset + piece.length) % kWord == 0,
+                    "a source is cut at an offset that is not a multiple of 8", k);
             extent.has_sources = true;
             if (eager(source)) {
                 require(!lazy_seen, "an eager source comes after a lazy one", k);

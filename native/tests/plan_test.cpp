@@ -129,6 +129,37 @@ TEST(takes_a_good_write_plan) {
     CHECK_EQ(plan.digest_runs(0)[1].after, 100U);
 }
 
+TEST(fingerprints_begin_on_a_word_of_the_file) {
+    WriteArrays arrays;
+    CHECK_EQ(arrays.make().first_word(1), 0U);
+    arrays.piece_length[1] = arrays.piece_extent_offset[2] = 61;
+    arrays.extent_length[1] = 69;
+    CHECK_EQ(arrays.make().first_word(0), 0U);
+    CHECK_EQ(arrays.make().first_word(1), 3U);
+    arrays.source_nbytes[1] = arrays.piece_length[2] = 2;  // it ends before the word
+    arrays.extent_length[1] = 63;
+    arrays.digests = 0;
+    arrays.runs_source = {};
+    arrays.runs_offset = arrays.runs_length = arrays.runs_each = arrays.runs_after = {};
+    arrays.runs_step = {};
+    arrays.runs_digest = {};
+    CHECK_EQ(arrays.make().first_word(1), 2U);
+}
+
+TEST(refuses_to_cut_a_word_of_the_file) {
+    WriteArrays arrays;
+    arrays.extent_piece = {0, 1, 4};
+    arrays.piece_source = {0, -1, 1, 1};
+    arrays.piece_source_offset = {0, 0, 0, 4};
+    arrays.piece_extent_offset = {0, 0, 64, 68};
+    arrays.piece_length = {4096, 64, 4, 4};
+    CHECK_THROWS(ErrorCode::invalid, arrays.make());
+    arrays.piece_extent_offset = {0, 0, 60, 64};  // the cut lies on a word of the file
+    arrays.piece_length[1] = 60;
+    arrays.extent_length[1] = 68;
+    CHECK_EQ(arrays.make().first_word(1), 4U);
+}
+
 TEST(takes_an_empty_write_plan) {
     const WritePlan plan({.chunk_bytes = 1, .extent_piece = std::array<std::uint64_t, 1>{0}});
     CHECK_EQ(plan.file_length(), 0U);

@@ -265,7 +265,7 @@ inline WriteCase WriteCase::make(std::vector<Bytes> sources, std::vector<std::ui
         place(-1, from, length);
     };
     for (const std::size_t i : made.order) {
-        place_literal(64 + ((64 - (at % 64)) % 64));
+        place_literal(64 + ((64 - (at % 64)) % 64) + (random() % 2 == 0 ? 0 : random() % 8));
         made.source_at[i] = at;
         made.expected.insert(made.expected.end(), made.sources[i].begin(), made.sources[i].end());
         place(static_cast<std::int32_t>(i), 0, nbytes[i]);

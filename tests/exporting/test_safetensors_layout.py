@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from datastates.exporting.safetensors_layout import TYPES, Tensor, file_of, files_of, index_of, parse_size
+from datastates.container.safetensors_header import TYPES, Tensor
+from datastates.exporting.safetensors_layout import file_of, files_of, index_of, parse_size
 from datastates.state.dtypes import BY_NAME
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name != "__metadata__")

@@ -60,6 +60,34 @@ def test_pieces_make_the_file(shards: list[tuple[int, bool]]) -> None:
     assert plan.end == (int(checksum[-1]) - DESCRIPTOR_CRC + DESCRIPTOR if len(sizes) else 0)
 
 
+@given(st.lists(SIZES, max_size=12).flatmap(lambda n: st.tuples(st.just(n), st.permutations(range(len(n))))))
+def test_dense_pieces_make_the_file(drawn: tuple[list[int], list[int]]) -> None:
+    sizes, order = drawn
+    header = 1000
+    plan = write.plan_dense_write(np.array(sizes, np.uint64), order, header, BLOCK)
+    file: list[tuple[int, int, int]] = []  # stretches of the file: source, offset in it, length
+    for extent in range(len(plan.extent_offset)):
+        assert int(plan.extent_offset[extent]) == sum(n for _, _, n in file)
+        first, last = plan.extent_piece[extent : extent + 2].tolist()
+        within = 0
+        for piece in range(first, last):
+            assert int(plan.piece_extent_offset[piece]) == within
+            length = int(plan.piece_length[piece])
+            file.append((int(plan.piece_source[piece]), int(plan.piece_source_offset[piece]), length))
+            within += length
+        assert int(plan.extent_length[extent]) == within <= BLOCK
+    expected = [(-1, header), *((source, sizes[source]) for source in order if sizes[source])]
+    for source, nbytes in expected:  # in this order, each from its beginning to its end
+        position = 0
+        while position < nbytes:
+            assert file[0][:2] == (source, position)
+            position += file.pop(0)[2]
+        assert position == nbytes
+    assert not file
+    assert plan.end == header + sum(sizes)
+    assert not len(plan.patch_offset)
+
+
 def test_records_that_go_to_a_device_share_extents() -> None:
     sizes = np.full(4, 3 * CHUNK, np.uint64)
     offset = np.arange(4, dtype=np.uint64) * np.uint64(3 * CHUNK + 4096)

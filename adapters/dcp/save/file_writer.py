@@ -10,6 +10,7 @@ from datastates._base import gc_pause
 from datastates.adapters.dcp.save.items import ItemsProvider, Written
 from datastates.commit.ending import Ending
 from datastates.executor.executor import Executor
+from datastates.saving.container_frame import ContainerFrame, ContainerFraming
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
@@ -20,7 +21,7 @@ class FileWriter:
 
     def __init__(self, executor: Executor) -> None:
         """Write with that executor."""
-        self._saver = Saver(executor, 0, 1, nested=True)
+        self._saver = Saver(executor, ContainerFraming(nested=True))
 
     @gc_pause.paused()
     def begin(
@@ -57,4 +58,6 @@ class FileWriter:
         except BaseException as error:
             running.cancel(error)
             raise
-        return running, Written(ending.path, provider.indices, running.planned.places)
+        frame = running.planned.frame
+        assert isinstance(frame, ContainerFrame)
+        return running, Written(ending.path, provider.indices, frame.places)

@@ -63,6 +63,9 @@ class WritePlan {
 
     std::size_t sources() const { return source_nbytes_.size(); }
     std::uint64_t source_nbytes(std::size_t source) const { return source_nbytes_[source]; }
+    /// Where the source's fingerprint begins: at its first byte on a multiple of 8 of the file, so
+    /// that no extent cuts a word. A container's records all begin on one.
+    std::uint64_t first_word(std::size_t source) const { return first_word_[source]; }
     bool eager(std::size_t source) const { return eager_[source] != 0; }
     std::uint64_t chunk_bytes() const { return chunk_bytes_; }
     const Crc32Shift& full_chunk() const { return full_chunk_; }
@@ -98,6 +101,7 @@ class WritePlan {
 
     std::vector<std::uint64_t> source_nbytes_;
     std::vector<std::uint8_t> eager_;
+    std::vector<std::uint8_t> first_word_;
     std::vector<std::size_t> first_chunk_;
     std::uint64_t chunk_bytes_;
     Crc32Shift full_chunk_;

@@ -13,8 +13,9 @@ constexpr std::uint64_t kWhole = std::uint64_t{4} << 10;
 }  // namespace
 
 void HostFingerprints::add(std::size_t source) {
-    const std::byte* const memory = job_.host_memory(source);
-    const std::uint64_t nbytes = job_.plan().source_nbytes(source);
+    const std::uint64_t first = job_.plan().first_word(source);
+    const std::byte* const memory = job_.host_memory(source) + first;
+    const std::uint64_t nbytes = job_.plan().source_nbytes(source) - first;
     fingerprint::prefetch(memory, nbytes);
     if (used_ + std::min(nbytes, kWhole) > GuardedCopies::kGathered) finish();
     const auto read = [&](std::uint64_t offset, std::uint64_t bytes) {

@@ -164,8 +164,7 @@ void Capturer::take_fingerprints(WriteState& job) {
     };
     HostFingerprints host(job);
     for (std::size_t i = 0; i < plan.sources(); ++i) {
-        const std::uint64_t nbytes = plan.source_nbytes(i);
-        if (nbytes == 0) continue;
+        if (plan.source_nbytes(i) == 0) continue;
         const bool witness = buffers.witness[i] != 0;
         if (job.on_host(i)) {
             if (witness) host.add(i);
@@ -174,7 +173,9 @@ void Capturer::take_fingerprints(WriteState& job) {
         Group& group = group_of(i);
         group.lazy = group.lazy || !plan.eager(i);
         if (!witness) continue;
-        group.ranges.push_back({.address = buffers.address[i], .nbytes = nbytes});
+        const std::uint64_t first = plan.first_word(i);
+        group.ranges.push_back(
+            {.address = buffers.address[i] + first, .nbytes = plan.source_nbytes(i) - first});
         group.sources.push_back(i);
     }
     host.finish();

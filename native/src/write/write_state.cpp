@@ -114,8 +114,12 @@ std::uint64_t WriteState::fingerprint_of(const WritePlan::Piece& piece,
                                          const std::byte* data) const {
     const auto source = static_cast<std::size_t>(piece.source);
     if (buffers_.witness[source] == 0) return 0;
-    return fingerprint::of_piece(plan_->source_nbytes(source), piece.source_offset, data,
-                                 piece.length);
+    const std::uint64_t first = plan_->first_word(source);
+    const std::uint64_t before =
+        std::min(first - std::min(first, piece.source_offset), piece.length);
+    return fingerprint::of_piece(plan_->source_nbytes(source) - first,
+                                 piece.source_offset + before - first, data + before,
+                                 piece.length - before);
 }
 
 void WriteState::fingerprint(const WritePlan::Piece& piece, const std::byte* data) {

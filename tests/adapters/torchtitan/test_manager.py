@@ -1,4 +1,4 @@
-"""The documentation's checkpoint manager, called through the interface that torchtitan's trainer uses."""
+"""The checkpoint manager for torchtitan, called through the interface that torchtitan's trainer uses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-IMPORTED = ("torch.distributed.fsdp", "torchtitan.components.checkpointer")
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "torchtitan"
+IMPORTED = ("torch.distributed.fsdp", "torchtitan.components.checkpointer")
 
-TRAINING = f"""
+TRAINING = """
 import os
 import sys
-sys.path.insert(0, {str(EXAMPLE)!r})
 from pathlib import Path
 
 import torch
@@ -23,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from checkpointer import DataStatesCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager
 from datastates import _native
+from datastates.adapters.torchtitan import DataStatesCheckpointManager
 
 dist.init_process_group("gloo")
 folder = sys.argv[1]
@@ -48,15 +47,15 @@ class Trainer:
         self.optimizers = Optimizers(self.model)
         self.lr_schedulers = torch.optim.lr_scheduler.StepLR(self.optimizers.own, 2)
         self.step, self.losses, self.captured = 0, [], []
-        made = {{"enable": True, "interval": 2, "keep_latest_k": 2, "last_save_model_only": False, **config}}
+        made = {"enable": True, "interval": 2, "keep_latest_k": 2, "last_save_model_only": False, **config}
         if manager is DataStatesCheckpointManager:
             made["host_cache"] = "16MiB"
         self.checkpointer = manager.Config(**made).build(
             dataloader=None, model_parts=[self.model], optimizers=self.optimizers, lr_schedulers=self.lr_schedulers,
-            states={{"train_state": self}}, sd_adapter=None, base_folder=folder,
+            states={"train_state": self}, sd_adapter=None, base_folder=folder,
         )
     def state_dict(self):
-        return {{"step": self.step}}
+        return {"step": self.step}
     def load_state_dict(self, state):
         self.step = state["step"]
     def train(self, steps, until=None):
@@ -77,7 +76,7 @@ class Trainer:
             self.checkpointer.save(self.step, last_step=self.step == steps)
 
 def full(model):
-    return {{name: tensor.full_tensor() for name, tensor in model.state_dict().items()}}
+    return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
 
 def same(first, second):
     return all(torch.equal(first[name], tensor) for name, tensor in second.items())
@@ -206,5 +205,60 @@ except FileNotFoundError as error:
 else:
     raise AssertionError
 missing.close()
+""",
+    )
+
+
+def test_it_is_named_in_the_configuration(run: Run) -> None:
+    run(
+        1,
+        """
+from dataclasses import dataclass, field
+from torchtitan.config import Configurable
+from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
+
+class Root(Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        # as the trainer's configuration
+        checkpoint: object = field(default_factory=CheckpointManager.Config)
+
+name = "datastates.adapters.torchtitan.lazy_checkpoints"
+for word, host_cache in ((name, "auto"), (name + '={"host_cache": "32MiB"}', "32MiB")):
+    root = Root.Config(checkpoint=CheckpointManager.Config(enable=True, interval=3, folder="f", async_mode="async"))
+    (line,) = apply_overrides(OverrideConfig(imports=parse_cli_imports([word])), root)
+    assert "DataStatesCheckpointManager" in line, line
+    made = root.checkpoint
+    assert type(made) is DataStatesCheckpointManager.Config
+    assert (made.enable, made.interval, made.folder, made.host_cache) == (True, 3, "f", host_cache)
+root.checkpoint = CheckpointManager.Config(last_save_in_hf=True)
+try:
+    apply_overrides(OverrideConfig(imports=[name]), root)
+except ValueError as error:
+    assert "Hugging Face" in str(error), error
+else:
+    raise AssertionError
+""",
+    )
+
+
+def test_the_example_gives_the_trainer_the_manager(run: Run) -> None:
+    # torchtitan's models need Triton, so the model's configuration is a stand-in here
+    run(
+        1,
+        f"""
+from types import ModuleType, SimpleNamespace
+models = ModuleType("torchtitan.models.llama3.config_registry")
+models.llama3_debugmodel = lambda: SimpleNamespace(checkpoint=CheckpointManager.Config())
+for name in ("torchtitan.models", "torchtitan.models.llama3"):
+    sys.modules[name] = ModuleType(name)
+sys.modules[models.__name__] = models
+sys.path.insert(0, {str(EXAMPLE)!r})
+from config_registry import llama3_debugmodel_lazily
+made = Trainer(**{{k: getattr(llama3_debugmodel_lazily().checkpoint, k) for k in ("interval", "keep_latest_k")}})
+made.train(21)
+made.checkpointer.close()
+names = sorted(path.name for path in Path(folder, "checkpoint").iterdir())
+assert names == ["step-10", "step-20", "step-21"], names
 """,
     )

@@ -6,6 +6,7 @@ import errno
 import json
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from datastates.commit import manifest, retention
 from datastates.errors import SettingsError, StorageError
 
 torch = pytest.importorskip("torch")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.filterwarnings("ignore")  # about loaders without pinned memory, and from transformers itself
@@ -89,7 +91,7 @@ def test_several_ranks_commit_one_folder(ranks: Any, tmp_path: Path) -> None:
     (first, *_) = ranks(2, *arguments, 12, **options)
     expected = said(first)["losses"]
     folder = tmp_path / "run" / "checkpoint-10"
-    assert {"rng_state_0.pth", "rng_state_1.pth", "pytorch_model.bin", "optimizer.pt"} <= {
+    assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors", "optimizer.pt"} <= {
         path.name for path in folder.iterdir()
     }
     (tmp_path / "run-end.pt").rename(tmp_path / "whole-end.pt")
@@ -130,8 +132,8 @@ def test_the_folders_are_those_of_the_trainer(training: ModuleType, tmp_path: Pa
         training.transformers.set_seed(4)
         made.train()
     ours, stock = (tmp_path / name / "checkpoint-5" for name in ("ours", "stock"))
-    names = {path.name for path in stock.iterdir()} - {"model.safetensors"} | {"pytorch_model.bin"}
-    assert {path.name for path in ours.iterdir()} == names
+    assert {path.name for path in ours.iterdir()} == {path.name for path in stock.iterdir()}
+    assert (ours / "model.safetensors").read_bytes() == (stock / "model.safetensors").read_bytes()
     for name in ("config.json", "trainer_state.json"):
         first, second = (json.loads((folder / name).read_text()) for folder in (ours, stock))
         for entry in first.get("log_history", []) + second.get("log_history", []):
@@ -139,13 +141,77 @@ def test_the_folders_are_those_of_the_trainer(training: ModuleType, tmp_path: Pa
         assert first == second
     first, second = (torch.load(folder / "optimizer.pt", weights_only=True) for folder in (ours, stock))
     assert str(first) == str(second)
-    loaded = [type(trained["ours"].model).from_pretrained(folder).state_dict() for folder in (ours, stock)]
-    assert all(torch.equal(loaded[0][name], tensor) for name, tensor in loaded[1].items())
     assert checkpoints.files.failures == 0
     again = training.trainer(tmp_path / "stock", 7)  # without this package, from this package's folder
     training.transformers.set_seed(4)
     again.train(resume_from_checkpoint=str(ours))
     assert training.losses(again) == training.losses(trained["stock"])
+
+
+def test_transformers_alone_reads_the_folder(training: ModuleType, tmp_path: Path) -> None:
+    made = training.trainer(tmp_path, 5)
+    training.attach(made, **training.OPTIONS)
+    made.train()
+    tokens = torch.arange(16)[None]
+    torch.save(made.model.eval()(tokens).logits, tmp_path / "logits.pt")
+    script = f"""
+import sys
+sys.modules["datastates"] = None  # as if it were not installed
+import torch, transformers
+model = transformers.LlamaForCausalLM.from_pretrained({str(tmp_path / "checkpoint-5")!r}, use_safetensors=True)
+assert torch.equal(model.eval()(torch.arange(16)[None]).logits, torch.load({str(tmp_path / "logits.pt")!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_folders_of_earlier_versions_are_resumed(training: ModuleType, tmp_path: Path) -> None:
+    whole = training.trainer(tmp_path / "whole", 7)
+    training.attach(whole, **training.OPTIONS)
+    whole.train()
+    folder = tmp_path / "whole" / "checkpoint-5"
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    again = training.trainer(tmp_path / "again", 7)
+    training.attach(again, **training.OPTIONS)
+    again.train(resume_from_checkpoint=str(folder))
+    assert training.losses(again) == training.losses(whole)
+
+
+def kinds(training: ModuleType) -> dict[str, Callable[[], Any]]:
+    """Models whose files are not simply their state dict."""
+
+    class Sharded(training.transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def save_pretrained(self, *words: Any, **options: Any) -> None:
+            super().save_pretrained(*words, max_shard_size="60KB", **options)
+
+    small = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "tie_word_embeddings": False}
+    return {
+        "in several files": lambda: Sharded(training.transformers.LlamaConfig(**small, **heads)),
+        "stored otherwise than it computes": lambda: training.transformers.MixtralForCausalLM(
+            training.transformers.MixtralConfig(**small, **heads, **experts)
+        ),
+        "in half precision": lambda: Sharded(training.transformers.LlamaConfig(**small, **heads)).bfloat16(),
+    }
+
+
+@pytest.mark.parametrize("kind", ["in several files", "stored otherwise than it computes", "in half precision"])
+def test_a_models_files_are_those_of_the_trainer(kind: str, training: ModuleType, tmp_path: Path) -> None:
+    for name in ("stock", "ours"):
+        training.transformers.set_seed(5)
+        made = training.trainer(tmp_path / name, 2, kinds(training)[kind](), save_steps=2)
+        if name == "ours":
+            training.attach(made, **training.OPTIONS)
+        training.transformers.set_seed(6)
+        made.train()
+    ours, stock = (tmp_path / name / "checkpoint-2" for name in ("ours", "stock"))
+    files = {path.name for path in stock.glob("model*")}
+    assert {path.name for path in ours.glob("model*")} == files
+    assert ("model.safetensors.index.json" in files) == (kind != "stored otherwise than it computes")
+    for name in files:
+        assert (ours / name).read_bytes() == (stock / name).read_bytes(), name
 
 
 def test_capture_goes_on_in_forward_and_backward_and_the_step_waits(training: ModuleType, tmp_path: Path) -> None:
@@ -168,8 +234,9 @@ def test_capture_goes_on_in_forward_and_backward_and_the_step_waits(training: Mo
     made.train()
     assert not all(captured[training.EVERY]), "forward or backward waited for the capture"
     assert len(captured[training.EVERY]) == 2
-    weights = torch.load(tmp_path / f"checkpoint-{training.EVERY}" / "pytorch_model.bin", weights_only=True)
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    weights = load_file(tmp_path / f"checkpoint-{training.EVERY}" / "model.safetensors")
+    assert expected.keys() - weights.keys() == {"lm_head.weight"}, "only what is tied is left out"
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
 
 
 def test_the_best_model_is_kept_and_loaded_at_the_end(training: ModuleType, tmp_path: Path) -> None:
@@ -182,8 +249,8 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(training: ModuleType, tmp_
     made.train()
     assert Path(made.state.best_model_checkpoint).name == "checkpoint-2"
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-6"}
-    weights = torch.load(tmp_path / "checkpoint-2" / "pytorch_model.bin", weights_only=True)
-    assert all(torch.equal(weights[name], tensor) for name, tensor in made.model.state_dict().items())
+    weights = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(made.model.state_dict()[name], tensor) for name, tensor in weights.items())
 
 
 def test_a_failure_is_told_and_leaves_nothing(training: ModuleType, tmp_path: Path) -> None:
@@ -242,7 +309,7 @@ def test_a_module_that_is_no_model_of_transformers(training: ModuleType, tmp_pat
     made = training.trainer(tmp_path, 5, Net())
     training.attach(made, **training.OPTIONS)
     made.train()
-    weights = torch.load(tmp_path / "checkpoint-5" / "pytorch_model.bin", weights_only=True)
+    weights = load_file(tmp_path / "checkpoint-5" / "model.safetensors")
     assert weights["seen"].tolist() == [5.0] * 3
     assert torch.equal(weights["net.weight"], made.model.net.weight)
 

@@ -1,4 +1,4 @@
-"""A checkpoint manager for torchtitan that saves through datastates: give its Config as the trainer's ``checkpoint``.
+"""torchtitan: a checkpoint manager that saves lazily, and an override that puts it in the place of torchtitan's own.
 
 Written for ``BaseCheckpointManager`` of torchtitan 0.3.0. Checkpoints are those of torchtitan's own manager,
 ``step-N`` with ``.metadata`` in it, and each loads the other's.
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.base import (
     DATALOADER,
     LR_SCHEDULER,
@@ -24,21 +25,34 @@ from torchtitan.components.checkpointer.base import (
     ModelWrapper,
 )
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.override import derive, override
 
-from datastates import DatastatesError
 from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, async_save
+from datastates.errors import DatastatesError
+from datastates.saving.snapshot import Snapshot
 
 
 class DataStatesCheckpointManager(BaseCheckpointManager):
-    """Captures while the next forward and backward passes run, and writes while training goes on."""
+    """Captures while the next forward and backward passes run, and writes while training goes on.
+
+    Give its ``Config`` as the ``checkpoint`` of the trainer's configuration, or name :func:`lazy_checkpoints` among the
+    configuration's overrides. Two kinds of checkpoints are torchtitan's own manager's alone: those in Hugging Face's
+    format, and seed checkpoints.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """torchtitan's own settings, and how much (pinned) host memory checkpoints stream through."""
+        """torchtitan's settings of checkpoints, and this.
+
+        Attributes:
+            host_cache: Host memory that checkpoints stream through, such as ``"8GiB"``; see
+                :class:`~datastates.config.IoSettings`.
+        """
 
         host_cache: str = "auto"
 
         def __post_init__(self) -> None:
+            """Refuse what this manager does not do."""
             BaseCheckpointManager.Config.__post_init__(self)
             if self.initial_load_in_hf or self.last_save_in_hf:
                 raise ValueError("checkpoints in Hugging Face's format are for torchtitan's own manager")
@@ -55,13 +69,26 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
         sd_adapter: Any,
         base_folder: str = "",
     ) -> None:
+        """Prepare to save and to load; ``build()`` of the configuration calls this.
+
+        Args:
+            config: The settings.
+            dataloader: The trainer's data loader.
+            model_parts: The models of this rank, one for each stage of a pipeline.
+            optimizers: The trainer's container of optimizers.
+            lr_schedulers: The trainer's container of schedulers.
+            states: What else to save, by name.
+            sd_adapter: Not used.
+            base_folder: The folder that ``config.folder`` lies in.
+        """
         del sd_adapter
         self.enable = config.enable
         if not self.enable:
             return
         self.config = config
         self.folder = Path(base_folder, config.folder).absolute()
-        self.save_future: Any = None  # the Snapshot that is on its way
+        self.save_future: Snapshot | None = None
+        """The save that is under way."""
         self.states = {**states, OPTIMIZER: optimizers, DATALOADER: dataloader, LR_SCHEDULER: lr_schedulers}
         self.model = ModelWrapper(model_parts)
         # one for all checkpoints: it keeps plans, threads and pinned memory
@@ -92,6 +119,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
 
     def _wait_for_saving(self) -> None:
         saved, self.save_future = self.save_future, None
+        assert saved is not None
         saved.wait_committed()
         if self.config.keep_latest_k and dist.get_rank() == 0:
             for step in self._steps()[: -self.config.keep_latest_k]:
@@ -115,7 +143,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
         state = self.model.state_dict().copy()
         if not model_only:
             state |= {name: value for name, value in self.states.items() if name not in excluded}
-        dcp.load(state, storage_reader=DataStatesStorageReader(path))
+        load(state, storage_reader=DataStatesStorageReader(path))
         self.model.load_state_dict(state)
         return True
 
@@ -131,3 +159,16 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
     def _steps(self) -> list[int]:
         names = [path.parent.name for path in self.folder.glob("step-*/.metadata")]
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-[0-9]+", name))
+
+
+@override(target=CheckpointManager.Config, description="datastates: lazy checkpoints")  # type: ignore[untyped-decorator]
+def lazy_checkpoints(config: Any, *, host_cache: str = "auto") -> DataStatesCheckpointManager.Config:
+    """The override that torchtitan's configuration names: ``datastates.adapters.torchtitan.lazy_checkpoints``.
+
+    All settings of the trainer's checkpoints stay, except ``async_mode``: saves are always asynchronous.
+
+    Args:
+        config: The configuration of torchtitan's own manager.
+        host_cache: As in :class:`DataStatesCheckpointManager.Config`.
+    """
+    return derive(config, DataStatesCheckpointManager.Config, host_cache=host_cache)  # type: ignore[no-any-return]

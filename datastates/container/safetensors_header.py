@@ -1,0 +1,97 @@
+"""The header of a safetensors file. Pure functions.
+
+A file is its header of JSON, with the header's length in eight bytes before it, and then all tensors end to end, in
+row-major order: https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from datastates.state.dtypes import BY_NAME
+
+TYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "int64": "I64",
+    "uint64": "U64",
+    "float64": "F64",
+}
+"""The format's names of element types by torch's, of those that ``safetensors.torch`` reads."""
+MOST_HEADER = 100_000_000
+"""Longest header in bytes that the safetensors library reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file.
+
+    Attributes:
+        key: Its full key in the checkpoint.
+        name: Its name in the file.
+        dtype: Torch's name of its element type in the file.
+        shape: Its shape.
+    """
+
+    key: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in the file."""
+        return math.prod(self.shape) * BY_NAME[self.dtype].itemsize
+
+
+def file_order(tensors: Sequence[Tensor]) -> list[int]:
+    """The numbers of the tensors in the file's order: those of the largest elements first, then by name.
+
+    All are then aligned, as the header's length is a multiple of eight. The safetensors library orders them alike.
+    """
+    return sorted(range(len(tensors)), key=lambda i: (-BY_NAME[tensors[i].dtype].itemsize, tensors[i].name))
+
+
+def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+    """All bytes before the first tensor.
+
+    Args:
+        tensors: The tensors in the file's order.
+        metadata: What the header says besides.
+
+    Raises:
+        ValueError: The header would be too long, or the format cannot hold a tensor; the message names it.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in TYPES:
+            raise ValueError(f"{tensor.key!r} is of type {tensor.dtype}, which torch's reader of safetensors lacks")
+        if tensor.name == "__metadata__":
+            raise ValueError(f"{tensor.key!r} cannot be named '__metadata__' in safetensors: rename it")
+    ends = list(itertools.accumulate(tensor.nbytes for tensor in tensors))
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    for tensor, end in zip(tensors, ends, strict=True):
+        entries[tensor.name] = {
+            "dtype": TYPES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (end - tensor.nbytes, end),
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MOST_HEADER:
+        raise ValueError(f"the header would have {len(text)} bytes, more than safetensors reads: use shards")
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,165 @@
+"""Containers as a format of files: records in the order of the plan, then ``data.pkl`` and the index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from datastates._base.sizes import DESCRIPTOR_CRC
+from datastates.commit.claims import Claims, claims_of, whole_claims
+from datastates.commit.ending import Identity
+from datastates.container import archive, checksums, data_pkl, nested_archives, zip_frames
+from datastates.container.data_pkl import ProviderState
+from datastates.container.digests import DigestPlan, plan_digests
+from datastates.container.index import Index, StoredObject
+from datastates.container.nested_archives import Nest
+from datastates.container.records import Records
+from datastates.container.table import Row, ShardTable, table_of
+from datastates.errors import FormatError, ProviderError
+from datastates.executor.executor import PreparedWrite, prepare_write
+from datastates.executor.jobs import WriteJob
+from datastates.planning import write
+from datastates.planning.plans import WritePlan
+from datastates.saving.collect import Structure
+from datastates.saving.frame import Objects, Tail
+from datastates.state.dtypes import BY_NAME
+from datastates.state.shards import ArrayLeaf, Shard, StoredArray
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerFraming:
+    """Plans containers. See :class:`~datastates.saving.frame.Framing`.
+
+    Attributes:
+        ranks: The number of ranks that save together.
+        bare: Whether ``data.pkl`` is the value of the only provider, instead of a mapping of providers.
+        nested: Whether each record is an archive of its own; see :mod:`datastates.container.nested_archives`.
+            Arrays that share memory must then have the same shape and type.
+    """
+
+    ranks: int = 1
+    bare: bool = False
+    nested: bool = False
+
+    def plan(self, structure: Structure, block: int) -> tuple[ContainerFrame, PreparedWrite]:
+        """Plan a container; raises ProviderError where a shard is described wrongly."""
+        sizes = np.array([b.nbytes for b in structure.buffers], np.uint64)
+        eager = np.array(structure.eager, np.uint8)
+        order = write.file_order(sizes, eager)
+        record = np.argsort(order)[structure.source].tolist() if structure.source else []
+        nest = _nest(structure, record) if self.nested else None
+        header_nbytes = nest.header_nbytes if nest else zip_frames.header_nbytes(len(sizes))
+        crc_places = nested_archives.CRC_PLACES if nest else (DESCRIPTOR_CRC,)
+        plan = write.plan_write(sizes, eager, header_nbytes, block, crc_places)
+        records = Records.of(plan)
+        literal = archive.encode_framing(records, nest)
+        try:
+            table = table_of(structure.names, structure.arrays, record)
+            table.check(records.nbytes)  # so that nothing is written that a reader would refuse
+        except (FormatError, ValueError, OverflowError) as error:
+            raise ProviderError(f"a shard is described wrongly: {error}") from error
+        stored = {
+            (p, shard.key): _stored(shard, number) for (p, shard), number in zip(structure.arrays, record, strict=True)
+        }
+        claims = claims_of(table) if self.ranks > 1 else None
+        digests = plan_digests(table, records.nbytes, plan.order, np.zeros_like(plan.order))
+        prepared = prepare_write(plan, literal, digests.runs)
+        pickle_offset = archive.pickle_place(plan.end, nest)
+        return ContainerFrame(plan, records, table, claims, digests, stored, pickle_offset, nest, self.bare), prepared
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ContainerFrame:
+    """What a container holds besides the arrays' bytes. See :class:`~datastates.saving.frame.Frame`."""
+
+    plan: WritePlan
+    records: Records
+    table: ShardTable
+    claims: Claims | None
+    digests: DigestPlan
+    stored: dict[tuple[int, str], StoredArray]
+    pickle_offset: int
+    nest: Nest | None
+    bare: bool
+
+    def places(self) -> Iterator[tuple[Row, tuple[int, int], tuple[int, int]]]:
+        """For each array, its row, then offset and length in the file of its data and of the archive around it."""
+        assert self.nest is not None
+        data = zip(self.records.data_offset.tolist(), self.records.nbytes.tolist(), strict=True)
+        archives = zip(*(x.tolist() for x in self.nest.places(self.records)), strict=True)
+        records = list(zip(data, archives, strict=True))
+        return ((row, *records[row.record]) for row in self.table.rows(range(len(self.table))))
+
+    def encode_objects(self, names: Sequence[str], objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
+        """Encode ``data.pkl``; the function that is returned encodes the index."""
+        states = self._states(names, objects)
+        pickle, stored = data_pkl.encode_pickle(states, self.pickle_offset, bare=self.bare)
+
+        def encode_tail(job: WriteJob, identity: Identity) -> Tail:
+            index = self._index(job, identity, pickle, stored)
+            tail, index_crc = archive.encode_tail(index, pickle, self.nest)
+            return Tail(tail, index_crc, self.claims and whole_claims(self.claims, index))
+
+        return encode_tail
+
+    def _index(self, job: WriteJob, identity: Identity, pickle: bytes, objects: tuple[StoredObject, ...]) -> Index:
+        plan = self.plan
+        crcs, chunk_crcs = job.checksums()
+        return Index(
+            identity=identity,
+            records=replace(self.records, crc=crcs[plan.order]),
+            chunk_crc=write.reorder_chunks(chunk_crcs, plan),
+            shards=self.digests.filled(crcs[plan.order], job.digests(), self.table),
+            objects=objects,
+            pickle_offset=self.pickle_offset,
+            pickle_nbytes=len(pickle),
+            pickle_crc=checksums.crc32(pickle),
+            nested=self.nest is not None,
+        )
+
+    def _states(self, names: Sequence[str], objects: Objects) -> list[ProviderState]:
+        stored = self.stored
+        own: list[dict[str, bytes | StoredArray]] = [{} for _ in names]
+        for (p, key), array in stored.items():
+            own[p][key] = array
+        states = []
+        for number, name in enumerate(names):
+
+            def locate(leaf: ArrayLeaf, number: int = number) -> StoredArray:
+                found = stored[number, leaf.key]
+                return replace(found, requires_grad=True) if leaf.requires_grad else found
+
+            encoded = {
+                s.key: data if isinstance(data, bytes) else data(locate)  # type: ignore[misc]
+                for p, s, data in objects
+                if p == number
+            }
+            whole = encoded.get("")
+            items = () if whole is not None else tuple({**own[number], **encoded}.items())
+            states.append(ProviderState(name, whole, items))
+        return states
+
+
+def _nest(structure: Structure, record: Sequence[int]) -> Nest:
+    arrays: dict[int, StoredArray] = {}
+    for i, (_, shard) in enumerate(structure.arrays):
+        stored = _stored(shard, record[i])
+        if arrays.setdefault(record[i], stored) != stored:
+            raise ProviderError(f"{structure.key(i)!r} shares memory with an array of another shape or type")
+    return Nest([arrays[i] for i in range(len(arrays))])
+
+
+def _stored(shard: Shard, record: int) -> StoredArray:
+    assert shard.dtype is not None
+    assert shard.buffer is not None
+    itemsize = BY_NAME[shard.dtype].itemsize
+    return StoredArray(
+        record=str(record),
+        dtype=shard.dtype,
+        offset=shard.buffer_offset // itemsize,
+        shape=shard.shape,
+        stride=shard.stride,
+        elements=shard.buffer.nbytes // itemsize,
+    )

@@ -1,0 +1,72 @@
+"""What a file holds besides the bytes of the state. A frame knows one format; the steps of a snapshot know none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from datastates.commit.claims import Claims
+from datastates.commit.ending import Identity
+from datastates.executor.executor import PreparedWrite
+from datastates.executor.jobs import WriteJob
+from datastates.planning.plans import WritePlan
+from datastates.saving.collect import Structure
+from datastates.state.provider import Encoder
+from datastates.state.shards import Shard
+
+Objects: TypeAlias = "Sequence[tuple[int, Shard, bytes | Encoder | None]]"
+"""Object shards, each with its provider's number, and serialized."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What is written behind the state, and what this rank's vote says of it.
+
+    Attributes:
+        data: The bytes.
+        index_crc32: CRC-32 of the index in them; 0 for a format without an index.
+        claims: What the file holds of each logical tensor; None in a world of one rank.
+    """
+
+    data: bytes
+    index_crc32: int = 0
+    claims: Claims | None = None
+
+
+class Frame(Protocol):
+    """The frame of a file, planned for one structure. It serves every snapshot of that structure."""
+
+    @property
+    def plan(self) -> WritePlan:
+        """Where the state lies in the file."""
+
+    def encode_objects(self, names: Sequence[str], objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
+        """Encode what is no array, while the arrays are being written.
+
+        Args:
+            names: The names that the providers are stored under.
+            objects: What the providers serialized.
+
+        Returns:
+            A function that encodes the tail, given the job and the container's identity. It is called once all
+            checksums are known, and needs no live state.
+        """
+
+
+class Framing(Protocol):
+    """A format of files, which plans the frame of each structure."""
+
+    def plan(self, structure: Structure, block: int) -> tuple[Frame, PreparedWrite]:
+        """Plan a file.
+
+        Args:
+            structure: What the providers described.
+            block: Longest extent in bytes.
+
+        Returns:
+            The frame, and its plan in the form that the executor takes.
+
+        Raises:
+            ProviderError: A shard is described wrongly, or the format cannot hold it.
+        """
