@@ -117,9 +117,6 @@ def _ls(arguments: argparse.Namespace) -> int:
         rows += [["-", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
         rows += [["-", "", "", "", printable(name), what] for name, what in others.items()]
         print_table(rows, numbers=(0, 2, 3))
-    elif (other := directories.kind_of_other(root)) is not None:
-        print(f"datastates: {other}", file=sys.stderr)
-        return 2
     else:
         print(f"no checkpoints in {root}")
     return 1 if any("error" in e for e in found) else 0

@@ -66,8 +66,8 @@ def kind_of_other(path: Path) -> str | None:
     if not (path / ".metadata").is_file():
         return None
     return (
-        f"{path} is a checkpoint of torch.distributed.checkpoint: dcp.load reads it; if datastates wrote it, inspect "
-        "and verify read one .distcp file at a time"
+        f"{path} is a checkpoint of torch.distributed.checkpoint: dcp.load restores from it, datastates.open and "
+        "datastates.load read it"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -241,6 +242,13 @@ class ShardTable:
         if len(set(self.providers)) != len(self.providers):
             raise FormatError("index: two providers have the same name")
         if self.by_key.repeats:
+            self._refuse_repeats()
+
+    def _refuse_repeats(self) -> None:
+        """Refuse rows of one key; a file of another format may hold several parts of a tensor."""
+        counts = Counter(self.keys)
+        whole = (key for key, part in zip(self.keys, self.part.tolist(), strict=True) if part == WHOLE)
+        if not self.bare or any(counts[key] > 1 for key in whole):
             raise FormatError("index: two rows have the same key")
 
     def _check_parts(

@@ -49,11 +49,13 @@ class Foreign:
     # --- its tensors
 
     @cached_property
-    def keys(self) -> Mapping[str, int]:
-        """The full keys, in the order of the files."""
-        if len(self.files) == 1:
-            return self.files[0].shards.by_key
-        return {key: number for number, file in enumerate(self.files) for key in file.shards.by_key}
+    def keys(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """The full keys, in the order of the files, and for each the numbers of the files and rows that hold parts."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for number, file in enumerate(self.files):
+            for row, key in enumerate(file.shards.keys):
+                found.setdefault(key, []).append((number, row))
+        return found
 
     def holds(self, full: str) -> bool:
         """Whether there is a tensor with that full key."""
@@ -86,10 +88,13 @@ class Foreign:
 
     def _parts(self, fulls: Sequence[str]) -> dict[str, list[tuple[ForeignFile, Row]]]:
         found: dict[str, list[tuple[ForeignFile, Row]]] = {full: [] for full in fulls}
-        for file in self.files:
-            numbers = file.shards.by_key.find(fulls)
-            for full, row in zip(numbers, file.shards.rows(list(numbers.values())), strict=True):
-                found[full].append((file, row))
+        rows: dict[int, list[int]] = {}
+        for number, row in (place for full in found for place in self.keys.get(full, ())):
+            rows.setdefault(number, []).append(row)
+        for number, wanted in rows.items():
+            file = self.files[number]
+            for made in file.shards.rows(wanted):
+                found[made.key].append((file, made))
         return found
 
     def digest(self, full: str) -> int | None:
@@ -111,8 +116,8 @@ class Foreign:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files."""
-        return sum(file.nbytes for file in self.files)
+        """Bytes of the records."""
+        return sum(record.nbytes for file in self.files for record in file.records)
 
     @property
     def proof(self) -> str:
@@ -136,4 +141,3 @@ class Foreign:
                     progress(len(data))
                 if record.crc is not None and crc != record.crc:
                     yield Problem(file.path, file.name_record(number), "does not match its checksum")
-            progress(file.nbytes - sum(record.nbytes for record in file.records))

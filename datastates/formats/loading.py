@@ -9,7 +9,7 @@ from typing import Any
 from datastates.container.rows import logical, reference
 from datastates.container.table import Row
 from datastates.executor.executor import Executor
-from datastates.restoring.proof import check_block, check_tensor
+from datastates.restoring.proof import check_block, check_parts
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import TensorFile, Tensors
 from datastates.state import arrays, memory
@@ -89,5 +89,5 @@ def read_all(tensors: Tensors, executor: Callable[[int], Executor], device: Any)
             assembled.append((key, sources))
     blocks.fill(executor)
     for key, sources in assembled:
-        check_tensor(tensors, key, found[key], sources)
+        check_parts(key, found[key], sources)
     return found

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from datastates.commit import directories
 from datastates.errors import StorageError
-from datastates.formats import hugging_face, lightning, own, safetensors_file, torch_file
+from datastates.formats import dcp, hugging_face, lightning, own, safetensors_file, torch_file
 from datastates.formats.format import Format
 
-FORMATS: tuple[Format, ...] = (own, hugging_face, lightning, torch_file, safetensors_file)
+FORMATS: tuple[Format, ...] = (own, dcp, hugging_face, lightning, torch_file, safetensors_file)
 """All formats. The first that recognises a path is taken."""
 
 

@@ -17,7 +17,7 @@ from datastates.container.rows import logical, reference
 from datastates.container.table import Row
 from datastates.errors import ClosedError
 from datastates.executor.executor import Executor
-from datastates.restoring.proof import check_block, check_tensor
+from datastates.restoring.proof import check_block, check_parts
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import TensorFile, Tensors
 from datastates.state import arrays, memory
@@ -115,7 +115,7 @@ class Checkpoint(Mapping[str, Any]):
             reads.add(source, part, live)
         if sources:
             self._run(reads, key, sources)
-            check_tensor(self._stored, key, array, sources)
+            check_parts(key, array, sources)
         return array
 
     def digest(self, key: str) -> str | None:

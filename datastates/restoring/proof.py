@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from datastates.container import checksums
-from datastates.container.digests import contribution
+from datastates.container.digests import contribution, digest_of
 from datastates.container.table import Row
 from datastates.errors import CorruptError
-from datastates.restoring.sources import TensorFile, Tensors
+from datastates.restoring.sources import TensorFile
 from datastates.state import arrays
+from datastates.state.strides import is_row_major
 
 
 def check_block(source: TensorFile, record: int, key: str, block: Any) -> None:
@@ -36,17 +38,31 @@ def _crc_of_block(block: Any) -> int:
     return checksums.crc32(block)
 
 
-def check_tensor(tensors: Tensors, key: str, array: Any, sources: Sequence[tuple[TensorFile, Row]]) -> None:
-    """Compare a tensor that was put together from files without checksums of chunks with its digest, if it has one.
+def check_parts(key: str, array: Any, sources: Sequence[tuple[TensorFile, Row]]) -> None:
+    """Compare the parts of a tensor with the checksums of their records, as far as that was not done before.
+
+    A part is compared if it is a whole record in row-major order.
+
+    Args:
+        key: The full key of the tensor.
+        array: The tensor, put together from all its parts, on any device.
+        sources: The stored parts, each with its file.
 
     Raises:
-        CorruptError: They differ.
+        CorruptError: One differs.
     """
-    if all(source.checked for source, _ in sources):
-        return
-    contributed = tensors.digest(key)
-    if contributed is not None and contribution(arrays.array_shard(key, array)) != contributed:
-        raise _corrupt(key, str(tensors.path))
+    for source, row in sources:
+        crc = None if source.checked else source.record_crc(row.record)
+        nbytes = math.prod(row.shape) * row.dtype.itemsize
+        if crc is None or nbytes != int(source.record_nbytes[row.record]) or not is_row_major(row.shape, row.stride):
+            continue
+        if row.flat is not None:
+            part = array.reshape(-1)[row.flat[0] : row.flat[1]]
+        else:
+            assert row.box is not None
+            part = array[tuple(slice(b, b + n) for b, n in zip(row.box, row.shape, strict=True))]
+        if digest_of(contribution(arrays.array_shard(key, part)), nbytes) != crc:
+            raise _corrupt(key, str(source.path))
 
 
 def _corrupt(key: str, path: str) -> CorruptError:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import datastates as ds
+from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.providers import from_state_dict
 
 
@@ -72,6 +74,15 @@ def _torch(path: Path) -> None:
     torch.save({"model": weights(), "epoch": 3}, path)
 
 
+def _dcp(path: Path) -> None:
+    dcp.save({"model": weights(), "step": 3}, checkpoint_id=path, no_dist=True)
+
+
+def _own_dcp(path: Path) -> None:
+    writer = DataStatesStorageWriter(path)
+    dcp.save({"model": weights(), "step": 3}, storage_writer=writer, no_dist=True)
+
+
 def _lightning(path: Path) -> None:
     from lightning.pytorch import LightningModule, Trainer
 
@@ -88,10 +99,13 @@ def _lightning(path: Path) -> None:
     trainer.save_checkpoint(path)
 
 
+DCP = "a checkpoint of torch.distributed.checkpoint"
 CASES: Mapping[str, Case] = {
     "own": Case("a checkpoint of datastates", _own, lambda name: f"model/{name}", checked=True),
     "safetensors": Case("a safetensors file", _safetensors, folder=False),
     "torch": Case("a file of torch.save", _torch, lambda name: f"model/{name}", folder=False, checked=True),
+    "dcp": Case(DCP, _dcp, lambda name: f"model.{name}", checked=True),
+    "own_dcp": Case(DCP, _own_dcp, lambda name: f"model.{name}", checked=True),
     "lightning": Case(
         "a checkpoint of Lightning",
         _lightning,

@@ -1,0 +1,74 @@
+"""An object that ``torch.save`` wrote into a stretch of a file. It is small: it is read at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from datastates._base.files import read_bytes
+from datastates.container import pickle_reader
+from datastates.errors import FormatError
+from datastates.formats.archives import DATA, PICKLE, Archive, open_archive
+from datastates.restoring.provider_view import Trust, naming
+from datastates.state import dtypes, memory
+from datastates.state.shards import ArrayRef, StoredArray
+
+
+class ArchivedObject:
+    """An object in an archive.
+
+    Attributes:
+        path: The file.
+        offset, nbytes: The stretch of it that is the archive.
+    """
+
+    def __init__(self, path: Path, offset: int, nbytes: int) -> None:
+        """Take the place; nothing is read yet."""
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+
+    @cached_property
+    def _archive(self) -> Archive:
+        read = read_bytes(self.path)
+        archive = open_archive(lambda at, size: read(self.offset + at, size), self.nbytes, largest=self.nbytes)
+        if archive is None or PICKLE not in archive.nbytes or not archive.is_little:
+            raise FormatError("it is no object that torch.save wrote")
+        return archive
+
+    def survey(self, resolve: Callable[[StoredArray], object], trust: Trust = "all") -> tuple[Any, bool]:
+        """Read it as :func:`datastates.container.pickle_reader.survey` does."""
+        with naming(str(self.path)):
+            return pickle_reader.survey(self._archive.read(PICKLE), resolve, trust=trust)
+
+    def load(self, trust: Trust, device: Any) -> Any:
+        """Build it, with its arrays, which are verified.
+
+        Raises:
+            TrustError: It needs a class that is not trusted.
+            FormatError: It is damaged; the message names the file.
+        """
+
+        def array(stored: StoredArray) -> Any:
+            if (name := DATA + stored.record.encode()) not in self._archive.nbytes:
+                raise FormatError(f"storage {stored.record!r} is missing")
+            data = self._archive.read(name)
+            ref = ArrayRef(stored.record, "torch", stored.dtype, stored.shape, stored.stride)
+            at = stored.offset * dtypes.BY_NAME[stored.dtype].itemsize
+            if at + memory.nbytes_of(ref) > len(data):
+                raise FormatError("a tensor reaches beyond its storage")
+            block = memory.allocate("torch", len(data), device)
+            memory.assign(block, np.frombuffer(data, np.uint8).copy())
+            return memory.with_grad(memory.view(block, ref, at), stored.requires_grad)
+
+        with naming(str(self.path)):
+            return pickle_reader.loads(self._archive.read(PICKLE), array, trust=trust)
+
+    def verify(self) -> None:
+        """Read all of its records; raises FormatError where one does not match its checksum."""
+        for name in self._archive.nbytes:
+            self._archive.read(name)

@@ -1,0 +1,135 @@
+"""A checkpoint of torch.distributed.checkpoint: ``.metadata``, and files of archives of one tensor each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from datastates._base.files import length, read_bytes
+from datastates.container.object_entry import ObjectEntry
+from datastates.errors import FormatError
+from datastates.executor.executor import Executor
+from datastates.formats import dcp_metadata
+from datastates.formats.archive_ends import opened_ends
+from datastates.formats.archived_object import ArchivedObject
+from datastates.formats.archives import find_tensor
+from datastates.formats.dcp_metadata import Chunk
+from datastates.formats.foreign import Foreign
+from datastates.formats.foreign_file import ForeignFile, tensor
+from datastates.formats.format import Problem
+from datastates.formats.loading import read_all
+from datastates.formats.record_file import Record
+from datastates.restoring.provider_view import Trust
+from datastates.state import dtypes
+from datastates.state.shards import Shard
+from datastates.state.strides import span
+
+NAME = "a checkpoint of torch.distributed.checkpoint"
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder has metadata."""
+    return path.is_dir() and (path / dcp_metadata.FILE).is_file()
+
+
+def open(path: Path) -> DcpCheckpoint:
+    """Open a folder.
+
+    Raises:
+        FormatError: A file is damaged or cannot be read without running code; the message names the file.
+        StorageError: A file is missing or cannot be read; the message names it.
+    """
+    return DcpCheckpoint(NAME, path)
+
+
+class DcpCheckpoint(Foreign):
+    """An opened folder. Its keys are the fully qualified names of DCP."""
+
+    files: Sequence[DcpFile]
+
+    def __init__(self, format: str, path: Path) -> None:
+        """Read the metadata, and find all tensors; raises as :func:`open` does."""
+        by_file: dict[str, list[Chunk]] = {}
+        for chunk in dcp_metadata.read_chunks(path):
+            by_file.setdefault(chunk.file, []).append(chunk)
+        for name in by_file:
+            if Path(name).name != name:
+                raise FormatError(f"{path / dcp_metadata.FILE} names {name!r}, which is no file beside it")
+        super().__init__(format, path, [DcpFile(path / name, chunks) for name, chunks in sorted(by_file.items())])
+
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+        """Read all tensors and objects, by full key."""
+        blobs = [(key, blob) for file in self.files for key, blob in file.blobs.items()]
+        for _, blob in blobs:
+            blob.survey(_nothing, trust)
+        found = read_all(self, executor, device)
+        return found | {key: blob.load(trust, device) for key, blob in blobs}
+
+    def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
+        """As of other formats, and compare each object with its checksum."""
+        yield from super().verify(progress)
+        for file in self.files:
+            for key, blob in file.blobs.items():
+                try:
+                    blob.verify()
+                except FormatError as error:
+                    yield Problem(file.path, key, f"is damaged: {error}")
+
+
+class DcpFile(ForeignFile):
+    """An opened file of a checkpoint.
+
+    Attributes:
+        blobs: Its objects, by key.
+    """
+
+    def __init__(self, path: Path, chunks: Sequence[Chunk]) -> None:
+        """Find the tensors in a file; raises as :func:`open` does."""
+        nbytes = length(path)
+        for chunk in chunks:
+            if not 0 <= chunk.offset <= chunk.offset + chunk.nbytes <= nbytes:
+                raise FormatError(f"{path} has {nbytes} bytes, and {chunk.key!r} ends after them: it was cut short")
+        self.blobs = {
+            chunk.key: ArchivedObject(path, chunk.offset, chunk.nbytes) for chunk in chunks if chunk.dtype is None
+        }
+        records: list[Record] = []
+        tensors: list[tuple[int, Shard]] = []
+        places = {(chunk.offset, chunk.nbytes): chunk for chunk in chunks if chunk.dtype is not None}
+        if len(places) + len(self.blobs) < len(chunks):
+            raise FormatError(f"{path}: two tensors or objects are at one place")
+        for place, read in opened_ends(read_bytes(path), sorted(places)):
+            chunk = places[place]
+            try:
+                record, shard = _found(chunk, read)
+            except FormatError as error:
+                raise FormatError(f"{chunk.key!r} in {path}: {error}") from error
+            tensors.append((len(records), shard))
+            records.append(record)
+        entries = [ObjectEntry(key, 0, blob.survey, blob.offset, blob.nbytes) for key, blob in self.blobs.items()]
+        super().__init__(path, nbytes, records, tensors, entries)
+
+
+def _found(chunk: Chunk, read: Callable[[int, int], bytes]) -> tuple[Record, Shard]:
+    """The place of a part's bytes, and its description."""
+    if chunk.transformed:
+        raise FormatError("it is stored through an extension, which only torch reads")
+    found = find_tensor(read, chunk.nbytes)
+    if found is None:
+        raise FormatError("it is no plain tensor of torch.save, or is damaged")
+    array = found.array
+    if (array.dtype, array.shape) != (chunk.dtype, chunk.shape):
+        raise FormatError(f"it is of type {array.dtype} and shape {array.shape}, which the metadata does not say")
+    itemsize = dtypes.BY_NAME[array.dtype].itemsize
+    if span(array.shape, array.stride) < math.prod(array.shape):
+        raise FormatError("its elements overlap")
+    shard = tensor(
+        chunk.key, array.dtype, array.shape, array.stride, of=chunk.of, begin=chunk.begin, at=array.offset * itemsize
+    )
+    return Record(chunk.offset + found.offset, found.nbytes, found.crc), shard
+
+
+def _nothing(stored: Any) -> object:
+    """Stands for an array of an object that is only looked into."""
+    return stored

@@ -1,0 +1,189 @@
+"""``.metadata`` of torch.distributed.checkpoint: which tensor has which parts, and where each lies.
+
+It is a pickle of torch's dataclasses. Classes of this module stand for them, so no code of it runs, and torch is not
+needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datastates._base.files import length, read_bytes
+from datastates.container import pickle_policy, pickle_stand_ins
+from datastates.errors import FormatError
+from datastates.state import dtypes
+
+FILE = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stored part of a tensor, or an object.
+
+    Attributes:
+        key: Its fully qualified name.
+        file: The name of its file.
+        offset, nbytes: Its place there.
+        dtype: The element type; None for an object.
+        of: The shape of the tensor.
+        begin, shape: Where in the tensor the part begins, and its shape.
+        transformed: Whether the bytes are not those of ``torch.save``, but compressed, say.
+    """
+
+    key: str
+    file: str
+    offset: int
+    nbytes: int
+    dtype: str | None
+    of: tuple[int, ...]
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+    transformed: bool
+
+
+def read_chunks(folder: Path) -> list[Chunk]:
+    """Read the metadata of a checkpoint.
+
+    Raises:
+        FormatError: It is damaged, or no metadata; the message names the file.
+        StorageError: It cannot be read.
+    """
+    path = folder / FILE
+    data = read_bytes(path)(0, length(path))
+    try:
+        metadata = pickle_stand_ins.read(data, _CLASSES, _constant)
+        return _chunks(metadata)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: its metadata contradicts itself: {type(error).__name__}: {error}") from error
+
+
+class _Fields:
+    """Stands for an object of a dataclass: has the attributes that the pickle gives."""
+
+    def __init__(self, *arguments: Any) -> None:
+        del arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str, kind: Any) -> Any:
+        value = self.state.get(name) if isinstance(getattr(self, "state", None), dict) else None
+        if not isinstance(value, kind):
+            raise FormatError(f"its metadata has no {name} where one must be")
+        return value
+
+
+class _Metadata(_Fields):
+    """A ``Metadata``."""
+
+
+class _Tensor(_Fields):
+    """A ``TensorStorageMetadata``."""
+
+
+class _Properties(_Fields):
+    """A ``TensorProperties``, whose state is a tuple that begins with the element type."""
+
+    @property
+    def dtype(self) -> str:
+        state = getattr(self, "state", None)
+        if isinstance(state, dict):
+            state = (state.get("dtype"),)
+        if not isinstance(state, tuple) or not state or state[0] not in dtypes.BY_NAME:
+            raise FormatError("its metadata has a tensor of an unknown element type")
+        return str(state[0])
+
+
+class _Bytes(_Fields):
+    """A ``BytesStorageMetadata``."""
+
+
+class _Chunk(_Fields):
+    """A ``ChunkStorageMetadata``."""
+
+
+class _Index(_Fields):
+    """A ``MetadataIndex``."""
+
+
+class _Storage(_Fields):
+    """A ``_StorageInfo``."""
+
+
+class _Size:
+    """A ``torch.Size``: becomes a tuple."""
+
+    def __new__(cls, sizes: Any = ()) -> tuple[int, ...]:  # type: ignore[misc]
+        if not pickle_policy.are_sizes(sizes):
+            raise FormatError("its metadata has an impossible shape")
+        return tuple(sizes)
+
+
+class _Ignored:
+    """Something whose value does not matter."""
+
+    def __new__(cls, *arguments: Any) -> None:  # type: ignore[misc]
+        del arguments
+
+
+_MODULE = "torch.distributed.checkpoint"
+_CLASSES: dict[str, type] = {
+    f"{_MODULE}.metadata.Metadata": _Metadata,
+    f"{_MODULE}.metadata.TensorStorageMetadata": _Tensor,
+    f"{_MODULE}.metadata.TensorProperties": _Properties,
+    f"{_MODULE}.metadata.BytesStorageMetadata": _Bytes,
+    f"{_MODULE}.metadata.ChunkStorageMetadata": _Chunk,
+    f"{_MODULE}.metadata.MetadataIndex": _Index,
+    f"{_MODULE}.filesystem._StorageInfo": _Storage,
+    f"{_MODULE}.metadata._MEM_FORMAT_ENCODING": _Ignored,
+    "torch.serialization._get_layout": _Ignored,
+    "torch.Size": _Size,
+}
+
+
+def _constant(full: str) -> str | None:
+    """The name of an element type of torch."""
+    name = full.removeprefix("torch.")
+    return name if name in dtypes.BY_NAME and full != name else None
+
+
+def _chunks(metadata: Any) -> list[Chunk]:
+    if not isinstance(metadata, _Metadata):
+        raise FormatError("it is no metadata of torch.distributed.checkpoint")
+    known: dict[Any, Any] = metadata.get("state_dict_metadata", dict)
+    boxes = {key: _boxes(value) for key, value in known.items() if isinstance(value, _Tensor)}
+    found = []
+    for index, place in metadata.get("storage_data", dict).items():
+        if not isinstance(index, _Index) or not isinstance(place, _Storage):
+            raise FormatError("its metadata has places that are none")
+        key, value = index.get("fqn", str), known.get(index.get("fqn", str))
+        where = place.get("relative_path", str), place.get("offset", int), place.get("length", int)
+        transformed = bool(place.state.get("transform_descriptors"))
+        if isinstance(value, _Tensor):
+            begin = index.state.get("offset")
+            if begin is None and len(boxes[key]) == 1:
+                (begin,) = boxes[key]
+            if not isinstance(begin, tuple) or begin not in boxes[key]:
+                raise FormatError(f"its metadata has a part of {key!r} that the tensor has not")
+            dtype = value.get("properties", _Properties).dtype
+            of = value.get("size", tuple)
+            found.append(Chunk(key, *where, dtype, of, begin, boxes[key][begin], transformed))
+        elif isinstance(value, _Bytes):
+            found.append(Chunk(key, *where, None, (), (), (), transformed))
+        else:
+            raise FormatError(f"its metadata does not describe {key!r}")
+    if lost := known.keys() - {chunk.key for chunk in found}:
+        raise FormatError(f"its metadata has no place for {sorted(map(str, lost))[0]!r}")
+    return found
+
+
+def _boxes(tensor: _Tensor) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of a tensor's parts, by where they begin."""
+    chunks = tensor.get("chunks", list)
+    if not all(isinstance(chunk, _Chunk) for chunk in chunks):
+        raise FormatError("its metadata has parts that are none")
+    return {chunk.get("offsets", tuple): chunk.get("sizes", tuple) for chunk in chunks}

@@ -1,0 +1,171 @@
+"""torch.distributed.checkpoint: parts of several ranks, metadata that is read without running code, damage by name."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import datastates as ds
+from datastates.cli import commands
+from datastates.errors import CorruptError, DatastatesError, FormatError, StorageError, TrustError
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+whole = torch.arange(101 * 33.0).reshape(101, 33)
+state = {f"cut{d}": distribute_tensor(whole, mesh, [Shard(d)]) for d in (0, 1)} | {"alike": whole, "epoch": 3}
+dcp.save(state, checkpoint_id=sys.argv[1])
+dist.destroy_process_group()
+"""
+WHOLE = torch.arange(101 * 33.0).reshape(101, 33)
+
+
+@pytest.fixture(scope="module")
+def sharded(module_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dcp") / "sharded"
+    module_ranks(2, SHARDED, path)
+    return path
+
+
+def test_parts_of_several_ranks_are_put_together(sharded: Path, tmp_path: Path) -> None:
+    names = {"cut0", "cut1", "alike"}
+    with ds.open(sharded) as opened:
+        assert set(opened) == names
+        assert all(torch.equal(opened[name], WHOLE) for name in names)
+        assert opened.digest("cut0") is not None  # each part is one run of the tensor
+        assert opened.digest("cut1") is None
+    found = ds.load(sharded)
+    assert found.pop("epoch") == 3
+    assert all(torch.equal(found[name], WHOLE) for name in names)
+    done = ds.export(sharded, tmp_path / "out.safetensors")
+    assert done.unproven == ("cut1",)
+    assert done.objects == ()
+    assert all(torch.equal(tensor, WHOLE) for tensor in load_file(tmp_path / "out.safetensors").values())
+    assert len(list(sharded.glob("*.distcp"))) == 2
+
+
+@pytest.mark.parametrize(("name", "stored"), [("cut0", WHOLE[:51]), ("cut1", WHOLE[:, :17])])
+def test_damage_of_a_part_is_found(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, stored: torch.Tensor
+) -> None:
+    shutil.copytree(sharded, tmp_path / "copy")
+    file = sorted((tmp_path / "copy").glob("*.distcp"))[0]
+    data = bytearray(file.read_bytes())
+    data[data.index(stored.contiguous().numpy().tobytes()) + 200] ^= 1
+    file.write_bytes(data)
+    assert commands.main(["verify", str(tmp_path / "copy")]) == 1
+    assert capsys.readouterr().out.startswith(f"{name} in {file} does not match its checksum")
+    with pytest.raises(CorruptError, match=name):
+        ds.load(tmp_path / "copy")
+    with ds.open(tmp_path / "copy") as opened, pytest.raises(CorruptError, match=name):
+        opened[name]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    state = {"w": torch.arange(6.0).reshape(2, 3), "step": 3, "list": [torch.ones(2), torch.zeros(1)]}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    return tmp_path / "saved"
+
+
+def change(folder: Path, how: Callable[[Any], object]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    how(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def place(metadata: Any, name: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return exec, (f"open({str(self.path)!r}, 'w')",)
+
+
+def test_no_code_of_the_metadata_runs(saved: Path) -> None:
+    change(saved, lambda m: setattr(m, "planner_data", Bomb(saved / "boom")))
+    assert ds.load(saved)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    (saved / ".metadata").write_bytes(pickle.dumps(Bomb(saved / "boom")))
+    with pytest.raises(FormatError, match=r"\.metadata"):
+        ds.open(saved)
+    assert not (saved / "boom").exists()
+
+
+def test_no_code_of_an_object_runs(tmp_path: Path) -> None:
+    dcp.save({"bomb": Bomb(tmp_path / "boom"), "w": torch.ones(2)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with ds.open(tmp_path / "saved") as opened:
+        assert opened["w"].tolist() == [1, 1]
+    with pytest.raises(TrustError, match=r"builtins\.exec"):
+        ds.load(tmp_path / "saved")
+    assert commands.main(["verify", str(tmp_path / "saved")]) == 0
+    assert not (tmp_path / "boom").exists()
+
+
+WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
+    "elsewhere": (lambda m: setattr(place(m, "w"), "relative_path", "../saved/__0_0.distcp"), "no file beside it"),
+    "beyond": (lambda m: setattr(place(m, "w"), "length", 2**40), "cut short"),
+    "negative": (lambda m: setattr(place(m, "w"), "offset", -5), "__0_0.distcp"),
+    "another place": (lambda m: setattr(place(m, "w"), "offset", 17), "'w'"),
+    "a huge shape": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([2**40, 3])), "only a part"),
+    "another shape": (lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([3, 2])), "shape"),
+    "another type": (lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.float64), "type"),
+    "unknown type": (lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", "x"), "element type"),
+    "no chunks": (lambda m: m.state_dict_metadata["w"].chunks.clear(), "'w'"),
+    "no place": (lambda m: m.storage_data.clear(), "no place"),
+    "not described": (lambda m: m.state_dict_metadata.pop("w"), "'w'"),
+    "transformed": (lambda m: setattr(place(m, "w"), "transform_descriptors", ["zstd"]), "extension"),
+    "a missing file": (lambda m: setattr(place(m, "w"), "relative_path", "__7_0.distcp"), "__7_0.distcp"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_metadata_is_refused(saved: Path, wrong: str) -> None:
+    how, what = WRONG[wrong]
+    change(saved, how)
+    with pytest.raises((FormatError, StorageError, DatastatesError), match=what):
+        dict(ds.open(saved))
+
+
+def test_every_flip_in_the_metadata_is_refused_or_reads_the_same(saved: Path) -> None:
+    whole = (saved / ".metadata").read_bytes()
+    expected = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    for at in range(0, len(whole), 3):
+        (saved / ".metadata").write_bytes(whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :])
+        try:
+            found = ds.load(saved)
+        except DatastatesError:
+            continue
+        assert "w" not in found or found["w"].tolist() == expected
+
+
+def test_without_torch_tensors_are_arrays(saved: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import datastates as ds\n"
+        "found = ds.load(sys.argv[1])\n"
+        "print(found['w'].tolist(), found['step'], found['list.0'].tolist())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, saved], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] 3 [1.0, 1.0]\n"
