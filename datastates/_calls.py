@@ -5,18 +5,27 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datastates.commit import directories, manifest
 from datastates.config import RankSettings
+from datastates.errors import CheckpointNotFoundError
 from datastates.executor.executor import Executor
+from datastates.formats import recognise
+from datastates.formats.format import Format, Opened
 from datastates.ranks.world import World, world_of
-from datastates.restoring.fallback import check
+from datastates.restoring.comparison import Comparison
+from datastates.restoring.fallback import check, comparing
+from datastates.restoring.fallback import compare as compare_newest
 from datastates.restoring.fallback import restore as restore_newest
 from datastates.restoring.meeting import Meeting
+from datastates.restoring.provider_view import Trust
+from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored
 from datastates.restoring.scope import Scope
+from datastates.restoring.sources import Tensors
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
 
@@ -27,7 +36,8 @@ def open_world(settings: RankSettings, directory: Path) -> World:
 
 def world_beside(path: Path) -> Path:
     """The directory where ranks meet to restore from ``path``: beside a checkpoint, never in it."""
-    return path if path.is_dir() and not (path / manifest.FILE).exists() else path.parent
+    has_checkpoints = path.is_dir() and not (path / manifest.FILE).exists() and recognise.other(path) is None
+    return path if has_checkpoints else path.parent
 
 
 def checked_step(step: Any) -> int:
@@ -51,6 +61,26 @@ def check_order(providers: Sequence[StateProvider]) -> None:
         raise TypeError(f"providers: got the path {providers!r:.80}; providers come first, then the path")
 
 
+def open_other(kind: Format, path: Path, meeting: Meeting, step: int | None, scope: Scope) -> Tensors:
+    """Open a checkpoint of another format on all ranks, which must want the same of it.
+
+    Raises:
+        CheckpointNotFoundError: It is not of that step.
+        FormatError, StorageError: As :meth:`Format.open` does.
+        RestoreError: Another rank failed, or wants something else.
+    """
+    meeting.choose(f"step {step} with {scope}" if str(scope) else f"step {step}", lambda: b"")
+    return meeting.together("open", lambda: of_step(kind.open(path), path, step)).tensors
+
+
+def of_step(opened: Opened, path: Path, step: int | None) -> Opened:
+    """A checkpoint that is of a step, if one is wanted; raises CheckpointNotFoundError if it is not."""
+    if step is not None and (saved := opened.tensors.step) != step:
+        of = "no step that it names" if saved is None else f"step {saved}"
+        raise CheckpointNotFoundError(f"{path} is of {of}, not of step {step}")
+    return opened
+
+
 def restore_by(
     directory: Path,
     providers: Sequence[StateProvider],
@@ -58,6 +88,7 @@ def restore_by(
     executor: Callable[[int], Executor],
     wait: Callable[[], None] = lambda: None,
     *,
+    other: Format | None = None,
     step: Any,
     fallback: bool,
     strict: bool,
@@ -73,6 +104,7 @@ def restore_by(
         providers: What to restore.
         meetings: Returns the meeting of the n-th attempt, from 0.
         executor: Returns the executor to use, given the number of bytes that will be read.
+        other: The format of the checkpoint, if it is not this package's.
         wait: Called when the state may change, before a checkpoint is chosen.
         step: The step as the user gave it.
         fallback: As for :meth:`datastates.Checkpointer.restore`.
@@ -91,12 +123,16 @@ def restore_by(
     try:
         check_order(providers)
         wish = None if step is None else checked_step(step)
-        check(fallback=fallback, step=wish, strict=strict)
+        check(fallback=fallback and other is None, step=wish, strict=strict)
         scope = Scope.of(keys, rename, cast)
     except Exception as error:  # it is raised once the other ranks know of it
         meetings(0).refuse(error)
     gate.pass_all()  # a restore changes the state, so it waits for captures like any update
     wait()
+    if other is not None:
+        meeting = meetings(0)
+        tensors = open_other(other, directory, meeting, wish, scope)
+        return Restore(tensors, providers, executor, meeting, strict=strict, scope=scope, **how).run()
     restored = restore_newest(
         providers,
         lambda: directories.candidates(directory, wish, certain=not fallback),
@@ -111,3 +147,29 @@ def restore_by(
     if restored is None and wish is not None:
         directories.refuse_absence(directory, wish)
     return restored
+
+
+def compare_by(
+    path: Path,
+    providers: Sequence[StateProvider],
+    meeting: Meeting,
+    executor: Callable[[int], Executor],
+    *,
+    other: Format | None,
+    step: Any,
+    keys: Any,
+    rename: Any,
+    cast: bool,
+    trust: Trust,
+) -> Comparison:
+    """Find out what :func:`restore_by` would do, whose arguments these are; raises as it does."""
+    try:
+        wish, scope = None if step is None else checked_step(step), Scope.of(keys, rename, cast)
+    except Exception as error:
+        meeting.refuse(error)
+    if other is not None:
+        tensors = open_other(other, path, meeting, wish, scope)
+        return comparing(tensors, providers, executor, meeting, scope=scope, trust=trust)
+    candidates = partial(directories.candidates, path, wish, certain=True)
+    found = compare_newest(providers, candidates, executor, meeting, step=wish, scope=scope, trust=trust)
+    return directories.refuse_absence(path, wish) if found is None else found

@@ -16,7 +16,6 @@ from datastates._base.paths import PathLike
 from datastates.commit import directories, health, retention
 from datastates.commit.ballot import Ballot
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
-from datastates.errors import CheckpointNotFoundError
 from datastates.executor.make import make_executor
 from datastates.exporting import export as exporting
 from datastates.exporting.export import FILE_SUFFIX, Exported, cast_type, refuse_existing
@@ -25,13 +24,11 @@ from datastates.formats import recognise
 from datastates.formats.format import Opened
 from datastates.ranks.together import meet
 from datastates.restoring.comparison import Comparison
-from datastates.restoring.fallback import compare as compare_newest
 from datastates.restoring.mapping import Checkpoint
 from datastates.restoring.provider_view import Trust
 from datastates.restoring.renaming import Renames
 from datastates.restoring.restore import Verify
 from datastates.restoring.restored import Restored
-from datastates.restoring.scope import Scope
 from datastates.restoring.selection import Keys
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving.engine import take_one
@@ -139,12 +136,14 @@ def restore(
         settings = RankSettings.of(options)
         _calls.check_order(providers)
         given = paths.local(path)
+        other = recognise.other(given)
     with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
         restored = _calls.restore_by(
             given,
             providers,
             partial(_calls.meeting_of, world, name),
             lambda n: make_executor(settings, n),
+            other=other,
             step=step,
             keys=keys,
             rename=rename,
@@ -198,21 +197,21 @@ def compare(
     with telling(lambda: _calls.world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
         settings = RankSettings.of(options)
         _calls.check_order(providers)
-        given, scope = paths.local(path), Scope.of(keys, rename, cast)
-        wish = None if step is None else _calls.checked_step(step)
+        given = paths.local(path)
+        other = recognise.other(given)
     with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
-        compared = compare_newest(
+        return _calls.compare_by(
+            given,
             list(providers),
-            lambda: directories.candidates(given, wish, certain=True),
-            lambda n: make_executor(settings, n),
             _calls.meeting_of(world, name, 0),
-            step=wish,
-            scope=scope,
+            lambda n: make_executor(settings, n),
+            other=other,
+            step=step,
+            keys=keys,
+            rename=rename,
+            cast=cast,
             trust=trust,
         )
-    if compared is None:
-        directories.refuse_absence(given, wish)
-    return compared
 
 
 def load(
@@ -269,11 +268,7 @@ def _opened(path: PathLike, step: int | None) -> Iterator[Opened]:
         recognise.kept(given, wish) as (kind, found),
         health.advice(found, "take it with step={step}" if found != given and wish is None else None),
     ):
-        opened = kind.open(found)
-        if wish is not None and (saved := opened.tensors.step) != wish:
-            of = "no step that it names" if saved is None else f"step {saved}"
-            raise CheckpointNotFoundError(f"{found} is of {of}, not of step {wish}")
-        yield opened
+        yield _calls.of_step(kind.open(found), found, wish)
 
 
 def export(

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from datastates._base.files import read_bytes
@@ -32,7 +33,10 @@ class Foreign:
         path: Its path.
         files: Its files.
         step: The step that it was saved at; None if it does not say.
+        lost: Empty: all files are opened at once.
     """
+
+    lost: Mapping[int, Path] = MappingProxyType({})
 
     def __init__(self, format: str, path: Path, files: Sequence[ForeignFile], step: int | None = None) -> None:
         """Take the opened files."""
@@ -78,13 +82,25 @@ class Foreign:
             if not parts:
                 raise KeyError(full)
             _, first = parts[0]
-            if any((row.dtype, row.global_shape) != (first.dtype, first.global_shape) for _, row in parts):
-                raise FormatError(f"{self.path}: the parts of {full!r} are of different types or shapes")
-            held = [(file, row) for file, row in parts if row.part.numel]
+            held = self._with_elements(full, parts)
             if uncovered(Part.whole(first.global_shape), [row.part for _, row in held]):
                 raise DatastatesError(f"{full!r} cannot be read from {self.path}: only a part of it is there")
             result.append((first, held))
         return result
+
+    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> list[list[tuple[ForeignFile, Row]]]:
+        """For each part of a tensor, given with any row of it, the rows that hold elements of the tensor.
+
+        Raises:
+            FormatError: The parts of a tensor are of different types or shapes.
+        """
+        found = self._parts([like.key for like, _ in wanted])
+        return [self._with_elements(like.key, found[like.key]) for like, _ in wanted]
+
+    def _with_elements(self, full: str, parts: Sequence[tuple[ForeignFile, Row]]) -> list[tuple[ForeignFile, Row]]:
+        if len({(row.dtype, row.global_shape) for _, row in parts}) > 1:
+            raise FormatError(f"{self.path}: the parts of {full!r} are of different types or shapes")
+        return [(file, row) for file, row in parts if row.part.numel]
 
     def _parts(self, fulls: Sequence[str]) -> dict[str, list[tuple[ForeignFile, Row]]]:
         found: dict[str, list[tuple[ForeignFile, Row]]] = {full: [] for full in fulls}

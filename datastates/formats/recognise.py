@@ -33,13 +33,13 @@ def others(root: Path, known: Collection[str]) -> dict[str, str]:
     for path in sorted(root.iterdir()):
         if path.name not in known:
             with contextlib.suppress(StorageError):
-                if (kind := _other(path)) is not None:
+                if (kind := other(path)) is not None:
                     found[path.name] = kind.NAME
     return found
 
 
-def _other(path: Path) -> Format | None:
-    """The format of a path, if it is not this package's."""
+def other(path: Path) -> Format | None:
+    """The format of a path, if it is not this package's; raises as :func:`recognise` does."""
     kind = recognise(path)
     return None if kind is own else kind
 
@@ -55,7 +55,7 @@ def kept(path: Path, step: int | None = None) -> Iterator[tuple[Format, Path]]:
         CheckpointNotFoundError: There is no checkpoint, or none of that step.
         StorageError: The path cannot be read.
     """
-    if (found := _other(path)) is not None:
+    if (found := other(path)) is not None:
         yield found, path
         return
     with directories.kept(path, step) as chosen:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from datastates.container.file import Container
 from datastates.container.rows import place_of
 from datastates.container.table import Row
 from datastates.executor.executor import Executor
 from datastates.restoring.reads import Reads, Tally
+from datastates.restoring.sources import TensorFile
 from datastates.state import arrays, dtensors, memory, strides
 from datastates.state.dtypes import BY_NAME
 from datastates.state.shards import ArrayRef, Shard
@@ -39,12 +39,12 @@ class Cast:
     Attributes:
         row: Any row of its logical tensor.
         shard: The live shard.
-        sources: The rows that hold its elements, with their containers; empty if another rank sends it.
+        sources: The rows that hold its elements, with their files; empty if another rank sends it.
     """
 
     row: Row
     shard: Shard
-    sources: Sequence[tuple[Container, Row]]
+    sources: Sequence[tuple[TensorFile, Row]]
 
     @property
     def types(self) -> str:

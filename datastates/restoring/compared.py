@@ -6,13 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from datastates.commit.claims import key_hash
-from datastates.container.file import Container
 from datastates.container.table import Row
 from datastates.errors import ProviderError
 from datastates.restoring.casting import Cast, can_cast
 from datastates.restoring.reads import Reads
 from datastates.restoring.selection import Cut
-from datastates.restoring.stored import Stored
+from datastates.restoring.sources import TensorFile, Tensors
 from datastates.state import memory
 from datastates.state.arrays import Destinations
 from datastates.state.parts import uncovered
@@ -31,7 +30,7 @@ class Compared(ABC):
         casts: The arrays that are converted, as their type differs.
     """
 
-    def __init__(self, stored: Stored, name: str, *, cut: Cut | None, cast: bool) -> None:
+    def __init__(self, stored: Tensors, name: str, *, cut: Cut | None, cast: bool) -> None:
         """Compare nothing yet.
 
         Args:
@@ -81,6 +80,8 @@ class Compared(ABC):
         if self.cut is None:
             return shards
         kept = [shard for shard in shards if shard.is_object or self.cut.keeps(shard.key)]
+        if not isinstance(shards, Destinations):
+            return kept
         some = [shard for shard in kept if not shard.is_object]
         return Destinations([s.key for s in some], [s.source for s in some], objects_of(kept))
 
@@ -133,8 +134,8 @@ class Compared(ABC):
             restored.append(shard)
         return {shard.key: shard.source for shard in restored}
 
-    def _holder(self, row: Row, shard: Shard) -> Container | None:
-        """The container that has a live part as one row; None if that is to be looked up."""
+    def _holder(self, row: Row, shard: Shard) -> TensorFile | None:
+        """The file that has a live part as one row; None if that is to be looked up."""
         del row, shard
         return None
 

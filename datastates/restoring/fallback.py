@@ -21,6 +21,7 @@ from datastates.restoring.provider_view import Trust
 from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored
 from datastates.restoring.scope import Scope
+from datastates.restoring.sources import Tensors
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
@@ -133,18 +134,21 @@ def compare(
         if stored is None:
             return None
         with advised(stored.head.path, step):
-            restore = Restore(
-                stored,
-                providers,
-                executor,
-                meeting,
-                strict=False,
-                trust=trust,
-                verify="checksum",
-                replicas="read",
-                scope=scope,
-            )
-            return restore.compare()
+            return comparing(stored, providers, executor, meeting, scope=scope, trust=trust)
+
+
+def comparing(
+    stored: Tensors,
+    providers: Sequence[StateProvider],
+    executor: Callable[[int], Executor],
+    meeting: Meeting,
+    *,
+    scope: Scope,
+    trust: Trust,
+) -> Comparison:
+    """Find out what a restore of a checkpoint would do; the arguments are those of :class:`Restore`."""
+    how: dict[str, Any] = {"strict": False, "verify": "checksum", "replicas": "read"}
+    return Restore(stored, providers, executor, meeting, scope=scope, trust=trust, **how).compare()
 
 
 def _agree(

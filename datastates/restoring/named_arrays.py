@@ -8,9 +8,8 @@ from datastates.container.table import Row
 from datastates.restoring.compared import Compared
 from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.selection import Cut, is_inner
-from datastates.restoring.stored import Stored
+from datastates.restoring.sources import Tensors
 from datastates.state import arrays
-from datastates.state.arrays import Destinations
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Shard, full_key
 
@@ -22,7 +21,9 @@ class NamedArrays(Compared):
     are.
     """
 
-    def __init__(self, stored: Stored, provider: StateProvider, live: LiveKeys, *, cut: Cut | None, cast: bool) -> None:
+    def __init__(
+        self, stored: Tensors, provider: StateProvider, live: LiveKeys, *, cut: Cut | None, cast: bool
+    ) -> None:
         """Compare nothing yet.
 
         Args:
@@ -57,7 +58,7 @@ class NamedArrays(Compared):
             missing=[s.key for s in shards if not self._has(s.key) and _place(s) not in places],
             unexpected=[key.removeprefix(f"{self.name}/") for key in stored if key not in live],
         )
-        return Destinations([s.key for s in found], [s.source for s in found])
+        return found
 
     def _has(self, key: str) -> bool:
         return full_key(self.name, key) in self._live.stored

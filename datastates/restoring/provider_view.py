@@ -53,6 +53,8 @@ class SavedState(Compared, Saved):
     has nothing of the provider, another one. A look-up by key finds the arrays of all ranks. Not thread-safe.
     """
 
+    _stored: Stored
+
     def __init__(
         self,
         stored: Stored,

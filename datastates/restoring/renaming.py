@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from datastates.errors import RestoreError
@@ -40,30 +40,34 @@ def as_text(old: Rename) -> str:
 
 
 class LiveKeys:
-    """Which array of a checkpoint belongs to each array of the live state, if keys are renamed.
+    """Which array of a checkpoint belongs to each array of the live state, where that is told by names alone.
 
     Attributes:
         stored: The full key in the checkpoint, by the full key in the live state.
         providers: Names of the providers that lose or get an array by a rename.
     """
 
-    def __init__(self, stored: Iterable[str], renames: Renames) -> None:
+    def __init__(self, stored: Iterable[str], renames: Renames, providers: Sequence[str] = ()) -> None:
         """Rename all keys.
 
         Args:
             stored: The full keys of all arrays of the checkpoint.
             renames: The renames.
+            providers: For a checkpoint of another format, whose keys begin with no provider's name: the live providers.
+                If there is only one, its name is put in front of each key that does not begin with it.
 
         Raises:
             RestoreError: A rename matches nothing, or two arrays would get one key.
         """
         self.stored: dict[str, str] = {}
-        self.providers: set[str] = set()
+        self.providers: set[str] = set(providers)
         used = set()
         for key in stored:
             live, by = renamed(key, renames)
             if by is not None:
                 used.add(by)
+            if len(providers) == 1 and not live.startswith(f"{providers[0]}/"):
+                live = f"{providers[0]}/{live}"
             if live in self.stored:
                 raise RestoreError(f"rename: {self.stored[live]!r} and {key!r} would both be {live!r}")
             self.stored[live] = key

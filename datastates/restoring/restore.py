@@ -28,6 +28,7 @@ from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.restored import Restored, misfit, shortened, warn_of_rest, warn_of_unverified
 from datastates.restoring.scope import Scope
 from datastates.restoring.selection import Cut, Selection
+from datastates.restoring.sources import Tensors
 from datastates.restoring.stored import Stored
 from datastates.state import dtensors
 from datastates.state.memory import note_rewritten
@@ -73,7 +74,7 @@ class Restore:
 
     def __init__(
         self,
-        stored: Stored,
+        stored: Tensors,
         providers: Sequence[StateProvider],
         executor: Callable[[int], Executor],
         meeting: Meeting,
@@ -87,7 +88,7 @@ class Restore:
         """Prepare a restore; nothing is read yet.
 
         Args:
-            stored: The checkpoint.
+            stored: The checkpoint. Of one of another format, arrays are restored by their names alone.
             providers: What to restore.
             executor: Returns the executor to use, given the number of bytes that will be read.
             meeting: The meeting of the ranks.
@@ -98,6 +99,7 @@ class Restore:
             scope: What of the checkpoint is restored.
         """
         self._stored = stored
+        self._own = stored if isinstance(stored, Stored) else None  # a checkpoint of this package
         self._providers = providers
         self._make_executor = executor
         self._meeting = meeting
@@ -108,7 +110,8 @@ class Restore:
         self._scope = scope
         self._selection = None if scope.keys is None else Selection(scope.keys)
         self._live_keys: LiveKeys | None = None  # if keys are renamed
-        self._alone = stored.head.ranks == meeting.ranks == 1
+        self._ranks = 1 if self._own is None else self._own.head.ranks  # those that saved it
+        self._alone = self._ranks == meeting.ranks == 1
         self._reads = Reads()
         self._executor: Executor | None = None  # the executor that has begun to read ahead, if any
         self._taken: list[_Taken] = []
@@ -117,7 +120,7 @@ class Restore:
         self._shares: list[broadcast.SharedPart] = []
         self._absent: list[str] = []  # keys of providers that the checkpoint lacks
         self._not_here: list[str] = []  # keys of per-rank state that the checkpoint has for other ranks only
-        self._result = Restored(stored.head.step)
+        self._result = Restored(stored.step or 0)
 
     @gc_pause.paused()
     def run(self) -> Restored:
@@ -154,7 +157,7 @@ class Restore:
         self._note_parts()
         restored = [full_key(t.saved.name, shard.key) for t in self._taken for shard in t.saved.restored]
         objects = [full_key(o.saved.name, o.shard.key) for o in self._objects]
-        return Comparison.of(self._stored.head.path, self._result, [*restored, *objects], self._reads.nbytes)
+        return Comparison.of(self._stored.path, self._result, [*restored, *objects], self._reads.nbytes)
 
     # --- looking: what the checkpoint has for each provider
 
@@ -162,17 +165,19 @@ class Restore:
         pickle_reader.check_trust(self._trust)
         if ahead and self._replicas == "read" and self._scope.is_all:
             self._read_ahead()
-        if self._scope.rename:
-            self._live_keys = LiveKeys(self._stored.keys, self._scope.rename)
-        rank, ranks = self._meeting.rank, self._stored.head.ranks
+        if self._own is None or self._scope.rename:
+            named = [] if self._own else [p.name for p in walk_unique(self._providers) if p.takes_parts]
+            self._live_keys = LiveKeys(self._stored.keys, self._scope.rename, named)
+        rank, ranks = self._meeting.rank, self._ranks
         for provider in walk_unique(self._providers):
-            if self._live_keys is not None and provider.name in self._live_keys.providers:
+            if self._live_keys is not None and (self._own is None or provider.name in self._live_keys.providers):
                 self._take_by_name(provider, self._live_keys)
                 continue
+            assert self._own is not None
             # per-rank state of a rank that did not exist when the checkpoint was saved
             is_new = provider.per_rank and rank >= ranks
             name = stored_name(provider, rank, ranks)
-            base = None if is_new else self._stored.base(name, rank)
+            base = None if is_new else self._own.base(name, rank)
             cut = self._cut(provider, base is None)
             if cut is _NOTHING:
                 self._result.left_out_keys.append(provider.name)
@@ -181,17 +186,20 @@ class Restore:
                 (self._not_here if is_new else self._absent).append(full_key(provider.name, ""))
                 continue
             saved = SavedState(
-                self._stored, base, name, strict=self._strict, trust=self._trust, cut=cut, cast=self._scope.cast
+                self._own, base, name, strict=self._strict, trust=self._trust, cut=cut, cast=self._scope.cast
             )
             saved.note_lost_objects(rank)
             self._taken.append(_Taken(provider, saved, saved.select(provider.destinations(saved))))
 
     def _take_by_name(self, provider: StateProvider, live: LiveKeys) -> None:
-        if not provider.takes_parts:
-            raise RestoreError(f"rename: {provider.name!r} can be restored only as a whole, under its own keys")
-        cut = self._cut(provider, False)
+        cut = self._cut(provider, not provider.takes_parts)
         if cut is _NOTHING:
             self._result.left_out_keys.append(provider.name)
+            return
+        if not provider.takes_parts:
+            if self._own is not None:
+                raise RestoreError(f"rename: {provider.name!r} can be restored only as a whole, under its own keys")
+            self._absent.append(provider.name)  # other formats hold no state that only a provider can take back
             return
         named = NamedArrays(self._stored, provider, live, cut=cut, cast=self._scope.cast)
         self._taken.append(_Taken(provider, named, named.select(named.destinations())))
@@ -219,10 +227,12 @@ class Restore:
         Not if CUDA is in use: the host cache must be page-locked first, which takes as long as the comparison. Nor if
         the checkpoint consists of a framework's own files, which are no containers.
         """
-        head, meeting = self._stored.head, self._meeting
+        if self._own is None:
+            return
+        head, meeting = self._own.head, self._meeting
         if head.ranks != meeting.ranks or (head.container or head.catalog) is None or current_device() is not None:
             return
-        own = self._stored.container(meeting.rank)
+        own = self._own.container(meeting.rank)
         names = {stored_name(provider, meeting.rank, meeting.ranks) for provider in walk_unique(self._providers)}
         if own is not None and own.nbytes >= AHEAD_MINIMUM and names.issuperset(own.index.shards.providers):
             # this rank may also want parts of the other containers: each replicated tensor is only in one of them
@@ -268,7 +278,7 @@ class Restore:
         every = (shard for s in saved for shard in s.restored)
         if (keys := self._reads.conflict() or casting.conflict(casts, every)) is not None:
             raise RestoreError(
-                f"{self._stored.head.path} does not fit the live state: {keys} shares live memory with a tensor that "
+                f"{self._stored.path} does not fit the live state: {keys} shares live memory with a tensor that "
                 "was saved apart from it",
                 mismatched=[keys],
             )
@@ -283,7 +293,7 @@ class Restore:
     def _strangers(self, wanted: U64, names: set[str]) -> list[str]:
         if self._alone:
             return []
-        found = self._stored.strangers(wanted, names)
+        found = [] if self._own is None else self._own.strangers(wanted, names)
         if self._live_keys is not None:
             taken, stored = set(wanted.tolist()), self._live_keys.stored
             named = [t.saved.name for t in self._taken if isinstance(t.saved, NamedArrays)]
@@ -339,7 +349,7 @@ class Restore:
             lambda: [held for taken in self._taken for held in _held(taken.saved, keys)], self._stored.digest
         )
         if wrong:
-            path = str(self._stored.head.path)
+            path = str(self._stored.path)
             shown = shortened(list(map(repr, wrong)))
             raise CorruptError(f"{shown} from {path}: the contents do not match the digest", key=wrong[0], path=path)
         return unknown

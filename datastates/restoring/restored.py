@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from datastates.errors import RestoreError
-from datastates.restoring.stored import Stored
+from datastates.restoring.sources import Tensors
 
 _log = logging.getLogger("datastates")
 _SHOWN = 8
@@ -18,7 +18,7 @@ class Restored:
     """The result of a restore. The keys are full keys.
 
     Attributes:
-        step: The step that was restored.
+        step: The step that was restored; 0 if a checkpoint of another format does not say.
         missing_keys: Keys that the live state has and the checkpoint lacks, on this rank. Keys of per-rank state are
             listed but are no error if the checkpoint did not have this rank, which then keeps its own state.
         unexpected_keys: Keys, after ``rename``, that the checkpoint has and the live state of all ranks lacks.
@@ -46,10 +46,10 @@ class Restored:
     passed_over: dict[str, str] = field(default_factory=dict)
 
 
-def misfit(stored: Stored, result: Restored, lost: Mapping[str, str]) -> RestoreError:
+def misfit(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> RestoreError:
     """The error that names what does not fit. ``lost`` says, for some missing keys, what is missing of them."""
     return RestoreError(
-        f"{stored.head.path} does not fit the live state: {_differences(stored, result, lost)}",
+        f"{stored.path} does not fit the live state: {_differences(stored, result, lost)}",
         missing=result.missing_keys,
         unexpected=result.unexpected_keys,
         mismatched=[f"{key}: {what}" for key, what in result.mismatched_keys.items()],
@@ -57,13 +57,13 @@ def misfit(stored: Stored, result: Restored, lost: Mapping[str, str]) -> Restore
     )
 
 
-def warn_of_rest(stored: Stored, result: Restored, lost: Mapping[str, str]) -> None:
+def warn_of_rest(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> None:
     """Log a warning that names what a restore leaves unchanged, if anything."""
     counts = len(result.missing_keys), len(result.unexpected_keys), len(result.mismatched_keys)
     if any(counts):
         _log.warning(
             "%s is restored in part: %d missing, %d unexpected and %d mismatched keys are left out: %s",
-            *(stored.head.path, *counts, _differences(stored, result, lost)),
+            *(stored.path, *counts, _differences(stored, result, lost)),
         )
 
 
@@ -79,7 +79,7 @@ def shortened(texts: Sequence[str], separator: str = ", ") -> str:
     return separator.join(texts[:_SHOWN]) + rest
 
 
-def _differences(stored: Stored, result: Restored, lost: Mapping[str, str]) -> str:
+def _differences(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> str:
     parts = []
     if result.missing_keys:
         files = ", ".join(path.name for _, path in sorted(stored.lost.items())[:_SHOWN])

@@ -10,6 +10,7 @@ from datastates._base.columns import U64
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.table import Row, ShardTable
 from datastates.restoring.read_queue import Source
+from datastates.state.parts import Part
 
 
 class TensorFile(Source, Protocol):
@@ -57,6 +58,10 @@ class Tensors(Protocol):
         """The step that it was saved at; None if it does not say."""
 
     @property
+    def lost(self) -> Mapping[int, Path]:
+        """The paths of files that were needed and are missing, by number."""
+
+    @property
     def keys(self) -> Mapping[str, object]:
         """The full keys, in the order of the files."""
 
@@ -72,6 +77,19 @@ class Tensors(Protocol):
         Raises:
             KeyError: There is no tensor with one of the keys.
             DatastatesError: Only a part of a tensor is there.
+        """
+
+    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> Sequence[Sequence[tuple[TensorFile, Row]]]:
+        """The rows that may share elements with parts of tensors, each with its file.
+
+        Args:
+            wanted: For each part, any row of its tensor, and the part.
+
+        Returns:
+            For each part, its sources.
+
+        Raises:
+            FormatError: The parts of a tensor are of different types or shapes.
         """
 
     def digest(self, full: str) -> int | None:

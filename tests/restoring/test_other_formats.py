@@ -1,0 +1,134 @@
+"""Providers are restored from checkpoints of other formats: arrays by their names."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+
+import datastates as ds
+from datastates.errors import CheckpointNotFoundError, CorruptError, RestoreError
+from datastates.providers import from_state_dict, from_stateful
+
+
+class _Tied(torch.nn.Module):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.layer = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, fill)
+
+
+def _filled(module: torch.nn.Module) -> set[float]:
+    return {float(value) for parameter in module.parameters() for value in parameter.detach().flatten()}
+
+
+@pytest.fixture(params=["safetensors", "hugging face", "torch"])
+def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "torch":
+        torch.save(_Tied(1).state_dict(), tmp_path / "weights.pt")
+        return tmp_path / "weights.pt"
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_model(_Tied(1), str(folder / "model.safetensors"))
+    return folder / "model.safetensors" if request.param == "safetensors" else folder
+
+
+def test_a_model_with_tied_weights(weights: Path) -> None:
+    live = _Tied(0)
+    plan = ds.compare([from_stateful("model", live)], weights)
+    assert plan.fits
+    assert _filled(live) == {0}
+    restored = ds.restore([from_stateful("model", live)], weights)
+    assert _filled(live) == {1}
+    assert restored.step == 0
+    assert set(plan.restored_keys) <= {f"model/{key}" for key in live.state_dict()}
+    assert bool(restored.unverified_keys) == (weights.suffix != ".pt")  # torch's files have checksums
+
+
+def test_what_only_a_provider_can_take_back_is_missing(weights: Path) -> None:
+    live = _Tied(0)
+    providers = [from_stateful("model", live), from_stateful("optim", torch.optim.AdamW(live.parameters()))]
+    with pytest.raises(RestoreError, match="the checkpoint lacks 'optim'"):
+        ds.restore(providers, weights)
+    assert _filled(live) == {0}
+    ds.restore(providers, weights, keys="model/*")
+    assert _filled(live) == {1}
+
+
+def test_another_type_other_names_and_a_changed_head(weights: Path) -> None:
+    live = torch.nn.ModuleDict({"trunk": torch.nn.Linear(4, 4), "classes": torch.nn.Linear(4, 3)}).bfloat16()
+    with pytest.raises(RestoreError) as caught:
+        ds.restore([from_stateful("net", live)], weights, rename={"layer.": "trunk."}, cast=True)
+    assert set(caught.value.missing) == {"net/classes.weight", "net/classes.bias"}
+    restored = ds.restore(
+        [from_stateful("net", live)], weights, rename={"layer.": "net/trunk."}, cast=True, strict=False
+    )
+    assert _filled(live["trunk"]) == {1}
+    assert set(restored.cast_keys) == {"net/trunk.weight", "net/trunk.bias"}
+    assert "net/embed.weight" in restored.unexpected_keys
+
+
+def test_several_providers_are_told_apart_by_the_first_part_of_a_key(tmp_path: Path) -> None:
+    saved = {"model": {"w": torch.ones(3), "n": {"b": torch.ones(2)}}, "ema": {"w": torch.full((3,), 2.0)}, "step": 3}
+    torch.save(saved, tmp_path / "all.pt")
+    live: dict[str, Any] = {"w": torch.zeros(3), "n": {"b": np.zeros(2, np.float32)}, "extra": 5}
+    average = {"w": torch.zeros(3)}
+    ds.restore([from_state_dict("model", live), from_state_dict("ema", average)], tmp_path / "all.pt")
+    assert [float(live["w"][0]), float(live["n"]["b"][0]), float(average["w"][0])] == [1, 1, 2]
+    assert live["extra"] == 5
+
+
+def test_only_the_wanted_ranges_are_read_by_each_rank(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(1024 * 512.0).view(1024, 512)}, str(tmp_path / "w.safetensors"))
+    parts = [torch.zeros(512, 512), torch.zeros(512, 512)]
+    results: dict[int, ds.Restored] = {}
+
+    class _Half(ds.StateProvider):
+        takes_parts = True
+
+        def __init__(self, rank: int) -> None:
+            super().__init__("m")
+            self.rank = rank
+
+        def shards(self) -> list[ds.Shard]:
+            whole = ds.array_shard("w", parts[self.rank])
+            return [replace(whole, global_shape=(1024, 512), offset=(512 * self.rank, 0))]
+
+    def restore(rank: int) -> None:
+        results[rank] = ds.restore([_Half(rank)], tmp_path / "w.safetensors", rank=rank, world_size=2)
+
+    threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.cat(parts), torch.arange(1024 * 512.0).view(1024, 512))
+    for restored in results.values():
+        assert restored.needed_nbytes == 512 * 512 * 4
+        assert restored.read_nbytes <= restored.needed_nbytes * 1.05
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_flipped_byte_of_a_torch_file_is_found(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(100_000)}, tmp_path / "w.pt")
+    data = bytearray((tmp_path / "w.pt").read_bytes())
+    data[200_000] ^= 1
+    (tmp_path / "w.pt").write_bytes(data)
+    with pytest.raises(CorruptError, match="'w'"):
+        ds.restore([from_state_dict("m", {"w": torch.zeros(100_000)})], tmp_path / "w.pt")
+
+
+def test_a_step_that_it_is_not_of(weights: Path) -> None:
+    for call in (ds.restore, ds.compare):
+        with pytest.raises(CheckpointNotFoundError, match="no step that it names, not of step 4"):
+            call([from_stateful("model", _Tied(0))], weights, step=4)
