@@ -115,6 +115,12 @@ def buffer_storages(module: torch.nn.Module) -> frozenset[int]:
     return frozenset(address for address in found if address)
 
 
+def is_optimizer_state(key: str, tensor: torch.Tensor) -> bool:
+    """A :data:`Lazy` for the state dicts of optimizers: a scheduler may change the values in ``param_groups``."""
+    del tensor
+    return key.startswith("state/")
+
+
 class TorchFiles:
     """Writes files in the background, and runs what follows each checkpoint (renames, removals, votes) in order.
 
