@@ -19,10 +19,9 @@ from torch.distributed.fsdp import StateDictType
 from typing_extensions import Unpack
 
 from datastates._base import paths
-from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, no_buffer_of
-from datastates.adapters.fsdp_folders import FsdpFolders
+from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings
 from datastates.adapters.stand_ins import Function, standing_in, writing_tensors
-from datastates.adapters.torch_files import is_optimizer_state
+from datastates.adapters.torch_files import is_optimizer_state, no_buffer_of
 from datastates.errors import CommitError
 from datastates.saving.snapshot import Snapshot
 
@@ -85,7 +84,6 @@ class AcceleratorCheckpoints(FolderCheckpoints):
         """Replace the methods with which the accelerator saves, loads and ends."""
         super().__init__(settings, "accelerate")
         self._accelerator = accelerator
-        self._fsdp = FsdpFolders(settings)
         self._stock_save, self._stock_load = accelerator.save_state, accelerator.load_state
         end_training = accelerator.end_training
 
@@ -97,17 +95,6 @@ class AcceleratorCheckpoints(FolderCheckpoints):
 
         accelerator.save_state, accelerator.load_state = self._save_state, self._load_state
         accelerator.end_training = close_and_end
-
-    def close(self) -> None:
-        """Wait until every checkpoint has ended, then free threads and memory; the next one allocates them again.
-
-        Raises:
-            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
-        """
-        try:
-            super().close()
-        finally:
-            self._fsdp.close()
 
     def _load_state(self, input_dir: str | os.PathLike[str] | None = None, *words: Any, **options: Any) -> None:
         """Replaces ``Accelerator.load_state``."""
@@ -166,7 +153,7 @@ class AcceleratorCheckpoints(FolderCheckpoints):
             stack.enter_context(standing_in(checkpointing, "save", instead_of_save))
             if accelerator.distributed_type == DistributedType.FSDP:
                 plugin = accelerator.state.fsdp_plugin
-                stack.enter_context(self._fsdp.writing(plugin.state_dict_config, folder, modules, snapshots))
+                stack.enter_context(self.fsdp.writing(plugin.state_dict_config, folder, modules, snapshots))
             stack.enter_context(_named_by_hand(accelerator.project_configuration))
             self._stock_save(str(folder), *words, **options)
 

@@ -13,8 +13,9 @@ import torch
 from pydantic import Field
 
 from datastates._base import files
+from datastates.adapters.fsdp_folders import FsdpFolders
 from datastates.adapters.stand_ins import Write
-from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles, buffer_storages
+from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of
 from datastates.commit import manifest, retention
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
@@ -51,6 +52,8 @@ class FolderCheckpoints:
         self.files = TorchFiles(settings)
         self.snapshots: dict[Path, list[Snapshot]] = {}
         """The last checkpoints that were begun: for each folder, the snapshots of this rank's large files."""
+        self.fsdp = FsdpFolders(settings, settings.rank_timeout)
+        """Writes the sharded state of FSDP2, where the framework saves such."""
         self._kind = kind
         self._timeout = settings.rank_timeout
         self._world: World | None = None
@@ -154,6 +157,7 @@ class FolderCheckpoints:
         try:
             self.files.close()
         finally:
+            self.fsdp.close()
             if self._world is not None:
                 self._world.close()
             self._world = None
@@ -167,12 +171,6 @@ class FolderCheckpoints:
             self._swept.add((room, pattern))
             _sweep(room, re.compile(pattern))
         return self._world
-
-
-def no_buffer_of(modules: Sequence[torch.nn.Module]) -> Lazy:
-    """A :data:`~datastates.adapters.torch_files.Lazy` for the state of modules: what is no buffer of them."""
-    buffers = frozenset().union(*map(buffer_storages, modules))
-    return lambda _, tensor: tensor.untyped_storage().data_ptr() not in buffers
 
 
 class _Folder:

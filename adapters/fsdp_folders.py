@@ -13,19 +13,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from datastates.adapters.dcp import DataStatesStorageWriter, async_save
 from datastates.adapters.dcp.save.staging import is_large
-from datastates.adapters.dcp.save.writer import WriterSettings
-from datastates.adapters.folders import FolderSettings, no_buffer_of
 from datastates.adapters.stand_ins import Function, standing_in
-from datastates.adapters.torch_files import Lazy
+from datastates.adapters.torch_files import Lazy, no_buffer_of
+from datastates.config import IoSettings
 from datastates.saving.snapshot import Snapshot
 
 
 class FsdpFolders:
     """Stands in for ``torch.distributed.checkpoint.save`` while accelerate saves. Used on the training thread."""
 
-    def __init__(self, settings: FolderSettings) -> None:
+    def __init__(self, settings: IoSettings, rank_timeout: float) -> None:
         """Take the settings of writers; nothing is started yet."""
-        self._options = {name: getattr(settings, name) for name in WriterSettings.model_fields}
+        self._options = {name: getattr(settings, name) for name in IoSettings.model_fields}
+        self._timeout = rank_timeout
         self._writers: dict[str, DataStatesStorageWriter] = {}
         self._is_lazy: Lazy = is_large
 
@@ -67,7 +67,7 @@ class FsdpFolders:
         """The writer of folders of that name: it keeps plans and pinned memory from one checkpoint to the next."""
         if name not in self._writers:
             self._writers[name] = DataStatesStorageWriter(
-                lazy=lambda key, tensor: self._is_lazy(key, tensor), **self._options
+                lazy=lambda key, tensor: self._is_lazy(key, tensor), rank_timeout=self._timeout, **self._options
             )
         return self._writers[name]
 

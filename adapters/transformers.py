@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 import transformers.modeling_utils
+from torch.distributed.fsdp import StateDictType
 from transformers import trainer_callback, trainer_utils
 from typing_extensions import Unpack
 
@@ -20,7 +21,15 @@ from datastates.adapters.stand_ins import writing_tensors
 from datastates.adapters.torch_files import is_optimizer_state
 from datastates.saving.snapshot import Snapshot
 
-_METHODS = ("_get_output_dir", "_load_best_model", "_save", "_save_checkpoint", "_save_rng_state", "_save_scaler")
+_METHODS = (
+    "_get_output_dir",
+    "_load_best_model",
+    "_save",
+    "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
+    "_save_rng_state",
+    "_save_scaler",
+)
 
 _SAVE_FILE: dict[str, ModuleType] = {"safe_save_file": transformers.modeling_utils, "save_file": safetensors.torch}
 """Names by which a Trainer calls safetensors' ``save_file``, for models of transformers and for others."""
@@ -49,13 +58,17 @@ def attach(trainer: Any, **options: Unpack[FolderOptions]) -> TrainerCheckpoints
     paths.refuse_address(trainer.args.output_dir)
     unknown = [name for name in _METHODS if not hasattr(trainer, name)]
     unknown += [f"{module.__name__}.{name}" for name, module in _SAVE_FILE.items() if not hasattr(module, name)]
-    args = trainer.args
+    args, fsdp = trainer.args, trainer.is_fsdp_enabled
     attached = isinstance(getattr(getattr(trainer, "_save_checkpoint", None), "__self__", None), TrainerCheckpoints)
     for refused, why in (
         (attached, "attach() has been called for it already"),
         (unknown, f"this version of transformers ({transformers.__version__}) has no {', '.join(unknown)}"),
         (trainer.is_deepspeed_enabled, 'with DeepSpeed, give its JSON file the entry "datastates_ckpt" instead'),
-        (trainer.is_fsdp_enabled, "with FSDP the Trainer writes files of torch.distributed.checkpoint"),
+        (fsdp and not trainer.accelerator.is_fsdp2, "FSDP of version 1 is not supported: set fsdp_version to 2"),
+        (
+            fsdp and trainer.accelerator.state.fsdp_plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT,
+            "FSDP with whole state dicts is not supported: set state_dict_type to SHARDED_STATE_DICT",
+        ),
         (getattr(trainer, "is_distributed_loading_by_transformers", False), "the model was sharded as it was loaded"),
         (
             not hasattr(trainer_utils, "rotate_checkpoints"),
@@ -124,15 +137,19 @@ class TrainerCheckpoints(FolderCheckpoints):
         trainer, args = self._trainer, self._trainer.args
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
-        if args.should_save:
-            module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        if trainer.is_fsdp_enabled:
+            config = trainer.accelerator.state.fsdp_plugin.state_dict_config
+            with self.fsdp.writing(config, folder, [module], snapshots):
+                trainer._save_optimizer_and_scheduler(str(folder))  # and the model
+        elif args.should_save:
             if hasattr(module, "peft_config"):
                 trainer.save_model(str(folder), _internal_call=True)  # PEFT adapters are small
             else:
                 with writing_tensors(_SAVE_FILE, folder, self.tensor_writer([module], snapshots)):
                     trainer._save(str(folder))
         if not args.save_only_model:
-            if args.should_save:
+            if args.should_save and not trainer.is_fsdp_enabled:
                 optimizer = trainer.optimizer.state_dict()
                 file = folder / "optimizer.pt"
                 snapshots.append(self.files.write("optimizer", optimizer, file, is_optimizer_state))
