@@ -115,6 +115,18 @@ def buffer_storages(module: torch.nn.Module) -> frozenset[int]:
     return frozenset(address for address in found if address)
 
 
+def no_buffer_of(modules: Sequence[torch.nn.Module]) -> Lazy:
+    """A :data:`Lazy` for the state of modules: what is no buffer of them."""
+    buffers = frozenset().union(*map(buffer_storages, modules))
+    return lambda _, tensor: tensor.untyped_storage().data_ptr() not in buffers
+
+
+def is_optimizer_state(key: str, tensor: torch.Tensor) -> bool:
+    """A :data:`Lazy` for the state dicts of optimizers: a scheduler may change the values in ``param_groups``."""
+    del tensor
+    return key.startswith("state/")
+
+
 class TorchFiles:
     """Writes files in the background, and runs what follows each checkpoint (renames, removals, votes) in order.
 

@@ -204,11 +204,16 @@ class ReadPlan:
         extent_span: _U64,
         span_offset: _U64,
         span_length: _U64,
+        span_count: _U64,
+        span_step: _U64,
         extent_piece: _U64,
         piece_dest: _I32,
         piece_dest_offset: _U64,
         piece_extent_offset: _U64,
         piece_length: _U64,
+        piece_count: _U64,
+        piece_extent_step: _U64,
+        piece_dest_step: _U64,
         extent_check: _U64,
         check_offset: _U64,
         check_length: _U64,
@@ -218,8 +223,8 @@ class ReadPlan:
         """Check and copy the planner's arrays; see ``datastates.planning.plans.ReadPlan``.
 
         Extents ascend and are at most ``block_bytes - 8192`` long. The first span of an extent begins with it, the last
-        one ends with it, and there is a gap between each two. Only spans are read. Each piece and each check lies
-        within one span.
+        one ends with it, and none overlap. Only spans are read. Each stretch of a piece and each check lies within a
+        stretch of a span.
         """
 
 class Executor:

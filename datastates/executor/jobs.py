@@ -136,5 +136,5 @@ class ReadJob:
         counts the bytes that system calls asked for. With direct I/O these include the whole pages around wanted bytes.
         Through the page cache they do not include what the kernel reads ahead.
         """
-        wanted = {"bytes_needed": self._plan.needed_nbytes, "bytes_unverified": int(self._plan.unverified_length.sum())}
+        wanted = {"bytes_needed": self._plan.needed_nbytes, "bytes_unverified": self._plan.unverified_nbytes}
         return self._job.stats() | wanted

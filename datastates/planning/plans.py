@@ -111,25 +111,29 @@ class ReadPlan:
     """Which ranges of a container to read, and where their bytes go; offsets and lengths in bytes.
 
     An extent is a range of the file that is handled as a unit. Its spans are read; its pieces are copied to
-    destinations; its checks are chunks that are verified.
+    destinations; its checks are chunks that are verified. A span or a piece may have several stretches of equal length,
+    equally spaced: the rows of a part of a matrix.
 
     Attributes:
         extent_offset, extent_length: The extents in the file, ascending.
         extent_span: Extent ``i`` has the spans from ``extent_span[i]`` to before ``extent_span[i + 1]``.
-        span_offset, span_length: Each span, within its extent. An extent of one span is read as a whole. Bytes between
-            two spans are not read.
+        span_offset, span_length: Each span's first stretch, within its extent. What lies between stretches is not read.
+        span_count, span_step: Number of the span's stretches, and the distance of their begins.
         extent_piece: Extent ``i`` has the pieces from ``extent_piece[i]`` to before ``extent_piece[i + 1]``.
         piece_dest: Destination of each piece.
         piece_dest_offset: Offset of the piece in its destination.
         piece_extent_offset: Offset of the piece in its extent.
-        piece_length: Length of the piece.
+        piece_length: Length of each of its stretches. The offsets are those of the first.
+        piece_count: Number of its stretches.
+        piece_extent_step, piece_dest_step: Distances of their begins, in the extent and in the destination.
         extent_check: Extent ``i`` has the checks from ``extent_check[i]`` to before ``extent_check[i + 1]``.
         check_offset, check_length: Each checked chunk, within a span of its extent.
         check_crc: CRC-32 of the chunk.
         check_record: Record of the chunk, which the error names if the CRC-32 differs.
         dest_nbytes: Length of each destination.
         needed_nbytes: Number of wanted bytes of the file, each counted once.
-        unverified_offset, unverified_length: Wanted stretches of the file that no check covers, disjoint and ascending.
+        unverified_nbytes: Number of those that no check covers.
+        unverified_dest: The destinations that get some of these, ascending.
     """
 
     extent_offset: U64
@@ -137,11 +141,16 @@ class ReadPlan:
     extent_span: U64
     span_offset: U64
     span_length: U64
+    span_count: U64
+    span_step: U64
     extent_piece: U64
     piece_dest: I32
     piece_dest_offset: U64
     piece_extent_offset: U64
     piece_length: U64
+    piece_count: U64
+    piece_extent_step: U64
+    piece_dest_step: U64
     extent_check: U64
     check_offset: U64
     check_length: U64
@@ -149,8 +158,8 @@ class ReadPlan:
     check_record: I32
     dest_nbytes: U64
     needed_nbytes: int
-    unverified_offset: U64
-    unverified_length: U64
+    unverified_nbytes: int
+    unverified_dest: I32
 
 
 def fields_of(plan: WritePlan | ReadPlan | DigestRuns, *, but: Collection[str]) -> dict[str, Any]:

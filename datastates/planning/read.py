@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from datastates._base.columns import I32, I64, U8, U64, Bools, as_u64
 from datastates._base.sizes import CHUNK
 from datastates.planning.plans import Chunks, ReadPlan
 from datastates.state import parts
+from datastates.state.runs import Runs
 
 GAP = 64 * 1024
 """Longest gap in bytes between two wanted ranges that is read over, as that is cheaper than a second read."""
@@ -23,31 +24,33 @@ class _Ranges:
     """The wanted ranges of a file, ascending.
 
     Attributes:
-        begin, end: File offsets of each range.
-        first, last: The numbers of the chunks that it intersects, from ``first`` to before ``last``.
+        runs: The ranges. One with gaps shares no byte of the file with another one, nor do the bytes in its gaps.
+        first, last: The numbers of the chunks that each intersects, from ``first`` to before ``last``.
         chunk_begin, chunk_end: File offsets of each chunk.
-        union: Begins and ends of the disjoint stretches that the ranges make together.
+        union: What all ranges want together, each byte once.
     """
 
-    begin: I64
-    end: I64
+    runs: Runs
     first: I64
     last: I64
     chunk_begin: I64
     chunk_end: I64
-    union: tuple[I64, I64]
+    union: Runs
 
     @classmethod
-    def of(cls, begin: I64, nbytes: I64, chunks: Chunks) -> _Ranges:
-        end, chunk_begin = begin + nbytes, chunks.offset.astype(np.int64)
+    def of(cls, runs: Runs, chunks: Chunks) -> _Ranges:
+        chunk_begin = chunks.offset.astype(np.int64)
         chunk_end = chunk_begin + chunks.length.astype(np.int64)
-        first = np.searchsorted(chunk_end, begin, side="right")
-        last = np.searchsorted(chunk_begin, end, side="left")
-        return cls(begin, end, first, last, chunk_begin, chunk_end, parts.union(begin, end))
+        first = np.searchsorted(chunk_end, runs.source, side="right")
+        last = np.searchsorted(chunk_begin, runs.end, side="left")
+        gaps = runs.has_gaps
+        begin, end = parts.union(runs.source[~gaps], runs.end[~gaps])
+        union = Runs.joined([runs[gaps], Runs.single(begin, begin, end - begin)])
+        return cls(runs, first, last, chunk_begin, chunk_end, union[np.argsort(union.source, kind="stable")])
 
     @property
     def needed_nbytes(self) -> int:
-        return int((self.union[1] - self.union[0]).sum())
+        return int(self.union.size.sum())
 
     def coverage(self, weight: I64 | int = 1) -> I64:
         """For each chunk, the sum of the weights of the ranges that intersect it."""
@@ -59,22 +62,25 @@ class _Ranges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segments:
-    """What is read of a file, ascending: whole chunks, which are verified, and stretches of others.
+    """What is read of a file, ascending: whole chunks, which are verified, and parts of others.
 
     Attributes:
-        begin, end: File offsets of each segment.
-        chunk: The number of its chunk.
+        runs: The segments. Only the bytes in the gaps of one are not read.
+        chunk: The number of each segment's chunk.
         verified: Whether it is a whole chunk that is verified.
     """
 
-    begin: I64
-    end: I64
+    runs: Runs
     chunk: I64
     verified: Bools
 
     @property
-    def nbytes(self) -> I64:
-        return self.end - self.begin
+    def begin(self) -> I64:
+        return self.runs.source
+
+    @property
+    def end(self) -> I64:
+        return self.runs.end
 
 
 def plan_chunks(data_offset: U64, nbytes: U64, crcs: np.ndarray) -> Chunks:
@@ -95,10 +101,8 @@ def plan_chunks(data_offset: U64, nbytes: U64, crcs: np.ndarray) -> Chunks:
 
 
 def plan_read(
-    file_offset: U64,
-    nbytes: U64,
+    wanted: Runs,
     dest: I32,
-    dest_offset: U64,
     dest_nbytes: U64,
     in_place: U8,
     whole: U8,
@@ -111,7 +115,7 @@ def plan_read(
     A chunk can only be verified if all of it is read. The plan therefore has a budget of unwanted bytes: one byte
     for :data:`WASTE` wanted ones, but at least ``spare_nbytes``. If the budget suffices, every chunk with a wanted byte
     is read as a whole and verified. If not, the chunks with the largest wanted share are verified. Of the others only
-    the wanted bytes are read, and the plan lists them as unverified. What is left of the budget is used to read over
+    the wanted bytes are read, and the plan counts them as unverified. What is left of the budget is used to read over
     gaps of up to :data:`GAP`, shortest first. Frames between consecutive chunks that are read whole are always read
     over, because a file of many small records consists largely of frames; they count against the budget.
 
@@ -119,13 +123,12 @@ def plan_read(
     half of the columns of a matrix, for example, are many short stretches, whose cost is their number.
 
     A large record that can be read straight into its destination has extents of its own. Small stretches share an
-    extent, even with gaps between them that are not read.
+    extent, even with gaps between them that are not read. The rows of a part of a matrix stay one range with a stride.
 
     Args:
-        file_offset: File offset of each wanted range. A range lies within one record; ranges may overlap.
-        nbytes: Length of each range in bytes.
+        wanted: The wanted ranges in bytes: their sources are file offsets, their dests offsets in their destinations.
+            Each lies within one record. They may overlap.
         dest: Number of the destination that each range goes to.
-        dest_offset: Offset of each range in its destination, in bytes.
         dest_nbytes: Length of each destination in bytes.
         in_place: For each destination, 1 if the storage can be read straight into it.
         whole: For each destination, 1 if all of its chunks that have checksums must be verified, at any cost.
@@ -133,11 +136,13 @@ def plan_read(
         extent_nbytes: Longest extent in bytes; more than a chunk and a gap.
         spare_nbytes: Unwanted bytes that may be read in any case, so that a small state is verified completely.
     """
-    order = np.argsort(file_offset, kind="stable")
-    order = order[nbytes[order] > 0]
-    dest, dest_offset = dest[order], dest_offset[order].astype(np.int64)
-    ranges = _Ranges.of(file_offset[order].astype(np.int64), nbytes[order].astype(np.int64), chunks)
+    dest, runs = _simplified(dest, wanted)
+    ranges = _Ranges.of(runs, chunks)
     segments, left = _read_segments(ranges, whole[dest], chunks, spare_nbytes)
+    cut = np.unique(segments.chunk[~segments.verified])  # chunks that are not verified
+    unverified = _bytes_between(ranges.union, ranges.chunk_begin[cut], ranges.chunk_end[cut])
+    loose = np.searchsorted(cut, ranges.first) < np.searchsorted(cut, ranges.last)
+    segments, left = _filled(segments, left)
     bridged = _bridges(segments, ranges, left)
     straight = ranges.coverage(in_place[dest].astype(np.int64)) > 0
     record = chunks.record[segments.chunk]
@@ -146,30 +151,36 @@ def plan_read(
     begins = np.append(True, ~bridged)[: len(record)]
     begins[starts] = True
     spans = np.flatnonzero(begins)
+    span, span_end = segments.runs[spans], segments.end[_lasts(spans, len(record))]
+    span_length = np.where(span.count > 1, span.length, span_end - span.source)
     checks = np.flatnonzero(segments.verified)
     within = extents[0][np.searchsorted(starts, np.arange(len(record)), side="right") - 1]
-    which, extent = _pieces(ranges, *extents)
-    begin, end = np.maximum(ranges.begin[which], extents[0][extent]), np.minimum(ranges.end[which], extents[1][extent])
+    which, extent, piece = _pieces(ranges, *extents)
     return ReadPlan(
         extent_offset=as_u64(extents[0]),
         extent_length=as_u64(extents[1] - extents[0]),
         extent_span=as_u64(np.searchsorted(spans, np.append(starts, len(record)))),
-        span_offset=as_u64((segments.begin - within)[spans]),
-        span_length=as_u64(segments.end[_lasts(spans, len(record))] - segments.begin[spans]),
+        span_offset=as_u64(span.source - within[spans]),
+        span_length=as_u64(span_length),
+        span_count=as_u64(span.count),
+        span_step=as_u64(np.where(span.count > 1, span.source_step, span_length)),
         extent_piece=as_u64(np.searchsorted(extent, np.arange(len(starts) + 1))),
         piece_dest=np.ascontiguousarray(dest[which], dtype=np.int32),
-        piece_dest_offset=as_u64(dest_offset[which] + begin - ranges.begin[which]),
-        piece_extent_offset=as_u64(begin - extents[0][extent]),
-        piece_length=as_u64(end - begin),
+        piece_dest_offset=as_u64(piece.dest),
+        piece_extent_offset=as_u64(piece.source - extents[0][extent]),
+        piece_length=as_u64(piece.length),
+        piece_count=as_u64(piece.count),
+        piece_extent_step=as_u64(piece.source_step),
+        piece_dest_step=as_u64(piece.dest_step),
         extent_check=as_u64(np.searchsorted(checks, np.append(starts, len(record)))),
         check_offset=as_u64((segments.begin - within)[checks]),
-        check_length=as_u64(segments.nbytes[checks]),
+        check_length=as_u64(segments.runs.length[checks]),
         check_crc=np.ascontiguousarray(chunks.crc[segments.chunk[checks]]),
         check_record=np.ascontiguousarray(record[checks], dtype=np.int32),
         dest_nbytes=as_u64(dest_nbytes),
         needed_nbytes=ranges.needed_nbytes,
-        unverified_offset=as_u64(segments.begin[~segments.verified]),
-        unverified_length=as_u64(segments.nbytes[~segments.verified]),
+        unverified_nbytes=int(unverified.sum()),
+        unverified_dest=np.unique(dest[loose]),
     )
 
 
@@ -185,10 +196,8 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, ex
     """
     zero = np.zeros(len(chunks.offset) + 1, np.uint64)
     whole = plan_read(
-        file_offset=chunks.offset,
-        nbytes=chunks.length,
+        wanted=Runs.single(chunks.offset.astype(np.int64), zero[1:].astype(np.int64), chunks.length.astype(np.int64)),
         dest=zero[1:].astype(np.int32),
-        dest_offset=zero[1:],
         dest_nbytes=np.array([2**62], np.uint64),
         in_place=np.array([in_place], np.uint8),
         whole=np.ones(1, np.uint8),
@@ -196,8 +205,7 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, ex
         extent_nbytes=extent_nbytes,
     )
     extents = min(count, max(0, len(whole.extent_offset) - (not complete)))
-    pieces = ("piece_dest", "piece_dest_offset", "piece_extent_offset", "piece_length", "dest_nbytes")
-    checks = ("check_offset", "check_length", "check_crc", "check_record", "unverified_offset", "unverified_length")
+    none = [f.name for f in fields(ReadPlan) if f.name.startswith(("piece_", "check_")) or f.name == "dest_nbytes"]
     spans = int(whole.extent_span[extents])
     return replace(
         whole,
@@ -206,11 +214,35 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, ex
         extent_span=whole.extent_span[: extents + 1],
         span_offset=whole.span_offset[:spans],
         span_length=whole.span_length[:spans],
+        span_count=whole.span_count[:spans],
+        span_step=whole.span_step[:spans],
         extent_piece=zero[: extents + 1],
         extent_check=zero[: extents + 1],
         needed_nbytes=int(whole.span_length[:spans].sum()),
-        **{name: getattr(whole, name)[:0] for name in pieces + checks},
+        **{name: getattr(whole, name)[:0] for name in none},
     )
+
+
+def _simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
+    """The ranges that are not empty, ascending, and their destinations.
+
+    A range with gaps becomes many where its stretches or gaps are long, or where it overlaps another range.
+    """
+    kept = wanted.size > 0
+    dest, runs = dest[kept], wanted[kept]
+    order = np.argsort(runs.source, kind="stable")
+    dest, runs = dest[order], runs[order]
+    begin, furthest = runs.source, np.maximum.accumulate(runs.end)
+    overlaps = np.append(False, begin[1:] < furthest[:-1])[: len(begin)]
+    overlaps[:-1] |= runs.end[:-1] > begin[1:]
+    apart = runs.has_gaps & (overlaps | (runs.length >= GAP) | (runs.source_step - runs.length > GAP))
+    if not apart.any():
+        return dest, runs
+    which, single = runs[apart].stretches()
+    dest = np.append(dest[~apart], dest[apart][which])
+    runs = Runs.joined([runs[~apart], single])
+    order = np.argsort(runs.source, kind="stable")
+    return dest[order], runs[order]
 
 
 def _read_segments(ranges: _Ranges, whole: U8, chunks: Chunks, spare_nbytes: int) -> tuple[_Segments, int]:
@@ -220,7 +252,7 @@ def _read_segments(ranges: _Ranges, whole: U8, chunks: Chunks, spare_nbytes: int
     """
     wanted = np.flatnonzero(ranges.coverage() > 0)
     begin, end = ranges.chunk_begin[wanted], ranges.chunk_end[wanted]
-    every = _Segments(begin, end, wanted, np.full(len(wanted), chunks.checked))
+    every = _Segments(Runs.single(begin, begin, end - begin), wanted, np.full(len(wanted), chunks.checked))
     if not chunks.checked:
         return _loosened(ranges.union, every), ranges.needed_nbytes
     frames = int((begin[1:] - end[:-1])[np.diff(wanted) == 1].sum())
@@ -229,7 +261,7 @@ def _read_segments(ranges: _Ranges, whole: U8, chunks: Chunks, spare_nbytes: int
     if wasted <= left or wasted <= 0:
         return every, left - wasted
     must = ranges.coverage(whole.astype(np.int64))[wanted] > 0
-    verified, wasted = _choose(end - begin, bytes_between(*ranges.union, begin, end), must, left)
+    verified, wasted = _choose(end - begin, _bytes_between(ranges.union, begin, end), must, left)
     return _loosened(ranges.union, replace(every, verified=verified)), left - wasted
 
 
@@ -238,13 +270,16 @@ def _lasts(starts: I64, count: int) -> I64:
     return np.append(starts[1:] - 1, count - 1)[: len(starts)]
 
 
-def _pieces(ranges: _Ranges, begin: I64, end: I64) -> tuple[I64, I64]:
-    """Each range with each extent that it intersects, ordered by extent, as two columns of numbers."""
+def _pieces(ranges: _Ranges, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
+    """What each range has in each extent, ordered by extent: the numbers of both, and the part of the range."""
+    runs = ranges.runs
     which, extent = _pairs(
-        np.searchsorted(end, ranges.begin, side="right"), np.searchsorted(begin, ranges.end, side="left")
+        np.searchsorted(end, runs.source, side="right"), np.searchsorted(begin, runs.end, side="left")
     )
-    order = np.argsort(extent, kind="stable")
-    return which[order], extent[order]
+    of, piece = runs[which].within(begin[extent], end[extent])
+    which, extent = which[of], extent[of]
+    order = np.lexsort((piece.source, extent))
+    return which[order], extent[order], piece[order]
 
 
 def _pairs(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -254,13 +289,15 @@ def _pairs(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - low, counts)
 
 
-def bytes_between(begin: I64, end: I64, low: I64, high: I64) -> I64:
-    """Number of bytes of disjoint, ascending stretches in each range from ``low`` to before ``high``."""
-    before = np.cumsum(end - begin) - (end - begin)
+def _bytes_between(runs: Runs, low: I64, high: I64) -> I64:
+    """Number of bytes that disjoint, ascending runs have in each range from ``low`` to before ``high``."""
+    before = np.cumsum(runs.size) - runs.size
 
     def below(position: I64) -> I64:
-        at = np.searchsorted(begin, position, side="right") - 1
-        return np.where(at < 0, 0, before[at] + np.minimum(position, end[at]) - begin[at])
+        at = np.maximum(np.searchsorted(runs.source, position, side="right") - 1, 0)
+        step, length = runs.source_step[at], runs.length[at]
+        distance = np.maximum(np.minimum(position, runs.end[at]) - runs.source[at], 0)
+        return before[at] + distance // step * length + np.minimum(distance % step, length)
 
     return below(high) - below(low)
 
@@ -276,32 +313,48 @@ def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int)
     return verified, int(wasted[verified].sum())
 
 
-def _loosened(stretches: tuple[I64, I64], every: _Segments) -> _Segments:
+def _loosened(wanted: Runs, every: _Segments) -> _Segments:
     """Chunks that are not verified are cut down to what is wanted of them."""
     which, chunk = _pairs(
-        np.searchsorted(every.end, stretches[0], side="right"), np.searchsorted(every.begin, stretches[1], side="left")
+        np.searchsorted(every.end, wanted.source, side="right"), np.searchsorted(every.begin, wanted.end, side="left")
     )
     loose = ~every.verified[chunk]
     which, chunk = which[loose], chunk[loose]
+    of, cut = wanted[which].within(every.begin[chunk], every.end[chunk])
     kept = every.verified
-    begin = np.concatenate((every.begin[kept], np.maximum(stretches[0][which], every.begin[chunk])))
-    end = np.concatenate((every.end[kept], np.minimum(stretches[1][which], every.end[chunk])))
-    numbers = np.concatenate((every.chunk[kept], every.chunk[chunk]))
-    order = np.argsort(begin, kind="stable")
-    return _Segments(begin[order], end[order], numbers[order], (np.arange(len(order)) < kept.sum())[order])
+    runs = Runs.joined([every.runs[kept], cut])
+    order = np.argsort(runs.source, kind="stable")
+    numbers = np.append(every.chunk[kept], every.chunk[chunk[of]])
+    return _Segments(runs[order], numbers[order], (np.arange(len(order)) < kept.sum())[order])
+
+
+def _filled(segments: _Segments, left: int) -> tuple[_Segments, int]:
+    """Read over the gaps of segments, shortest first, up to ``left`` bytes; returns also what is left of these."""
+    runs = segments.runs
+    gapped = np.flatnonzero(runs.has_gaps)
+    gapped = gapped[np.argsort((runs.source_step - runs.length)[gapped], kind="stable")]
+    cost = np.cumsum(((runs.source_step - runs.length) * (runs.count - 1))[gapped])
+    filled = np.zeros(len(runs), bool)
+    filled[gapped[cost <= left]] = True
+    single = Runs.single(runs.source, runs.dest, runs.end - runs.source)
+    columns = (np.where(filled, getattr(single, f.name), getattr(runs, f.name)) for f in fields(Runs))
+    return replace(segments, runs=Runs(*columns)), left - int(cost[cost <= left].max(initial=0))
 
 
 def _bridges(segments: _Segments, ranges: _Ranges, left: int) -> Bools:
     """Mark the gaps between segments to read over: all frames, then the shortest gaps up to ``left`` bytes in total.
 
-    A frame is the gap between two consecutive chunks that are both read whole.
+    A frame is the gap between two consecutive chunks that are both read whole. Where a segment has gaps itself, those
+    beside it stay.
     """
     begin, end, chunk = segments.begin, segments.end, segments.chunk
-    is_whole = (begin == ranges.chunk_begin[chunk]) & (end == ranges.chunk_end[chunk])
+    single = segments.runs.count == 1
+    is_whole = single & (begin == ranges.chunk_begin[chunk]) & (end == ranges.chunk_end[chunk])
     gap = begin[1:] - end[:-1]
+    short = (gap <= GAP) & single[1:] & single[:-1]
     frame = is_whole[1:] & is_whole[:-1] & (np.diff(chunk) == 1)
-    bridged = (gap <= GAP) & (frame | (gap == 0))
-    more = np.flatnonzero((gap <= GAP) & ~bridged)
+    bridged = short & (frame | (gap == 0))
+    more = np.flatnonzero(short & ~bridged)
     more = more[np.argsort(gap[more], kind="stable")]
     bridged[more[np.cumsum(gap[more]) <= left]] = True
     return np.asarray(bridged)
@@ -309,7 +362,7 @@ def _bridges(segments: _Segments, ranges: _Ranges, left: int) -> Bools:
 
 def _extent_starts(segments: _Segments, record: I32, in_place: Bools, bridged: Bools, extent_nbytes: int) -> I64:
     """Numbers of the segments that begin a new extent. ``record`` and ``in_place`` are of each segment."""
-    begin, nbytes = segments.begin, segments.nbytes
+    begin, nbytes = segments.begin, segments.runs.size
     if not len(begin):
         return np.zeros(0, np.int64)
     size = np.zeros(int(record.max()) + 1, np.int64)
@@ -319,7 +372,7 @@ def _extent_starts(segments: _Segments, record: I32, in_place: Bools, bridged: B
     breaks = new_record & (alone | np.append(False, alone[:-1]))
     # a gap that is not read over begins a new extent, except between two small stretches
     span = np.cumsum(np.append(True, ~bridged)) - 1
-    small = np.bincount(span, nbytes) < GAP
+    small = np.bincount(span, np.where(segments.runs.count > 1, 0, nbytes)) < GAP
     gap = begin[1:] - segments.end[:-1]
     breaks |= np.append(True, (gap > GAP) | (~bridged & ~(small[span[1:]] & small[span[:-1]])))
     # cut a run where the distance from its begin crosses a multiple of the longest extent less a chunk and a gap

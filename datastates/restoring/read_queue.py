@@ -13,6 +13,7 @@ from datastates._base.columns import I32, I64, U64
 from datastates.executor.executor import Columns, columns
 from datastates.planning import read
 from datastates.planning.plans import Chunks, ReadPlan
+from datastates.state.runs import Runs
 from datastates.state.shards import HOST, Buffer
 
 
@@ -81,8 +82,7 @@ class ReadQueue:
         buffers: The other destinations, each for one range or several.
         offsets, lengths: For each buffer, file offset and length of its range; 0 if its ranges are in ``runs``.
         whole: For each buffer, whether it gets a whole array, which is always verified.
-        runs: Buffers with several ranges: the buffer's number, then the ranges' file offsets, offsets in the buffer,
-            and lengths.
+        runs: Buffers with several ranges: the buffer's number, and the ranges.
         seen: The buffers of ``add`` so far, by place in the file and in memory.
     """
 
@@ -94,7 +94,7 @@ class ReadQueue:
     offsets: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     whole: list[bool] = field(default_factory=list)
-    runs: list[tuple[int, I64, I64, I64]] = field(default_factory=list)
+    runs: list[tuple[int, Runs]] = field(default_factory=list)
     seen: set[tuple[object, ...]] = field(default_factory=set)
 
     def add(self, key: str, offset: int, place: Buffer, *, whole: bool) -> None:
@@ -109,21 +109,19 @@ class ReadQueue:
         self.lengths.append(place.nbytes)
         self.whole.append(whole)
 
-    def add_runs(self, key: str, place: Buffer, offset: I64, at: I64, length: I64) -> None:
+    def add_runs(self, key: str, place: Buffer, runs: Runs) -> None:
         """Queue ranges of the file for one destination.
 
         Args:
             key: The full key of the array.
             place: The destination.
-            offset: File offset of each range.
-            at: Offset of each range in the destination.
-            length: Length of each range in bytes.
+            runs: The ranges in bytes: their sources are file offsets, their dests are offsets in the destination.
         """
-        if len(length) == 1:
-            to = replace(place, pointer=place.pointer + int(at[0]), nbytes=int(length[0]))
-            self.add(key, int(offset[0]), to, whole=False)
-        elif len(length):
-            self.runs.append((len(self.buffers), offset, at, length))
+        if len(runs) == 1 and runs.count[0] == 1:
+            to = replace(place, pointer=place.pointer + int(runs.dest[0]), nbytes=int(runs.length[0]))
+            self.add(key, int(runs.source[0]), to, whole=False)
+        elif len(runs):
+            self.runs.append((len(self.buffers), runs))
             self.keys.append(key)
             self.buffers.append(place)
             self.offsets.append(0)
@@ -138,7 +136,7 @@ class ReadQueue:
     @property
     def nbytes(self) -> int:
         """Bytes of memory to fill."""
-        runs = sum(int(length.sum()) for *_, length in self.runs)
+        runs = sum(int(runs.size.sum()) for _, runs in self.runs)
         return int(self._joined().nbytes.sum()) + sum(self.lengths) + runs
 
     @property
@@ -151,29 +149,27 @@ class ReadQueue:
             np.append(arrays.stream, others[2]),
         )
 
-    def ranges(self) -> tuple[I64, I64, I64, I64]:
-        """All non-empty ranges as columns: destination, file offset, offset in the destination, length."""
+    def ranges(self) -> tuple[I64, Runs]:
+        """All non-empty ranges in bytes, from file offsets to offsets in destinations, and the destination of each."""
         arrays, count = self._joined(), len(self.buffers)
         first = len(arrays.offset)
         offset = np.concatenate((arrays.offset.astype(np.int64), np.array(self.offsets, np.int64)))
         length = np.concatenate((arrays.nbytes.astype(np.int64), np.array(self.lengths, np.int64)))
-        all_ = [(np.arange(first + count), offset, np.zeros(first + count, np.int64), length)]
-        all_ += [(np.full(len(length), first + d), offset, at, length) for d, offset, at, length in self.runs]
-        dest, offset, at, length = (np.concatenate(column) for column in zip(*all_, strict=True))
-        filled = length > 0
-        return dest[filled], offset[filled], at[filled], length[filled]
+        single = Runs.single(offset, np.zeros(first + count, np.int64), length)
+        dest = np.concatenate((np.arange(first + count), *(np.full(len(runs), first + d) for d, runs in self.runs)))
+        every = Runs.joined([single, *(runs for _, runs in self.runs)])
+        filled = every.size > 0
+        return dest[filled], every[filled]
 
     def plan(self, extent_nbytes: int, spare_nbytes: int) -> ReadPlan:
         """Plan the reads; the arguments are those of :func:`~datastates.planning.read.plan_read`."""
         arrays, (_, device, _) = self._joined(), self.memory
-        dest, offset, at, length = self.ranges()
-        record = np.searchsorted(self.source.data_offset, offset.astype(np.uint64), side="right") - 1
+        dest, wanted = self.ranges()
+        record = np.searchsorted(self.source.data_offset, wanted.source.astype(np.uint64), side="right") - 1
         first, last = (int(record.min()), int(record.max()) + 1) if len(record) else (0, 0)
         return read.plan_read(
-            file_offset=offset.astype(np.uint64),
-            nbytes=length.astype(np.uint64),
+            wanted=wanted,
             dest=dest.astype(np.int32),
-            dest_offset=at.astype(np.uint64),
             dest_nbytes=np.append(arrays.nbytes, np.array([b.nbytes for b in self.buffers], np.uint64)),
             in_place=(device == HOST).astype(np.uint8),
             whole=np.append(np.ones(len(arrays.offset), np.uint8), np.array(self.whole, np.uint8)),
@@ -184,10 +180,5 @@ class ReadQueue:
 
     def unverified(self, plan: ReadPlan) -> set[str]:
         """The keys of arrays of which the plan reads some bytes without verifying them."""
-        if not len(plan.unverified_offset):
-            return set()
-        dest, offset, _, length = self.ranges()
-        begin = plan.unverified_offset.astype(np.int64)
-        loose = read.bytes_between(begin, begin + plan.unverified_length.astype(np.int64), offset, offset + length)
         first = len(self._joined().offset)
-        return {self.keys[d - first] for d in set(dest[loose > 0].tolist())}
+        return {self.keys[d - first] for d in plan.unverified_dest.tolist()}

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.columns import I64
 from datastates._base.files import read_bytes, will_need
 from datastates.container.file import Container
 from datastates.container.rows import reference
@@ -21,6 +20,7 @@ from datastates.restoring.read_queue import Ranges, ReadQueue, Source
 from datastates.state import arrays, dtensors, parts, strides
 from datastates.state import memory as array_memory
 from datastates.state.parts import Block
+from datastates.state.runs import Runs, spread
 from datastates.state.shards import HOST, ArrayRef, Buffer, Shard
 from datastates.state.strides import span
 
@@ -117,10 +117,12 @@ class Reads:
         place = arrays.place(shard, shard.stride)
         contiguous = strides.is_row_major(row.shape, row.stride) and strides.is_row_major(shard.shape, shard.stride)
         if place is not None and contiguous:
-            source_at, dest_at, length = (n * itemsize for n in parts.intersect(stored, wanted))
-            if place.device == HOST or len(length) < 2 or length.mean() >= SMALL_COPY:
-                offset = source_at + (int(queue.source.data_offset[row.record]) + row.offset)
-                queue.add_runs(row.key, place, offset, dest_at, length)
+            runs = parts.intersect(stored, wanted).placed(
+                itemsize, int(queue.source.data_offset[row.record]) + row.offset
+            )
+            count = runs.count.sum()
+            if place.device == HOST or count < 2 or runs.size.sum() >= SMALL_COPY * count:
+                queue.add_runs(row.key, place, runs)
                 return
         for block in parts.blocks(stored, wanted):
             self._land(queue, row, shard, block)
@@ -129,12 +131,12 @@ class Reads:
         """Queue a block of a row of any strides to be read into new host memory, and copied from there."""
         itemsize = row.dtype.itemsize
         apart = row.stride if row.flat is None else [step * row.stride[0] for step in block.steps]
-        at, length, stride = _stretches(block.size, apart)
+        runs, stride = _stretches(block.size, apart)
         landing = array_memory.empty(ArrayRef(row.key, shard.kind, row.dtype.name, block.size, stride))
-        memory = replace(arrays.memory(landing), nbytes=int(length.sum()) * itemsize)
+        memory = replace(arrays.memory(landing), nbytes=int(runs.size.sum()) * itemsize)
         first = sum(b * s for b, s in zip(block.source, row.stride, strict=True))
-        offset = (at + first) * itemsize + (int(queue.source.data_offset[row.record]) + row.offset)
-        queue.add_runs(row.key, memory, offset, (np.cumsum(length) - length) * itemsize, length * itemsize)
+        offset = first * itemsize + int(queue.source.data_offset[row.record]) + row.offset
+        queue.add_runs(row.key, memory, runs.placed(itemsize, offset))
         self._copies.append((_region(shard, block), landing))
 
     @property
@@ -147,15 +149,14 @@ class Reads:
 
         This happens if live arrays share memory but the saved ones did not.
         """
-        places = [_places(number, queue) for number, queue in enumerate(self._queues.values())]
-        if not places:
+        queues = list(self._queues.values())
+        if not queues or _are_disjoint(queues):
             return None
+        places = [_places(number, queue) for number, queue in enumerate(queues)]
         device, begin, length, number, offset = (np.concatenate(column) for column in zip(*places, strict=True))
         order = np.lexsort((begin, device))
         device, begin, length, number, offset = (c[order] for c in (device, begin, length, number, offset))
         end = begin + length
-        if (end[:-1] <= begin[1:])[device[:-1] == device[1:]].all():
-            return None  # nothing is shared
         # two ranges with the same distance between memory and file bring the same bytes
         origin = np.stack((number, (offset - begin).view(np.int64)))
         sources = list(self._queues)
@@ -262,15 +263,32 @@ def _alike(first: tuple[Source, int], second: tuple[Source, int], nbytes: int) -
     return all(a(a_at + at, length) == b(b_at + at, length) for at, length in pieces)
 
 
+def _are_disjoint(queues: Sequence[ReadQueue]) -> bool:
+    """Whether no two ranges go to the same memory."""
+    columns = []
+    for queue in queues:
+        dest, runs = queue.ranges()
+        pointer, device, _ = queue.memory
+        which, begin, end = runs.filled()
+        to = dest[which]
+        columns.append((device[to], pointer[to] + begin.astype(np.uint64), pointer[to] + end.astype(np.uint64)))
+    device, begin, end = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = np.lexsort((begin, device))
+    device, begin, end = device[order], begin[order], end[order]
+    return bool((end[:-1] <= begin[1:])[device[:-1] == device[1:]].all())
+
+
 def _places(number: int, queue: ReadQueue) -> Iterator[Any]:
-    """Columns of a queue's ranges: device, address, length, the queue's number, and file offset."""
-    dest, offset, at, length = queue.ranges()
+    """Columns of a queue's ranges, each stretch by itself: device, address, length, the queue's number, file offset."""
+    dest, ranges = queue.ranges()
+    which, runs = ranges.stretches()
     pointer, device, _ = queue.memory
+    dest = dest[which]
     yield device[dest]
-    yield pointer[dest] + at.astype(np.uint64)
-    yield length.astype(np.uint64)
+    yield pointer[dest] + runs.dest.astype(np.uint64)
+    yield runs.length.astype(np.uint64)
     yield np.full(len(dest), number)
-    yield offset.astype(np.uint64)
+    yield runs.source.astype(np.uint64)
 
 
 def _region(shard: Shard, block: Block) -> Any:
@@ -293,14 +311,14 @@ def _region(shard: Shard, block: Block) -> Any:
     return cupy.lib.stride_tricks.as_strided(array, block.size, steps)
 
 
-def _stretches(size: Sequence[int], stride: Sequence[int]) -> tuple[I64, I64, tuple[int, ...]]:
-    """The stretches to read for a strided box, and the strides of the box once these are laid end to end; in elements.
+def _stretches(size: Sequence[int], stride: Sequence[int]) -> tuple[Runs, tuple[int, ...]]:
+    """What to read for a strided box, and the strides of the box once that is laid end to end; in elements.
 
     A stretch reaches from the first to the last element along the dimension of the smallest stride, with everything
     between them. Stretches that touch are joined.
 
     Returns:
-        Begins of the stretches, counted from the box's first element; their lengths; and the new strides of the box.
+        The stretches, counted from the box's first element; and the new strides of the box.
     """
     dims = sorted((d for d in range(len(size)) if size[d] > 1 and stride[d] > 0), key=lambda d: stride[d])
     compact = [0] * len(size)
@@ -309,10 +327,13 @@ def _stretches(size: Sequence[int], stride: Sequence[int]) -> tuple[I64, I64, tu
         compact[dims[0]] = stride[dims[0]]
         length = (size[dims[0]] - 1) * stride[dims[0]] + 1
     extent = length
+    outer: list[int] = []
     for d in dims[1:]:
         compact[d] = extent
         extent *= size[d]
-    outer = dims[:0:-1]
-    begin = parts.grid([size[d] for d in outer], [stride[d] for d in outer])
-    new = np.flatnonzero(np.append(True, begin[1:] != begin[:-1] + length))
-    return begin[new], np.diff(np.append(new, len(begin))) * length, tuple(compact)
+        if stride[d] == length and not outer:
+            length = extent
+        else:
+            outer.insert(0, d)
+    sizes, steps, new_steps = ([column[d] for d in outer] for column in (size, stride, compact))
+    return spread(sizes, steps, new_steps, length, 0, 0), tuple(compact)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from datastates._base.columns import I64
+from datastates.state.runs import Runs, spread
 from datastates.state.strides import row_major
 
-_Runs = tuple[I64, I64, I64]
-_NONE = np.zeros(0, np.int64)
+_NONE = Runs.single(*(np.zeros(0, np.int64),) * 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,36 +81,27 @@ class Part:
             first, n = self.flat[0] if self.flat is not None else 0, self.numel
             return np.array([first] if n else [], np.int64), np.array([n] if n else [], np.int64)
         assert self.offset is not None
-        begin, _, length = _box_runs(self.global_shape, self.shape, self.offset, (0,) * len(self.shape), self.shape)
-        return begin, length
-
-
-def grid(sizes: Sequence[int], steps: Sequence[int], first: int = 0) -> I64:
-    """The positions ``first + sum(i[d] * steps[d])`` for all indices ``i`` of an array of ``sizes``, row-major."""
-    result = np.array([first], np.int64)
-    for n, step in zip(sizes, steps, strict=True):
-        result = (result[:, None] + np.arange(n, dtype=np.int64) * step).ravel()
-    return result
+        _, runs = _box_runs(self.global_shape, self.shape, self.offset, (0,) * len(self.shape), self.shape).stretches()
+        return runs.source, runs.length
 
 
 def _box_runs(
     a_shape: Sequence[int], b_shape: Sequence[int], a_begin: Sequence[int], b_begin: Sequence[int], size: Sequence[int]
-) -> _Runs:
-    """The stretches of a box of ``size`` that are contiguous both in an array of ``a_shape`` and in one of ``b_shape``.
+) -> Runs:
+    """The runs of a box of ``size`` whose stretches are contiguous both in an array of ``a_shape`` and of ``b_shape``.
 
     The box begins at the index ``a_begin`` of the one and ``b_begin`` of the other.
     """
     if 0 in size:
-        return _NONE, _NONE, _NONE
+        return _NONE
     inner = len(size)  # from this dimension on the box spans both arrays
     while inner and size[inner - 1] == a_shape[inner - 1] == b_shape[inner - 1]:
         inner -= 1
     outer = max(inner - 1, 0)  # along this dimension it is one stretch
-    at = []
-    for shape, begin in ((a_shape, a_begin), (b_shape, b_begin)):
-        steps = row_major(shape)
-        at.append(grid(size[:outer], steps[:outer], sum(b * s for b, s in zip(begin, steps, strict=True))))
-    return at[0], at[1], np.full(len(at[0]), math.prod(size[outer:]), np.int64)
+    a_steps, b_steps = row_major(a_shape), row_major(b_shape)
+    a_first = sum(b * s for b, s in zip(a_begin, a_steps, strict=True))
+    b_first = sum(b * s for b, s in zip(b_begin, b_steps, strict=True))
+    return spread(size[:outer], a_steps[:outer], b_steps[:outer], math.prod(size[outer:]), a_first, b_first)
 
 
 def _shared_box(source: Part, dest: Part) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
@@ -130,10 +121,10 @@ def _check_same_tensor(source: Part, dest: Part) -> None:
         raise ValueError(f"parts of tensors of different shapes, {source.global_shape} and {dest.global_shape}")
 
 
-def intersect(source: Part, dest: Part) -> _Runs:
-    """The elements that two parts of one logical tensor share, as stretches: ``(source_at, dest_at, length)``.
+def intersect(source: Part, dest: Part) -> Runs:
+    """The elements that two parts of one logical tensor share.
 
-    Positions are in each part's own row-major order. Both columns of positions ascend.
+    Positions are in each part's own row-major order. They ascend in both parts.
 
     Raises:
         ValueError: The logical tensors have different shapes.
@@ -141,9 +132,9 @@ def intersect(source: Part, dest: Part) -> _Runs:
     _check_same_tensor(source, dest)
     if source.offset is not None and dest.offset is not None:
         box = _shared_box(source, dest)
-        return (_NONE, _NONE, _NONE) if box is None else _box_runs(source.shape, dest.shape, *box)
+        return _NONE if box is None else _box_runs(source.shape, dest.shape, *box)
     if _is_beyond(source, dest) or _is_beyond(dest, source):
-        return _NONE, _NONE, _NONE
+        return _NONE
     (a_begin, a_length), (b_begin, b_length) = source.runs(), dest.runs()
     a_end, b_end = a_begin + a_length, b_begin + b_length
     low_at = np.searchsorted(a_end, b_begin, side="right")
@@ -153,7 +144,7 @@ def intersect(source: Part, dest: Part) -> _Runs:
     begin = np.maximum(a_begin[a], b_begin[b])
     length = np.minimum(a_end[a], b_end[b]) - begin
     source_at = begin - a_begin[a] + (np.cumsum(a_length) - a_length)[a]
-    return source_at, begin - b_begin[b] + (np.cumsum(b_length) - b_length)[b], length
+    return Runs.single(source_at, begin - b_begin[b] + (np.cumsum(b_length) - b_length)[b], length)
 
 
 def _is_beyond(part: Part, other: Part) -> bool:
@@ -192,19 +183,19 @@ def blocks(source: Part, dest: Part) -> Iterator[Block]:
             at, to, size = shared
             yield Block(size, at, to, ())
         return
-    source_at, dest_at, length = intersect(source, dest)
-    if not len(length):
+    runs = intersect(source, dest)
+    if not len(runs):
         return
-    box, box_at = (source, source_at) if source.flat is None else (dest, dest_at)
+    box, box_at = (source, runs.source) if source.flat is None else (dest, runs.dest)
     other = dest if source.flat is None else source
     if box.flat is not None:
-        yield Block((int(length[0]),), (int(source_at[0]),), (int(dest_at[0]),), (1,))
+        yield Block((int(runs.length[0]),), (int(runs.source[0]),), (int(runs.dest[0]),), (1,))
         return
     # the shared elements are one range in the box's own order, but not in the flat range's
     assert box.offset is not None
     assert other.flat is not None
     steps = tuple(row_major(box.global_shape))
-    for begin, size in _boxes_of_range(box.shape, int(box_at[0]), int(box_at[-1] + length[-1])):
+    for begin, size in _boxes_of_range(box.shape, int(box_at[0]), int(box_at[-1] + runs.length[-1])):
         first = sum((o + b) * s for o, b, s in zip(box.offset, begin, steps, strict=True)) - other.flat[0]
         yield Block(size, begin, (first,), steps) if box is source else Block(size, (first,), begin, steps)
 
@@ -235,11 +226,9 @@ def uncovered(dest: Part, sources: Sequence[Part]) -> int:
     Raises:
         ValueError: The logical tensors have different shapes.
     """
-    found = [intersect(source, dest) for source in sources]
-    if not found:
+    if not sources:
         return dest.numel
-    begin = np.concatenate([at for _, at, _ in found])
-    end = begin + np.concatenate([length for _, _, length in found])
+    _, begin, end = Runs.joined([intersect(source, dest) for source in sources]).filled()
     order = np.argsort(begin, kind="stable")
     begin, end = union(begin[order], end[order])
     return dest.numel - int((end - begin).sum())

@@ -62,11 +62,14 @@ void bind_plans(py::module_& module) {
         .def(py::init([](const py::array& dest_nbytes, const py::array& extent_offset,
                          const py::array& extent_length, const py::array& extent_span,
                          const py::array& span_offset, const py::array& span_length,
+                         const py::array& span_count, const py::array& span_step,
                          const py::array& extent_piece, const py::array& piece_dest,
                          const py::array& piece_dest_offset, const py::array& piece_extent_offset,
-                         const py::array& piece_length, const py::array& extent_check,
-                         const py::array& check_offset, const py::array& check_length,
-                         const py::array& check_crc, const py::array& check_record) {
+                         const py::array& piece_length, const py::array& piece_count,
+                         const py::array& piece_extent_step, const py::array& piece_dest_step,
+                         const py::array& extent_check, const py::array& check_offset,
+                         const py::array& check_length, const py::array& check_crc,
+                         const py::array& check_record) {
                  using U64 = std::uint64_t;
                  using I32 = std::int32_t;
                  const ReadPlanArrays arrays{
@@ -76,12 +79,17 @@ void bind_plans(py::module_& module) {
                      .extent_span = elements<U64>(extent_span, "extent_span"),
                      .span_offset = elements<U64>(span_offset, "span_offset"),
                      .span_length = elements<U64>(span_length, "span_length"),
+                     .span_count = elements<U64>(span_count, "span_count"),
+                     .span_step = elements<U64>(span_step, "span_step"),
                      .extent_piece = elements<U64>(extent_piece, "extent_piece"),
                      .piece_dest = elements<I32>(piece_dest, "piece_dest"),
                      .piece_dest_offset = elements<U64>(piece_dest_offset, "piece_dest_offset"),
                      .piece_extent_offset =
                          elements<U64>(piece_extent_offset, "piece_extent_offset"),
                      .piece_length = elements<U64>(piece_length, "piece_length"),
+                     .piece_count = elements<U64>(piece_count, "piece_count"),
+                     .piece_extent_step = elements<U64>(piece_extent_step, "piece_extent_step"),
+                     .piece_dest_step = elements<U64>(piece_dest_step, "piece_dest_step"),
                      .extent_check = elements<U64>(extent_check, "extent_check"),
                      .check_offset = elements<U64>(check_offset, "check_offset"),
                      .check_length = elements<U64>(check_length, "check_length"),
@@ -91,8 +99,9 @@ void bind_plans(py::module_& module) {
                  return std::make_shared<ReadPlan>(arrays);
              }),
              py::kw_only(), "dest_nbytes"_a, "extent_offset"_a, "extent_length"_a, "extent_span"_a,
-             "span_offset"_a, "span_length"_a, "extent_piece"_a, "piece_dest"_a,
-             "piece_dest_offset"_a, "piece_extent_offset"_a, "piece_length"_a, "extent_check"_a,
+             "span_offset"_a, "span_length"_a, "span_count"_a, "span_step"_a, "extent_piece"_a,
+             "piece_dest"_a, "piece_dest_offset"_a, "piece_extent_offset"_a, "piece_length"_a,
+             "piece_count"_a, "piece_extent_step"_a, "piece_dest_step"_a, "extent_check"_a,
              "check_offset"_a, "check_length"_a, "check_crc"_a, "check_record"_a);
 }
 

@@ -41,22 +41,22 @@ std::shared_ptr<ReadPlan> one_extent(std::uint64_t offset, std::uint64_t length,
     const std::vector<std::uint64_t> zero = {0, 0}, first_and_end = {0, 1}, pieces = {0, 2},
                                      checks = {0, crc.size()};
     const std::vector<std::int32_t> dest = {0, 1}, record(crc.size());
-    return std::make_shared<ReadPlan>(ReadPlanArrays{.dest_nbytes = nbytes,
-                                                     .extent_offset = {&offset, 1},
-                                                     .extent_length = {&length, 1},
-                                                     .extent_span = first_and_end,
-                                                     .span_offset = {zero.data(), 1},
-                                                     .span_length = {&length, 1},
-                                                     .extent_piece = pieces,
-                                                     .piece_dest = dest,
-                                                     .piece_dest_offset = zero,
-                                                     .piece_extent_offset = at,
-                                                     .piece_length = nbytes,
-                                                     .extent_check = checks,
-                                                     .check_offset = check_at,
-                                                     .check_length = check_nbytes,
-                                                     .check_crc = crc,
-                                                     .check_record = record});
+    return support::plan_of_single(ReadPlanArrays{.dest_nbytes = nbytes,
+                                                  .extent_offset = {&offset, 1},
+                                                  .extent_length = {&length, 1},
+                                                  .extent_span = first_and_end,
+                                                  .span_offset = {zero.data(), 1},
+                                                  .span_length = {&length, 1},
+                                                  .extent_piece = pieces,
+                                                  .piece_dest = dest,
+                                                  .piece_dest_offset = zero,
+                                                  .piece_extent_offset = at,
+                                                  .piece_length = nbytes,
+                                                  .extent_check = checks,
+                                                  .check_offset = check_at,
+                                                  .check_length = check_nbytes,
+                                                  .check_crc = crc,
+                                                  .check_record = record});
 }
 
 Buffers host_buffers(Bytes& first, Bytes& second) {
@@ -222,23 +222,23 @@ TEST(reads_the_spans_of_a_sparse_extent_only) {
                 if (!cached) support::drop_cache(dir / "f");
                 const std::vector<std::uint32_t> crc = {
                     crc32(0, all.subspan(kOffset + at[1], nbytes[1])) ^ (flipped ? 1U : 0U)};
-                const auto plan = std::make_shared<ReadPlan>(
-                    ReadPlanArrays{.dest_nbytes = sum,
-                                   .extent_offset = offset,
-                                   .extent_length = length,
-                                   .extent_span = spans,
-                                   .span_offset = at,
-                                   .span_length = nbytes,
-                                   .extent_piece = spans,
-                                   .piece_dest = dest,
-                                   .piece_dest_offset = dest_at,
-                                   .piece_extent_offset = at,
-                                   .piece_length = nbytes,
-                                   .extent_check = one,
-                                   .check_offset = {at.data() + 1, 1},
-                                   .check_length = {nbytes.data() + 1, 1},
-                                   .check_crc = crc,
-                                   .check_record = record});
+                const auto plan =
+                    support::plan_of_single(ReadPlanArrays{.dest_nbytes = sum,
+                                                           .extent_offset = offset,
+                                                           .extent_length = length,
+                                                           .extent_span = spans,
+                                                           .span_offset = at,
+                                                           .span_length = nbytes,
+                                                           .extent_piece = spans,
+                                                           .piece_dest = dest,
+                                                           .piece_dest_offset = dest_at,
+                                                           .piece_extent_offset = at,
+                                                           .piece_length = nbytes,
+                                                           .extent_check = one,
+                                                           .check_offset = {at.data() + 1, 1},
+                                                           .check_length = {nbytes.data() + 1, 1},
+                                                           .check_crc = crc,
+                                                           .check_record = record});
                 CHECK_EQ(plan->bytes(), sum[0]);
                 Bytes out(sum[0]);
                 const Buffers buffers{.address = {reinterpret_cast<std::uint64_t>(out.data())},
@@ -260,6 +260,78 @@ TEST(reads_the_spans_of_a_sparse_extent_only) {
                 }
             }
         }
+    }
+}
+
+/// Columns of the rows of a matrix, to rows of another one. The last rows lie in a verified part.
+TEST(reads_what_is_equally_spaced) {
+    std::mt19937_64 random(14);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 1, std::size_t{4} << 20);
+        const Bytes file = support::random_bytes(random, 4000000);
+        support::write_file(dir / "f", file);
+        const std::span<const std::byte> all(file);
+        constexpr std::uint64_t kOffset = 777, kRows = 3000, kLoose = 2900, kRow = 300,
+                                kPitch = 1024, kDestPitch = 301;
+        const std::vector<std::uint64_t> offset = {kOffset}, length = {kRows * kPitch}, zero = {0},
+                                         one = {0, 1}, two = {0, 2};
+        const std::vector<std::uint64_t> span_at = {0, kLoose * kPitch},
+                                         span_length = {kRow, (kRows - kLoose) * kPitch},
+                                         span_count = {kLoose, 1}, span_step = {kPitch, 0};
+        const std::vector<std::uint64_t> rows = {kRows}, row = {kRow}, pitch = {kPitch},
+                                         dest_pitch = {kDestPitch}, nbytes = {kRows * kDestPitch};
+        const std::vector<std::uint32_t> crc = {
+            crc32(0, all.subspan(kOffset + span_at[1], span_length[1]))};
+        const std::vector<std::int32_t> record = {0};
+        const auto plan =
+            std::make_shared<ReadPlan>(ReadPlanArrays{.dest_nbytes = nbytes,
+                                                      .extent_offset = offset,
+                                                      .extent_length = length,
+                                                      .extent_span = two,
+                                                      .span_offset = span_at,
+                                                      .span_length = span_length,
+                                                      .span_count = span_count,
+                                                      .span_step = span_step,
+                                                      .extent_piece = one,
+                                                      .piece_dest = record,
+                                                      .piece_dest_offset = zero,
+                                                      .piece_extent_offset = zero,
+                                                      .piece_length = row,
+                                                      .piece_count = rows,
+                                                      .piece_extent_step = pitch,
+                                                      .piece_dest_step = dest_pitch,
+                                                      .extent_check = one,
+                                                      .check_offset = {&span_at[1], 1},
+                                                      .check_length = {&span_length[1], 1},
+                                                      .check_crc = crc,
+                                                      .check_record = record});
+        CHECK_EQ(plan->bytes(), kLoose * kRow + span_length[1]);
+        for (const bool cached : {true, false}) {
+            if (!cached) support::drop_cache(dir / "f");
+            Bytes out(nbytes[0], std::byte{7});
+            const Buffers buffers{.address = {reinterpret_cast<std::uint64_t>(out.data())},
+                                  .device = {-1},
+                                  .stream = {0},
+                                  .witness = {}};
+            const auto job = executor->submit_read(dir / "f", plan, buffers);
+            CHECK(job->wait());
+            CHECK_EQ(job->stats().bytes_read, plan->bytes());
+            for (std::size_t i = 0; i < kRows; ++i) {
+                CHECK(std::ranges::equal(std::span(out).subspan(i * kDestPitch, kRow),
+                                         all.subspan(kOffset + (i * kPitch), kRow)));
+                CHECK(out[(i * kDestPitch) + kRow] == std::byte{7});
+            }
+        }
+        Bytes damaged = file;
+        damaged[kOffset + (kRows * kPitch) - 1] ^= std::byte{1};
+        support::write_file(dir / "f", damaged);
+        Bytes out(nbytes[0]);
+        const Buffers buffers{.address = {reinterpret_cast<std::uint64_t>(out.data())},
+                              .device = {-1},
+                              .stream = {0},
+                              .witness = {}};
+        CHECK_THROWS(ErrorCode::corrupt, executor->submit_read(dir / "f", plan, buffers)->wait());
     }
 }
 

@@ -57,4 +57,47 @@ TEST(random_checks_are_never_cut) {
     }
 }
 
+/// Whatever the steps, each byte of each stretch is taken once, in order, as part of that stretch.
+TEST(pieces_are_taken_stretch_by_stretch) {
+    std::mt19937_64 random(2);
+    for (int round = 0; round < 2000; ++round) {
+        std::vector<ReadPlan::Piece> pieces;
+        std::uint64_t length = 1;
+        const std::uint64_t count = 1 + random() % 4;
+        for (std::uint64_t at = random() % 20; pieces.size() < count; at += random() % 30) {
+            const std::uint64_t each = 1 + random() % 9;
+            pieces.push_back({.dest = static_cast<std::int32_t>(pieces.size()),
+                              .dest_offset = random() % 5,
+                              .extent_offset = at,
+                              .length = each,
+                              .count = 1 + random() % 6,
+                              .extent_step = each + random() % 9,
+                              .dest_step = each + random() % 3});
+            length = std::max(length, pieces.back().extent_end());
+        }
+        std::vector<std::vector<std::uint64_t>> expected(pieces.size()), found(pieces.size());
+        for (std::size_t p = 0; p < pieces.size(); ++p) {
+            const ReadPlan::Piece& piece = pieces[p];
+            for (std::uint64_t i = 0; i < piece.count; ++i) {
+                for (std::uint64_t b = 0; b < piece.length; ++b) {
+                    expected[p].push_back(piece.extent_offset + (i * piece.extent_step) + b);
+                    expected[p].push_back(piece.dest_offset + (i * piece.dest_step) + b);
+                }
+            }
+        }
+        PieceSteps steps(pieces);
+        for (std::uint64_t at = 0; at < length;) {
+            at = std::min(length, at + 1 + random() % 25);
+            steps.advance(at, [&](const auto& piece, std::uint64_t from, std::uint64_t to) {
+                for (std::uint64_t b = from; b < to; ++b) {
+                    found[static_cast<std::size_t>(piece.dest)].push_back(b);
+                    found[static_cast<std::size_t>(piece.dest)].push_back(
+                        piece.dest_offset + (b - piece.extent_offset));
+                }
+            });
+        }
+        CHECK(found == expected);
+    }
+}
+
 CHECK_MAIN()

@@ -71,11 +71,16 @@ struct ReadArrays {
     U64 extent_span{0, 1, 3};
     U64 span_offset{0, 0, 40};
     U64 span_length{50, 30, 10};
+    U64 span_count{1, 1, 1};
+    U64 span_step{50, 30, 10};
     U64 extent_piece{0, 1, 2};
     I32 piece_dest{0, 0};
     U64 piece_dest_offset{0, 50};
     U64 piece_extent_offset{0, 0};
     U64 piece_length{50, 30};
+    U64 piece_count{1, 1};
+    U64 piece_extent_step{50, 30};
+    U64 piece_dest_step{50, 30};
     U64 extent_check{0, 1, 1};
     U64 check_offset{10};
     U64 check_length{40};
@@ -89,11 +94,16 @@ struct ReadArrays {
                          .extent_span = extent_span,
                          .span_offset = span_offset,
                          .span_length = span_length,
+                         .span_count = span_count,
+                         .span_step = span_step,
                          .extent_piece = extent_piece,
                          .piece_dest = piece_dest,
                          .piece_dest_offset = piece_dest_offset,
                          .piece_extent_offset = piece_extent_offset,
                          .piece_length = piece_length,
+                         .piece_count = piece_count,
+                         .piece_extent_step = piece_extent_step,
+                         .piece_dest_step = piece_dest_step,
                          .extent_check = extent_check,
                          .check_offset = check_offset,
                          .check_length = check_length,
@@ -219,7 +229,7 @@ TEST(refuses_bad_read_plans) {
     refuses<A>([](A& a) { a.span_length.pop_back(); });
     refuses<A>([](A& a) { a.span_offset[0] = 1; });   // does not begin with its extent
     refuses<A>([](A& a) { a.span_length[0] = 49; });  // does not end with it
-    refuses<A>([](A& a) { a.span_offset[2] = 30; });  // leaves nothing out
+    refuses<A>([](A& a) { a.span_offset[2] = 29; });  // overlaps the one before it
     refuses<A>([](A& a) { a.span_offset[2] = 41; });
     refuses<A>([](A& a) { a.span_length[1] = 0; });
     refuses<A>([](A& a) { a.span_length[1] = kHuge; });
@@ -258,6 +268,64 @@ TEST(refuses_bad_read_plans) {
     descending(&A::check_offset);
     refuses<A>([](A& a) { a.check_crc.clear(); });
     refuses<A>([](A& a) { a.check_record.clear(); });
+}
+
+/// An extent of five rows of 6 bytes, 10 apart, and a stretch of 20 bytes behind them.
+TEST(refuses_bad_rows) {
+    using A = ReadArrays;
+    A rows;
+    rows.extent_offset = {5};
+    rows.extent_length = {70};
+    rows.extent_span = {0, 2};
+    rows.span_offset = {0, 50};
+    rows.span_length = {6, 20};
+    rows.span_count = {5, 1};
+    rows.span_step = {10, 0};
+    rows.extent_piece = {0, 1};
+    rows.piece_dest = {0};
+    rows.piece_dest_offset = {0};
+    rows.piece_extent_offset = {1};
+    rows.piece_length = {5};
+    rows.piece_count = {7};
+    rows.piece_extent_step = {10};
+    rows.piece_dest_step = {5};
+    rows.extent_check = {0, 1};
+    rows.check_offset = {50};
+    rows.check_length = {20};
+    CHECK_EQ(rows.make().bytes(), 50U);
+    const auto refuse = [&](const std::function<void(A&)>& spoil) {
+        A a = rows;
+        spoil(a);
+        CHECK_THROWS(ErrorCode::invalid, a.make());
+    };
+    refuse([](A& a) { a.span_count[0] = 0; });
+    refuse([](A& a) { a.span_count[0] = 6; });  // overlaps the next
+    refuse([](A& a) { a.span_count[0] = kHuge; });
+    refuse([](A& a) { a.span_count[1] = 2; });
+    refuse([](A& a) { a.span_step[0] = 5; });  // overlaps itself
+    refuse([](A& a) { a.span_step[0] = 0; });
+    refuse([](A& a) { a.span_step[0] = kHuge; });
+    refuse([](A& a) { a.span_step.pop_back(); });
+    refuse([](A& a) { a.span_count.pop_back(); });
+    refuse([](A& a) { a.piece_length[0] = 6; });  // reaches into the gaps
+    refuse([](A& a) { a.piece_extent_offset[0] = 2; });
+    refuse([](A& a) { a.piece_extent_step[0] = 11; });
+    refuse([](A& a) { a.piece_count[0] = 8; });
+    refuse([](A& a) { a.piece_count[0] = 0; });
+    refuse([](A& a) { a.piece_count[0] = kHuge; });
+    refuse([](A& a) { a.piece_dest_step[0] = 4; });
+    refuse([](A& a) { a.piece_dest_step[0] = 16; });  // outside its destination
+    refuse([](A& a) { a.piece_dest_step[0] = kHuge; });
+    refuse([](A& a) { a.piece_count.clear(); });
+    refuse([](A& a) { a.piece_extent_step.clear(); });
+    refuse([](A& a) { a.piece_dest_step.clear(); });
+    refuse([](A& a) { a.check_offset[0] = 40; });
+    A other = rows;  // every other row
+    other.piece_extent_step = {20};
+    other.piece_count = {4};
+    other.make();
+    other.piece_extent_step = {25};
+    CHECK_THROWS(ErrorCode::invalid, other.make());
 }
 
 TEST(refuses_bad_buffers) {

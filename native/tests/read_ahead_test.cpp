@@ -34,13 +34,13 @@ std::shared_ptr<ReadPlan> first_of(const ReadPlan& plan, std::size_t count = kEx
         index.push_back(offset.size());
     }
     const std::vector<std::uint64_t> zero(count + 1);
-    return std::make_shared<ReadPlan>(ReadPlanArrays{.extent_offset = offset,
-                                                     .extent_length = length,
-                                                     .extent_span = index,
-                                                     .span_offset = std::span(zero).first(count),
-                                                     .span_length = length,
-                                                     .extent_piece = zero,
-                                                     .extent_check = zero});
+    return support::plan_of_single(ReadPlanArrays{.extent_offset = offset,
+                                                  .extent_length = length,
+                                                  .extent_span = index,
+                                                  .span_offset = std::span(zero).first(count),
+                                                  .span_length = length,
+                                                  .extent_piece = zero,
+                                                  .extent_check = zero});
 }
 
 bool matches(ReadCase& read, const WriteCase& written) {

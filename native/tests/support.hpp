@@ -320,6 +320,17 @@ inline WriteCase WriteCase::random(std::mt19937_64& random, std::uint64_t block_
     return make(std::move(sources), std::move(eager), block_bytes, 1 + (random() % 100000), random);
 }
 
+/// A plan of which each span and each piece is one stretch.
+inline std::shared_ptr<datastates::ReadPlan> plan_of_single(datastates::ReadPlanArrays arrays) {
+    const std::vector<std::uint64_t> ones(
+        std::max(arrays.span_offset.size(), arrays.piece_dest.size()), 1);
+    arrays.span_count = std::span(ones).first(arrays.span_offset.size());
+    arrays.span_step = arrays.span_length;
+    arrays.piece_count = std::span(ones).first(arrays.piece_dest.size());
+    arrays.piece_extent_step = arrays.piece_dest_step = arrays.piece_length;
+    return std::make_shared<datastates::ReadPlan>(arrays);
+}
+
 /// Reads back the sources of a written case, each in extents of at most `extent_bytes`.
 struct ReadCase {
     std::vector<Aligned> dests;
@@ -361,23 +372,22 @@ inline ReadCase ReadCase::make(const WriteCase& written, std::uint64_t extent_by
             crc.push_back(datastates::crc32(0, std::span(source).subspan(at, length)));
         }
     }
-    made.plan = std::make_shared<datastates::ReadPlan>(
-        datastates::ReadPlanArrays{.dest_nbytes = made.nbytes,
-                                   .extent_offset = extent_offset,
-                                   .extent_length = extent_length,
-                                   .extent_span = index,
-                                   .span_offset = zero,
-                                   .span_length = extent_length,
-                                   .extent_piece = index,
-                                   .piece_dest = dest,
-                                   .piece_dest_offset = dest_offset,
-                                   .piece_extent_offset = zero,
-                                   .piece_length = extent_length,
-                                   .extent_check = index,
-                                   .check_offset = zero,
-                                   .check_length = extent_length,
-                                   .check_crc = crc,
-                                   .check_record = dest});
+    made.plan = plan_of_single(datastates::ReadPlanArrays{.dest_nbytes = made.nbytes,
+                                                          .extent_offset = extent_offset,
+                                                          .extent_length = extent_length,
+                                                          .extent_span = index,
+                                                          .span_offset = zero,
+                                                          .span_length = extent_length,
+                                                          .extent_piece = index,
+                                                          .piece_dest = dest,
+                                                          .piece_dest_offset = dest_offset,
+                                                          .piece_extent_offset = zero,
+                                                          .piece_length = extent_length,
+                                                          .extent_check = index,
+                                                          .check_offset = zero,
+                                                          .check_length = extent_length,
+                                                          .check_crc = crc,
+                                                          .check_record = dest});
     return made;
 }
 

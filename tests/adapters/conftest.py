@@ -13,6 +13,7 @@ import pytest
 
 HERE = Path(__file__).parent
 FRAMEWORKS = {
+    "accelerate": ("accelerate", "accelerate"),
     "deepspeed": ("deepspeed", "DeepSpeed"),
     "lightning": ("lightning", "Lightning"),
     "megatron": ("megatron.core", "Megatron-Core"),

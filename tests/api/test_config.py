@@ -9,8 +9,8 @@ import pytest
 
 import datastates as ds
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
+from datastates.adapters.folders import FolderOptions, FolderSettings
 from datastates.adapters.torch_files import FileOptions, FileSettings
-from datastates.adapters.transformers import TrainerOptions, TrainerSettings
 from datastates.config import IoOptions, IoSettings, Options, RankOptions, RankSettings, Settings
 from datastates.errors import SettingsError
 
@@ -45,7 +45,7 @@ def test_what_is_no_size(text: object) -> None:
         (Options, Settings),
         (WriterOptions, WriterSettings),
         (FileOptions, FileSettings),
-        (TrainerOptions, TrainerSettings),
+        (FolderOptions, FolderSettings),
     ],
 )
 def test_type_checkers_know_every_field(options: Any, settings: type[IoSettings]) -> None:

@@ -16,6 +16,7 @@ from datastates._base.sizes import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, PAGE
 from datastates.container import zip_frames
 from datastates.planning import read, write
 from datastates.planning.plans import ReadPlan
+from datastates.state.runs import Runs
 
 BLOCK = 1 << 20
 # sizes near a block less a header put cuts on, just before and just after a checksum and a record's begin
@@ -95,10 +96,8 @@ def test_records_that_go_to_a_device_share_extents() -> None:
     extents = {}
     for in_place in (0, 1):
         plan = read.plan_read(
-            file_offset=offset,
-            nbytes=sizes,
+            wanted=Runs.single(offset.astype(np.int64), np.zeros(4, np.int64), sizes.astype(np.int64)),
             dest=np.arange(4, dtype=np.int32),
-            dest_offset=np.zeros(4, np.uint64),
             dest_nbytes=sizes,
             in_place=np.full(4, in_place, np.uint8),
             whole=np.ones(4, np.uint8),
@@ -137,10 +136,8 @@ def read_plan(
     record, begin, length = (np.array(column, np.int64) for column in zip(*wanted, strict=True))
     n = len(wanted)
     plan = read.plan_read(
-        file_offset=(order.data_offset.astype(np.int64)[record] + begin).astype(np.uint64),
-        nbytes=length.astype(np.uint64),
+        wanted=Runs.single(order.data_offset.astype(np.int64)[record] + begin, np.zeros(n, np.int64), length),
         dest=np.arange(n, dtype=np.int32),
-        dest_offset=np.zeros(n, np.uint64),
         dest_nbytes=length.astype(np.uint64),
         in_place=np.full(n, in_place, np.uint8),
         whole=np.full(n, whole, np.uint8),
@@ -153,43 +150,70 @@ def read_plan(
 
 
 def check_read(plan: ReadPlan, file_offset: np.ndarray, nbytes: np.ndarray) -> None:
+    """Check a plan that reads each range to a destination of its own."""
+    n = len(nbytes)
+    check_plan(plan, np.arange(n), Runs.single(file_offset, np.zeros(n, np.int64), nbytes))
+
+
+def stretches(
+    offset: np.ndarray, length: np.ndarray, count: np.ndarray, step: np.ndarray
+) -> list[list[tuple[int, int]]]:
+    """The stretches of some of a plan's spans or pieces, each as its begin and end."""
+    rows = zip(*(column.tolist() for column in (offset, length, count, step)), strict=True)
+    return [[(at + i * apart, at + i * apart + each) for i in range(many)] for at, each, many, apart in rows]
+
+
+def check_plan(plan: ReadPlan, dest: np.ndarray, ranges: Runs) -> None:
     """Check that every wanted byte comes from a span that is read, and that the plan's byte counts are true."""
+    of, wanted_runs = ranges.stretches()
+    of = dest[of]
     extent = plan.extent_offset.astype(np.int64)
-    got = {d: np.full(int(n), -1) for d, n in enumerate(nbytes)}
-    wanted, verified, loose = np.zeros((3, int((file_offset + nbytes).max(initial=0)) + CHUNK), bool)
+    got = {d: np.full(int(n), -1) for d, n in enumerate(plan.dest_nbytes.tolist())}
+    wanted, verified = np.zeros((2, int(ranges.end.max(initial=0)) + CHUNK), bool)
     for e in range(len(extent)):
-        spans = [
-            (int(plan.span_offset[s]), int(plan.span_offset[s] + plan.span_length[s]))
-            for s in range(int(plan.extent_span[e]), int(plan.extent_span[e + 1]))
-        ]
+        some = slice(int(plan.extent_span[e]), int(plan.extent_span[e + 1]))
+        columns = plan.span_offset, plan.span_length, plan.span_count, plan.span_step
+        spans = list(itertools.chain(*stretches(*(column[some] for column in columns))))
         assert spans[0][0] == 0
         assert spans[-1][1] == plan.extent_length[e] <= 8 * CHUNK
-        assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
         begins = [a for a, _ in spans]
 
         def is_read(at: int, n: int, spans: list[tuple[int, int]] = spans, begins: list[int] = begins) -> bool:
             a, b = spans[bisect.bisect_right(begins, at) - 1]
             return a <= at and at + n <= b
 
-        for p in range(int(plan.extent_piece[e]), int(plan.extent_piece[e + 1])):
-            at, n, to = (int(c[p]) for c in (plan.piece_extent_offset, plan.piece_length, plan.piece_dest_offset))
-            assert is_read(at, n)
-            got[int(plan.piece_dest[p])][to : to + n] = np.arange(extent[e] + at, extent[e] + at + n)
+        some = slice(int(plan.extent_piece[e]), int(plan.extent_piece[e + 1]))
+        here = plan.piece_extent_offset, plan.piece_length, plan.piece_count, plan.piece_extent_step
+        there = plan.piece_dest_offset, plan.piece_length, plan.piece_count, plan.piece_dest_step
+        assert (np.diff(plan.piece_extent_offset[some].astype(np.int64)) >= 0).all()
+        froms, tos = (stretches(*(column[some] for column in columns)) for columns in (here, there))
+        for d, fro, to in zip(plan.piece_dest[some].tolist(), froms, tos, strict=True):
+            for (a, b), (c, _) in zip(fro, to, strict=True):
+                assert is_read(a, b - a)
+                assert (got[d][c : c + b - a] == -1).all()
+                got[d][c : c + b - a] = np.arange(extent[e] + a, extent[e] + b)
         for c in range(int(plan.extent_check[e]), int(plan.extent_check[e + 1])):
             at, n = int(plan.check_offset[c]), int(plan.check_length[c])
             assert is_read(at, n)
             verified[extent[e] + at : extent[e] + at + n] = True
-    for d, (offset, n) in enumerate(zip(file_offset.tolist(), nbytes.tolist(), strict=True)):
-        assert (got[d] == np.arange(offset, offset + n)).all()
-        wanted[offset : offset + n] = True
+    expected = {d: np.full(int(n), -1) for d, n in enumerate(plan.dest_nbytes.tolist())}
+    loose = set()
+    for d, a, to, n in zip(
+        *(c.tolist() for c in (of, wanted_runs.source, wanted_runs.dest, wanted_runs.length)), strict=True
+    ):
+        expected[d][to : to + n] = np.arange(a, a + n)
+        wanted[a : a + n] = True
+        if not verified[a : a + n].all():
+            loose.add(d)
+    assert all((got[d] == expected[d]).all() for d in got)
     assert plan.needed_nbytes == wanted.sum()
-    for offset, n in zip(plan.unverified_offset.tolist(), plan.unverified_length.tolist(), strict=True):
-        loose[offset : offset + n] = True
-    assert (loose == (wanted & ~verified)).all()
+    assert plan.unverified_nbytes == (wanted & ~verified).sum()
+    assert plan.unverified_dest.tolist() == sorted(loose)
 
 
 def read_nbytes(plan: ReadPlan) -> int:
-    return int(plan.span_length.sum())
+    return int((plan.span_length * plan.span_count).sum())
 
 
 MIB = 1 << 20
@@ -198,7 +222,7 @@ MIB = 1 << 20
 def test_what_is_wanted_as_a_whole_is_verified_and_nothing_else_read() -> None:
     plan, _ = read_plan([2 * MIB, 2 * MIB - 77], [(0, 0, 2 * MIB), (1, 0, 2 * MIB - 77)])
     assert len(plan.check_crc) == 16
-    assert len(plan.unverified_length) == 0
+    assert plan.unverified_nbytes == 0
     assert read_nbytes(plan) == 4 * MIB - 77
 
 
@@ -221,19 +245,19 @@ def test_small_records_with_others_between_are_read_alone() -> None:
 def test_the_edges_of_a_range_are_verified_while_that_is_cheap() -> None:
     size = 20 * CHUNK
     plan, _ = read_plan([size], [(0, 4096, size - 8192)])  # 4096 bytes at each end
-    assert len(plan.unverified_length) == 0
+    assert plan.unverified_nbytes == 0
     assert read_nbytes(plan) == size
     plan, _ = read_plan([size], [(0, CHUNK - 64, size - CHUNK)])
-    assert plan.unverified_length.tolist() == [64]  # the chunk of which only 64 bytes are wanted is not verified
+    assert plan.unverified_nbytes == 64  # the chunk of which only 64 bytes are wanted is not verified
     assert len(plan.check_crc) == 19
     assert read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes
 
 
 def test_the_chunk_of_which_more_is_wanted_is_verified_first() -> None:
     wanted = [(0, 0, 8 * CHUNK), (1, 0, CHUNK - 8192), (1, CHUNK, 8192)]
-    plan, data = read_plan([8 * CHUNK, 2 * CHUNK], wanted, in_place=0)
-    assert plan.unverified_offset.tolist() == [data[1] + CHUNK]
-    assert plan.unverified_length.tolist() == [8192]
+    plan, _ = read_plan([8 * CHUNK, 2 * CHUNK], wanted, in_place=0)
+    assert plan.unverified_dest.tolist() == [2]
+    assert plan.unverified_nbytes == 8192
 
 
 def test_columns_of_rows_are_read_alone() -> None:
@@ -241,20 +265,20 @@ def test_columns_of_rows_are_read_alone() -> None:
     plan, _ = read_plan([2048 * 8192], rows)
     assert read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes
     assert len(plan.extent_offset) < 20  # many stretches to an extent
-    assert int(plan.unverified_length.sum()) > 0.9 * plan.needed_nbytes
+    assert plan.unverified_nbytes > 0.9 * plan.needed_nbytes
 
 
 def test_what_must_be_verified_is() -> None:
     plan, _ = read_plan([8 * CHUNK], [(0, 100, 100), (0, 5 * CHUNK - 1, 2)], whole=1)
-    assert len(plan.unverified_length) == 0
+    assert plan.unverified_nbytes == 0
     assert read_nbytes(plan) == 3 * CHUNK
 
 
 def test_without_checksums_nothing_is_read_to_be_verified() -> None:
     plan, _ = read_plan([8 * CHUNK], [(0, 100, 100), (0, 5 * CHUNK - 1, 2)], whole=1, spare=MIB, checked=False)
-    assert read_nbytes(plan) == int(plan.unverified_length.sum()) == 102
+    assert read_nbytes(plan) == plan.unverified_nbytes == 102
     plan, _ = read_plan([2 * MIB, 2 * MIB - 77], [(0, 0, 2 * MIB), (1, 0, 2 * MIB - 77)], checked=False)
-    assert read_nbytes(plan) == int(plan.unverified_length.sum()) == 4 * MIB - 77
+    assert read_nbytes(plan) == plan.unverified_nbytes == 4 * MIB - 77
     plan, _ = read_plan([100] * 300, [(r, 0, 100) for r in range(300)], checked=False)
     assert len(plan.extent_offset) == len(plan.span_offset) == 1
 
@@ -278,9 +302,92 @@ def test_any_ranges(seed: int) -> None:
             (record, begin, chance.randint(0, min(records[record] - begin, chance.choice((10, 100_000, MIB)))))
         )
     plan, _ = read_plan(records, wanted, in_place=seed % 2)
-    assert len(plan.unverified_length) == 0 or read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes + 8 * 4300
+    assert plan.unverified_nbytes == 0 or read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes + 8 * 4300
     plan, _ = read_plan(records, wanted, in_place=seed % 2, spare=8 * MIB)
-    assert len(plan.unverified_length) == 0
+    assert plan.unverified_nbytes == 0
     plan, _ = read_plan(records, wanted, in_place=seed % 2, spare=8 * MIB, checked=False)
-    assert int(plan.unverified_length.sum()) == plan.needed_nbytes
+    assert plan.unverified_nbytes == plan.needed_nbytes
     assert read_nbytes(plan) <= 2 * plan.needed_nbytes + 8 * 4300
+
+
+# --- ranges with a stride
+# -----------------------------------------------------------------------------------------
+
+Rows = tuple[int, int, int, int, int, int]
+"""A range with a stride: record, begin in it, length, count, step, and the step in the destination over its length."""
+
+
+@st.composite
+def records_and_rows(draw: st.DrawFn) -> tuple[list[int], list[Rows]]:
+    records = draw(st.lists(st.sampled_from([5000, 70_000, CHUNK, 3 * CHUNK + 5, 9 * CHUNK]), min_size=1, max_size=4))
+    records.sort(reverse=True)
+    rows = []
+    for _ in range(draw(st.integers(1, 5))):
+        record = draw(st.integers(0, len(records) - 1))
+        begin = draw(st.integers(0, records[record] - 1))
+        length = draw(st.sampled_from([1, 100, 512, 5000, 66_000]) | st.integers(1, 9000))
+        step = length + draw(st.sampled_from([0, 1, 512, 4096, 70_000]) | st.integers(0, 9000))
+        room = records[record] - begin
+        length = min(length, room)
+        count = draw(st.integers(1, min(1 + (room - length) // step, 400)))
+        rows.append((record, begin, length, count, step, length + draw(st.sampled_from([0, 7]))))
+    return records, rows
+
+
+@given(records_and_rows(), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_ranges_with_a_stride_are_read_as_their_stretches_are(
+    made: tuple[list[int], list[Rows]], in_place: bool, whole: bool, checked: bool, shared: bool
+) -> None:
+    records, rows = made
+    sizes = np.array(records, np.uint64)
+    offset = write.plan_write(
+        sizes, np.ones(len(sizes), np.uint8), zip_frames.header_nbytes(len(sizes)), BLOCK
+    ).data_offset
+    crcs = np.zeros(int((-(-sizes.astype(np.int64) // CHUNK)).sum()) if checked else 0, np.uint32)
+    chunks = replace(read.plan_chunks(offset, sizes, crcs), checked=checked)
+    record, begin, length, count, step, dest_step = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    room = (count - 1) * dest_step + length
+    dest = np.arange(len(rows))
+    runs = Runs(offset.astype(np.int64)[record] + begin, np.zeros(len(rows), np.int64), length, count, step, dest_step)
+    if shared:  # all of them fill one destination, one behind the other
+        runs = replace(runs, dest=np.cumsum(room) - room)
+        dest, room = np.zeros(len(rows), np.int64), room.sum(keepdims=True)
+    of, single = runs.stretches()
+    plans = [
+        read.plan_read(
+            wanted=wanted,
+            dest=to.astype(np.int32),
+            dest_nbytes=room.astype(np.uint64),
+            in_place=np.full(len(room), in_place, np.uint8),
+            whole=np.full(len(room), whole, np.uint8),
+            chunks=chunks,
+            extent_nbytes=8 * CHUNK,
+        )
+        for wanted, to in ((runs, dest), (single, dest[of]))
+    ]
+    for plan in plans:
+        check_plan(plan, dest, runs)
+    strided, plain = plans
+    assert strided.unverified_nbytes == plain.unverified_nbytes
+    assert strided.unverified_dest.tolist() == plain.unverified_dest.tolist()
+    assert strided.check_crc.tolist() == plain.check_crc.tolist()
+    assert read_nbytes(strided) <= max(read_nbytes(plain), (1 + 1 / read.WASTE) * plain.needed_nbytes) or not checked
+
+
+def columns_of_a_matrix(pitch: int, width: int) -> ReadPlan:
+    """A plan for some columns of 16 MiB."""
+    size = np.array([64 * CHUNK], np.uint64)
+    chunks = read.plan_chunks(size * np.uint64(0), size, np.zeros(64, np.uint32))
+    rows = 64 * CHUNK // pitch
+    runs = Runs(*(np.array([n]) for n in (pitch - width, 0, width, rows, pitch, width)))
+    dest, nbytes = np.zeros(1, np.int32), np.array([rows * width], np.uint64)
+    plan = read.plan_read(runs, dest, nbytes, np.ones(1, np.uint8), np.zeros(1, np.uint8), chunks, 8 * CHUNK)
+    check_plan(plan, dest, runs)
+    assert len(plan.span_length) + len(plan.piece_dest) < 150  # a few for each chunk or extent, not one for each row
+    return plan
+
+
+def test_columns_are_read_alone_and_planned_by_chunk() -> None:
+    for pitch, width in ((16384, 4096), (1024, 512)):
+        plan = columns_of_a_matrix(pitch, width)
+        assert read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes

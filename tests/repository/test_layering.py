@@ -40,7 +40,17 @@ NATIVE = {
     "container.pickle_native",
     "state.tensor_scan",
 }
-FRAMEWORKS = {"torch", "cupy", "ml_dtypes", "deepspeed", "megatron", "lightning", "transformers"}
+FRAMEWORKS = {
+    "torch",
+    "cupy",
+    "ml_dtypes",
+    "accelerate",
+    "deepspeed",
+    "megatron",
+    "lightning",
+    "torchtitan",
+    "transformers",
+}
 LINES = 400
 LONG = {
     "datastates/container/pickle_reader.py": "one table of opcodes and what they call",

@@ -24,6 +24,7 @@ from datastates.providers import from_state_dict
 from datastates.restoring import restore as restoring
 from datastates.restoring.restore import Restore
 from datastates.state.provider import StateProvider
+from datastates.state.runs import Runs
 
 BLOCK = 1 << 20
 OPTIONS: dict[str, Any] = {"host_cache": "64MiB", "block": "1MiB"}
@@ -39,10 +40,8 @@ def read_all(chunks: Chunks, sizes: list[int], offset: np.ndarray, *, in_place: 
     """The extents of a plan that reads each record to a destination of its own."""
     n = np.array(sizes, np.uint64)
     plan = read.plan_read(
-        file_offset=offset,
-        nbytes=n,
+        wanted=Runs.single(offset.astype(np.int64), np.zeros(len(n), np.int64), n.astype(np.int64)),
         dest=np.arange(len(n), dtype=np.int32),
-        dest_offset=np.zeros(len(n), np.uint64),
         dest_nbytes=n,
         in_place=np.full(len(n), in_place, np.uint8),
         whole=np.ones(len(n), np.uint8),

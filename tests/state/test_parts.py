@@ -76,7 +76,8 @@ def test_what_two_parts_share() -> None:
 def check_what_two_parts_share(made: list[Part]) -> None:
     source, dest = made
     target = np.full(dest.numel, -1)
-    source_at, dest_at, length = parts.intersect(source, dest)
+    _, runs = parts.intersect(source, dest).stretches()
+    source_at, dest_at, length = runs.source, runs.dest, runs.length
     assert (length > 0).all()
     assert (np.diff(dest_at) > 0).all()
     assert (np.diff(source_at) > 0).all()
@@ -285,7 +286,7 @@ def test_cost() -> None:
     shape = (8192, 4096)
     box = Part(shape, (8192, 1024), (0, 1024))
     flat = Part(shape, (shape[0] * shape[1] // 2,), None, (100_000, 100_000 + shape[0] * shape[1] // 2))
-    assert len(parts.intersect(box, flat)[0]) > 4000
+    assert len(parts.intersect(box, flat)) > 4000
     assert seconds(lambda: parts.intersect(box, flat)) < 0.01
     assert seconds(lambda: parts.intersect(box, Part(shape, (8192, 1500), (0, 1500)))) < 0.01
     assert seconds(lambda: parts.intersect(box, Part(shape, (8192, 1024), (0, 2048)))) < 0.0001

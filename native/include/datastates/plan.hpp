@@ -127,11 +127,16 @@ struct ReadPlanArrays {
     std::span<const std::uint64_t> extent_span{};
     std::span<const std::uint64_t> span_offset{};
     std::span<const std::uint64_t> span_length{};
+    std::span<const std::uint64_t> span_count{};
+    std::span<const std::uint64_t> span_step{};
     std::span<const std::uint64_t> extent_piece{};
     std::span<const std::int32_t> piece_dest{};
     std::span<const std::uint64_t> piece_dest_offset{};
     std::span<const std::uint64_t> piece_extent_offset{};
     std::span<const std::uint64_t> piece_length{};
+    std::span<const std::uint64_t> piece_count{};
+    std::span<const std::uint64_t> piece_extent_step{};
+    std::span<const std::uint64_t> piece_dest_step{};
     std::span<const std::uint64_t> extent_check{};
     std::span<const std::uint64_t> check_offset{};
     std::span<const std::uint64_t> check_length{};
@@ -140,15 +145,32 @@ struct ReadPlanArrays {
 };
 
 /// What to read from a container file, where to put it, and which checksums to expect. An extent is
-/// read as its spans; the gaps between spans are not read. The constructor checks the plan and
-/// copies its arrays. Immutable afterwards.
+/// read as its spans; what lies between their stretches is not read. The constructor checks the
+/// plan and copies its arrays. Immutable afterwards.
 class ReadPlan {
   public:
+    /// Equal stretches, equally spaced. The offsets are those of the first.
     struct Piece {
         std::int32_t dest;
         std::uint64_t dest_offset;
         std::uint64_t extent_offset;
-        std::uint64_t length;
+        std::uint64_t length;  // of each
+        std::uint64_t count = 1;
+        std::uint64_t extent_step = 0;
+        std::uint64_t dest_step = 0;
+
+        std::uint64_t extent_end() const {
+            return extent_offset + ((count - 1) * extent_step) + length;
+        }
+    };
+    /// Equal stretches, equally spaced, that are read.
+    struct Span {
+        std::uint64_t offset;  // of the first, in its extent
+        std::uint64_t length;  // of each
+        std::uint64_t count;
+        std::uint64_t step;
+
+        std::uint64_t end() const { return offset + ((count - 1) * step) + length; }
     };
     struct Check {
         std::uint64_t offset;  // in its extent
@@ -166,7 +188,7 @@ class ReadPlan {
         std::size_t first_span, end_span;
         std::size_t first_piece, end_piece;
         std::size_t first_check, end_check;
-        std::uint64_t bytes;  // sum of its spans' lengths
+        std::uint64_t bytes;  // in its spans
         bool sparse() const { return bytes < length; }
     };
 
@@ -176,20 +198,22 @@ class ReadPlan {
     std::size_t dests() const { return dest_nbytes_.size(); }
     std::uint64_t dest_nbytes(std::size_t dest) const { return dest_nbytes_[dest]; }
     std::span<const Extent> extents() const { return extents_; }
-    std::span<const Stretch> spans(const Extent& extent) const;
+    std::span<const Span> spans(const Extent& extent) const;
     std::span<const Piece> pieces(const Extent& extent) const;
     std::span<const Check> checks(const Extent& extent) const;
     std::uint64_t max_extent_length() const { return max_extent_length_; }
-    /// Sum of the spans' lengths.
+    /// Bytes in all spans.
     std::uint64_t bytes() const { return bytes_; }
 
   private:
     void take_spans(const ReadPlanArrays& arrays, Extent& extent);
-    bool is_read(const Extent& extent, std::uint64_t offset, std::uint64_t length) const;
+    Piece checked_piece(const ReadPlanArrays& arrays, const Extent& extent,
+                        std::size_t index) const;
+    bool is_read(const Extent& extent, const Piece& piece) const;
 
     std::vector<std::uint64_t> dest_nbytes_;
     std::vector<Extent> extents_;
-    std::vector<Stretch> spans_;
+    std::vector<Span> spans_;
     std::vector<Piece> pieces_;
     std::vector<Check> checks_;
     std::uint64_t max_extent_length_ = 0;

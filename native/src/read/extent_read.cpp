@@ -72,10 +72,14 @@ class Cursor {
 
     void advance(std::uint64_t end, const StepMemory& data) {
         for (; !left_.empty() && left_.front().offset < end; left_ = left_.subspan(1)) {
-            const ReadPlan::Stretch& span = left_.front();
-            at_ = std::max(at_, span.offset);
-            read_to(std::min(end, span.offset + span.length), data);
-            if (at_ < span.offset + span.length) return;
+            const ReadPlan::Span& span = left_.front();
+            for (std::uint64_t i = first_behind(at_, span.offset, span.step); i < span.count; ++i) {
+                const std::uint64_t begin = span.offset + (i * span.step);
+                if (begin >= end) return;
+                at_ = std::max(at_, begin);
+                read_to(std::min(end, begin + span.length), data);
+            }
+            if (at_ < span.end()) return;
         }
     }
     std::uint64_t bytes() const { return bytes_; }
@@ -101,7 +105,7 @@ class Cursor {
 
     ReadState& job_;
     const ReadPlan::Extent& extent_;
-    std::span<const ReadPlan::Stretch> left_;
+    std::span<const ReadPlan::Span> left_;
     std::uint64_t at_ = 0;  // in the extent
     std::uint64_t bytes_ = 0;
 };

@@ -102,6 +102,28 @@ def test_several_ranks_commit_one_folder(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_sharded_state_is_the_trainers_and_resumes_bit_for_bit(ranks: Any, tmp_path: Path) -> None:
+    options = {"timeout": 200, "imported": IMPORTED, "TOKENIZERS_PARALLELISM": "false"}
+    runs: dict[str, Any] = {}
+    for saves, loads in (("ours", "stock"), ("stock", "ours")):
+        words = {"ours": ("fsdp",), "stock": ("fsdp", "stock")}
+        arguments = (HERE / "training.py", tmp_path / saves, 12)
+        (first, *_) = ranks(2, *arguments, *words[saves], **options)
+        runs[saves] = said(first)["losses"]
+        folder = tmp_path / saves / "checkpoint-10"
+        inside = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".distcp"}
+        runs[f"{saves} files"] = inside - {"config.json"}
+        (tmp_path / f"{saves}-end.pt").rename(tmp_path / f"{saves}-whole.pt")
+        (tmp_path / saves / "checkpoint-12").rename(tmp_path / f"{saves}-last")
+        (second, *_) = ranks(2, *arguments, *words[loads], **options)
+        assert said(second) == {"from": "checkpoint-10", "losses": runs[saves]}
+        assert same(tmp_path / f"{saves}-whole.pt", tmp_path / f"{saves}-end.pt")
+    assert "pytorch_model_fsdp_0/.metadata" in runs["ours files"]
+    assert runs["ours"] == runs["stock"]
+    assert runs["ours files"] == runs["stock files"]
+
+
+@pytest.mark.long
 def test_what_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: Path) -> None:
     script = f"""
     import sys
@@ -318,8 +340,15 @@ def test_what_it_cannot_do_is_refused(training: ModuleType, tmp_path: Path) -> N
     made = training.trainer(tmp_path, 5)
     with pytest.raises(SettingsError, match="no_such"):
         training.attach(made, no_such=1)
-    for name, hint in (("is_deepspeed_enabled", "datastates_ckpt"), ("is_fsdp_enabled", "FSDP")):
+    whole = training.FullyShardedDataParallelPlugin(fsdp_version=1).state_dict_type
+    for name, version, hint in (
+        ("is_deepspeed_enabled", 2, "datastates_ckpt"),
+        ("is_fsdp_enabled", 1, "fsdp_version"),
+        ("is_fsdp_enabled", 2, "SHARDED_STATE_DICT"),
+    ):
         refused = training.trainer(tmp_path, 5)
+        plugin = SimpleNamespace(state_dict_type=whole)
+        refused.accelerator = SimpleNamespace(is_fsdp2=version == 2, state=SimpleNamespace(fsdp_plugin=plugin))
         setattr(refused, name, True)
         with pytest.raises(ValueError, match=hint):
             training.attach(refused)

@@ -1,4 +1,4 @@
-"""A tiny language model trained by a Trainer. As a program (DIRECTORY STEPS [stock]) it resumes what is there."""
+"""A tiny language model trained by a Trainer. As a program (DIRECTORY STEPS [stock] [fsdp]) it resumes from there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import transformers
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import get_last_checkpoint
 
 from datastates.adapters.transformers import attach
@@ -31,7 +34,21 @@ class Data(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trainer(directory: Path, steps: int, model: Any = None, **changed: Any) -> Any:
+class Sharded(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """A Trainer with FSDP2 on CPUs: accelerate takes FSDP on GPUs only, so its state is set by hand."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
+        )
+        state.device_mesh = None
+        self.is_fsdp_enabled = True
+
+
+def trainer(directory: Path, steps: int, model: Any = None, *, fsdp: bool = False, **changed: Any) -> Any:
     transformers.set_seed(3)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -53,7 +70,7 @@ def trainer(directory: Path, steps: int, model: Any = None, **changed: Any) -> A
         "save_total_limit": 2,
         **changed,
     }
-    return transformers.Trainer(
+    return (Sharded if fsdp else transformers.Trainer)(
         model or transformers.LlamaForCausalLM(config),
         transformers.TrainingArguments(str(directory), **arguments),
         train_dataset=Data(),
@@ -66,15 +83,16 @@ def losses(trained: Any) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    directory, steps, *stock = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    made = trainer(directory, steps)
-    if not stock:
+    directory, steps, *words = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    made = trainer(directory, steps, fsdp="fsdp" in words)
+    if "stock" not in words:
         attach(made, **OPTIONS)
     there = get_last_checkpoint(directory) if directory.exists() else None
     made.train(resume_from_checkpoint=there)
+    state = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in made.model.state_dict().items()}
     if made.args.process_index == 0:
         print(json.dumps({"from": there and Path(there).name, "losses": losses(made)}))
-        torch.save(made.model.state_dict(), f"{directory}-end.pt")
+        torch.save(state, f"{directory}-end.pt")
     if made.args.world_size > 1:  # an interpreter with threads of gloo may abort at its shutdown
         torch.distributed.barrier()
         sys.stdout.flush()

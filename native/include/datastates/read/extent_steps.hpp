@@ -26,28 +26,47 @@ struct StepMemory {
     std::byte* at(std::uint64_t in_extent) const { return first + (in_extent - offset); }
 };
 
+/// The number of the first of equally spaced stretches that reaches behind `at`, or that lies
+/// behind it.
+inline std::uint64_t first_behind(std::uint64_t at, std::uint64_t offset, std::uint64_t step) {
+    return at <= offset || step == 0 ? 0 : (at - offset) / step;
+}
+
 /// Goes through an extent's pieces. They may overlap.
 class PieceSteps {
   public:
     explicit PieceSteps(std::span<const ReadPlan::Piece> pieces) : left_(pieces) {}
 
     /// Calls `take(piece, from, to)` for all parts of pieces between the last end and a new one;
-    /// these are offsets in the extent.
+    /// these are offsets in the extent. Each stretch of a piece is taken as a piece.
     template <typename Take>
     void advance(std::uint64_t end, Take&& take) {
         for (const ReadPlan::Piece& piece : left_) {
             if (piece.extent_offset >= end) break;
-            const std::uint64_t from = std::max(at_, piece.extent_offset);
-            const std::uint64_t to = std::min(end, end_of(piece));
-            if (from < to) take(piece, from, to);
+            if (piece.count == 1) {
+                take_part(piece, end, take);
+                continue;
+            }
+            ReadPlan::Piece one = piece;
+            one.count = 1;
+            for (std::uint64_t i = first_behind(at_, piece.extent_offset, piece.extent_step);
+                 i < piece.count; ++i) {
+                one.extent_offset = piece.extent_offset + (i * piece.extent_step);
+                if (one.extent_offset >= end) break;
+                one.dest_offset = piece.dest_offset + (i * piece.dest_step);
+                take_part(one, end, take);
+            }
         }
-        while (!left_.empty() && end_of(left_.front()) <= end) left_ = left_.subspan(1);
+        while (!left_.empty() && left_.front().extent_end() <= end) left_ = left_.subspan(1);
         at_ = end;
     }
 
   private:
-    static std::uint64_t end_of(const ReadPlan::Piece& piece) {
-        return piece.extent_offset + piece.length;
+    template <typename Take>
+    void take_part(const ReadPlan::Piece& piece, std::uint64_t end, Take& take) const {
+        const std::uint64_t from = std::max(at_, piece.extent_offset);
+        const std::uint64_t to = std::min(end, piece.extent_end());
+        if (from < to) take(piece, from, to);
     }
 
     std::span<const ReadPlan::Piece> left_;

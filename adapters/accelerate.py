@@ -1,0 +1,184 @@
+"""accelerate: ``save_state`` and ``load_state`` of an ``Accelerator``, in its own files, while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import accelerate
+from accelerate import checkpointing
+from accelerate.utils import DistributedType, constants, other
+from torch.distributed.fsdp import StateDictType
+from typing_extensions import Unpack
+
+from datastates._base import paths
+from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings
+from datastates.adapters.stand_ins import Function, standing_in, writing_tensors
+from datastates.adapters.torch_files import is_optimizer_state, no_buffer_of
+from datastates.errors import CommitError
+from datastates.saving.snapshot import Snapshot
+
+_SAVE_FILE: dict[str, ModuleType] = {"safe_save_file": other}
+"""The name by which accelerate calls safetensors' ``save_file``."""
+_ALONE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""The ways to train in which the main process saves the model."""
+_PROOF = f"{constants.RNG_STATE_NAME}_0.pkl"
+"""A file that every folder of ``save_state`` has."""
+_ADVICE = {
+    DistributedType.DEEPSPEED: 'give DeepSpeed\'s JSON file the entry "datastates_ckpt" instead',
+    DistributedType.MEGATRON_LM: "use datastates.adapters.megatron in Megatron's own loop instead",
+}
+
+
+def attach(accelerator: Any, **options: Unpack[FolderOptions]) -> AcceleratorCheckpoints:
+    """Let ``accelerator.save_state()`` save lazily. ``load_state()`` first waits for what is under way.
+
+    Folders are those of accelerate, and ``load_state`` reads them with or without this package. A folder gets its name
+    once everything in it is on stable storage. ``accelerator.end_training()`` waits for that.
+
+    Args:
+        accelerator: An ``accelerate.Accelerator``. On several ranks, all must attach.
+        **options: Fields of :class:`~datastates.adapters.folders.FolderSettings`.
+
+    Returns:
+        The checkpoints that ``save_state`` begins, with their snapshots.
+
+    Raises:
+        SettingsError: An option is unknown or its value is invalid; the message names it.
+        ValueError: The accelerator saves in a way that is not supported, or ``attach()`` was called for it already; the
+            message says which.
+    """
+    settings = FolderSettings.of(options)
+    kind, plugin = accelerator.distributed_type, getattr(accelerator.state, "fsdp_plugin", None)
+    fsdp = kind == DistributedType.FSDP
+    attached = isinstance(getattr(accelerator.save_state, "__self__", None), AcceleratorCheckpoints)
+    each_node = accelerator.project_configuration.save_on_each_node and accelerator.num_processes > 1
+    for refused, why in (
+        (attached, "attach() has been called for it already"),
+        (kind in _ADVICE, f"with {kind.value}, {_ADVICE.get(kind)}"),
+        (not fsdp and kind not in _ALONE, f"{kind.value} is not supported"),
+        (fsdp and not accelerator.is_fsdp2, "FSDP of version 1 is not supported: set fsdp_version=2"),
+        (
+            fsdp and plugin and plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT,
+            "FSDP with whole state dicts is not supported: set state_dict_type='SHARDED_STATE_DICT'",
+        ),
+        (each_node, "save_on_each_node: each node would have a folder of its own"),
+        (not hasattr(other, "safe_save_file"), f"this version of accelerate is not known: {accelerate.__version__}"),
+    ):
+        if refused:
+            raise ValueError(f"{type(accelerator).__name__} cannot save lazily: {why}")
+    return AcceleratorCheckpoints(accelerator, settings)
+
+
+class AcceleratorCheckpoints(FolderCheckpoints):
+    """The checkpoints that an accelerator has begun; :func:`attach` makes it. Used on the training thread."""
+
+    def __init__(self, accelerator: Any, settings: FolderSettings) -> None:
+        """Replace the methods with which the accelerator saves, loads and ends."""
+        super().__init__(settings, "accelerate")
+        self._accelerator = accelerator
+        self._stock_save, self._stock_load = accelerator.save_state, accelerator.load_state
+        end_training = accelerator.end_training
+
+        def close_and_end() -> None:
+            try:
+                self.close()
+            finally:
+                end_training()
+
+        accelerator.save_state, accelerator.load_state = self._save_state, self._load_state
+        accelerator.end_training = close_and_end
+
+    def _load_state(self, input_dir: str | os.PathLike[str] | None = None, *words: Any, **options: Any) -> None:
+        """Replaces ``Accelerator.load_state``."""
+        self.wait()  # what is loaded is copied over the state, and the last folder may not have its name yet
+        self._stock_load(input_dir, *words, **options)
+
+    def _save_state(self, output_dir: str | os.PathLike[str] | None = None, *words: Any, **options: Any) -> Path:
+        """Replaces ``Accelerator.save_state``; returns the path that the folder will have."""
+        accelerator = self._accelerator
+        config = accelerator.project_configuration
+        if not config.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ValueError("save_state: output_dir is missing, and automatic_checkpoint_naming is off")
+            paths.refuse_address(output_dir)
+            final = Path(output_dir).absolute()
+            check = partial(_refuse_others, final)
+            self.save(final, partial(self._write, check, words, options), check=check)
+            return final
+        project = Path(accelerator.project_dir).absolute()
+        root = project / "checkpoints"
+        final = root / f"checkpoint_{accelerator.save_iteration}"
+        if self.has(final):
+            raise ValueError(f"{final} already exists. Set save_iteration of the project configuration to go on from")
+        limit = config.total_limit
+        # not in the same folder: load_state takes any folder there for a checkpoint
+        self.save(
+            final,
+            partial(self._write, lambda: None, words, options),
+            retain=lambda: _rotate(root, limit),
+            room=project,
+        )
+        return final
+
+    def _write(self, check: Any, words: Any, options: Any, folder: Path, snapshots: list[Snapshot]) -> None:
+        """Write the small files now, as accelerate does, and begin to write the large ones."""
+        check()
+        accelerator = self._accelerator
+        modules = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
+        is_lazy = no_buffer_of(modules)
+
+        def instead_of_save(stock: Function) -> Function:
+            def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+                name = Path(f).name
+                lazy = is_optimizer_state if name.startswith(constants.OPTIMIZER_NAME) else is_lazy
+                large = name.startswith((constants.OPTIMIZER_NAME, constants.MODEL_NAME))
+                if large and not safe_serialization:
+                    if accelerator.is_main_process:
+                        snapshots.append(self.files.write(name, obj, Path(f), lazy))
+                else:
+                    stock(obj, f, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
+
+            return save
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(writing_tensors(_SAVE_FILE, folder, self.tensor_writer(modules, snapshots)))
+            stack.enter_context(standing_in(checkpointing, "save", instead_of_save))
+            if accelerator.distributed_type == DistributedType.FSDP:
+                plugin = accelerator.state.fsdp_plugin
+                stack.enter_context(self.fsdp.writing(plugin.state_dict_config, folder, modules, snapshots))
+            stack.enter_context(_named_by_hand(accelerator.project_configuration))
+            self._stock_save(str(folder), *words, **options)
+
+
+@contextlib.contextmanager
+def _named_by_hand(config: Any) -> Iterator[None]:
+    """A context in which ``save_state`` saves to the folder that it is given."""
+    automatic, config.automatic_checkpoint_naming = config.automatic_checkpoint_naming, False
+    try:
+        yield
+    finally:
+        config.automatic_checkpoint_naming = automatic
+
+
+def _refuse_others(final: Path) -> None:
+    """Raise CommitError if a folder is there that is no checkpoint: it would be replaced as a whole."""
+    if final.exists() and (not final.is_dir() or ((there := os.listdir(final)) and _PROOF not in there)):
+        raise CommitError(
+            f"{final} holds other files, and a checkpoint takes the place of the whole folder: "
+            "save to another one, or write such files in a hook of register_save_state_pre_hook"
+        )
+
+
+def _rotate(root: Path, limit: int | None) -> None:
+    """Delete the oldest of automatically named folders until only ``limit`` are left."""
+    numbered = [(int(m[1]), path) for path in root.iterdir() if (m := re.fullmatch("checkpoint_([0-9]+)", path.name))]
+    for _, path in sorted(numbered)[: -limit if limit else 0]:
+        shutil.rmtree(path)

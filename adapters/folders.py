@@ -1,0 +1,250 @@
+"""Checkpoints that are folders of a framework's own files, written while training goes on, and complete or absent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from datastates._base import files
+from datastates.adapters.fsdp_folders import FsdpFolders
+from datastates.adapters.stand_ins import Write
+from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of
+from datastates.commit import manifest, retention
+from datastates.ranks.together import settle
+from datastates.ranks.world import World, world_of
+from datastates.saving.snapshot import Snapshot
+
+_log = logging.getLogger("datastates")
+_OLD = "-old"
+
+
+class FolderSettings(FileSettings):
+    """Settings of such checkpoints: those of :class:`~datastates.adapters.torch_files.FileSettings`, and one."""
+
+    rank_timeout: float = Field(
+        600.0, gt=0, description="Seconds that a rank waits for the others to have written; then it names the missing."
+    )
+
+
+class FolderOptions(FileOptions, total=False):
+    """The fields of :class:`FolderSettings` as keyword arguments, for type checkers."""
+
+    rank_timeout: float
+
+
+class FolderCheckpoints:
+    """The folders that a run has begun. All ranks commit a folder together. Used on the training thread."""
+
+    def __init__(self, settings: FolderSettings, kind: str) -> None:
+        """Prepare; threads and memory are allocated by the first save.
+
+        Args:
+            settings: The settings.
+            kind: Names the votes of the ranks.
+        """
+        self.files = TorchFiles(settings)
+        self.snapshots: dict[Path, list[Snapshot]] = {}
+        """The last checkpoints that were begun: for each folder, the snapshots of this rank's large files."""
+        self.fsdp = FsdpFolders(settings, settings.rank_timeout)
+        """Writes the sharded state of FSDP2, where the framework saves such."""
+        self._kind = kind
+        self._timeout = settings.rank_timeout
+        self._world: World | None = None
+        self._number = 0
+        self._swept: set[tuple[Path, str]] = set()
+        self._begun: set[Path] = set()
+
+    def save(
+        self,
+        final: Path,
+        write: Callable[[Path, list[Snapshot]], None],
+        *,
+        check: Callable[[], None] = lambda: None,
+        retain: Callable[[], None] = lambda: None,
+        room: Path | None = None,
+    ) -> None:
+        """Begin a checkpoint. All ranks call it together.
+
+        Args:
+            final: The folder that the checkpoint is to be, in the place of one that is there.
+            write: Called with the folder to write into, and a list that takes the snapshots of files under way.
+            check: Called on rank 0 before the folder gets its name; what it raises makes the checkpoint fail.
+            retain: Called on rank 0 after that, to delete old ones. An OSError of it is logged.
+            room: Where the folder lies until it gets its name; by default beside ``final``.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed; nothing is begun.
+            Exception: What ``write`` raises. The other ranks hear of it.
+        """
+        name = f"{self._kind}/{self._number}"
+        self._number += 1  # before anything can fail: all ranks must count alike
+        self.files.begin()
+        room = room or final.parent
+        world = self._prepare(room, final.name)
+        folder = _Folder(final, room, world.token(name))
+        snapshots: list[Snapshot] = []
+        spoiled: Exception | None = None
+        try:
+            folder.begin()
+            write(folder.staged, snapshots)
+        except Exception as error:  # the other ranks must not wait for this one
+            spoiled = error
+
+        def publish(votes: dict[int, bytes]) -> bytes:
+            del votes
+            check()
+            folder.publish()
+            try:
+                retain()
+            except OSError as error:  # this checkpoint stands nevertheless
+                _log.warning("an old checkpoint could not be deleted: %s", error)
+            return b""
+
+        def end(failure: BaseException | None) -> None:
+            try:
+                failure = spoiled or failure or _synced(folder.staged)
+                settle(world, f"{name}/end", failure, b"", publish)
+            except Exception:
+                self._begun.discard(final)
+                if world.rank == 0:
+                    folder.discard()
+                raise
+            finally:
+                folder.close()
+
+        self._begun.add(final)
+        in_flight = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)}
+        self.snapshots = in_flight | {final: snapshots}
+        self.files.then(f"the checkpoint {final}", snapshots, end)
+        if spoiled is not None:
+            raise spoiled
+
+    def tensor_writer(self, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot]) -> Write:
+        """A function that begins to write safetensors files of modules, whose buffers are copied.
+
+        Args:
+            modules: The modules.
+            snapshots: The list that takes the files' snapshots.
+        """
+        is_lazy = no_buffer_of(modules)
+
+        def write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+            snapshots.append(self.files.write_tensors(tensors, path, metadata, is_lazy))
+
+        return write
+
+    def has(self, final: Path) -> bool:
+        """Whether a checkpoint is there, or was begun and has not failed."""
+        return final in self._begun or final.exists()
+
+    def wait(self) -> None:
+        """Wait until every checkpoint has ended: it has its name, or has failed."""
+        self.files.wait()
+
+    def close(self) -> None:
+        """Wait until every checkpoint has ended, then free threads and memory; the next one allocates them again.
+
+        Raises:
+            DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
+        """
+        try:
+            self.files.close()
+        finally:
+            self.fsdp.close()
+            if self._world is not None:
+                self._world.close()
+            self._world = None
+
+    def _prepare(self, room: Path, name: str) -> World:
+        """The ranks that save together; rank 0 first removes what interrupted runs left of folders named alike."""
+        if self._world is None:
+            self._world = world_of(None, None, room, self._timeout)
+        pattern = r"\." + re.sub("[0-9]+", "[0-9]+", re.escape(name)) + r"\Z"
+        if self._world.rank == 0 and (room, pattern) not in self._swept:
+            self._swept.add((room, pattern))
+            _sweep(room, re.compile(pattern))
+        return self._world
+
+
+class _Folder:
+    """The folder of one checkpoint: filled under a name of its own, and published under the final one."""
+
+    def __init__(self, final: Path, room: Path, attempt: str) -> None:
+        self.final = final
+        self.staged = room / f".{final.name}.partial-{attempt}"
+        self._attempt = attempt
+        self._pending: manifest.Pending | None = None
+
+    def begin(self) -> None:
+        """Make the folder, with the lock that says that it is not abandoned."""
+        self._pending = manifest.begin(self.staged.with_name(f".{self.final.name}"), self._attempt)
+
+    def publish(self) -> None:
+        """Give it its final name, in the place of a folder that has it."""
+        old = self.staged.with_name(self.staged.name + _OLD)
+        files.make_directory(self.final.parent)
+        if self.final.exists():
+            os.rename(self.final, old)
+        try:
+            os.rename(self.staged, self.final)
+        except OSError:
+            _put_back(old, self.final)
+            raise
+        (self.final / manifest.LOCK).unlink()  # not earlier: a folder without a lock counts as abandoned
+        files.sync_directory(self.final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        shutil.rmtree(self.staged, ignore_errors=True)
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._pending is not None:
+            self._pending.close()
+
+
+def _sweep(room: Path, names: re.Pattern[str]) -> None:
+    """Remove what interrupted runs left in a folder, and put back a checkpoint that one had moved aside."""
+    try:
+        for old in room.glob(f".*.partial-*{_OLD}"):
+            hidden = old.name.partition(".partial-")[0]
+            if not names.match(hidden) or retention.is_live(old.with_name(old.name.removesuffix(_OLD))):
+                continue  # another run is between two renames
+            if not (replaced := room / hidden[1:]).exists():
+                _put_back(old, replaced)  # the run ended between two renames
+                continue
+            _log.warning("removing what an interrupted run left: %s", old)
+            shutil.rmtree(old, ignore_errors=True)
+        retention.sweep(room, names)
+    except OSError as error:  # this rank must not fail for that, as the others go on
+        _log.warning("what an interrupted run left could not be removed: %s", error)
+
+
+def _put_back(old: Path, final: Path) -> None:
+    if old.exists():
+        os.rename(old, final)
+
+
+def _synced(folder: Path) -> BaseException | None:
+    """Put a folder and its files on stable storage; returns the error that prevented it, or None."""
+    try:
+        for path in (folder, *folder.rglob("*")):
+            try:
+                fd = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:  # a temporary file of another rank, which is still writing
+                continue
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    except OSError as error:
+        return error
+    return None

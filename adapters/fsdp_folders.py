@@ -1,0 +1,77 @@
+"""The folders of sharded state that accelerate saves of models and optimizers under FSDP2, written lazily."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from datastates.adapters.dcp import DataStatesStorageWriter, async_save
+from datastates.adapters.dcp.save.staging import is_large
+from datastates.adapters.stand_ins import Function, standing_in
+from datastates.adapters.torch_files import Lazy, no_buffer_of
+from datastates.config import IoSettings
+from datastates.saving.snapshot import Snapshot
+
+
+class FsdpFolders:
+    """Stands in for ``torch.distributed.checkpoint.save`` while accelerate saves. Used on the training thread."""
+
+    def __init__(self, settings: IoSettings, rank_timeout: float) -> None:
+        """Take the settings of writers; nothing is started yet."""
+        self._options = {name: getattr(settings, name) for name in IoSettings.model_fields}
+        self._timeout = rank_timeout
+        self._writers: dict[str, DataStatesStorageWriter] = {}
+        self._is_lazy: Lazy = is_large
+
+    @contextlib.contextmanager
+    def writing(
+        self, config: Any, folder: Path, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot]
+    ) -> Iterator[None]:
+        """A context in which folders of ``torch.distributed.checkpoint`` below ``folder`` are written lazily.
+
+        Args:
+            config: The FSDP plugin's configuration of state dicts. They stay on their device meanwhile.
+            folder: The folder of the checkpoint.
+            modules: The models, whose buffers are copied.
+            snapshots: The list that takes the folders' snapshots.
+        """
+        no_buffer = no_buffer_of(modules)
+        self._is_lazy = lambda name, tensor: is_large(name, tensor) and no_buffer(name, tensor)
+
+        def instead_of_save(stock: Function) -> Function:
+            def save(state_dict: dict[str, Any], **options: Any) -> Any:
+                storage = options.get("storage_writer")
+                path = Path(storage.path) if isinstance(storage, FileSystemWriter) else None
+                if path is None or not path.is_relative_to(folder):
+                    return stock(state_dict, **options)
+                writer = self._writer(path.name)
+                snapshots.append(async_save(state_dict, path, storage_writer=writer, planner=options.get("planner")))
+                return None
+
+            return save
+
+        offloads, config.offload_to_cpu = config.offload_to_cpu, False
+        try:
+            with standing_in(dcp, "save", instead_of_save):
+                yield
+        finally:
+            config.offload_to_cpu = offloads
+
+    def _writer(self, name: str) -> DataStatesStorageWriter:
+        """The writer of folders of that name: it keeps plans and pinned memory from one checkpoint to the next."""
+        if name not in self._writers:
+            self._writers[name] = DataStatesStorageWriter(
+                lazy=lambda key, tensor: self._is_lazy(key, tensor), rank_timeout=self._timeout, **self._options
+            )
+        return self._writers[name]
+
+    def close(self) -> None:
+        """Wait for what is in flight, and free threads and memory."""
+        while self._writers:
+            self._writers.popitem()[1].close()

@@ -1,0 +1,148 @@
+"""Ranges with a stride: what two arrangements of the same elements share, in columns. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from datastates._base.columns import I64, Bools
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Runs, one column entry for each. A run is ``count`` stretches of equal length, equally spaced in source and dest.
+
+    In one unit: elements or bytes. The stretches of a run do not overlap. The steps of a single stretch are its length.
+
+    Attributes:
+        source, dest: Where each run begins in the source and in the destination.
+        length: Length of each of its stretches.
+        count: Number of its stretches.
+        source_step, dest_step: Distance from the begin of one stretch to that of the next.
+    """
+
+    source: I64
+    dest: I64
+    length: I64
+    count: I64
+    source_step: I64
+    dest_step: I64
+
+    @classmethod
+    def single(cls, source: I64, dest: I64, length: I64) -> Runs:
+        """Runs of one stretch each."""
+        return cls(source, dest, length, np.ones(len(length), np.int64), length, length)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Runs]) -> Runs:
+        """Join at least one set of runs, one after the other."""
+        return cls(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: I64 | Bools) -> Runs:
+        return Runs(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def placed(self, unit: int, source: int, dest: int = 0) -> Runs:
+        """The same runs in another unit, ``unit`` of them for one, at other places."""
+        scaled = (getattr(self, f.name) * unit for f in fields(self))
+        s, d, length, _, *steps = scaled
+        return Runs(s + source, d + dest, length, self.count, *steps)
+
+    @property
+    def size(self) -> I64:
+        """What each run has in all its stretches."""
+        return self.length * self.count
+
+    @property
+    def end(self) -> I64:
+        """Where the last stretch of each run ends in the source."""
+        return self.source + (self.count - 1) * self.source_step + self.length
+
+    @property
+    def has_gaps(self) -> Bools:
+        """Whether something lies between the stretches of each run in the source."""
+        return (self.count > 1) & (self.source_step > self.length)
+
+    def stretches(self) -> tuple[I64, Runs]:
+        """Each stretch as a run of its own, and the number of the run that it is from."""
+        which = np.repeat(np.arange(len(self)), self.count)
+        number = np.arange(len(which)) - np.repeat(np.cumsum(self.count) - self.count, self.count)
+        source = self.source[which] + number * self.source_step[which]
+        return which, Runs.single(source, self.dest[which] + number * self.dest_step[which], self.length[which])
+
+    def within(self, low: I64, high: I64) -> tuple[I64, Runs]:
+        """What each run has in the source from ``low`` to before ``high``, and the number of the run that it is from.
+
+        The range must reach into the run. What it has is at most three runs: the rest of a stretch, whole stretches,
+        and the begin of a stretch.
+        """
+        low, high, step = np.maximum(low - self.source, 0), high - self.source, self.source_step
+        first = -(-low // step)  # of the stretches that begin at `low` or later
+        last = np.clip((high - self.length) // step + 1, 0, self.count)  # the first one that ends behind `high`
+        rest = low - (first - 1) * step
+        zero, one = np.zeros_like(low), np.ones_like(low)
+        candidates = (
+            (first - 1, rest, np.minimum(self.length, high - (first - 1) * step) - rest, one),
+            (first, zero, self.length, last - first),
+            (last, zero, high - last * step, ((first <= last) & (last < self.count)).astype(np.int64)),
+        )
+        which, found = [], []
+        for number, at, length, count in candidates:
+            kept = np.flatnonzero((length > 0) & (count > 0))
+            run, at, length, count = self[kept], at[kept], length[kept], count[kept]
+            source, dest = (b + number[kept] * s + at for b, s in _places(run))
+            steps = (np.where(count > 1, s, length) for _, s in _places(run))
+            which.append(kept)
+            found.append(Runs(source, dest, length, count, *steps))
+        return np.concatenate(which), Runs.joined(found)
+
+    def filled(self) -> tuple[I64, I64, I64]:
+        """The stretches of the destination that the runs fill, those of one run as one where they touch.
+
+        Returns:
+            The number of each stretch's run, and where it begins and ends.
+        """
+        touching = self.dest_step == self.length
+        rest = np.flatnonzero(~touching)
+        of, apart = self[rest].stretches()
+        which = np.append(np.flatnonzero(touching), rest[of])
+        begin = np.append(self.dest[touching], apart.dest)
+        return which, begin, begin + np.append(self.size[touching], apart.length)
+
+
+def spread(
+    sizes: Sequence[int], source_steps: Sequence[int], dest_steps: Sequence[int], length: int, source: int, dest: int
+) -> Runs:
+    """The runs that stretches of ``length`` make at all indices of an array of ``sizes``, row-major.
+
+    Args:
+        sizes: The sizes.
+        source_steps: Distances in the source of neighbouring stretches along each dimension.
+        dest_steps: The same in the destination.
+        length: Length of each stretch.
+        source: Where the first one begins in the source.
+        dest: Where it begins in the destination.
+    """
+    dims = [dim for dim in zip(sizes, source_steps, dest_steps, strict=True) if dim[0] != 1]
+    count, *steps = dims.pop() if dims and min(dims[-1][1:]) >= length else (1, length, length)
+    while dims and count > 1 and list(dims[-1][1:]) == [count * step for step in steps]:
+        count *= dims.pop()[0]
+    outer = [n for n, *_ in dims]
+    begins = grid(outer, [s for _, s, _ in dims], source), grid(outer, [d for *_, d in dims], dest)
+    return Runs(*begins, *(np.full(len(begins[0]), n, np.int64) for n in (length, count, *steps)))
+
+
+def grid(sizes: Sequence[int], steps: Sequence[int], first: int = 0) -> I64:
+    """The positions ``first + sum(i[d] * steps[d])`` for all indices ``i`` of an array of ``sizes``, row-major."""
+    result = np.array([first], np.int64)
+    for n, step in zip(sizes, steps, strict=True):
+        result = (result[:, None] + np.arange(n, dtype=np.int64) * step).ravel()
+    return result
+
+
+def _places(runs: Runs) -> tuple[tuple[I64, I64], tuple[I64, I64]]:
+    return (runs.source, runs.source_step), (runs.dest, runs.dest_step)

@@ -1,0 +1,238 @@
+"""``save_state`` and ``load_state`` of accelerate: captured lazily, complete or absent, in its own folders."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from by_path import module_at
+
+from datastates import _native
+from datastates.errors import CommitError, SettingsError, StorageError
+
+torch = pytest.importorskip("torch")
+load_file = pytest.importorskip("safetensors.torch").load_file
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.filterwarnings("ignore")  # from accelerate itself
+IMPORTED = ("accelerate", "torch.distributed.fsdp")
+HELD = 2000
+"""Milliseconds by which the first write is delayed, and with it the capture of what the cache cannot hold."""
+
+
+@pytest.fixture(scope="module")
+def training() -> ModuleType:
+    return module_at(HERE / "training.py")
+
+
+def folders(project: Path) -> set[str]:
+    return {path.name for path in (project / "checkpoints").iterdir()}
+
+
+def same(first: Path, second: Path) -> bool:
+    a, b = (torch.load(path, weights_only=True) for path in (first, second))
+    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_folders_are_those_of_accelerate_and_it_reads_them(training: ModuleType, tmp_path: Path) -> None:
+    for name in ("stock", "ours"):
+        loop = training.Loop(tmp_path / name, lazy=name == "ours")
+        loop.train(7)
+        loop.end()
+    ours, stock = (tmp_path / name / "checkpoints" / "checkpoint_1" for name in ("ours", "stock"))
+    assert {path.name for path in ours.iterdir()} == {path.name for path in stock.iterdir()}
+    assert (ours / "model.safetensors").read_bytes() == (stock / "model.safetensors").read_bytes()
+    first, second = (torch.load(folder / "optimizer.bin", weights_only=True) for folder in (ours, stock))
+    assert str(first) == str(second)
+    losses = loop.losses
+    for lazy in (True, False):
+        again = training.Loop(tmp_path / "again", lazy=lazy)
+        again.resume(ours)
+        again.train(7)
+        assert again.losses == losses[5:]
+        again.accelerator.end_training()
+        assert same(tmp_path / "stock" / "end.pt", tmp_path / "ours" / "end.pt")
+
+
+def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(training: ModuleType, tmp_path: Path) -> None:
+    loop = training.Loop(tmp_path)
+    loop.train(1)
+    expected = {name: tensor.clone() for name, tensor in loop.net.state_dict().items()}
+    _native.arm_fault("write", "delay", HELD, 1, 1)
+    final = loop.accelerator.save_state()
+    assert final == tmp_path / "checkpoints" / "checkpoint_0"
+    loop.forward()
+    (snapshots,) = loop.checkpoints.snapshots.values()
+    assert len(snapshots) == 2
+    assert not all(snapshot.captured for snapshot in snapshots), "forward or backward waited for the capture"
+    loop.update()
+    assert all(snapshot.captured for snapshot in snapshots)
+    loop.accelerator.end_training()
+    weights = load_file(final / "model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_oldest_are_deleted_once_a_new_one_is_complete(training: ModuleType, tmp_path: Path) -> None:
+    loop = training.Loop(tmp_path, total_limit=2)
+    for number in range(4):
+        loop.accelerator.project_configuration.iteration = number
+        loop.accelerator.save_state()
+    loop.accelerator.load_state()  # the newest; it waits until that is complete
+    assert folders(tmp_path) == {"checkpoint_2", "checkpoint_3"}
+    loop.accelerator.project_configuration.iteration = 3
+    with pytest.raises(ValueError, match="already exists"):
+        loop.accelerator.save_state()
+    _native.arm_fault("write", "fail", errno.ENOSPC, 1, 1)
+    loop.accelerator.project_configuration.iteration = 4
+    loop.accelerator.save_state()
+    with pytest.raises(StorageError, match="No space"):
+        loop.accelerator.end_training()
+    assert folders(tmp_path) == {"checkpoint_2", "checkpoint_3"}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"}
+
+
+def test_a_folder_of_its_own_choice_is_replaced_if_it_is_a_checkpoint(training: ModuleType, tmp_path: Path) -> None:
+    loop = training.Loop(tmp_path)
+    loop.accelerator.project_configuration.automatic_checkpoint_naming = False
+    hook = loop.accelerator.register_save_state_pre_hook(lambda *words: Path(words[2], "extra").write_text("x"))
+    for safe in (True, False):
+        loop.accelerator.save_state(tmp_path / "last", safe_serialization=safe)
+        loop.checkpoints.wait()
+        names = {path.name for path in (tmp_path / "last").iterdir()}
+        assert "extra" in names
+        assert ("model.safetensors" in names) == safe
+        assert ("pytorch_model.bin" in names) != safe
+    loop.accelerator.load_state(tmp_path / "last")
+    hook.remove()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "precious").write_text("x")
+    with pytest.raises(CommitError, match="others holds other files"):
+        loop.accelerator.save_state(tmp_path / "others")
+    with pytest.raises(CommitError):
+        loop.checkpoints.close()
+    loop.accelerator.save_state(tmp_path / "later")
+    loop.checkpoints.files.then("what comes before", None, lambda _: None)
+    (tmp_path / "others" / "precious").rename(tmp_path / "precious")
+    with pytest.raises(ValueError, match="output_dir is missing"):
+        loop.accelerator.save_state()
+    loop.end()
+    assert {path.name for path in tmp_path.iterdir()} == {"last", "others", "later", "precious", "end.pt"}
+
+
+def test_a_folder_that_appears_while_it_is_written_is_left_alone(training: ModuleType, tmp_path: Path) -> None:
+    loop = training.Loop(tmp_path)
+    loop.accelerator.project_configuration.automatic_checkpoint_naming = False
+    _native.arm_fault("write", "delay", HELD, 1, 1)
+    final = loop.accelerator.save_state(tmp_path / "here")
+    final.mkdir()
+    (final / "precious").write_text("x")
+    with pytest.raises(CommitError, match="here holds other files"):
+        loop.accelerator.end_training()
+    assert [path.name for path in final.iterdir()] == ["precious"]
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_what_it_cannot_do_is_refused(training: ModuleType, tmp_path: Path) -> None:
+    loop = training.Loop(tmp_path, lazy=False)
+    with pytest.raises(SettingsError, match="no_such"):
+        training.attach(loop.accelerator, no_such=1)
+    kinds = training.DistributedType
+    whole = SimpleNamespace(state_dict_type=training.FullyShardedDataParallelPlugin(fsdp_version=1).state_dict_type)
+    for kind, fsdp2, hint in (
+        (kinds.DEEPSPEED, False, "datastates_ckpt"),
+        (kinds.MEGATRON_LM, False, "megatron"),
+        (kinds.XLA, False, "XLA is not supported"),
+        (kinds.FSDP, False, "fsdp_version=2"),
+        (kinds.FSDP, True, "SHARDED_STATE_DICT"),
+    ):
+        refused = SimpleNamespace(
+            distributed_type=kind,
+            is_fsdp2=fsdp2,
+            state=SimpleNamespace(fsdp_plugin=whole if kind == kinds.FSDP else None),
+            save_state=None,
+            project_configuration=SimpleNamespace(save_on_each_node=False),
+        )
+        with pytest.raises(ValueError, match=hint):
+            training.attach(refused)
+    training.attach(loop.accelerator)
+    with pytest.raises(ValueError, match="has been called for it"):
+        training.attach(loop.accelerator)
+
+
+Said = Callable[[Any], dict[str, Any]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["write=kill@20", "sync=kill@3", "manifest.sync_directory=kill@4"])
+def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(fault: str, ranks: Any, said: Said, tmp_path: Path) -> None:
+    options = {"imported": IMPORTED, "alone": True, "timeout": 150}
+    (whole,) = ranks(1, HERE / "training.py", tmp_path / "whole", 12, "stock", **options)
+    (killed,) = ranks(
+        1, HERE / "training.py", tmp_path / "killed", 12, may_fail=[0], DATASTATES_FAULTS=fault, **options
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert folders(tmp_path / "killed") <= {"checkpoint_1", "checkpoint_2"}
+    (resumed,) = ranks(1, HERE / "training.py", tmp_path / "killed", 12, **options)
+    begun = said(resumed)["trained"]["from"]
+    assert begun in (5, 10)
+    assert said(resumed)["trained"]["losses"] == said(whole)["trained"]["losses"][begun:]
+    assert same(tmp_path / "whole" / "end.pt", tmp_path / "killed" / "end.pt")
+    assert {path.name for path in (tmp_path / "killed").iterdir()} == {"checkpoints", "end.pt"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [(), ("fsdp",)], ids=["DDP", "FSDP2"])
+def test_several_ranks_save_one_folder_and_each_loads_the_others(
+    words: tuple[str, ...], ranks: Any, said: Said, tmp_path: Path
+) -> None:
+    options = {"imported": IMPORTED, "timeout": 200, "ACCELERATE_USE_CPU": "true"}
+    runs: dict[str, list[float]] = {}
+    for saves, loads in (("ours", "stock"), ("stock", "ours")):
+        project = tmp_path / saves
+        kinds = {"ours": words, "stock": (*words, "stock")}
+        (first, _) = ranks(2, HERE / "training.py", project, 12, *kinds[saves], **options)
+        runs[saves] = said(first)["trained"]["losses"]
+        (project / "end.pt").rename(tmp_path / f"{saves}.pt")
+        inside = {path.name for path in (project / "checkpoints" / "checkpoint_2").iterdir()}
+        assert ("pytorch_model_fsdp_0" in inside) == bool(words)
+        assert {"random_states_0.pkl", "random_states_1.pkl"} <= inside
+        (second, _) = ranks(2, HERE / "training.py", project, 12, *kinds[loads], **options)
+        assert said(second)["trained"] == {"from": 10, "losses": runs[saves][10:]}
+        assert same(project / "end.pt", tmp_path / f"{saves}.pt")
+    assert runs["ours"] == runs["stock"]
+
+
+@pytest.mark.long
+def test_sharded_state_is_captured_while_training_goes_on(ranks: Any, tmp_path: Path) -> None:
+    script = f"""
+    import sys
+    sys.path.insert(0, {str(HERE)!r})
+    from pathlib import Path
+    import torch
+    from datastates import _native
+    from training import Loop, os
+
+    loop = Loop(Path({str(tmp_path)!r}), fsdp=True)
+    loop.train(1)
+    expected = {{k: v.full_tensor().clone() for k, v in loop.net.state_dict().items() if hasattr(v, "full_tensor")}}
+    _native.arm_fault("write", "delay", {HELD}, 1, 2)
+    final = loop.accelerator.save_state()
+    loop.forward()
+    (snapshots,) = loop.checkpoints.snapshots.values()
+    assert len(snapshots) == 2 and not all(s.captured for s in snapshots), "forward or backward waited"
+    loop.update()
+    assert all(s.captured for s in snapshots)
+    assert any(not torch.equal(v.full_tensor(), expected[k]) for k, v in loop.net.state_dict().items() if k in expected)
+    loop.accelerator.load_state(final)
+    assert all(torch.equal(v.full_tensor(), expected[k]) for k, v in loop.net.state_dict().items() if k in expected)
+    loop.accelerator.end_training()
+    sys.stdout.flush()
+    os._exit(0)
+    """
+    ranks(2, script, timeout=150, imported=IMPORTED, ACCELERATE_USE_CPU="true")
