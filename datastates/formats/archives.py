@@ -136,22 +136,23 @@ def _unpickled(pickle: bytes) -> StoredArray | None:
     return found if isinstance(found, StoredArray) else None
 
 
-def open_archive(read: Read, nbytes: int, *, largest: int) -> Archive | None:
+def open_archive(read: Read, nbytes: int, *, largest: int, comment: int = 0) -> Archive | None:
     """Read the directory of an archive; None if it is none of torch's: without an end, compressed or encrypted.
 
     Args:
         read: Reads from the archive.
         nbytes: The length of the archive.
         largest: Longest directory in bytes; None is returned for an archive with a longer one.
+        comment: Length of its comment in bytes: the footer, in a container of this package.
 
     Raises:
         FormatError: The directory contradicts itself.
     """
-    end = nbytes - _END.size
+    end = nbytes - _END.size - comment
     if end < 0:
         return None
-    magic, count, size, begin, comment = _END.unpack(read(end, _END.size))
-    if magic != b"PK\5\6" or comment:
+    magic, count, size, begin, found = _END.unpack(read(end, _END.size))
+    if magic != b"PK\5\6" or found != comment:
         return None
     if end >= _LOCATOR.size + _END64.size:
         magic, end64 = _LOCATOR.unpack(read(end - _LOCATOR.size, _LOCATOR.size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -157,3 +157,12 @@ class Foreign:
                     progress(len(data))
                 if record.crc is not None and crc != record.crc:
                     yield Problem(file.path, file.name_record(number), "does not match its checksum")
+
+
+def refuse_repeated(path: Path, files: Sequence[ForeignFile], known: Collection[str] = ()) -> None:
+    """Raise FormatError if a key is in several files of whole tensors, or among those that are known already."""
+    places: dict[str, Path] = dict.fromkeys(known, path)
+    for file in files:
+        for key in file.shards.keys:
+            if (other := places.setdefault(key, file.path)) != file.path:
+                raise FormatError(f"{path}: {key!r} is in {other.name} and in {file.path.name}")

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from datastates._base.files import length, read_bytes
 from datastates.errors import FormatError, StorageError
-from datastates.formats import safetensors_file
-from datastates.formats.foreign import Foreign
+from datastates.formats import safetensors_file, torch_file
+from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.foreign_file import ForeignFile
+from datastates.formats.torch_file import TorchFile
 
 NAME = "a folder of Hugging Face weights"
-_FILE = "model" + safetensors_file.SUFFIX
-_INDEX = f"{_FILE}.index.json"
+_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Names of the weights in one file; with several files there is an index with that name and more."""
+_INDEX = ".index.json"
 _MOST_INDEX = 256 << 20
 """Longest index in bytes that is read: one of a million tensors has a hundred megabytes."""
 
 
 def recognises(path: Path) -> bool:
-    """Whether a folder has weights as safetensors."""
+    """Whether a folder has weights, as safetensors or as the older files of ``torch.save``."""
     return path.is_dir() and bool(_found(path))
 
 
@@ -37,18 +40,18 @@ def open(path: Path) -> Foreign:
 def open_files(path: Path) -> list[ForeignFile]:
     """Open the files of the weights; raises as :func:`open` does."""
     first = _found(path)[0]
-    if not first.name.endswith(".json"):
-        files = [safetensors_file.open_file(one) for one in _found(path)]
-        _refuse_repeated(path, files)
+    if not first.name.endswith(_INDEX):
+        files = [_open_file(one) for one in _found(path)]
+        refuse_repeated(path, files)
         return files
     weights = _read_index(first)
     names = list(dict.fromkeys(weights.values()))
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         what = f"{first} names files that are missing: {', '.join(missing)}"
-        raise StorageError(2, "open", str(path / missing[0]), what)
-    files = [safetensors_file.open_file(path / name) for name in names]
-    _refuse_repeated(path, files)
+        raise StorageError(errno.ENOENT, "open", str(path / missing[0]), what)
+    files = [_open_file(path / name) for name in names]
+    refuse_repeated(path, files)
     held = {name: file.shards.by_key for name, file in zip(names, files, strict=True)}
     for key, name in weights.items():
         if key not in held[name]:
@@ -56,20 +59,16 @@ def open_files(path: Path) -> list[ForeignFile]:
     return files
 
 
-def _refuse_repeated(path: Path, files: Sequence[ForeignFile]) -> None:
-    places: dict[str, Path] = {}
-    for file in files:
-        for key in file.shards.by_key:
-            if (other := places.setdefault(key, file.path)) != file.path:
-                raise FormatError(f"{path}: {key!r} is in {other.name} and in {file.path.name}")
+def _open_file(path: Path) -> ForeignFile:
+    return TorchFile(path) if torch_file.recognises(path) else safetensors_file.open_file(path)
 
 
 def _found(path: Path) -> Sequence[Path]:
     """The index, the only file, or all files of the weights."""
-    for known in (_INDEX, _FILE):
+    for known in (one for file in _FILES for one in (file + _INDEX, file)):
         if (path / known).is_file():
             return [path / known]
-    indexes = sorted(path.glob(f"*{safetensors_file.SUFFIX}.index.json"))
+    indexes = sorted(path.glob(f"*{safetensors_file.SUFFIX}{_INDEX}"))
     return indexes[:1] or sorted(one for one in path.glob(f"*{safetensors_file.SUFFIX}") if one.is_file())
 
 

@@ -8,10 +8,28 @@ from pathlib import Path
 
 from datastates.commit import directories
 from datastates.errors import StorageError
-from datastates.formats import dcp, hugging_face, lightning, own, safetensors_file, torch_file
+from datastates.formats import (
+    dcp,
+    hugging_face,
+    lightning,
+    megatron,
+    own,
+    safetensors_file,
+    torch_file,
+    trainer,
+)
 from datastates.formats.format import Format
 
-FORMATS: tuple[Format, ...] = (own, dcp, hugging_face, lightning, torch_file, safetensors_file)
+FORMATS: tuple[Format, ...] = (
+    own,
+    megatron,
+    dcp,
+    trainer,
+    hugging_face,
+    lightning,
+    torch_file,
+    safetensors_file,
+)
 """All formats. The first that recognises a path is taken."""
 
 

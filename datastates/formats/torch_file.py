@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates._base.files import length, read_bytes
+from datastates.container import archive as container_archive
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
 from datastates.errors import FormatError
@@ -29,17 +30,17 @@ _ZIP = b"PK\3\4"
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """How the files of torch.save began before torch 1.6, and begin with ``_use_new_zipfile_serialization=False``."""
 _HEAD = 512
-"""Bytes at the beginning that hold the name of an archive's first record, the pickle."""
+"""Bytes at the beginning that hold the name of an archive's first record."""
 _WINDOW = 1024
 """Bytes to read at once for the headers of a record."""
 
 
 def recognises(path: Path) -> bool:
-    """Whether a file is an archive that begins with a pickle, or is in torch's legacy format."""
+    """Whether a file is an archive that begins with a pickle or a storage, or is in torch's legacy format."""
     if not path.is_file():
         return False
     head = read_bytes(path)(0, min(length(path), _HEAD))
-    return head.startswith(_LEGACY) or (head.startswith(_ZIP) and b"/" + PICKLE in head)
+    return head.startswith(_LEGACY) or (head.startswith(_ZIP) and (b"/" + PICKLE in head or b"/" + DATA in head))
 
 
 def open(path: Path) -> TorchCheckpoint:
@@ -82,6 +83,10 @@ class TorchFile(ForeignFile):
             found = list(arrays_in(self.value, prefix))
             tensors = [(self._numbers[a.record], _described(key, a)) for key, a in found]
         super().__init__(path, nbytes, self._records, tensors, self._entries(prefix))
+
+    def number(self, array: StoredArray) -> int:
+        """The number of the record that an array of the value lies in."""
+        return self._numbers[array.record]
 
     def _survey(self, resolve: Callable[[StoredArray], object], trust: Trust = "all") -> tuple[Any, bool]:
         """The value, without objects that only code of their classes could build, and whether it has none of those."""
@@ -168,7 +173,9 @@ def _archive(path: Path, nbytes: int) -> Archive:
             "a file of torch.save in the legacy format, from before torch 1.6: its tensors lie behind a pickle that "
             "only torch reads. Load it by torch.load(weights_only=True), and save it again"
         )
-    archive = open_archive(_ahead(read, nbytes), nbytes, largest=nbytes)
+    footer = container_archive.FOOTER_NBYTES
+    comment = footer if container_archive.is_ending(read(max(0, nbytes - footer), min(nbytes, footer))) else 0
+    archive = open_archive(_ahead(read, nbytes), nbytes, largest=nbytes, comment=comment)
     if archive is None:
         raise FormatError("it was cut short, or is no archive of torch.save: there is no end of a plain ZIP archive")
     if PICKLE not in archive.nbytes or not archive.is_little:

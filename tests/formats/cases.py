@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,35 @@ def _lightning(path: Path) -> None:
     trainer.save_checkpoint(path)
 
 
+def _older(path: Path) -> None:
+    path.mkdir()
+    files = {name: f"pytorch_model-{1 + (name == 'matrix'):05}-of-00002.bin" for name in weights()}
+    for file in set(files.values()):
+        torch.save({name: tensor for name, tensor in weights().items() if files[name] == file}, path / file)
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def _trainer(path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, tensor in weights().items():
+                self.register_buffer(name.replace(".", "_"), tensor)
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.scale * x).sum()}
+
+    arguments = TrainingArguments(
+        output_dir=str(path.parent / "run"), max_steps=3, save_steps=3, report_to="none", use_cpu=True
+    )
+    Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(1)}] * 8).train()
+    (path.parent / "run" / "checkpoint-3").rename(path)
+    (path.parent / "run").rmdir()
+
+
 DCP = "a checkpoint of torch.distributed.checkpoint"
 CASES: Mapping[str, Case] = {
     "own": Case("a checkpoint of datastates", _own, lambda name: f"model/{name}", checked=True),
@@ -114,4 +144,6 @@ CASES: Mapping[str, Case] = {
         checked=True,
     ),
     "hugging_face": Case("a folder of Hugging Face weights", _hugging_face),
+    "hugging_face_older": Case("a folder of Hugging Face weights", _older, checked=True),
+    "trainer": Case("a checkpoint of a Trainer", _trainer, lambda name: name.replace(".", "_")),
 }

@@ -1,0 +1,47 @@
+"""A folder of weights, with files of ``torch.save`` beside them: an optimizer's state, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from datastates.executor.executor import Executor
+from datastates.formats.foreign import Foreign, refuse_repeated
+from datastates.formats.format import Problem
+from datastates.formats.torch_file import TorchFile
+from datastates.restoring.provider_view import Trust
+
+
+class Composite(Foreign):
+    """Weights under their own names, and the tensors of each other file under the file's stem."""
+
+    def __init__(
+        self, format: str, path: Path, weights: Foreign, others: Mapping[str, TorchFile], step: int | None = None
+    ) -> None:
+        """Take what was opened.
+
+        Args:
+            format: The name of the format.
+            path: The folder.
+            weights: The weights.
+            others: The other files, by the key that all of their keys begin with.
+            step: The step that it was saved at; None if it does not say.
+
+        Raises:
+            FormatError: A tensor of the weights has the key of another one.
+        """
+        super().__init__(format, path, [*weights.files, *others.values()], step)
+        refuse_repeated(path, [*others.values()], weights.keys)
+        self._weights = weights
+        self._others = others
+
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+        """Read the weights by full key, and the value of each other file by the file's stem."""
+        found = self._weights.load(executor, trust=trust, device=device)
+        return found | {k: file.load(executor, trust=trust, device=device) for k, file in self._others.items()}
+
+    def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
+        """As the weights and the other files are verified."""
+        yield from self._weights.verify(progress)
+        yield from Foreign(self.format, self.path, [*self._others.values()]).verify(progress)

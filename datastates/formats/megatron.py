@@ -1,0 +1,41 @@
+"""A checkpoint of Megatron-Core in its format ``torch_dist``: one of DCP, with ``metadata.json`` and ``common.pt``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from datastates._base.files import length, read_bytes
+from datastates.errors import FormatError
+from datastates.formats import dcp
+from datastates.formats.composite import Composite
+from datastates.formats.torch_file import TorchFile
+
+NAME = "a checkpoint of Megatron-Core (torch_dist)"
+_DESCRIPTION = "metadata.json"
+_COMMON = "common.pt"
+_MOST = 1 << 16
+"""Longest description in bytes: it has two names and a number."""
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder of DCP has a description that names Megatron's backend."""
+    return dcp.recognises(path) and (path / _DESCRIPTION).is_file()
+
+
+def open(path: Path) -> Composite:
+    """Open a folder; its keys are the names of DCP, and those of ``common.pt`` begin with ``common``.
+
+    Raises:
+        FormatError: A file is damaged, or the tensors are in another backend's format; the message names the file.
+        StorageError: A file is missing or cannot be read; the message names it.
+    """
+    file = path / _DESCRIPTION
+    try:
+        backend = json.loads(read_bytes(file)(0, min(length(file), _MOST)))["sharded_backend"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"{file} is no description of a checkpoint: {type(error).__name__}: {error}") from error
+    if backend != "torch_dist":
+        raise FormatError(f"{file}: the checkpoint is of the backend {backend!r:.40}, and only torch_dist is read")
+    others = {"common": TorchFile(path / _COMMON, "common")} if (path / _COMMON).is_file() else {}
+    return Composite(NAME, path, dcp.DcpCheckpoint(dcp.NAME, path), others)

@@ -1,0 +1,47 @@
+"""A ``checkpoint-N`` of transformers' Trainer: the weights, and files of ``torch.save`` with the rest."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+from datastates._base.files import length, read_bytes
+from datastates.errors import FormatError, StorageError
+from datastates.formats import hugging_face
+from datastates.formats.composite import Composite
+from datastates.formats.torch_file import TorchFile
+
+NAME = "a checkpoint of a Trainer"
+_STATE = "trainer_state.json"
+_MOST_STATE = 1 << 30
+"""Longest state in bytes that is read: it has a line for each step that was logged."""
+_OTHERS = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+"""What else is read. ``training_args.bin`` is not: it holds an object of the Trainer's, and no tensor."""
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder has the state of a Trainer."""
+    return (path / _STATE).is_file()
+
+
+def open(path: Path) -> Composite:
+    """Open a folder; the keys of other files than the weights begin with the stem of the file.
+
+    Raises:
+        FormatError: A file is damaged, or cannot be read without running code; the message names it.
+        StorageError: A file is missing or cannot be read; the message names it.
+    """
+    file = path / _STATE
+    if not hugging_face.recognises(path):
+        what = f"{path} has no weights in the files of one rank: neither model.safetensors nor pytorch_model.bin"
+        raise StorageError(errno.ENOENT, "open", str(path), what)
+    if (nbytes := length(file)) > _MOST_STATE:
+        raise FormatError(f"{file} has {nbytes} bytes, too many for the state of a Trainer")
+    try:
+        step = json.loads(read_bytes(file)(0, nbytes))["global_step"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"{file} is no state of a Trainer: {type(error).__name__}: {error}") from error
+    found = sorted(other for glob in _OTHERS for other in path.glob(glob) if other.is_file())
+    others = {other.stem: TorchFile(other, other.stem) for other in found}
+    return Composite(NAME, path, hugging_face.open(path), others, step if type(step) is int else None)
