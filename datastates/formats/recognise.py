@@ -10,6 +10,7 @@ from datastates.commit import directories
 from datastates.errors import StorageError
 from datastates.formats import (
     dcp,
+    deepspeed,
     hugging_face,
     lightning,
     megatron,
@@ -25,6 +26,7 @@ FORMATS: tuple[Format, ...] = (
     megatron,
     dcp,
     trainer,
+    deepspeed,
     hugging_face,
     lightning,
     torch_file,
