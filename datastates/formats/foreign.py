@@ -83,7 +83,8 @@ class Foreign:
                 raise KeyError(full)
             _, first = parts[0]
             held = self._with_elements(full, parts)
-            if uncovered(Part.whole(first.global_shape), [row.part for _, row in held]):
+            parts_held = [row.part for _, row in held]
+            if not any(part.is_whole for part in parts_held) and uncovered(Part.whole(first.global_shape), parts_held):
                 raise DatastatesError(f"{full!r} cannot be read from {self.path}: only a part of it is there")
             result.append((first, held))
         return result

@@ -60,7 +60,7 @@ class Blocks:
         with contextlib.closing(self.reads), contextlib.closing(executor(self.reads.nbytes)) as made:
             self.reads.run(made)
         for (_, record), (source, block) in self._blocks.items():
-            check_block(source, record, source.name_record(record), block)
+            check_block(source, record, block)
 
 
 def read_all(tensors: Tensors, executor: Callable[[int], Executor], device: Any) -> dict[str, Any]:

@@ -141,9 +141,9 @@ class TorchFile(ForeignFile):
             return memory.with_grad(made, stored.requires_grad)
 
         with naming(str(self.path)):
-            self._survey(array, trust)
+            value, complete = self._survey(array, trust)
             blocks.fill(executor)
-            return pickle_reader.loads(self._pickle, array, trust=trust)
+            return value if complete else pickle_reader.loads(self._pickle, array, trust=trust)
 
 
 class TorchCheckpoint(Foreign):

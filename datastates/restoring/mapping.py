@@ -147,7 +147,7 @@ class Checkpoint(Mapping[str, Any]):
             reads = Reads()
             reads.add_memory(source, int(source.data_offset[row.record]) + row.offset, arrays.memory(block))
             self._run(reads, row.key, [(source, row)])
-            check_block(source, row.record, row.key, block)
+            check_block(source, row.record, block)
         return memory.view(block, reference(row), 0)
 
     def _run(self, reads: Reads, key: str, sources: Sequence[tuple[TensorFile, Row]]) -> None:

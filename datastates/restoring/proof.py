@@ -15,21 +15,20 @@ from datastates.state import arrays
 from datastates.state.strides import is_row_major
 
 
-def check_block(source: TensorFile, record: int, key: str, block: Any) -> None:
+def check_block(source: TensorFile, record: int, block: Any) -> None:
     """Compare a block of bytes with the checksum of its record, if it is the whole record and was not verified yet.
 
     Args:
         source: The file.
         record: The number of the record.
-        key: Names what is read in the message of the error.
         block: An array of bytes on any device.
 
     Raises:
-        CorruptError: They differ.
+        CorruptError: They differ; the message names tensors in the record.
     """
     crc = None if source.checked else source.record_crc(record)
     if crc is not None and block.nbytes == int(source.record_nbytes[record]) and _crc_of_block(block) != crc:
-        raise _corrupt(key, str(source.path))
+        raise _corrupt(source.name_record(record), str(source.path))
 
 
 def _crc_of_block(block: Any) -> int:
