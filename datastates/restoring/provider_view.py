@@ -30,6 +30,10 @@ Trust = Collection[str] | str
 """The classes that objects in a checkpoint may have, as ``module.qualname``; ``"all"`` for any class."""
 
 
+_SAMPLED = 16
+"""Number of a provider's arrays that are looked at before its container is read ahead."""
+
+
 def place_in_pickle(stored: StoredArray) -> DataPlace:
     """The place of the elements that a reference in ``data.pkl`` gives."""
     return stored.record, stored.offset, stored.dtype, stored.shape, stored.stride
@@ -115,6 +119,11 @@ class SavedState(Compared, Saved):
     def objects(self) -> Sequence[str]:
         """Keys of the stored objects."""
         return list(self._objects)
+
+    def seems_alike(self, shards: Sequence[Shard]) -> bool:
+        """Whether the live arrays are cut as in the base, going by a few of them. Those not in there do not count."""
+        some = [shards[i] for i in range(0, len(shards), max(1, len(shards) // _SAMPLED))]
+        return all(self.rows[s.key].part == s.part for s in some if not s.is_object and s.key in self.rows)
 
     def structure(self, key: str) -> object:
         """A stored object's containers and plain values, with an ArrayRef for each array."""

@@ -164,7 +164,8 @@ class Restore:
 
     def _look(self, *, ahead: bool) -> None:
         pickle_reader.check_trust(self._trust)
-        if ahead and self._replicas == "read" and self._scope.is_all:
+        wants_all = ahead and self._replicas == "read" and self._scope.is_all
+        if wants_all and self._ranks == 1:
             self._read_ahead()
         if self._own is None or self._scope.rename:
             named = [] if self._own else [p.name for p in walk_unique(self._providers) if p.takes_parts]
@@ -190,7 +191,10 @@ class Restore:
                 self._own, base, name, strict=self._strict, trust=self._trust, cut=cut, cast=self._scope.cast
             )
             saved.note_lost_objects(rank)
-            self._taken.append(_Taken(provider, saved, saved.select(provider.destinations(saved))))
+            shards = saved.select(provider.destinations(saved))
+            if wants_all and ranks > 1 and not self._taken and saved.seems_alike(shards):
+                self._read_ahead()
+            self._taken.append(_Taken(provider, saved, shards))
 
     def _take_by_name(self, provider: StateProvider, live: LiveKeys) -> None:
         cut = self._cut(provider, not provider.takes_parts)
@@ -224,6 +228,10 @@ class Restore:
 
     def _read_ahead(self) -> None:
         """Begin to read this rank's container while it is compared, if all of it will probably be wanted.
+
+        Where several ranks have saved, call it once it is known that the first provider
+        :meth:`seems alike <SavedState.seems_alike>`: a rank that cuts its tensors in another way wants some of each
+        container.
 
         Not if CUDA is in use: the host cache must be page-locked first, which takes as long as the comparison. Nor if
         the checkpoint consists of a framework's own files, which are no containers.

@@ -10,7 +10,10 @@ import pytest
 from elastic_state import LAYOUTS, SHAPES, check, live_nbytes, reseal, restore, save
 
 import datastates as ds
+from datastates.commit.manifest import container_name
 from datastates.errors import CorruptError
+from datastates.executor.executor import Executor
+from datastates.planning.plans import ReadPlan
 from datastates.restoring import restore as restoring
 from datastates.restoring.stored import Stored
 from datastates.state.shards import Shard
@@ -53,6 +56,25 @@ def test_no_rank_reads_much_more_than_it_needs(threads: Any, tmp_path: Path, n: 
             assert [r.needed_nbytes for r, _ in outcomes] == [live_nbytes(state) for _, state in outcomes]
             assert all(r.needed_nbytes <= r.read_nbytes <= 1.05 * r.needed_nbytes for r, _ in outcomes)
             assert outcomes[0][0].unverified_keys == []  # a digest covers what no checksum covers
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_only_what_is_cut_alike_is_read_ahead(
+    threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    begun = []
+    real = Executor.read_ahead
+
+    def read_ahead(executor: Executor, path: Path, plan: ReadPlan) -> Any:
+        begun.append(path.name)
+        return real(executor, path, plan)
+
+    monkeypatch.setattr(Executor, "read_ahead", read_ahead)
+    monkeypatch.setattr(restoring, "AHEAD_MINIMUM", 0)
+    monkeypatch.setattr(restoring, "current_device", lambda: None)  # where there is a device, other tests have used it
+    save(threads, tmp_path / "c", "rows", 3, shapes=LARGE)
+    check(restore(threads, tmp_path / "c", layout, 3, LARGE), 3)
+    assert sorted(begun) == ([container_name(rank) for rank in range(3)] if layout == "rows" else [])
 
 
 def test_little_states_are_read_verified_as_a_whole(threads: Any, tmp_path: Path) -> None:
