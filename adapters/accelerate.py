@@ -19,10 +19,10 @@ from torch.distributed.fsdp import StateDictType
 from typing_extensions import Unpack
 
 from datastates._base import paths
-from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings
+from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_others
+from datastates.adapters.sharded_folders import on_device
 from datastates.adapters.stand_ins import Function, standing_in, writing_tensors
 from datastates.adapters.torch_files import is_optimizer_state, no_buffer_of
-from datastates.errors import CommitError
 from datastates.saving.snapshot import Snapshot
 
 _SAVE_FILE: dict[str, ModuleType] = {"safe_save_file": other}
@@ -110,7 +110,7 @@ class AcceleratorCheckpoints(FolderCheckpoints):
                 raise ValueError("save_state: output_dir is missing, and automatic_checkpoint_naming is off")
             paths.refuse_address(output_dir)
             final = Path(output_dir).absolute()
-            check = partial(_refuse_others, final)
+            check = partial(refuse_others, final, _PROOF)
             self.save(final, partial(self._write, check, words, options), check=check)
             return final
         project = Path(accelerator.project_dir).absolute()
@@ -153,7 +153,8 @@ class AcceleratorCheckpoints(FolderCheckpoints):
             stack.enter_context(standing_in(checkpointing, "save", instead_of_save))
             if accelerator.distributed_type == DistributedType.FSDP:
                 plugin = accelerator.state.fsdp_plugin
-                stack.enter_context(self.fsdp.writing(plugin.state_dict_config, folder, modules, snapshots))
+                stack.enter_context(on_device(plugin))
+                stack.enter_context(self.sharded.writing(folder, modules, snapshots))
             stack.enter_context(_named_by_hand(accelerator.project_configuration))
             self._stock_save(str(folder), *words, **options)
 
@@ -166,15 +167,6 @@ def _named_by_hand(config: Any) -> Iterator[None]:
         yield
     finally:
         config.automatic_checkpoint_naming = automatic
-
-
-def _refuse_others(final: Path) -> None:
-    """Raise CommitError if a folder is there that is no checkpoint: it would be replaced as a whole."""
-    if final.exists() and (not final.is_dir() or ((there := os.listdir(final)) and _PROOF not in there)):
-        raise CommitError(
-            f"{final} holds other files, and a checkpoint takes the place of the whole folder: "
-            "save to another one, or write such files in a hook of register_save_state_pre_hook"
-        )
 
 
 def _rotate(root: Path, limit: int | None) -> None:

@@ -13,10 +13,11 @@ import torch
 from pydantic import Field
 
 from datastates._base import files
-from datastates.adapters.fsdp_folders import FsdpFolders
+from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Write
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of
 from datastates.commit import manifest, retention
+from datastates.errors import CommitError
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
 from datastates.saving.snapshot import Snapshot
@@ -52,8 +53,10 @@ class FolderCheckpoints:
         self.files = TorchFiles(settings)
         self.snapshots: dict[Path, list[Snapshot]] = {}
         """The last checkpoints that were begun: for each folder, the snapshots of this rank's large files."""
-        self.fsdp = FsdpFolders(settings, settings.rank_timeout)
-        """Writes the sharded state of FSDP2, where the framework saves such."""
+        self.sharded = ShardedFolders(settings, settings.rank_timeout)
+        """Writes sharded state, where the framework saves such."""
+        self.last_failed = False
+        """Whether the checkpoint that ended last has failed. Set in the background, before what follows it."""
         self._kind = kind
         self._timeout = settings.rank_timeout
         self._world: World | None = None
@@ -108,6 +111,7 @@ class FolderCheckpoints:
             return b""
 
         def end(failure: BaseException | None) -> None:
+            self.last_failed = True
             try:
                 failure = spoiled or failure or _synced(folder.staged)
                 settle(world, f"{name}/end", failure, b"", publish)
@@ -118,6 +122,7 @@ class FolderCheckpoints:
                 raise
             finally:
                 folder.close()
+            self.last_failed = False
 
         self._begun.add(final)
         in_flight = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)}
@@ -157,7 +162,7 @@ class FolderCheckpoints:
         try:
             self.files.close()
         finally:
-            self.fsdp.close()
+            self.sharded.close()
             if self._world is not None:
                 self._world.close()
             self._world = None
@@ -171,6 +176,20 @@ class FolderCheckpoints:
             self._swept.add((room, pattern))
             _sweep(room, re.compile(pattern))
         return self._world
+
+
+def refuse_others(final: Path, proof: str) -> None:
+    """Raise CommitError if a folder is there that is no checkpoint: it would be replaced as a whole.
+
+    Args:
+        final: The folder.
+        proof: The name of a file that every checkpoint has.
+    """
+    if final.exists() and (not final.is_dir() or ((there := os.listdir(final)) and proof not in there)):
+        raise CommitError(
+            f"{final} holds other files, and a checkpoint takes the place of the whole folder: save to another one, "
+            "and add no files to it before it has its name"
+        )
 
 
 class _Folder:

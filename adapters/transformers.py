@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings
+from datastates.adapters.sharded_folders import on_device
 from datastates.adapters.stand_ins import writing_tensors
 from datastates.adapters.torch_files import is_optimizer_state
 from datastates.saving.snapshot import Snapshot
@@ -139,8 +140,8 @@ class TrainerCheckpoints(FolderCheckpoints):
             trainer.store_flos()
         module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         if trainer.is_fsdp_enabled:
-            config = trainer.accelerator.state.fsdp_plugin.state_dict_config
-            with self.fsdp.writing(config, folder, [module], snapshots):
+            plugin = trainer.accelerator.state.fsdp_plugin
+            with on_device(plugin), self.sharded.writing(folder, [module], snapshots):
                 trainer._save_optimizer_and_scheduler(str(folder))  # and the model
         elif args.should_save:
             if hasattr(module, "peft_config"):

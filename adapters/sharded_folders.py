@@ -1,4 +1,4 @@
-"""The folders of sharded state that accelerate saves of models and optimizers under FSDP2, written lazily."""
+"""Folders of torch.distributed.checkpoint that a framework saves of sharded models and optimizers, written lazily."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from datastates.config import IoSettings
 from datastates.saving.snapshot import Snapshot
 
 
-class FsdpFolders:
-    """Stands in for ``torch.distributed.checkpoint.save`` while accelerate saves. Used on the training thread."""
+class ShardedFolders:
+    """Stands in for ``torch.distributed.checkpoint.save`` while a framework saves. Used on the training thread."""
 
     def __init__(self, settings: IoSettings, rank_timeout: float) -> None:
         """Take the settings of writers; nothing is started yet."""
@@ -30,13 +30,10 @@ class FsdpFolders:
         self._is_lazy: Lazy = is_large
 
     @contextlib.contextmanager
-    def writing(
-        self, config: Any, folder: Path, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot]
-    ) -> Iterator[None]:
-        """A context in which folders of ``torch.distributed.checkpoint`` below ``folder`` are written lazily.
+    def writing(self, folder: Path, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot]) -> Iterator[None]:
+        """A context in which what ``torch.distributed.checkpoint`` saves to ``folder`` or below is written lazily.
 
         Args:
-            config: The FSDP plugin's configuration of state dicts. They stay on their device meanwhile.
             folder: The folder of the checkpoint.
             modules: The models, whose buffers are copied.
             snapshots: The list that takes the folders' snapshots.
@@ -46,25 +43,22 @@ class FsdpFolders:
 
         def instead_of_save(stock: Function) -> Function:
             def save(state_dict: dict[str, Any], **options: Any) -> Any:
-                storage = options.get("storage_writer")
-                path = Path(storage.path) if isinstance(storage, FileSystemWriter) else None
-                if path is None or not path.is_relative_to(folder):
+                storage, place = options.get("storage_writer"), options.get("checkpoint_id")
+                if isinstance(storage, FileSystemWriter):
+                    place = storage.path
+                if place is None or not (path := Path(place)).is_relative_to(folder):
                     return stock(state_dict, **options)
-                writer = self._writer(path.name)
+                writer = self._writer(str(path.relative_to(folder)))
                 snapshots.append(async_save(state_dict, path, storage_writer=writer, planner=options.get("planner")))
                 return None
 
             return save
 
-        offloads, config.offload_to_cpu = config.offload_to_cpu, False
-        try:
-            with standing_in(dcp, "save", instead_of_save):
-                yield
-        finally:
-            config.offload_to_cpu = offloads
+        with standing_in(dcp, "save", instead_of_save):
+            yield
 
     def _writer(self, name: str) -> DataStatesStorageWriter:
-        """The writer of folders of that name: it keeps plans and pinned memory from one checkpoint to the next."""
+        """The writer of what has that path in each checkpoint: it keeps plans and pinned memory."""
         if name not in self._writers:
             self._writers[name] = DataStatesStorageWriter(
                 lazy=lambda key, tensor: self._is_lazy(key, tensor), rank_timeout=self._timeout, **self._options
@@ -75,3 +69,14 @@ class FsdpFolders:
         """Wait for what is in flight, and free threads and memory."""
         while self._writers:
             self._writers.popitem()[1].close()
+
+
+@contextlib.contextmanager
+def on_device(plugin: Any) -> Iterator[None]:
+    """A context in which accelerate does not copy state dicts to the host; ``plugin`` is that for FSDP."""
+    config = plugin.state_dict_config
+    offloads, config.offload_to_cpu = config.offload_to_cpu, False
+    try:
+        yield
+    finally:
+        config.offload_to_cpu = offloads

@@ -1,0 +1,122 @@
+"""Lightning's ``ModelParallelStrategy``: its sharded checkpoints, written while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from typing_extensions import Unpack
+
+from datastates._base import paths
+from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_others
+from datastates.saving.snapshot import Snapshot
+
+_log = logging.getLogger("datastates")
+_PROOF = "meta.pt"
+"""A file that every sharded checkpoint of Lightning has."""
+_METHODS = ("save_checkpoint", "load_checkpoint", "remove_checkpoint", "optimizer_state", "lightning_module_state_dict")
+_ON_DEVICE = StateDictOptions(full_state_dict=False, cpu_offload=False)
+
+
+def attach(strategy: Any, **options: Unpack[FolderOptions]) -> StrategyCheckpoints:
+    """Let a ``ModelParallelStrategy`` save its sharded checkpoints lazily.
+
+    Checkpoints are Lightning's folders, which it reads with or without this package. A folder gets its name once
+    everything in it is on stable storage. ``fit`` ends once all of them have.
+
+    Args:
+        strategy: A ``ModelParallelStrategy``, before it is given to the ``Trainer``. On several ranks, all must attach.
+        **options: Fields of :class:`~datastates.adapters.folders.FolderSettings`.
+
+    Returns:
+        The checkpoints that the strategy begins, with their snapshots.
+
+    Raises:
+        SettingsError: An option is unknown or its value is invalid; the message names it.
+        ValueError: The strategy saves in a way that is not supported, or ``attach()`` was called for it already; the
+            message says which.
+    """
+    settings = FolderSettings.of(options)
+    kind = type(strategy).__name__
+    known = [base.__name__ for base in type(strategy).__mro__]
+    for refused, why in (
+        (
+            isinstance(getattr(getattr(strategy, "save_checkpoint", None), "__self__", None), StrategyCheckpoints),
+            "attach() has been called for it already",
+        ),
+        ("FSDPStrategy" in known, "use ModelParallelStrategy, which shards by FSDP2"),
+        ("ModelParallelStrategy" not in known, "give DataStatesCheckpointIO to the Trainer's plugins instead"),
+        (not getattr(strategy, "_save_distributed_checkpoint", False), "set save_distributed_checkpoint=True"),
+    ):
+        if refused:
+            raise ValueError(f"{kind} cannot save lazily: {why}")
+    return StrategyCheckpoints(strategy, settings)
+
+
+class StrategyCheckpoints(FolderCheckpoints):
+    """The checkpoints that a strategy has begun; :func:`attach` makes it. Used on the training thread."""
+
+    def __init__(self, strategy: Any, settings: FolderSettings) -> None:
+        """Replace the methods with which the strategy saves, loads and removes."""
+        super().__init__(settings, "lightning")
+        self._strategy = strategy
+        self._stock_save, self._stock_load = strategy.save_checkpoint, strategy.load_checkpoint
+        teardown = strategy.teardown
+
+        def close_and_tear_down() -> None:
+            try:
+                self.close()
+            finally:
+                teardown()
+
+        strategy.teardown = close_and_tear_down
+        for name in _METHODS:
+            setattr(strategy, name, getattr(self, f"_{name}"))
+
+    def _lightning_module_state_dict(self) -> dict[str, Any]:
+        """As of the strategy, but nothing is copied to the host."""
+        return get_model_state_dict(self._strategy.model, options=_ON_DEVICE)
+
+    def _optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As of the strategy, but nothing is copied to the host."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
+        return get_optimizer_state_dict(self._strategy.model, optimizer, options=_ON_DEVICE)
+
+    def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Replaces ``save_checkpoint`` of the strategy."""
+        filepath = self._strategy.broadcast(filepath)  # that of rank 0, as the strategy does
+        paths.refuse_address(filepath)
+        final = Path(os.fspath(filepath)).absolute()
+
+        def check() -> None:
+            refuse_others(final, _PROOF)
+
+        def write(folder: Path, snapshots: list[Snapshot]) -> None:
+            check()
+            with self.sharded.writing(folder, [self._strategy.model], snapshots):
+                self._stock_save(checkpoint, folder, storage_options)
+
+        self.save(final, write, check=check)
+
+    def _load_checkpoint(self, checkpoint_path: Any, *words: Any, **options: Any) -> Any:
+        """Replaces ``load_checkpoint`` of the strategy: what is loaded is copied over the state."""
+        self.wait()
+        return self._stock_load(checkpoint_path, *words, **options)
+
+    def _remove_checkpoint(self, filepath: Any) -> None:
+        """Replaces ``remove_checkpoint`` of the strategy: waits for what was begun, and keeps it if that has failed."""
+        if not self._strategy.is_global_zero:
+            return
+        folder = Path(os.fspath(filepath)).absolute()
+
+        def remove(_: BaseException | None) -> None:
+            if self.last_failed:
+                _log.warning("%s is kept: what was saved after it has failed", folder)
+            elif folder.is_dir():
+                shutil.rmtree(folder)
+
+        self.files.then(f"removing {folder}", None, remove)

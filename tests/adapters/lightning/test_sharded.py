@@ -1,0 +1,151 @@
+"""Sharded checkpoints of Lightning's ``ModelParallelStrategy``: lazily captured, and Lightning's own folders."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from datastates.errors import SettingsError
+
+torch = pytest.importorskip("torch")
+
+HERE = Path(__file__).parent
+IMPORTED = ("lightning.pytorch", "torch.distributed.fsdp")
+HELD = 2000
+"""Milliseconds by which a write is delayed, and with it the capture of what the cache cannot hold."""
+BEGIN = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+from sharded import *
+from datastates import DatastatesError, _native
+
+quiet()
+directory = Path(sys.argv[1])
+chosen = strategy()
+checkpoints = attach(chosen, **OPTIONS)
+"""
+
+
+def run(ranks: Any, script: Path | str, *arguments: object) -> Any:
+    return ranks(2, script, *arguments, timeout=200, imported=IMPORTED, PYTHONPATH=str(HERE), NODE_RANK="0")
+
+
+@pytest.mark.long
+def test_it_resumes_bit_for_bit_from_each_others_folders(ranks: Any, said: Any, tmp_path: Path) -> None:
+    script = HERE / "sharded.py"
+    (whole, _) = run(ranks, script, tmp_path / "whole", 11, "stock")
+    losses = said(whole)["losses"]
+    for first, second in (((), ("stock",)), (("stock",), ())):
+        directory = tmp_path / f"by {'stock' if first else 'ours'}"
+        run(ranks, script, directory, 9, *first)
+        (folder,) = directory.iterdir()
+        assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
+        (resumed, _) = run(ranks, script, directory, 11, *second)
+        assert said(resumed)["losses"] == {step: loss for step, loss in losses.items() if int(step) >= 8}
+        ends = [torch.load(path.with_suffix(".pt"), weights_only=True) for path in (tmp_path / "whole", directory)]
+        assert all(torch.equal(ends[0][name], tensor) for name, tensor in ends[1].items())
+
+
+@pytest.mark.long
+def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(ranks: Any, tmp_path: Path) -> None:
+    script = """
+class Watch(pl.Callback):
+    found = []
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if trainer.global_step == BATCHES:
+            self.snapshots = [s for each in checkpoints.snapshots.values() for s in each]
+    def on_before_backward(self, trainer, module, loss):
+        if trainer.global_step == BATCHES:
+            self.found.append([s.captured for s in self.snapshots])
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == BATCHES + 1:
+            self.found.append([s.captured for s in self.snapshots])
+
+class Delay(pl.Callback):
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == BATCHES:
+            _native.arm_fault("write", "delay", HELD, 1, 1)
+
+watch = Watch()
+made = trainer(directory, BATCHES + 2, chosen, watch)
+made.callbacks.insert(0, Delay())
+made.fit(Sharded(), data())
+assert watch.found == [[False], [True]], watch.found
+leave()
+"""
+    run(ranks, BEGIN + script.replace("HELD", str(HELD)), tmp_path / "run")
+
+
+@pytest.mark.long
+def test_what_fails_on_one_rank_fails_on_all_and_the_last_one_stays(ranks: Any, tmp_path: Path) -> None:
+    script = """
+class Fail(pl.Callback):
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == 2 * BATCHES and chosen.global_rank == 1:
+            _native.arm_fault("write", "fail", ENOSPC, 1, 1)
+
+made = trainer(directory, 2 * BATCHES + 1, chosen)
+made.callbacks.insert(0, Fail())
+try:
+    made.fit(Sharded(), data())
+except DatastatesError as error:
+    assert "No space" in str(error), error
+else:
+    raise AssertionError("nothing was raised")
+if chosen.is_global_zero:
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == ["step=4.ckpt"], names
+leave()
+"""
+    run(ranks, BEGIN + script.replace("ENOSPC", str(errno.ENOSPC)), tmp_path / "run")
+
+
+def test_one_rank_saves_its_shards_and_refuses_to_replace_other_files(ranks: Any, tmp_path: Path) -> None:
+    script = """
+chosen = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend="gloo")
+attach(chosen, **OPTIONS)
+made = trainer(directory, 2, chosen, devices=1, every_n_train_steps=2)
+module = Sharded(64)
+made.fit(module, data())
+assert sorted(path.name for path in directory.iterdir()) == ["step=2.ckpt"]
+saved = dict(module.state_dict())
+import torch.distributed.checkpoint as dcp
+found = {name: torch.empty(tensor.shape) for name, tensor in saved.items()}
+dcp.load({"state_dict": found}, checkpoint_id=directory / "step=2.ckpt")
+assert all(torch.equal(found[name], tensor.full_tensor()) for name, tensor in saved.items())
+
+(directory / "others").mkdir()
+(directory / "others" / "precious").write_text("x")
+try:
+    made.save_checkpoint(directory / "others")
+except DatastatesError as error:
+    assert "holds other files" in str(error), error
+else:
+    raise AssertionError("nothing was raised")
+assert [path.name for path in (directory / "others").iterdir()] == ["precious"]
+leave()
+"""
+    ranks(1, BEGIN + script, tmp_path / "run", timeout=100, imported=IMPORTED, PYTHONPATH=str(HERE), NODE_RANK="0")
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+
+    from datastates.adapters.lightning import attach
+
+    for strategy, hint in (
+        (DDPStrategy(), "DataStatesCheckpointIO"),
+        (FSDPStrategy(), "use ModelParallelStrategy"),
+        (ModelParallelStrategy(save_distributed_checkpoint=False), "save_distributed_checkpoint=True"),
+    ):
+        with pytest.raises(ValueError, match=hint):
+            attach(strategy)
+    strategy = ModelParallelStrategy()
+    with pytest.raises(SettingsError, match="no_such"):
+        attach(strategy, no_such=1)  # type: ignore[call-arg]
+    attach(strategy)
+    with pytest.raises(ValueError, match="has been called for it"):
+        attach(strategy)
