@@ -31,12 +31,19 @@ class TorchName:
 
 
 def torch_global(name: str) -> Any:
-    """The attribute of torch with that name, or a :class:`TorchName` where torch is not installed."""
+    """The attribute of torch with that name; where torch is not installed, a tuple's maker or a :class:`TorchName`."""
     try:
         import torch
     except ImportError:
-        return TorchName(name)
+        return _size if name == "Size" else TorchName(name)
     return getattr(torch, name)
+
+
+def _size(sizes: Any) -> tuple[int, ...]:
+    """What stands for ``torch.Size`` where torch is not installed."""
+    if not are_sizes(sizes):
+        raise FormatError("a shape is not made of sizes")
+    return tuple(sizes)
 
 
 def _rebuild_numpy(subtype: object, shape: object, kind: object) -> Any:
@@ -311,7 +318,10 @@ BUILT_LATE = {
     "torch._C.Generator": _generator,
 }
 """Functions that need torch or their arrays' elements: they are called only once the arrays have been read."""
-_FUNCTIONS = (_encode, _bytearray, numpy_dtype, _rebuild_numpy, _numpy_scalar, _layout, _sparse, _meta, _generator)
+_FUNCTIONS = (
+    *(_encode, _bytearray, numpy_dtype, _rebuild_numpy, _numpy_scalar),
+    *(_size, _layout, _sparse, _meta, _generator),
+)
 
 
 def may_call(function: Any, arguments: tuple[Any, ...]) -> bool:

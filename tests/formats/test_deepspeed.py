@@ -90,6 +90,19 @@ class TestDeepSpeed:
         written = load_file(tmp_path / "out.safetensors")
         assert all(torch.equal(tensor, found[key]) for key, tensor in written.items())
 
+    def test_without_torch_they_are_arrays(self, saved: Path) -> None:
+        code = (
+            "import sys; sys.modules['torch'] = None\n"
+            "import datastates as ds\n"
+            "with ds.open(sys.argv[1]) as opened: print(opened['hidden.weight'].tolist())\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, saved / "torch-3"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        with ds.open(saved / "torch-3") as opened:
+            assert done.stdout == f"{opened['hidden.weight'].tolist()}\n"
+
     def test_the_commands_say_what_it_is(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for command in ("inspect", "verify"):
             assert commands.main([command, str(saved / "torch-3")]) == 0
