@@ -18,7 +18,7 @@ from datastates.container.safetensors_header import Tensor
 from datastates.executor.executor import Executor
 from datastates.exporting import safetensors_layout as layout
 from datastates.exporting.copying import Copier, Origin
-from datastates.exporting.naming import choose, names_of
+from datastates.exporting.naming import choose, matches, names_of
 from datastates.restoring.casting import FLOATS
 from datastates.restoring.renaming import Renames
 from datastates.restoring.sources import Tensors
@@ -39,7 +39,8 @@ class Exported:
         tensors: Number of tensors.
         nbytes: Bytes of all files.
         tied: Names that share their tensor with another name, and that name. Only the other one is in the files.
-        objects: Full keys of what is no tensor and was left out, of the providers whose tensors were exported.
+        objects: Full keys of what is no tensor and was left out: what was asked for by its key, and what belongs to the
+            providers whose tensors were exported.
         unproven: Full keys of tensors that have no digest to compare with. Their bytes match the checksums of a source
             that has checksums of its chunks, as this package's checkpoints do.
     """
@@ -131,7 +132,7 @@ def export(
         len(tensors),
         total,
         named,
-        tuple(key for key in stored.objects() if key.partition("/")[0] in providers),
+        tuple(key for key in stored.objects() if key.partition("/")[0] in providers or matches(key, keys)),
         tuple(tensor.key for tensor in tensors if origins[tensor.key].digest is None and tensor.nbytes),
     )
 

@@ -18,7 +18,12 @@ def choose(keys: Iterable[str], globs: Sequence[str]) -> list[str]:
     for glob in globs:
         if not any(fnmatchcase(key, glob) for key in known):
             raise ValueError(f"keys: no array of the checkpoint matches {glob!r}")
-    return [key for key in known if any(fnmatchcase(key, glob) for glob in globs)]
+    return [key for key in known if matches(key, globs)]
+
+
+def matches(key: str, globs: Sequence[str]) -> bool:
+    """Whether a full key matches any of some globs."""
+    return any(fnmatchcase(key, glob) for glob in globs)
 
 
 def names_of(keys: Sequence[str], renames: Renames) -> dict[str, str]:

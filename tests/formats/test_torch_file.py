@@ -49,6 +49,7 @@ def state() -> dict[str, Any]:
         "odd/name": {0: torch.zeros(1), "0": torch.ones(1), "": torch.ones(2)},
         "nothing": {},
         "step": 5,
+        "sparse": torch.eye(2).to_sparse(),
     }
 
 
@@ -72,8 +73,9 @@ def test_load_gives_what_torch_load_gives(file: Path) -> None:
     for key, value in flat(found).items():
         if isinstance(value, torch.Tensor):
             assert type(value) is type(flattened[key]), key
-            assert (value.dtype, value.stride()) == (flattened[key].dtype, flattened[key].stride()), key
-            assert torch.equal(value, flattened[key]), key
+            assert (value.dtype, value.layout) == (flattened[key].dtype, flattened[key].layout), key
+            assert value.is_sparse or value.stride() == flattened[key].stride(), key
+            assert torch.equal(value.to_dense(), flattened[key].to_dense()), key
         else:
             assert np.array_equal(value, flattened[key]), key
     assert found["parameter"].requires_grad
@@ -82,7 +84,7 @@ def test_load_gives_what_torch_load_gives(file: Path) -> None:
 
 
 def test_open_gives_each_tensor_by_the_keys_of_a_state_dict(file: Path) -> None:
-    tensors = {k: v for k, v in flat(state()).items() if isinstance(v, torch.Tensor)}
+    tensors = {k: v for k, v in flat(state()).items() if isinstance(v, torch.Tensor) and not v.is_sparse}
     with ds.open(file) as opened:
         assert list(opened) == list(tensors)
         assert "optimizer/state/0/exp_avg" in opened
@@ -95,7 +97,7 @@ def test_open_gives_each_tensor_by_the_keys_of_a_state_dict(file: Path) -> None:
 
 def test_export_names_what_is_no_tensor(file: Path, tmp_path: Path) -> None:
     done = ds.export(file, tmp_path / "out")
-    assert set(done.objects) <= {"optimizer", "numpy", "nothing", "step", "odd~1name"}
+    assert done.objects == ("optimizer", "numpy", "nothing", "step", "sparse")
     assert ds.export(file, tmp_path / "model", keys="model/*").objects == ()
 
 
