@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from datastates._base.files import length, read_bytes
@@ -24,7 +23,7 @@ _MOST_INDEX = 256 << 20
 
 def recognises(path: Path) -> bool:
     """Whether a folder has weights, as safetensors or as the older files of ``torch.save``."""
-    return path.is_dir() and bool(_found(path))
+    return path.is_dir() and _found(path) is not None
 
 
 def open(path: Path) -> Foreign:
@@ -39,11 +38,10 @@ def open(path: Path) -> Foreign:
 
 def open_files(path: Path) -> list[ForeignFile]:
     """Open the files of the weights; raises as :func:`open` does."""
-    first = _found(path)[0]
+    first = _found(path)
+    assert first is not None
     if not first.name.endswith(_INDEX):
-        files = [_open_file(one) for one in _found(path)]
-        refuse_repeated(path, files)
-        return files
+        return [_open_file(first)]
     weights = _read_index(first)
     names = list(dict.fromkeys(weights.values()))
     missing = [name for name in names if not (path / name).is_file()]
@@ -63,13 +61,14 @@ def _open_file(path: Path) -> ForeignFile:
     return TorchFile(path) if torch_file.recognises(path) else safetensors_file.open_file(path)
 
 
-def _found(path: Path) -> Sequence[Path]:
-    """The index, the only file, or all files of the weights."""
+def _found(path: Path) -> Path | None:
+    """The index, or the only file of the weights. Several files without an index are several checkpoints."""
     for known in (one for file in _FILES for one in (file + _INDEX, file)):
         if (path / known).is_file():
-            return [path / known]
+            return path / known
     indexes = sorted(path.glob(f"*{safetensors_file.SUFFIX}{_INDEX}"))
-    return indexes[:1] or sorted(one for one in path.glob(f"*{safetensors_file.SUFFIX}") if one.is_file())
+    files = sorted(one for one in path.glob(f"*{safetensors_file.SUFFIX}") if one.is_file())
+    return indexes[0] if len(indexes) == 1 else files[0] if len(files) == 1 else None
 
 
 def _read_index(path: Path) -> dict[str, str]:

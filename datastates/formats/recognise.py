@@ -36,11 +36,15 @@ FORMATS: tuple[Format, ...] = (
 
 
 def recognise(path: Path) -> Format | None:
-    """The format of a file or a folder; None for one that no format recognises.
+    """The format of a file or a folder that is one checkpoint; None for one that no format recognises.
+
+    A directory of this package's checkpoints is none of another format, whatever else lies in it.
 
     Raises:
         StorageError: It cannot be read.
     """
+    if not own.recognises(path) and directories.by_age(path):
+        return None
     return next((one for one in FORMATS if one.recognises(path)), None)
 
 

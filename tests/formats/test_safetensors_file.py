@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 import datastates as ds
-from datastates.errors import DatastatesError, FormatError
+from datastates.cli import commands
+from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError
+from datastates.providers import from_state_dict
 
 
 def entry(shape: list[int], *offsets: int, dtype: str = "U8") -> str:
@@ -113,10 +115,29 @@ def index(folder: Path, weights: Any) -> Path:
     return path
 
 
-def test_files_without_an_index_belong_together(folder: Path) -> None:
+def test_only_an_index_makes_several_files_one_checkpoint(folder: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        ds.load(folder)
+    path = index(folder, {"w1": "model-1.safetensors", "w2": "model-2.safetensors"})
     assert sorted(ds.load(folder)) == ["w1", "w2"]
-    index(folder, {"w2": "model-2.safetensors"})
-    assert sorted(ds.load(folder)) == ["w2"]  # an index says which files
+    path.unlink()
+    (folder / "model-2.safetensors").rename(folder / "model.safetensors")
+    assert sorted(ds.load(folder)) == ["w2"]
+    (folder / "model.safetensors").unlink()
+    assert sorted(ds.load(folder)) == ["w1"]
+
+
+def test_beside_our_checkpoints_a_file_is_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model-1.safetensors").rename(folder / "model.safetensors")
+    with ds.Checkpointer(folder) as checkpointer:
+        checkpointer.snapshot([from_state_dict("m", {"own": torch.ones(3)})], step=4)
+    assert list(ds.load(folder)) == ["m"]
+    with ds.open(folder) as opened:
+        assert opened.step == 4
+    assert commands.main(["ls", str(folder)]) == 0
+    listed = capsys.readouterr().out
+    assert "step-00000004" in listed
+    assert listed.count("a safetensors file") == 2
 
 
 @pytest.mark.parametrize(
@@ -145,12 +166,14 @@ def test_an_index_that_is_no_json_is_refused(folder: Path) -> None:
 
 def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
     save_file({"w1": torch.ones(3)}, folder / "other.safetensors")
+    index(folder, {"w1": "model-1.safetensors", "w2": "other.safetensors"})
     with pytest.raises(FormatError, match=r"'w1' is in model-1\.safetensors and in other\.saf"):
         ds.open(folder)
 
 
 def test_no_step_is_the_step_of_a_format_without_steps(folder: Path) -> None:
-    with ds.open(folder) as opened:
+    file = folder / "model-1.safetensors"
+    with ds.open(file) as opened:
         assert opened.step is None
-    with pytest.raises(ds.errors.CheckpointNotFoundError, match="no step"):
-        ds.load(folder, step=3)
+    with pytest.raises(CheckpointNotFoundError, match="no step"):
+        ds.load(file, step=3)
