@@ -230,7 +230,7 @@ def load(
     If the newest checkpoint of a directory is damaged, the message of the error names an older one that looks whole.
 
     Args:
-        path: A checkpoint directory, a directory of them, or one container file.
+        path: A checkpoint directory, a directory of them, one container file, or a checkpoint of another format.
         step: In a directory of checkpoints, the step to read; None reads the newest. For a single checkpoint or file,
             the step that it must have; None accepts any.
         device: Where torch tensors are read to: ``"cpu"``, or a CUDA device such as ``"cuda"``, ``"cuda:1"`` or ``1``.
@@ -240,13 +240,15 @@ def load(
 
     Returns:
         The value of each provider, by the name that it is stored under. An array that came from torch is a torch tensor
-        on ``device`` if torch is installed. All others are NumPy arrays, in host memory.
+        on ``device`` if torch is installed. All others are NumPy arrays, in host memory. For a checkpoint of another
+        format: the tensors by name, or the value of a file of ``torch.save``; one that is no dict is under the key
+        ``""``.
 
     Raises:
         ValueError: There is no such device.
         TrustError: An object needs a class that is not trusted.
         CorruptError: A tensor or object does not match its checksum; the message names it.
-        FormatError: A file is damaged, or is no container.
+        FormatError: A file is damaged, or of no known format.
         StorageError: A file is missing or cannot be read.
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
         SettingsError: An option is unknown or impossible.
@@ -286,16 +288,17 @@ def export(
     """Write the tensors of a checkpoint as safetensors, the format of Hugging Face's tools.
 
     Parts that several ranks saved are put together. Everything that is read is verified by its checksums, and what is
-    written is compared with each tensor's digest: when this returns, the copy is proven. It needs the host cache and
-    64 MiB of memory, whatever the size of the checkpoint. The target appears when it is complete and on stable storage.
-    An interrupted export leaves a folder ``TARGET.partial-…``, which the next export to that target deletes.
+    written is compared with each tensor's digest: when this returns, the copy is proven. Tensors of other formats that
+    have no checksum are listed as not proven. It needs the host cache and 64 MiB of memory, whatever the size of the
+    checkpoint. The target appears when it is complete and on stable storage. An interrupted export leaves a folder
+    ``TARGET.partial-…``, which the next export to that target deletes.
 
     A tensor is named as its full key without the provider's name if all exported tensors belong to one provider, and as
     its full key if not. Of tensors that are the same memory, the first is in the files, and the names of the others are
     in the metadata, as ``safetensors.torch.save_model`` does it.
 
     Args:
-        source: A checkpoint directory, a directory of them, or one container file.
+        source: As ``path`` for :func:`load`.
         target: A path that ends in ``.safetensors`` for one file. Any other path is a folder, which must not exist or
             must be empty: it gets ``model.safetensors``, or several files with ``model.safetensors.index.json``.
         step: As for :func:`load`.
@@ -317,7 +320,7 @@ def export(
         ValueError: A glob or a rename matches nothing, two tensors would get one name, a tensor is of a type that
             safetensors lacks, or another argument is impossible.
         CorruptError: A tensor does not match its checksum or its digest; the message names it.
-        FormatError: A file is damaged, or is no container.
+        FormatError: A file is damaged, or of no known format.
         StorageError: A file is missing or cannot be read, or the target cannot be written.
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
         SettingsError: An option is unknown or impossible.

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         target = (
             "a directory of checkpoints"
             if name == "ls"
-            else "a checkpoint, a directory of them (the newest), or a container file"
+            else "a checkpoint, a directory of them (the newest), or a file or folder of another format"
         )
         command.add_argument("path", metavar=argument, type=_path, help=target)
         command.add_argument("--json", action="store_true", help="print JSON for programs")
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     what = "compare two checkpoints by their digests; exit 1 when they differ, 2 when they cannot be compared"
     diff = commands.add_parser("diff", help=what, description=what[0].upper() + what[1:] + ".", epilog=STATUS)
     for name in ("A", "B"):
-        diff.add_argument(name, type=_path, help="a checkpoint, a directory of them (the newest), or a container file")
+        diff.add_argument(name, type=_path, help="as for inspect")
     diff.add_argument("--json", action="store_true", help="print JSON for programs")
     diff.set_defaults(run=_diff)
     export.add_to(commands, _path, STATUS)

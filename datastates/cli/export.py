@@ -35,7 +35,7 @@ def add_to(commands: Any, path: Callable[[str], Path], status: str) -> None:
         "source",
         metavar="SOURCE",
         type=path,
-        help="a checkpoint, a directory of them (the newest), or a container file",
+        help="a checkpoint, a directory of them (the newest), or a file or folder of another format",
     )
     add("target", metavar="TARGET", type=path, help="a new folder, or a new file with a name that ends in .safetensors")
     add("--step", type=int, metavar="N", help="the step to export from a directory of checkpoints; default: the newest")
