@@ -30,6 +30,7 @@ from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.engine import Engine
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
+from datastates.state import dtensors
 from datastates.state.provider import Saved
 
 _log = logging.getLogger("datastates")
@@ -111,7 +112,7 @@ class StateWriter:
 
 def buffer_storages(module: torch.nn.Module) -> frozenset[int]:
     """Addresses of the storages of a module's buffers, which the forward pass may change."""
-    found = (buffer.untyped_storage().data_ptr() for buffer in module.buffers())
+    found = (dtensors.local(buffer).untyped_storage().data_ptr() for buffer in module.buffers())
     return frozenset(address for address in found if address)
 
 

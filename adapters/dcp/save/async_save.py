@@ -26,6 +26,7 @@ from datastates.adapters.dcp.save.global_plan import Planning
 from datastates.adapters.dcp.save.local_plans import LocalPlans
 from datastates.adapters.dcp.save.staging import Lazy, Staged
 from datastates.adapters.dcp.save.writer import DataStatesStorageWriter, WriterOptions
+from datastates.adapters.torch_files import no_buffer_of
 from datastates.errors import CommitError, DatastatesError, SnapshotAbandonedError
 from datastates.executor.make import make_executor
 from datastates.ranks.board_world import text_of
@@ -33,7 +34,6 @@ from datastates.ranks.world import world_of
 from datastates.saving.engine import Engine
 from datastates.saving.running import Running
 from datastates.saving.snapshot import Snapshot
-from datastates.state import dtensors
 
 
 def async_save(
@@ -244,6 +244,5 @@ class _Once:
 
 def _lazy(state_dict: dict[str, Any], chosen: Lazy) -> Lazy:
     """As ``chosen``, but False for buffers of modules, which a forward pass may change."""
-    modules = [value for value in state_dict.values() if isinstance(value, torch.nn.Module)]
-    buffers = {dtensors.local(b).untyped_storage().data_ptr() for module in modules for b in module.buffers()}
-    return lambda name, tensor: tensor.untyped_storage().data_ptr() not in buffers and chosen(name, tensor)
+    no_buffer = no_buffer_of([value for value in state_dict.values() if isinstance(value, torch.nn.Module)])
+    return lambda name, tensor: no_buffer(name, tensor) and chosen(name, tensor)

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from datastates.adapters.lightning import attach
 from training import BATCHES, OPTIONS, Module, data, quiet
@@ -24,7 +25,9 @@ class Sharded(Module):
         self.net[1] = torch.nn.LayerNorm(width)
 
     def configure_model(self) -> None:
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        mesh = self.device_mesh["data_parallel"]
+        fully_shard(self.net, mesh=mesh)
+        self.register_buffer("spread", distribute_tensor(torch.arange(8.0), mesh))
 
 
 def trainer(

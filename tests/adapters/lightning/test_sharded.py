@@ -60,20 +60,25 @@ class Watch(pl.Callback):
     def on_before_backward(self, trainer, module, loss):
         if trainer.global_step == BATCHES:
             self.found.append([s.captured for s in self.snapshots])
-    def on_train_batch_end(self, trainer, module, *_):
-        if trainer.global_step == BATCHES + 1:
-            self.found.append([s.captured for s in self.snapshots])
 
 class Delay(pl.Callback):
     def on_train_batch_end(self, trainer, module, *_):
         if trainer.global_step == BATCHES:
+            self.expected = {name: t.full_tensor().clone() for name, t in module.state_dict().items()}
             _native.arm_fault("write", "delay", HELD, 1, 1)
 
-watch = Watch()
+watch, delay, module = Watch(), Delay(), Sharded()
 made = trainer(directory, BATCHES + 2, chosen, watch)
-made.callbacks.insert(0, Delay())
-made.fit(Sharded(), data())
-assert watch.found == [[False], [True]], watch.found
+made.callbacks.insert(0, delay)
+made.fit(module, data())
+assert watch.found == [[False]], watch.found
+# the update came later: it changed the module, and not what was saved
+import torch.distributed.checkpoint as dcp
+(folder,) = directory.iterdir()
+found = {name: torch.empty_like(tensor) for name, tensor in delay.expected.items()}
+dcp.load({"state_dict": found}, checkpoint_id=folder)
+assert all(torch.equal(found[name], tensor) for name, tensor in delay.expected.items())
+assert not torch.equal(module.net[0].weight.full_tensor(), found["net.0.weight"])
 leave()
 """
     run(ranks, BEGIN + script.replace("HELD", str(HELD)), tmp_path / "run")
