@@ -212,6 +212,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_root(path: Path) -> bool:
+    """Whether a path is a directory with a committed checkpoint in it."""
+    return any(STEP.match(e.name) and _manifest_stat(e) is not None for e in entries(path))
+
+
 def without_manifest(root: Path) -> list[Path]:
     """Directories with the name of a checkpoint, but without a manifest."""
     return [e for e in entries(root) if STEP.match(e.name) and _manifest_stat(e) is None]

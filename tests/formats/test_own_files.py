@@ -1,0 +1,38 @@
+"""Files that this package writes for other frameworks are read in the folders of these frameworks, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import datastates as ds
+from datastates.adapters.torch_files import FileSettings, TorchFiles
+from datastates.formats import hugging_face, trainer
+from datastates.formats.recognise import recognise
+
+
+def write(folder: Path, **states: object) -> None:
+    files = TorchFiles(FileSettings(host_cache="8MiB", block="1MiB"))
+    for name, state in states.items():
+        suffix = ".bin" if name == "pytorch_model" else ".pt"
+        files.write(name, state, folder / f"{name}{suffix}", lambda *_: False).wait_ended()
+    files.close()
+
+
+def test_a_folder_of_weights_and_a_trainers(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    write(tmp_path, pytorch_model=model.state_dict(), optimizer=optimizer.state_dict())
+    assert recognise(tmp_path) is hugging_face
+    assert torch.equal(ds.load(tmp_path)["weight"], model.weight)
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
+    assert recognise(tmp_path) is trainer
+    with ds.open(tmp_path) as opened:
+        assert opened.step == 2
+        assert torch.equal(opened["weight"], model.weight)
+        moment = optimizer.state_dict()["state"][0]["exp_avg"]
+        assert torch.equal(opened["optimizer/state/0/exp_avg"], moment)
+    assert ds.load(tmp_path)["optimizer"]["param_groups"] == optimizer.state_dict()["param_groups"]
