@@ -91,8 +91,9 @@ def _export(arguments: argparse.Namespace) -> int:
             for key in done.unproven:
                 print(f"{printable(key)} matches its checksums; it has no digest")
         else:
-            proven = f"{done.tensors - len(done.unproven)} of {done.tensors} tensors match a checksum"
-            print(f"{arguments.source} is {done.source}: {proven}, the others have none")
+            proven = f"{len(done.unproven)} of {done.tensors} tensors have no checksum to match"
+            what = proven if done.unproven else "every tensor matches its checksum"
+            print(f"{arguments.source} is {done.source}: {what}")
         how = "as saved" if done.source == own.NAME else "as read"
         print(f"{done.path}: {done.tensors} tensors, {as_size(done.nbytes)} in {len(done.files)} file(s), {how}")
     return 0

@@ -193,3 +193,15 @@ class TestFormat:
         assert told["others"] == [{"name": made.name, "format": case.name}]
         if case.folder:
             assert run("ls", made) == (2, f"datastates: {made} is {case.name}: use inspect\n")
+
+    def test_export_says_what_is_proven(
+        self, case: Case, made: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
+    ) -> None:
+        keys = [word for name in weights() for word in ("--keys", case.keys(name))]
+        status, text = run("export", made, tmp_path / "out", *keys)
+        assert status == 0
+        if case.name != "a checkpoint of datastates":
+            what = (
+                "every tensor matches its checksum" if case.checked else "5 of 6 tensors have no checksum to match"
+            )  # the other is empty
+            assert f"{made} is {case.name}: {what}" in text
