@@ -60,7 +60,15 @@ class Container:
         """The objects, in their order."""
         names, rank = self.index.shards.providers, int(self.index.identity["rank"])
         return [
-            ObjectEntry(full_key(names[o.provider], o.key), rank, partial(self._survey, o), o.offset, o.nbytes, o.crc)
+            ObjectEntry(
+                key=full_key(names[o.provider], o.key),
+                rank=rank,
+                survey=partial(self._survey, o),
+                stored=(o.nbytes, o.crc),
+                offset=o.offset,
+                nbytes=o.nbytes,
+                crc=o.crc,
+            )
             for o in self.index.objects
         ]
 

@@ -20,16 +20,14 @@ class ObjectEntry:
         key: Its full key.
         rank: The rank that saved it; 0 where the file does not say.
         survey: Reads it, and builds nothing that would run code of its classes.
+        stored: Stands for it as stored: entries with an equal one hold the same.
         offset, nbytes, crc: The place of its opcodes in the file, and their CRC-32; None where it has no such place.
     """
 
     key: str
     rank: int
     survey: Survey
+    stored: object
     offset: int | None = None
     nbytes: int | None = None
     crc: int | None = None
-
-    def is_alike(self, other: ObjectEntry) -> bool:
-        """Whether both have the same opcodes, as far as their checksums tell."""
-        return self.crc is not None and (self.nbytes, self.crc) == (other.nbytes, other.crc)

@@ -11,6 +11,7 @@ import numpy as np
 
 from datastates._base.files import read_bytes
 from datastates.container import pickle_reader
+from datastates.container.object_entry import ObjectEntry
 from datastates.errors import FormatError
 from datastates.formats.archives import DATA, PICKLE, Archive, open_archive
 from datastates.restoring.provider_view import Trust, naming
@@ -39,6 +40,17 @@ class ArchivedObject:
         if archive is None or PICKLE not in archive.nbytes or not archive.is_little:
             raise FormatError("it is no object that torch.save wrote")
         return archive
+
+    def entry(self, key: str) -> ObjectEntry:
+        """What a file lists of it."""
+        return ObjectEntry(key, 0, self.survey, self, self.offset, self.nbytes)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same bytes, which are read."""
+        if not isinstance(other, ArchivedObject) or self.nbytes != other.nbytes:
+            return False
+        one, two = (read_bytes(each.path)(each.offset, each.nbytes) for each in (self, other))
+        return one == two
 
     def survey(self, resolve: Callable[[StoredArray], object], trust: Trust = "all") -> tuple[Any, bool]:
         """Read it as :func:`datastates.container.pickle_reader.survey` does."""

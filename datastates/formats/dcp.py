@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from datastates._base.files import length, read_bytes
-from datastates.container.object_entry import ObjectEntry
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
 from datastates.formats import dcp_metadata
@@ -107,7 +106,7 @@ class DcpFile(ForeignFile):
                 raise FormatError(f"{chunk.key!r} in {path}: {error}") from error
             tensors.append((len(records), shard))
             records.append(record)
-        entries = [ObjectEntry(key, 0, blob.survey, blob.offset, blob.nbytes) for key, blob in self.blobs.items()]
+        entries = [blob.entry(key) for key, blob in self.blobs.items()]
         super().__init__(path, nbytes, records, tensors, entries)
 
 

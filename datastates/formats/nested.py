@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from datastates.container.pickle_reader import Unbuilt
 from datastates.state.keys import join
 from datastates.state.shards import StoredArray
 
@@ -32,16 +33,22 @@ def arrays_in(value: object, prefix: str) -> Iterator[tuple[str, StoredArray]]:
 
 def has_other(value: object) -> bool:
     """Whether there is anything beside arrays in nested dicts, lists and tuples; an empty one counts as that."""
+    return any(not isinstance(leaf, StoredArray) for leaf in _leaves(value))
+
+
+def is_built(value: object) -> bool:
+    """Whether no object in nested dicts, lists and tuples was left unbuilt by a survey."""
+    return not any(isinstance(leaf, Unbuilt) for leaf in _leaves(value))
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """The values in nested dicts, lists and tuples, and those of these that are empty."""
     left: list[Any] = [value]
     seen: set[int] = set()
     while left:
         item = left.pop()
-        if not isinstance(item, (dict, list, tuple)):
-            if not isinstance(item, StoredArray):
-                return True
+        if not isinstance(item, (dict, list, tuple)) or not item:
+            yield item
         elif id(item) not in seen:
             seen.add(id(item))
-            if not item:
-                return True
             left += item.values() if isinstance(item, dict) else item
-    return False

@@ -17,7 +17,7 @@ from datastates.formats.archives import DATA, PICKLE, Archive, open_archive
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, tensor
 from datastates.formats.loading import Blocks
-from datastates.formats.nested import arrays_in, has_other
+from datastates.formats.nested import arrays_in, has_other, is_built
 from datastates.formats.record_file import Record
 from datastates.restoring.provider_view import Trust, naming
 from datastates.state import dtypes, memory
@@ -72,7 +72,7 @@ class TorchFile(ForeignFile):
         with naming(str(path)):
             archive = _archive(path, nbytes)
             self._pickle = archive.read(PICKLE)
-            self._numbers: dict[str, int] = {}
+            self._surveyed: tuple[object, Any] | None = None
             names = [name for name in archive.nbytes if name != PICKLE]
             records = [Record(archive.offset(name), archive.nbytes[name], archive.crc(name)) for name in names]
             order = sorted(range(len(names)), key=lambda i: (records[i].offset, records[i].nbytes))
@@ -107,20 +107,19 @@ class TorchFile(ForeignFile):
         """What is no tensor: one entry for each item of the value that has something else in it."""
         if not isinstance(self.value, dict):
             rest = has_other(self.value)
-            return [ObjectEntry(prefix, 0, self._surveyed)] if rest else []
+            return [ObjectEntry(prefix, 0, self._survey, self._pickle)] if rest else []
         return [
-            ObjectEntry(join(prefix, key), 0, functools.partial(self._item, key))
+            ObjectEntry(join(prefix, key), 0, functools.partial(self._item, key), self._pickle)
             for key, item in self.value.items()
             if has_other(item)
         ]
 
-    @functools.lru_cache(1)  # noqa: B019 - one entry, for the items of this file one after the other
-    def _surveyed(self, resolve: Callable[[StoredArray], object]) -> tuple[Any, bool]:
-        return self._survey(resolve)
-
     def _item(self, key: object, resolve: Callable[[StoredArray], object]) -> tuple[Any, bool]:
-        value, complete = self._surveyed(resolve)
-        return value[key], complete
+        """An item of the value, as a survey; the last one serves the file's other items, too."""
+        if self._surveyed is None or self._surveyed[0] is not resolve:
+            self._surveyed = resolve, self._survey(resolve)[0]
+        item = self._surveyed[1][key]
+        return item, is_built(item)
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> Any:
         """Read and verify the file, and build its value; the arguments are those of ``Opened.load``.

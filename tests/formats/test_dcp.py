@@ -169,3 +169,14 @@ def test_without_torch_tensors_are_arrays(saved: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, saved], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] 3 [1.0, 1.0]\n"
+
+
+def test_diff_compares_objects(tmp_path: Path) -> None:
+    for name, bomb, step in (("a", "boom", 1), ("b", "boom", 1), ("c", "boom", 2), ("d", "bang", 1)):
+        state = {"w": torch.ones(2), "bomb": Bomb(tmp_path / bomb), "step": step}
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    a, b, c, d = (str(tmp_path / name) for name in "abcd")
+    assert commands.main(["diff", a, b]) == 0
+    assert commands.main(["diff", a, c]) == 1
+    assert commands.main(["diff", a, d]) == 1
+    assert not (tmp_path / "boom").exists()

@@ -276,3 +276,15 @@ def test_each_byte_matters_or_does_not(tmp_path: Path) -> None:
             continue
         assert found["n"] == 1
         assert found["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_diff_tells_which_objects_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, epoch in (("a", 1), ("b", 1), ("c", 2)):
+        torch.save({"own": Own(torch.ones(3)), "epoch": epoch, "lr": [0.1]}, tmp_path / f"{name}.pt")
+    a, b, c = (str(tmp_path / f"{name}.pt") for name in "abc")
+    assert commands.main(["diff", a, b]) == 0
+    assert commands.main(["diff", a, c]) == 1
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("differs")} == {
+        "own",  # it is compared as stored: only its class could tell
+        "epoch",
+    }
