@@ -192,7 +192,7 @@ def _on_host(shard: Shard, piece: Any) -> Any:
     assert shard.dtype is not None
     shape = tuple(piece.shape)
     block = memory.allocate(shard.kind, math.prod(shape) * BY_NAME[shard.dtype].itemsize)
-    ref = ArrayRef(shard.key, shard.kind, shard.dtype, shape, tuple(strides.row_major(shape)))
+    ref = ArrayRef(shard.key, shard.kind, shard.dtype, shape, strides.row_major(shape))
     memory.assign(memory.view(block, ref, 0), piece)
     return np.asarray(block)
 

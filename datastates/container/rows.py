@@ -34,7 +34,7 @@ def logical(row: Row, *, key: str | None = None, requires_grad: bool = False) ->
     found = reference(row, key=key, requires_grad=requires_grad)
     if row.flat is None and row.shape == row.global_shape:
         return found
-    return replace(found, shape=row.global_shape, stride=tuple(strides.row_major(row.global_shape)))
+    return replace(found, shape=row.global_shape, stride=strides.row_major(row.global_shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

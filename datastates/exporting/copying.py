@@ -214,7 +214,7 @@ class Copier:
         origin, stored = self._origins[tensor.key], self._stored_type(tensor)
         whole = end - begin == math.prod(tensor.shape)
         shape = tensor.shape if whole else (end - begin,)
-        stride = tuple(strides.row_major(shape))
+        stride = strides.row_major(shape)
         place = memory.view(window.block, ArrayRef(tensor.key, "torch", tensor.dtype, shape, stride), at)
         is_cast = stored != tensor.dtype
         array = window.stage(ArrayRef(tensor.key, "torch", stored, shape, stride)) if is_cast else place

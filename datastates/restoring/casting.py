@@ -164,7 +164,7 @@ def _piece(cast: Cast, begin: tuple[int, ...], size: tuple[int, ...]) -> Shard:
         dtype=cast.row.dtype.name,
         kind="torch" if arrays.kind_of(landing) == "torch" else "numpy",
         shape=size,
-        stride=tuple(strides.row_major(size)),
+        stride=strides.row_major(size),
         offset=offset,
         flat=flat,
         buffer=arrays.memory(landing),
@@ -176,7 +176,7 @@ def _piece(cast: Cast, begin: tuple[int, ...], size: tuple[int, ...]) -> Shard:
 def _landing(row: Row, shard: Shard, size: tuple[int, ...]) -> Any:
     """A new array of the stored type in host memory, of the library that converts it."""
     kind = "torch" if shard.kind == "torch" else "numpy"
-    return memory.empty(ArrayRef(row.key, kind, row.dtype.name, size, tuple(strides.row_major(size))))
+    return memory.empty(ArrayRef(row.key, kind, row.dtype.name, size, strides.row_major(size)))
 
 
 def _region(shard: Shard, begin: tuple[int, ...], size: tuple[int, ...]) -> Any:

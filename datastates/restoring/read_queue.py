@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -118,7 +118,8 @@ class ReadQueue:
             runs: The ranges in bytes: their sources are file offsets, their dests are offsets in the destination.
         """
         if len(runs) == 1 and runs.count[0] == 1:
-            to = replace(place, pointer=place.pointer + int(runs.dest[0]), nbytes=int(runs.length[0]))
+            at, nbytes = place.pointer + int(runs.dest[0]), int(runs.length[0])
+            to = Buffer(at, nbytes, place.device, place.stream, place.owner)
             self.add(key, int(runs.source[0]), to, whole=False)
         elif len(runs):
             self.runs.append((len(self.buffers), runs))

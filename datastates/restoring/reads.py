@@ -120,8 +120,7 @@ class Reads:
             runs = parts.intersect(stored, wanted).placed(
                 itemsize, int(queue.source.data_offset[row.record]) + row.offset
             )
-            count = runs.count.sum()
-            if place.device == HOST or count < 2 or runs.size.sum() >= SMALL_COPY * count:
+            if place.device == HOST or runs.size.sum() >= SMALL_COPY * runs.count.sum() or runs.count.sum() == 1:
                 queue.add_runs(row.key, place, runs)
                 return
         for block in parts.blocks(stored, wanted):

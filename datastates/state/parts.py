@@ -6,6 +6,7 @@ its strides in memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from datastates._base.columns import I64
 from datastates.state.runs import Runs, spread
 from datastates.state.strides import row_major
 
+_Spread = tuple[Sequence[int], Sequence[int], Sequence[int], int, int, int]
+"""The arguments of :func:`~datastates.state.runs.spread`."""
 _NONE = Runs.single(*(np.zeros(0, np.int64),) * 3)
 
 
@@ -81,19 +84,24 @@ class Part:
             first, n = self.flat[0] if self.flat is not None else 0, self.numel
             return np.array([first] if n else [], np.int64), np.array([n] if n else [], np.int64)
         assert self.offset is not None
-        _, runs = _box_runs(self.global_shape, self.shape, self.offset, (0,) * len(self.shape), self.shape).stretches()
+        if not self.numel:
+            return _NONE.source, _NONE.length
+        here = _box_spread(self.global_shape, self.shape, self.offset, (0,) * len(self.shape), self.shape)
+        _, runs = spread(*here).stretches()
         return runs.source, runs.length
 
 
-def _box_runs(
-    a_shape: Sequence[int], b_shape: Sequence[int], a_begin: Sequence[int], b_begin: Sequence[int], size: Sequence[int]
-) -> Runs:
-    """The runs of a box of ``size`` whose stretches are contiguous both in an array of ``a_shape`` and of ``b_shape``.
+def _box_spread(
+    a_shape: tuple[int, ...],
+    b_shape: tuple[int, ...],
+    a_begin: Sequence[int],
+    b_begin: Sequence[int],
+    size: Sequence[int],
+) -> _Spread:
+    """How a box of ``size`` spreads over stretches that are contiguous in arrays of ``a_shape`` and of ``b_shape``.
 
-    The box begins at the index ``a_begin`` of the one and ``b_begin`` of the other.
+    The box begins at the index ``a_begin`` of the one and ``b_begin`` of the other. It is not empty.
     """
-    if 0 in size:
-        return _NONE
     inner = len(size)  # from this dimension on the box spans both arrays
     while inner and size[inner - 1] == a_shape[inner - 1] == b_shape[inner - 1]:
         inner -= 1
@@ -101,7 +109,7 @@ def _box_runs(
     a_steps, b_steps = row_major(a_shape), row_major(b_shape)
     a_first = sum(b * s for b, s in zip(a_begin, a_steps, strict=True))
     b_first = sum(b * s for b, s in zip(b_begin, b_steps, strict=True))
-    return spread(size[:outer], a_steps[:outer], b_steps[:outer], math.prod(size[outer:]), a_first, b_first)
+    return size[:outer], a_steps[:outer], b_steps[:outer], math.prod(size[outer:]), a_first, b_first
 
 
 def _shared_box(source: Part, dest: Part) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
@@ -114,6 +122,13 @@ def _shared_box(source: Part, dest: Part) -> tuple[tuple[int, ...], tuple[int, .
         return None
     at, to = (tuple(a - b for a, b in zip(low, part.offset or (), strict=True)) for part in (source, dest))
     return at, to, tuple(b - a for a, b in zip(low, high, strict=True))
+
+
+@functools.lru_cache(maxsize=1024)  # tensors of equal shapes are often cut alike
+def _shared_spread(source: Part, dest: Part) -> _Spread | None:
+    """How the intersection of two boxes spreads over stretches; None when there is none."""
+    box = _shared_box(source, dest)
+    return None if box is None else _box_spread(source.shape, dest.shape, *box)
 
 
 def _check_same_tensor(source: Part, dest: Part) -> None:
@@ -131,8 +146,8 @@ def intersect(source: Part, dest: Part) -> Runs:
     """
     _check_same_tensor(source, dest)
     if source.offset is not None and dest.offset is not None:
-        box = _shared_box(source, dest)
-        return _NONE if box is None else _box_runs(source.shape, dest.shape, *box)
+        found = _shared_spread(source, dest)
+        return _NONE if found is None else spread(*found)
     if _is_beyond(source, dest) or _is_beyond(dest, source):
         return _NONE
     (a_begin, a_length), (b_begin, b_length) = source.runs(), dest.runs()
@@ -194,7 +209,7 @@ def blocks(source: Part, dest: Part) -> Iterator[Block]:
     # the shared elements are one range in the box's own order, but not in the flat range's
     assert box.offset is not None
     assert other.flat is not None
-    steps = tuple(row_major(box.global_shape))
+    steps = row_major(box.global_shape)
     for begin, size in _boxes_of_range(box.shape, int(box_at[0]), int(box_at[-1] + runs.length[-1])):
         first = sum((o + b) * s for o, b, s in zip(box.offset, begin, steps, strict=True)) - other.flat[0]
         yield Block(size, begin, (first,), steps) if box is source else Block(size, (first,), begin, steps)

@@ -48,9 +48,8 @@ class Runs:
 
     def placed(self, unit: int, source: int, dest: int = 0) -> Runs:
         """The same runs in another unit, ``unit`` of them for one, at other places."""
-        scaled = (getattr(self, f.name) * unit for f in fields(self))
-        s, d, length, _, *steps = scaled
-        return Runs(s + source, d + dest, length, self.count, *steps)
+        length, steps = self.length * unit, (self.source_step * unit, self.dest_step * unit)
+        return Runs(self.source * unit + source, self.dest * unit + dest, length, self.count, *steps)
 
     @property
     def size(self) -> I64:
@@ -127,6 +126,8 @@ def spread(
         source: Where the first one begins in the source.
         dest: Where it begins in the destination.
     """
+    if not sizes:
+        return Runs.single(np.array([source]), np.array([dest]), np.array([length]))
     dims = [dim for dim in zip(sizes, source_steps, dest_steps, strict=True) if dim[0] != 1]
     count, *steps = dims.pop() if dims and min(dims[-1][1:]) >= length else (1, length, length)
     while dims and count > 1 and list(dims[-1][1:]) == [count * step for step in steps]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 
-def row_major(shape: Sequence[int]) -> list[int]:
+@functools.lru_cache(maxsize=1024)  # a model has few shapes
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides of a shape."""
-    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def is_row_major(shape: tuple[int, ...], stride: Sequence[int]) -> bool:
     """Whether the elements are contiguous in memory, in row-major order."""
-    return 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, stride, row_major(shape), strict=True))
+    steps = row_major(shape)
+    return stride == steps or 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, stride, steps, strict=True))
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
