@@ -214,6 +214,18 @@ CHAPTERS = {
         "the slowest rank, beyond the median without a checkpoint.",
         _RANKS,
     ),
+    "files": Chapter(
+        "One rank restores many files",
+        "{bytes} bytes of fp32 matrices: saved by one rank into one file, and by rows by {files} ranks into {files} "
+        "files. One rank restores them in place. Before each, the files are put out of the page cache (checked with "
+        "mincore). Every element is compared. Raw reads one file of as many bytes with O_DIRECT.",
+        (
+            Column("GB/s", _rate("seconds")),
+            Column("of raw", _of_raw()),
+            Column("bytes read, of those needed", fetched, ".3f"),
+            Column("CPU s/GB", cpu_per_gb, skip=("raw",)),
+        ),
+    ),
     "reshard": Chapter("Restoring what other ranks saved", _RESHARDED, _RESHARDING),
     "reshard-large": Chapter("Restoring what other ranks saved, large", _RESHARDED, _RESHARDING),
 }

@@ -17,6 +17,7 @@ import torch
 import call
 import capture
 import durable
+import files
 import index
 import loading
 import machine
@@ -41,6 +42,7 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "throughput": training.run_cpu,
         "memory": memory.run,
         "index": index.run,
+        "files": files.run,
         "ranks": ranks.run,
         "reshard": partial(reshard.run, large=False),
         "reshard-large": partial(reshard.run, large=True),

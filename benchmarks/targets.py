@@ -176,6 +176,9 @@ TARGETS = [
     Target("cpu", "index", "encoding the index", 1, False, "s", scaled("encode", "seconds")),
     Target("cpu", "index", "opening the index", 1, False, "s", scaled("open", "seconds")),
     Target("cpu", "index", "reading one tensor", 10, False, "ms", scaled("read one", "seconds", 1e3)),
+    Target(
+        "cpu", "files", "restore of 64 files, over one file", 0.95, True, "×", times_as_fast("one file", "64 files")
+    ),
     Target("cpu", "ranks", "bytes read, 2 → 2, over those needed", 1.05, False, "×", fetched("datastates, 2 → 2")),
     Target(
         "gpu",

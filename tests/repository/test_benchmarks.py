@@ -38,6 +38,7 @@ CPU_ROWS = {
     "throughput": {"plain", "datastates", "DCP async", "torch_checkpointing async"},
     "memory": {"datastates", "DCP async"},
     "index": {"plan", "encode", "open", "read one"},
+    "files": {"one file", "64 files"},
     "ranks": {f"{system}, {n} → {m}" for system in RANKS for n, m in RANK_LAYOUTS},
 }
 # with tiny states reshard-large does the same
