@@ -23,6 +23,7 @@ from datastates.restoring.selection import Cut
 from datastates.restoring.stored import Stored
 from datastates.state import streams, tensor_scan
 from datastates.state.arrays import Destinations
+from datastates.state.parts import uncovered
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key, keys_of, objects_of
 
@@ -31,7 +32,7 @@ Trust = Collection[str] | str
 
 
 _SAMPLED = 16
-"""Number of a provider's arrays that are looked at before its container is read ahead."""
+"""Number of a provider's arrays that are looked at before a container is read ahead."""
 
 
 def place_in_pickle(stored: StoredArray) -> DataPlace:
@@ -120,10 +121,16 @@ class SavedState(Compared, Saved):
         """Keys of the stored objects."""
         return list(self._objects)
 
-    def seems_alike(self, shards: Sequence[Shard]) -> bool:
-        """Whether the live arrays are cut as in the base, going by a few of them. Those not in there do not count."""
+    def wants(self, shards: Sequence[Shard], rank: int) -> bool:
+        """Whether some, and probably all, of what a rank saved of the live arrays is wanted, going by a few of them."""
         some = [shards[i] for i in range(0, len(shards), max(1, len(shards) // _SAMPLED))]
-        return all(self.rows[s.key].part == s.part for s in some if not s.is_object and s.key in self.rows)
+        wanted = {full_key(self.name, shard.key): shard.part for shard in some if not shard.is_object}
+        if not any(rank in self._stored.holders(key, part) for key, part in wanted.items()):
+            return False  # its container need not be opened
+        return all(
+            row.global_shape == wanted[key].global_shape and not uncovered(row.part, [wanted[key]])
+            for key, row in self._stored.rows(rank, list(wanted)).items()
+        )
 
     def structure(self, key: str) -> object:
         """A stored object's containers and plain values, with an ArrayRef for each array."""

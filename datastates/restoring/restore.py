@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -165,8 +166,8 @@ class Restore:
     def _look(self, *, ahead: bool) -> None:
         pickle_reader.check_trust(self._trust)
         wants_all = ahead and self._replicas == "read" and self._scope.is_all
-        if wants_all and self._ranks == 1:
-            self._read_ahead()
+        if wants_all and self._own is not None and self._ranks == 1:
+            self._read_ahead(self._own, lambda _: True)
         if self._own is None or self._scope.rename:
             named = [] if self._own else [p.name for p in walk_unique(self._providers) if p.takes_parts]
             self._live_keys = LiveKeys(self._stored.keys, self._scope.rename, named)
@@ -192,8 +193,8 @@ class Restore:
             )
             saved.note_lost_objects(rank)
             shards = saved.select(provider.destinations(saved))
-            if wants_all and ranks > 1 and not self._taken and saved.seems_alike(shards):
-                self._read_ahead()
+            if wants_all and ranks > 1 and not self._taken:
+                self._read_ahead(self._own, partial(saved.wants, shards))
             self._taken.append(_Taken(provider, saved, shards))
 
     def _take_by_name(self, provider: StateProvider, live: LiveKeys) -> None:
@@ -226,27 +227,29 @@ class Restore:
             )
         return None if selection.names(name) else _NOTHING
 
-    def _read_ahead(self) -> None:
-        """Begin to read this rank's container while it is compared, if all of it will probably be wanted.
+    def _read_ahead(self, own: Stored, is_wanted: Callable[[int], bool]) -> None:
+        """Begin to read a container while the rest is compared, if all of it will probably be wanted.
 
-        Where several ranks have saved, call it once it is known that the first provider
-        :meth:`seems alike <SavedState.seems_alike>`: a rank that cuts its tensors in another way wants some of each
-        container.
+        It is this rank's own or, if a fraction of the ranks that saved restores, the first of its share of them. Where
+        ranks cut their tensors in another way than they were saved, each wants some of each container.
 
         Not if CUDA is in use: the host cache must be page-locked first, which takes as long as the comparison. Nor if
         the checkpoint consists of a framework's own files, which are no containers.
+
+        Args:
+            own: The checkpoint.
+            is_wanted: Whether the arrays that a rank saved are probably wanted whole.
         """
-        if self._own is None:
+        head, meeting = own.head, self._meeting
+        if head.ranks % meeting.ranks or (head.container or head.catalog) is None or current_device() is not None:
             return
-        head, meeting = self._own.head, self._meeting
-        if head.ranks != meeting.ranks or (head.container or head.catalog) is None or current_device() is not None:
-            return
-        own = self._own.container(meeting.rank)
-        names = {stored_name(provider, meeting.rank, meeting.ranks) for provider in walk_unique(self._providers)}
-        if own is not None and own.nbytes >= AHEAD_MINIMUM and names.issuperset(own.index.shards.providers):
+        rank = meeting.rank * (head.ranks // meeting.ranks)
+        one = own.container(rank) if is_wanted(rank) else None
+        names = {stored_name(provider, rank, head.ranks) for provider in walk_unique(self._providers)}
+        if one is not None and one.nbytes >= AHEAD_MINIMUM and names.issuperset(one.index.shards.providers):
             # this rank may also want parts of the other containers: each replicated tensor is only in one of them
-            self._executor = self._make_executor(own.nbytes * meeting.ranks)
-            self._reads.begin(own, self._executor)
+            self._executor = self._make_executor(one.nbytes * head.ranks)
+            self._reads.begin(one, self._executor)
 
     def _look_for_shares(self) -> dict[broadcast.PartKey, int]:
         """The parts of this rank that can be broadcast, each with its size in bytes."""

@@ -252,13 +252,13 @@ class Stored:
         Raises:
             FormatError: A container has a tensor with another type or shape.
         """
-        holders = [self._holders(like.key, part) for like, part in wanted]
+        holders = [self.holders(like.key, part) for like, part in wanted]
         keys: dict[int, list[str]] = {}
         for (like, _), ranks in zip(wanted, holders, strict=True):
             for rank in ranks:
                 keys.setdefault(rank, []).append(like.key)
         self.open_containers(keys)
-        rows = {rank: self._rows(rank, asked) for rank, asked in keys.items()}
+        rows = {rank: self.rows(rank, asked) for rank, asked in keys.items()}
         result = []
         for (like, _), ranks in zip(wanted, holders, strict=True):
             found = [(self._opened[rank], rows[rank][like.key]) for rank in ranks if like.key in rows[rank]]
@@ -269,13 +269,14 @@ class Stored:
             result.append([(source, row) for source, row in found if row.part.numel])
         return result
 
-    def _holders(self, full: str, part: Part) -> list[int]:
+    def holders(self, full: str, part: Part) -> list[int]:
+        """The ranks that may have saved elements of a part of a logical tensor."""
         if self.head.ranks == 1:
             return [0]
         tensor = self.catalog.find(key_hash(full))
         return [] if tensor is None else self.catalog.holders(tensor, *part.bounds)
 
-    def _rows(self, rank: int, fulls: Sequence[str]) -> dict[str, Row]:
+    def rows(self, rank: int, fulls: Sequence[str]) -> dict[str, Row]:
         """A rank's rows by those full keys; keys that it does not have are left out."""
         if (source := self.container(rank)) is None:
             return {}
@@ -283,7 +284,7 @@ class Stored:
         return dict(zip(found, source.index.shards.rows(list(found.values())), strict=True))
 
     def _row(self, rank: int, full: str) -> Row | None:
-        return self._rows(rank, [full]).get(full)
+        return self.rows(rank, [full]).get(full)
 
     @cached_property
     def keys(self) -> Mapping[str, int]:

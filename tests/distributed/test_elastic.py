@@ -58,9 +58,12 @@ def test_no_rank_reads_much_more_than_it_needs(threads: Any, tmp_path: Path, n: 
             assert outcomes[0][0].unverified_keys == []  # a digest covers what no checksum covers
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_only_what_is_cut_alike_is_read_ahead(
-    threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+@pytest.mark.parametrize(
+    ("layout", "m", "expected"),
+    [("rows", 4, [0, 1, 2, 3]), ("rows", 2, [0, 2]), ("rows", 1, [0]), ("rows", 3, []), ("columns", 4, [])],
+)
+def test_only_what_is_wanted_whole_is_read_ahead(
+    threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, m: int, expected: list[int]
 ) -> None:
     begun = []
     real = Executor.read_ahead
@@ -72,9 +75,9 @@ def test_only_what_is_cut_alike_is_read_ahead(
     monkeypatch.setattr(Executor, "read_ahead", read_ahead)
     monkeypatch.setattr(restoring, "AHEAD_MINIMUM", 0)
     monkeypatch.setattr(restoring, "current_device", lambda: None)  # where there is a device, other tests have used it
-    save(threads, tmp_path / "c", "rows", 3, shapes=LARGE)
-    check(restore(threads, tmp_path / "c", layout, 3, LARGE), 3)
-    assert sorted(begun) == ([container_name(rank) for rank in range(3)] if layout == "rows" else [])
+    save(threads, tmp_path / "c", "rows", 4, shapes=LARGE)
+    check(restore(threads, tmp_path / "c", layout, m, LARGE), 4)
+    assert sorted(begun) == [container_name(rank) for rank in expected]
 
 
 def test_little_states_are_read_verified_as_a_whole(threads: Any, tmp_path: Path) -> None:
