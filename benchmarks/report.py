@@ -1,7 +1,7 @@
 """Make the page of benchmarks from the JSON files: ``python benchmarks/report.py [DIRECTORY]``.
 
 It reads those of ``DIRECTORY/cpu.json``, ``cpu-pwrite.json``, ``cpu-reshard.json``, ``gpu.json``, ``gpu-load.json``,
-``gpus-2.json`` and ``gpus-4.json`` that exist, draws the pictures next to them, and writes ``DIRECTORY.md``. It makes
+``gpus-2.json``, ``gpus-2-return.json`` and ``gpus-4.json`` that exist, draws the pictures next to them, and writes ``DIRECTORY.md``. It makes
 ``scale.md``, next to that page, from ``scale.json``. A file with a number comes from the GPU suite on a machine with
 that many GPUs, and may hold only the benchmarks that need them. Every figure and verdict comes from the JSON.
 """
@@ -33,6 +33,7 @@ MACHINES = {
     "gpu": "GPU machine",
     "gpu-load": "GPU machine, onto the GPU",
     "gpus-2": "Machine with two GPUs",
+    "gpus-2-return": "Machine with two GPUs, loading and what other ranks saved",
     "gpus-4": "Machine with four GPUs",
 }
 _INTRODUCTION = """# Benchmarks
