@@ -1,9 +1,9 @@
 """Make the page of benchmarks from the JSON files: ``python benchmarks/report.py [DIRECTORY]``.
 
-It reads those of ``DIRECTORY/cpu.json``, ``cpu-pwrite.json``, ``cpu-reshard.json``, ``gpu.json``, ``gpu-load.json``,
-``gpus-2.json``, ``gpus-2-return.json`` and ``gpus-4.json`` that exist, draws the pictures next to them, and writes ``DIRECTORY.md``. It makes
-``scale.md``, next to that page, from ``scale.json``. A file with a number comes from the GPU suite on a machine with
-that many GPUs, and may hold only the benchmarks that need them. Every figure and verdict comes from the JSON.
+It reads those of ``MACHINES``, such as ``DIRECTORY/cpu.json``, that exist, draws the pictures next to them, and writes
+``DIRECTORY.md``. It makes ``scale.md``, next to that page, from ``scale.json``. A file with a number comes from the GPU
+suite on a machine with that many GPUs, and may hold only the benchmarks that need them. Every figure and verdict comes
+from the JSON.
 """
 
 from __future__ import annotations
