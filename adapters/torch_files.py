@@ -34,6 +34,8 @@ from datastates.state import dtensors
 from datastates.state.provider import Saved
 
 _log = logging.getLogger("datastates")
+_WORD = 8
+"""Bytes that a fingerprint takes at once."""
 _TAIL = 4096
 
 Lazy = Callable[[str, torch.Tensor], bool]
@@ -198,7 +200,9 @@ class TorchFiles:
         kind = (path.name, *sorted(metadata.items()))
         if kind not in self._tensor_writers:
             self._tensor_writers[kind] = SafetensorsWriter(engine, path.name, metadata)
-        own = {n: (t if lazy(n, t) else t.detach().clone()).contiguous() for n, t in tensors.items()}
+        # a fingerprint begins on a word of the file: it may see nothing of a tensor that is smaller
+        watched = {n for n, t in tensors.items() if t.nbytes >= _WORD and lazy(n, t)}
+        own = {n: (t if n in watched else t.detach().clone()).contiguous() for n, t in tensors.items()}
         return self._tensor_writers[kind].write(own, path, attempt=secrets.token_hex(4), begin=begin)
 
     def then(
