@@ -64,17 +64,23 @@ class ArchivedObject:
             TrustError: It needs a class that is not trusted.
             FormatError: It is damaged; the message names the file.
         """
+        blocks: dict[str, Any] = {}  # tensors of one storage share it
+
+        def block_of(record: str) -> Any:
+            if record not in blocks:
+                if (name := DATA + record.encode()) not in self._archive.nbytes:
+                    raise FormatError(f"storage {record!r} is missing")
+                data = self._archive.read(name)
+                blocks[record] = memory.allocate("torch", len(data), device)
+                memory.assign(blocks[record], np.frombuffer(data, np.uint8).copy())
+            return blocks[record]
 
         def array(stored: StoredArray) -> Any:
-            if (name := DATA + stored.record.encode()) not in self._archive.nbytes:
-                raise FormatError(f"storage {stored.record!r} is missing")
-            data = self._archive.read(name)
+            block = block_of(stored.record)
             ref = ArrayRef(stored.record, "torch", stored.dtype, stored.shape, stored.stride)
             at = stored.offset * dtypes.BY_NAME[stored.dtype].itemsize
-            if at + memory.nbytes_of(ref) > len(data):
+            if at + memory.nbytes_of(ref) > block.nbytes:
                 raise FormatError("a tensor reaches beyond its storage")
-            block = memory.allocate("torch", len(data), device)
-            memory.assign(block, np.frombuffer(data, np.uint8).copy())
             return memory.with_grad(memory.view(block, ref, at), stored.requires_grad)
 
         with naming(str(self.path)):

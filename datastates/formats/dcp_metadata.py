@@ -162,6 +162,8 @@ def _chunks(metadata: Any) -> list[Chunk]:
             raise FormatError("its metadata has places that are none")
         key, value = index.get("fqn", str), known.get(index.get("fqn", str))
         where = place.get("relative_path", str), place.get("offset", int), place.get("length", int)
+        if "\0" in where[0]:
+            raise FormatError("its metadata names a file that cannot be")
         transformed = bool(place.state.get("transform_descriptors"))
         if isinstance(value, _Tensor):
             begin = index.state.get("offset")
@@ -170,8 +172,11 @@ def _chunks(metadata: Any) -> list[Chunk]:
             if not isinstance(begin, tuple) or begin not in boxes[key]:
                 raise FormatError(f"its metadata has a part of {key!r} that the tensor has not")
             dtype = value.get("properties", _Properties).dtype
-            of = value.get("size", tuple)
-            found.append(Chunk(key, *where, dtype, of, begin, boxes[key][begin], transformed))
+            of, size = value.get("size", tuple), boxes[key][begin]
+            sizes = all(map(pickle_policy.are_sizes, (of, begin, size))) and len(of) == len(begin) == len(size)
+            if not sizes or any(b + n > whole for b, n, whole in zip(begin, size, of, strict=True)):
+                raise FormatError(f"its metadata has a part of {key!r} of an impossible shape")
+            found.append(Chunk(key, *where, dtype, of, begin, size, transformed))
         elif isinstance(value, _Bytes):
             found.append(Chunk(key, *where, None, (), (), (), transformed))
         else:

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from datastates._base.files import read_bytes
+from datastates._base.files import length, read_bytes
 from datastates.container.pickle_reader import Unbuilt
 from datastates.errors import FormatError, StorageError
 from datastates.formats.foreign import Foreign
@@ -49,7 +49,9 @@ def open(path: Path) -> Foreign:
     assert folder is not None
     try:
         return _open(folder)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except FormatError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{folder} is no checkpoint of ZeRO: {type(error).__name__}: {error}") from error
 
 
@@ -57,9 +59,11 @@ def _folder(path: Path) -> Path | None:
     """The folder of a tag; None if there is none."""
     if any(match[1] == "0" for match in map(_OPTIMIZER.match, _names(path)) if match):
         return path
+    if not (path / _LATEST).is_file():
+        return None
     try:
-        tag = read_bytes(path / _LATEST)(0, min((path / _LATEST).stat().st_size, _MOST_TAG)).decode().strip()
-    except (OSError, UnicodeDecodeError):
+        tag = read_bytes(path / _LATEST)(0, min(length(path / _LATEST), _MOST_TAG)).decode().strip()
+    except UnicodeDecodeError:
         return None
     return _folder(path / tag) if tag and Path(tag).name == tag and tag != ".." and (path / tag).is_dir() else None
 
@@ -73,6 +77,8 @@ def _open(folder: Path) -> Foreign:
     if any(int(match[2]) for match in found.values()):
         raise FormatError(f"{folder} is of a model-parallel engine, whose parameters only DeepSpeed puts together")
     by_rank = {int(match[1]): name for name, match in found.items()}
+    if len(by_rank) < len(found):
+        raise FormatError(f"{folder} has two optimizer files of one rank")
     first = TorchFile(folder / by_rank[0])
     zero = first.value["optimizer_state_dict"]
     stage, counts = _number(zero["zero_stage"]), zero["partition_count"]
@@ -81,7 +87,9 @@ def _open(folder: Path) -> Foreign:
         raise FormatError(f"{folder} is of a model with experts, whose parameters only DeepSpeed puts together")
     if any(padding for group in zero.get("param_alignment_paddings") or [] for padding in group):
         raise FormatError(f"{folder} is of an engine with zero_optimization.parameter_alignment, which is not read")
-    lost = sorted(set(range(ranks)) - by_rank.keys())
+    if type(ranks) is not int or ranks < 1:
+        raise FormatError(f"{folder} does not say how many ranks it is of")
+    lost = sorted(set(range(min(ranks, len(by_rank) + 1))) - by_rank.keys())
     if lost or len(by_rank) != ranks:
         name = re.sub("rank_0_", f"rank_{lost[0] if lost else max(by_rank)}_", by_rank[0], count=1)
         what = f"{folder} is of {ranks} ranks: {name} is {'missing' if lost else 'of another checkpoint'}"

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from datastates._base.files import storage_errors
 from datastates.commit import directories
 from datastates.errors import StorageError
 from datastates.formats import (
@@ -45,7 +46,8 @@ def recognise(path: Path) -> Format | None:
     """
     if not own.recognises(path) and directories.is_root(path):
         return None
-    return next((one for one in FORMATS if one.recognises(path)), None)
+    with storage_errors("open", path):
+        return next((one for one in FORMATS if one.recognises(path)), None)
 
 
 def others(root: Path, known: Collection[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import datastates as ds
 from datastates.cli import commands
 from datastates.errors import CorruptError, DatastatesError, FormatError, StorageError, TrustError
+from datastates.formats.archived_object import ArchivedObject
 
 SHARDED = """
 import sys
@@ -135,6 +136,9 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "no place": (lambda m: m.storage_data.clear(), "no place"),
     "not described": (lambda m: m.state_dict_metadata.pop("w"), "'w'"),
     "transformed": (lambda m: setattr(place(m, "w"), "transform_descriptors", ["zstd"]), "extension"),
+    "a name that no file has": (lambda m: setattr(place(m, "w"), "relative_path", "__0\0.distcp"), "cannot be"),
+    "a text for a size": (lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", ("a", 3)), "shape"),
+    "more dimensions": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([2, 3, 1])), "shape"),
     "a missing file": (lambda m: setattr(place(m, "w"), "relative_path", "__7_0.distcp"), "__7_0.distcp"),
 }
 
@@ -180,3 +184,11 @@ def test_diff_compares_objects(tmp_path: Path) -> None:
     assert commands.main(["diff", a, c]) == 1
     assert commands.main(["diff", a, d]) == 1
     assert not (tmp_path / "boom").exists()
+
+
+def test_tensors_of_an_object_share_their_storage(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    torch.save([whole, whole[2:]], tmp_path / "object.pt")
+    first, second = ArchivedObject(tmp_path / "object.pt", 0, (tmp_path / "object.pt").stat().st_size).load((), None)
+    second[0] = 9
+    assert first[2] == 9

@@ -158,3 +158,31 @@ class TestDeepSpeed:
         torch.save(model, path)
         with pytest.raises(ds.errors.DatastatesError, match=what):
             dict(ds.open(copy))
+
+
+def fake(folder: Path, **optimizer_state: Any) -> Path:
+    name = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": {"zero_stage": 1, "partition_count": 1, **optimizer_state}}, name)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("state", "what"),
+    [
+        ({"partition_count": 10**9}, "of 1000000000 ranks: zero_pp_rank_1_"),  # nothing is made for each of them
+        ({"partition_count": []}, "no checkpoint of ZeRO"),
+        ({"partition_count": "x"}, "how many ranks"),
+        ({"zero_stage": "x"}, "no checkpoint of ZeRO"),
+    ],
+)
+def test_numbers_that_cannot_be(tmp_path: Path, state: dict[str, Any], what: str) -> None:
+    fake(tmp_path, **state)
+    with pytest.raises((FormatError, StorageError), match=what):
+        ds.open(tmp_path)
+
+
+def test_two_optimizer_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    name = fake(tmp_path)
+    shutil.copy(name, tmp_path / f"bf16_{name.name}")
+    with pytest.raises(FormatError, match="two optimizer files of one rank"):
+        ds.open(tmp_path)
