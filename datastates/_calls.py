@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datastates.commit import directories, manifest
 from datastates.config import RankSettings
-from datastates.errors import CheckpointNotFoundError
+from datastates.errors import CheckpointNotFoundError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.formats import recognise
 from datastates.formats.format import Format, Opened
@@ -70,7 +70,17 @@ def open_other(kind: Format, path: Path, meeting: Meeting, step: int | None, sco
         RestoreError: Another rank failed, or wants something else.
     """
     meeting.choose(f"step {step} with {scope}" if str(scope) else f"step {step}", lambda: b"")
-    return meeting.together("open", lambda: of_step(kind.open(path), path, step)).tensors
+    opened = meeting.together("open", lambda: of_step(kind.open(path), path, step))
+    found = f"{opened.format}, {opened.tensors.path}, step {opened.tensors.step}"
+
+    def decide(told: dict[int, bytes]) -> bytes:
+        if len(set(told.values())) > 1:
+            said = "; ".join(f"rank {rank}: {text.decode()}" for rank, text in sorted(told.items()))
+            raise RestoreError(f"the ranks have opened different checkpoints: {said}")
+        return b""
+
+    meeting.settle("opened", lambda: found.encode("utf-8", "backslashreplace"), decide)
+    return opened.tensors
 
 
 def of_step(opened: Opened, path: Path, step: int | None) -> Opened:
@@ -122,6 +132,8 @@ def restore_by(
     """
     try:
         check_order(providers)
+        if isinstance(providers, Iterator):  # each attempt goes through them, and more than once
+            providers = list(providers)
         wish = None if step is None else checked_step(step)
         check(fallback=fallback and other is None, step=wish, strict=strict)
         scope = Scope.of(keys, rename, cast)

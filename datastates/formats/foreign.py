@@ -10,19 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from datastates._base.files import read_bytes
-from datastates.container import checksums
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
 from datastates.executor.executor import Executor
 from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
 from datastates.formats.loading import read_all
+from datastates.restoring.proof import crc_of_record
 from datastates.restoring.provider_view import Trust
 from datastates.state.parts import Part, uncovered
-
-_STEP = 4 << 20
-"""Bytes to read at a time to verify a record."""
 
 
 class Foreign:
@@ -149,13 +145,8 @@ class Foreign:
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
         """Read every record, and compare those that have a checksum with it. Opening it has checked the headers."""
         for file in self.files:
-            read = read_bytes(file.path)
             for number, record in enumerate(file.records):
-                crc = 0
-                for at in range(0, record.nbytes, _STEP):
-                    data = read(record.offset + at, min(_STEP, record.nbytes - at))
-                    crc = checksums.crc32(data, crc)
-                    progress(len(data))
+                crc = crc_of_record(file, number, progress)
                 if record.crc is not None and crc != record.crc:
                     yield Problem(file.path, file.name_record(number), "does not match its checksum")
 

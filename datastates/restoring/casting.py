@@ -10,6 +10,7 @@ from typing import Any
 from datastates.container.rows import place_of
 from datastates.container.table import Row
 from datastates.executor.executor import Executor
+from datastates.restoring.proof import check_record
 from datastates.restoring.reads import Reads, Tally
 from datastates.restoring.sources import TensorFile
 from datastates.state import arrays, dtensors, memory, strides
@@ -72,6 +73,7 @@ def run(casts: Sequence[Cast], executor: Executor) -> Tally:
         CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
         StorageError: Reading failed.
     """
+    proven = _proven(casts)
     tally, nbytes, reads = Tally(0, 0, 0, ()), 0, Reads(in_full=True)
     landed: list[tuple[Any, Any]] = []
     for cast in casts:
@@ -87,7 +89,27 @@ def run(casts: Sequence[Cast], executor: Executor) -> Tally:
             for source, row in cast.sources:
                 reads.add(source, row, piece)
             landed.append((_region(cast.shard, begin, size), piece.source))
-    return _flush(reads, executor, landed, tally) if landed else tally
+    tally = _flush(reads, executor, landed, tally) if landed else tally
+    return replace(tally, unverified_keys=tuple(key for key in tally.unverified_keys if key not in proven))
+
+
+def _proven(casts: Sequence[Cast]) -> set[str]:
+    """Compare what has no checksums of chunks with those of whole records, as the elements are gone after a conversion.
+
+    Returns:
+        The stored keys of arrays that lie in such records only.
+    """
+    found: dict[tuple[int, int], bool] = {}
+    proven = set()
+    for cast in casts:
+        known = []
+        for source, row in cast.sources:
+            if not source.checked and (at := (id(source), row.record)) not in found:
+                found[at] = check_record(source, row.record, row.key)
+            known.append(source.checked or found[at])
+        if cast.sources and all(known):
+            proven.add(cast.row.key)
+    return proven
 
 
 def conflict(casts: Sequence[Cast], restored: Iterable[Shard]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,6 @@ def restore(
         DatastatesError: As for :meth:`datastates.Checkpointer.restore`.
     """
     damaged: dict[Path, str] = {}  # on the coordinator
-    if isinstance(providers, Iterator):  # each attempt goes through them, and more than once
-        providers = list(providers)
 
     def newest() -> Path | None:
         for path in reversed(candidates()):

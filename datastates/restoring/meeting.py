@@ -214,7 +214,7 @@ class Meeting:
         return keys
 
     def digest(
-        self, held: Callable[[], Iterable[Held]], stored: Callable[[str], int | None]
+        self, held: Callable[[], Iterable[Held]], stored: Callable[[str], int | None], asked: Collection[str] = ()
     ) -> tuple[list[str], list[str]]:
         """Compare the digests of what all ranks have restored with the saved ones; raises as :meth:`settle` does.
 
@@ -222,10 +222,12 @@ class Meeting:
             held: Returns the parts that this rank has restored.
             stored: Returns what all parts of a key's tensor contributed to its digest when it was saved; None if that
                 is unknown. Called on the coordinator.
+            asked: Keys that are to be compared, the same on all ranks.
 
         Returns:
             The keys whose contents differ from what was saved, and the keys for which that cannot be said. The latter
-            have no saved digest, or the ranks' distinct parts do not make up the tensor, each element once.
+            have no saved digest, or the ranks' distinct parts do not make up the tensor, each element once, or no rank
+            can compare its part.
         """
 
         def encoded() -> bytes:
@@ -236,7 +238,7 @@ class Meeting:
             for data in told.values():
                 for key, part, numel, total, contribution in msgpack.unpackb(data):
                     parts.setdefault(key, {}).setdefault(part, set()).add((numel, total, contribution))
-            wrong, unknown = [], []
+            wrong, unknown = [], sorted(set(asked) - parts.keys())
             for key, found in sorted(parts.items()):
                 one = [next(iter(alike)) for alike in found.values()]
                 expected, digest = stored(key), 0

@@ -52,7 +52,7 @@ class NamedArrays(Compared):
         """
         shards = [shard for shard in self._provider.shards() if not shard.is_object and not is_inner(shard.key)]
         found = [shard for shard in shards if self._has(shard.key)]
-        places = {_place(shard) for shard in found}
+        places = {_place(shard) for shard in found if self._takes(shard.key)}
         live, stored = {full_key(self.name, shard.key) for shard in shards}, self._live.of_provider(self.name)
         self.report(
             missing=[s.key for s in shards if not self._has(s.key) and _place(s) not in places],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from datastates._base.files import read_bytes
 from datastates.container import checksums
 from datastates.container.digests import contribution, digest_of
 from datastates.container.table import Row
@@ -13,6 +14,9 @@ from datastates.errors import CorruptError
 from datastates.restoring.sources import TensorFile
 from datastates.state import arrays
 from datastates.state.strides import is_row_major
+
+_STEP = 4 << 20
+"""Bytes to read at a time to verify a record."""
 
 
 def check_block(source: TensorFile, record: int, block: Any) -> None:
@@ -29,6 +33,38 @@ def check_block(source: TensorFile, record: int, block: Any) -> None:
     crc = None if source.checked else source.record_crc(record)
     if crc is not None and block.nbytes == int(source.record_nbytes[record]) and _crc_of_block(block) != crc:
         raise _corrupt(source.name_record(record), str(source.path))
+
+
+def check_record(source: TensorFile, record: int, key: str) -> bool:
+    """Read a record of a file without checksums of chunks, and compare it with its own, if it has one.
+
+    Args:
+        source: The file.
+        record: The number of the record.
+        key: Names what is read in the message of the error.
+
+    Returns:
+        Whether it has one.
+
+    Raises:
+        CorruptError: They differ.
+        StorageError: Reading failed.
+    """
+    expected = source.record_crc(record)
+    if expected is not None and crc_of_record(source, record) != expected:
+        raise _corrupt(key, str(source.path))
+    return expected is not None
+
+
+def crc_of_record(source: TensorFile, record: int, progress: Callable[[int], object] = lambda _: None) -> int:
+    """CRC-32 of a record's data, read step by step; ``progress`` is called with the bytes of each step."""
+    read, begin, end = read_bytes(source.path), int(source.data_offset[record]), int(source.record_nbytes[record])
+    crc = 0
+    for at in range(0, end, _STEP):
+        data = read(begin + at, min(_STEP, end - at))
+        crc = checksums.crc32(data, crc)
+        progress(len(data))
+    return crc
 
 
 def _crc_of_block(block: Any) -> int:

@@ -18,7 +18,8 @@ def checked_renames(renames: Any) -> Renames:
     if not isinstance(renames, Mapping):
         raise TypeError(f"rename: a mapping of old names to new ones is wanted, not a {type(renames).__name__}")
     for old, new in renames.items():
-        if not isinstance(old, (str, re.Pattern)) or not isinstance(new, str):
+        pattern = old.pattern if isinstance(old, re.Pattern) else old
+        if not isinstance(pattern, str) or not isinstance(new, str):
             raise TypeError(f"rename: {old!r:.40} to {new!r:.40} is no string or pattern, and a string")
     return renames
 
@@ -30,7 +31,10 @@ def renamed(name: str, renames: Renames) -> tuple[str, Rename | None]:
             if name.startswith(old):
                 return new + name[len(old) :], old
         elif old.search(name):
-            return old.sub(new, name), old
+            try:
+                return old.sub(new, name), old
+            except (re.error, IndexError) as error:
+                raise ValueError(f"rename: {new!r} does not fit {old.pattern!r}: {error}") from error
     return name, None
 
 
@@ -44,6 +48,7 @@ class LiveKeys:
 
     Attributes:
         stored: The full key in the checkpoint, by the full key in the live state.
+        live: The inverse.
         providers: Names of the providers that lose or get an array by a rename.
     """
 
@@ -73,6 +78,7 @@ class LiveKeys:
             self.stored[live] = key
             if live != key:
                 self.providers |= {key.partition("/")[0], live.partition("/")[0]}
+        self.live = {key: live for live, key in self.stored.items()}
         for old in renames:
             if old not in used:
                 raise RestoreError(f"rename: no array of the checkpoint matches {as_text(old)!r}")

@@ -137,10 +137,10 @@ class Restore:
             doubtful = set(self._meeting.finish(self._read))
             if self._shares:
                 self._meeting.together("broadcast", lambda: broadcast.broadcast(self._shares, self._places()))
-            unverified = self._compare_digests(None if self._verify == "digest" else doubtful)
-            self._result.unverified_keys = unverified
+            unverified = self._compare_digests(doubtful, every=self._verify == "digest")
+            self._result.unverified_keys = sorted(map(self._live, unverified))
             if self._own is not None:  # other formats may have no checksums at all
-                warn_of_unverified([key for key in unverified if key in doubtful])
+                warn_of_unverified([self._live(key) for key in unverified if key in doubtful])
             self._meeting.together("objects", self._restore_objects)
         return self._result
 
@@ -347,24 +347,30 @@ class Restore:
         self._result.read_nbytes = tally.read_nbytes + converted.read_nbytes
         return [*tally.unverified_keys, *converted.unverified_keys]
 
-    def _compare_digests(self, keys: set[str] | None) -> list[str]:
+    def _compare_digests(self, doubtful: set[str], *, every: bool) -> list[str]:
         """Compare the digests of what was restored with the saved ones; returns the keys that cannot be compared.
 
-        ``keys`` are full keys; None compares all.
+        Keys are full keys in the checkpoint. Compares all if asked for ``every`` one, else those that are doubtful.
 
         Raises:
             CorruptError: Contents differ from what was saved. The same error on all ranks.
         """
-        if keys is not None and not keys:
+        if not every and not doubtful:
             return []
+        keys = None if every else doubtful
         wrong, unknown = self._meeting.digest(
-            lambda: [held for taken in self._taken for held in _held(taken.saved, keys)], self._stored.digest
+            lambda: [held for taken in self._taken for held in _held(taken.saved, keys)], self._stored.digest, doubtful
         )
+        wrong = list(map(self._live, wrong))
         if wrong:
             path = str(self._stored.path)
             shown = shortened(list(map(repr, wrong)))
             raise CorruptError(f"{shown} from {path}: the contents do not match the digest", key=wrong[0], path=path)
         return unknown
+
+    def _live(self, key: str) -> str:
+        """The full key in the live state of an array of the checkpoint."""
+        return key if self._live_keys is None else self._live_keys.live.get(key, key)
 
     def _restore_objects(self) -> None:
         for o, is_filled in zip(self._objects, self._filled, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +37,6 @@ class Scope:
 
     def __str__(self) -> str:
         """A text by which ranks compare their scopes; empty for everything."""
-        renames: Mapping[str, str] = {as_text(old): new for old, new in self.rename.items()}
+        renames = [(as_text(o), o.flags if isinstance(o, re.Pattern) else None, new) for o, new in self.rename.items()]
         given = {"keys": self.keys and list(self.keys), "rename": renames, "cast": self.cast}
         return ", ".join(f"{name}={value}" for name, value in given.items() if value)

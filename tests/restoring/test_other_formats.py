@@ -124,7 +124,7 @@ def test_a_flipped_byte_of_a_torch_file_is_found(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "w.pt").read_bytes())
     data[200_000] ^= 1
     (tmp_path / "w.pt").write_bytes(data)
-    with pytest.raises(CorruptError, match="'w'"):
+    with pytest.raises(CorruptError, match="'m/w'"):
         ds.restore([from_state_dict("m", {"w": torch.zeros(100_000)})], tmp_path / "w.pt")
 
 
@@ -132,3 +132,56 @@ def test_a_step_that_it_is_not_of(weights: Path) -> None:
     for call in (ds.restore, ds.compare):
         with pytest.raises(CheckpointNotFoundError, match="no step that it names, not of step 4"):
             call([from_stateful("model", _Tied(0))], weights, step=4)
+
+
+def test_damage_is_found_where_types_are_converted(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(100_000)}, tmp_path / "w.pt")
+    live = {"w": torch.zeros(100_000, dtype=torch.bfloat16)}
+    assert not ds.restore([from_state_dict("m", live)], tmp_path / "w.pt", cast=True).unverified_keys
+    data = bytearray((tmp_path / "w.pt").read_bytes())
+    data[200_000] ^= 1
+    (tmp_path / "w.pt").write_bytes(data)
+    with pytest.raises(CorruptError, match="'w'"):
+        ds.restore([from_state_dict("m", live)], tmp_path / "w.pt", cast=True)
+
+
+def test_what_is_converted_without_checksums_is_named_as_unverified(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(8), "v": torch.ones(8)}, str(tmp_path / "w.safetensors"))
+    live = {"w": torch.zeros(8, dtype=torch.bfloat16), "v": torch.zeros(8)}
+    restored = ds.restore([from_state_dict("m", live)], tmp_path / "w.safetensors", cast=True, verify="digest")
+    assert restored.unverified_keys == ["m/v", "m/w"]
+
+
+def test_a_generator_of_providers_is_restored(weights: Path) -> None:
+    live = _Tied(0)
+    ds.restore((from_stateful(name, live) for name in ["model"]), weights)  # type: ignore[arg-type]
+    assert _filled(live) == {1}
+
+
+def test_a_tied_key_that_is_selected_alone_is_missing(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(4), "c": torch.ones(4)}, str(tmp_path / "w.safetensors"))
+    tied = torch.zeros(4)
+    live = {"a": tied, "b": tied, "c": torch.zeros(4)}
+    with pytest.raises(RestoreError) as caught:
+        ds.restore([from_state_dict("m", live)], tmp_path / "w.safetensors", keys="m/[bc]")
+    assert caught.value.missing == ["m/b"]
+    assert not tied.any()
+
+
+def test_ranks_that_open_different_files_are_told(tmp_path: Path) -> None:
+    said: dict[int, str] = {}
+
+    def restore(rank: int) -> None:
+        path = tmp_path / f"{rank}.safetensors"
+        save_file({"w": torch.full((4,), float(rank))}, str(path))
+        with pytest.raises(RestoreError, match="different checkpoints") as caught:
+            ds.restore([from_state_dict("m", {"w": torch.zeros(4)})], path, rank=rank, world_size=2)
+        said[rank] = str(caught.value)
+
+    threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all("0.safetensors" in text and "1.safetensors" in text for text in said.values())
+    assert len(said) == 2

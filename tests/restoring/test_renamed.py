@@ -14,6 +14,7 @@ import datastates as ds
 from datastates.errors import CorruptError, RestoreError
 from datastates.providers import from_state_dict, from_stateful
 from datastates.restoring.renaming import LiveKeys
+from datastates.restoring.scope import Scope
 
 
 class _Net(torch.nn.Module):
@@ -162,3 +163,22 @@ def test_live_keys() -> None:
     live = LiveKeys(["a/x", "a/y", "c/z"], {"a/x": "b/x"})
     assert live.stored == {"b/x": "a/x", "a/y": "a/y", "c/z": "c/z"}
     assert live.providers == {"a", "b"}
+
+
+def test_scopes_have_one_text_only_if_they_are_equal() -> None:
+    renames: list[dict[Any, str]] = [
+        {"a.b": "x"},
+        {re.compile("a.b"): "x"},
+        {re.compile("a.b", re.IGNORECASE): "x"},
+        {"a": "x", re.compile("a"): "y"},
+        {"a": "x"},
+    ]
+    assert len({str(Scope.of(None, each, False)) for each in renames}) == len(renames)
+
+
+def test_a_pattern_of_bytes_and_a_group_that_is_not_there(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "c", from_state_dict("a", {"w": torch.ones(2)}))
+    with pytest.raises(TypeError, match="rename: "):
+        ds.restore([from_state_dict("a", {"w": torch.zeros(2)})], path, rename={re.compile(b"a"): "b"})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"rename: '\\\\2' does not fit 'a'"):
+        ds.restore([from_state_dict("a", {"w": torch.zeros(2)})], path, rename={re.compile("a"): r"\2"})
