@@ -127,8 +127,9 @@ def compare(
     The arguments are those of :func:`restore`.
     """
     with contextlib.ExitStack() as reading:
-        newest = lambda: next(reversed(candidates()), None)  # noqa: E731
-        stored = open_together(meeting, step, newest, reading, fallback=False, options=str(scope))
+        stored = open_together(
+            meeting, step, lambda: next(reversed(candidates()), None), reading, fallback=False, options=str(scope)
+        )
         if stored is None:
             return None
         with advised(stored.head.path, step):
