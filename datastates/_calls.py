@@ -61,6 +61,11 @@ def check_order(providers: Sequence[StateProvider]) -> None:
         raise TypeError(f"providers: got the path {providers!r:.80}; providers come first, then the path")
 
 
+def _kept(providers: Sequence[StateProvider]) -> Sequence[StateProvider]:
+    """The providers of a generator as a list: they are gone through more than once."""
+    return list(providers) if isinstance(providers, Iterator) else providers
+
+
 def open_other(kind: Format, path: Path, meeting: Meeting, step: int | None, scope: Scope) -> Tensors:
     """Open a checkpoint of another format on all ranks, which must want the same of it.
 
@@ -132,10 +137,9 @@ def restore_by(
     """
     try:
         check_order(providers)
-        if isinstance(providers, Iterator):  # each attempt goes through them, and more than once
-            providers = list(providers)
+        providers = _kept(providers)
         wish = None if step is None else checked_step(step)
-        check(fallback=fallback and other is None, step=wish, strict=strict)
+        check(fallback=fallback, step=wish, strict=strict)
         scope = Scope.of(keys, rename, cast)
     except Exception as error:  # it is raised once the other ranks know of it
         meetings(0).refuse(error)
@@ -176,6 +180,7 @@ def compare_by(
 ) -> Comparison:
     """Find out what :func:`restore_by` would do, whose arguments these are; raises as it does."""
     try:
+        providers = _kept(providers)
         wish, scope = None if step is None else checked_step(step), Scope.of(keys, rename, cast)
     except Exception as error:
         meeting.refuse(error)

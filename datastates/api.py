@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -21,8 +22,9 @@ from datastates.exporting import export as exporting
 from datastates.exporting.export import FILE_SUFFIX, Exported, cast_type, refuse_existing
 from datastates.exporting.safetensors_layout import parse_size
 from datastates.formats import recognise
-from datastates.formats.format import Opened
+from datastates.formats.format import Format, Opened
 from datastates.ranks.together import meet
+from datastates.ranks.world import World
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.mapping import Checkpoint
 from datastates.restoring.provider_view import Trust
@@ -112,7 +114,8 @@ def restore(
 
     Args:
         providers: What to restore, as for :meth:`Checkpointer.restore`.
-        path: A checkpoint directory, or a directory of them.
+        path: A checkpoint directory, a directory of them, or a checkpoint of another format. Of another format, arrays
+            are restored by their names, and what only a provider can take back is missing.
         step: The step of the checkpoint; None for the newest.
         keys: As for :meth:`Checkpointer.restore`.
         rename: As for :meth:`Checkpointer.restore`.
@@ -132,12 +135,7 @@ def restore(
         DatastatesError: The other errors are those of :meth:`Checkpointer.restore`.
     """
     name = "restore"
-    with telling(lambda: _calls.world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
-        settings = RankSettings.of(options)
-        _calls.check_order(providers)
-        given = paths.local(path)
-        other = recognise.other(given)
-    with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
+    with _met(name, providers, path, options) as (settings, given, other, world):
         restored = _calls.restore_by(
             given,
             providers,
@@ -159,6 +157,20 @@ def restore(
     return restored
 
 
+@contextlib.contextmanager
+def _met(
+    name: str, providers: Sequence[StateProvider], path: PathLike, options: RankOptions
+) -> Iterator[tuple[RankSettings, Path, Format | None, World]]:
+    """The settings, the path, its format if it is not this package's, and the ranks that meet to restore from it."""
+    with telling(lambda: _calls.world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
+        settings = RankSettings.of(options)
+        _calls.check_order(providers)
+        given = paths.local(path)
+        other = recognise.other(given)
+    with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
+        yield settings, given, other, world
+
+
 def compare(
     providers: Sequence[StateProvider],
     path: PathLike,
@@ -176,7 +188,8 @@ def compare(
 
     Args:
         providers: What would be restored.
-        path: A checkpoint directory, or a directory of them.
+        path: A checkpoint directory, a directory of them, or a checkpoint of another format. Of another format, arrays
+            are restored by their names, and what only a provider can take back is missing.
         step: The step of the checkpoint; None for the newest.
         keys: As for :meth:`Checkpointer.restore`.
         rename: As for :meth:`Checkpointer.restore`.
@@ -194,15 +207,10 @@ def compare(
         DatastatesError: The other errors are those of :meth:`Checkpointer.restore`.
     """
     name = "compare"
-    with telling(lambda: _calls.world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
-        settings = RankSettings.of(options)
-        _calls.check_order(providers)
-        given = paths.local(path)
-        other = recognise.other(given)
-    with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
+    with _met(name, providers, path, options) as (settings, given, other, world):
         return _calls.compare_by(
             given,
-            list(providers),
+            providers,
             _calls.meeting_of(world, name, 0),
             lambda n: make_executor(settings, n),
             other=other,

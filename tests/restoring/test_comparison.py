@@ -91,3 +91,9 @@ def test_what_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(TrustError, match="_Own"):
         ds.compare([loop], tmp_path / "loop")
     assert ds.compare([loop], tmp_path / "loop", trust="all").restored_keys == ("loop",)
+
+
+def test_a_generator_and_what_is_no_list(saved: Path) -> None:
+    assert ds.compare((from_state_dict(name, _state(0.0)) for name in ["s"]), saved).fits  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a list of StateProviders is wanted"):
+        ds.compare(from_state_dict("s", _state(0.0)), saved)  # type: ignore[arg-type]
