@@ -117,11 +117,7 @@ class ReadQueue:
             place: The destination.
             runs: The ranges in bytes: their sources are file offsets, their dests are offsets in the destination.
         """
-        if len(runs) == 1 and runs.count[0] == 1:
-            at, nbytes = place.pointer + int(runs.dest[0]), int(runs.length[0])
-            to = Buffer(at, nbytes, place.device, place.stream, place.owner)
-            self.add(key, int(runs.source[0]), to, whole=False)
-        elif len(runs):
+        if len(runs):
             self.runs.append((len(self.buffers), runs))
             self.keys.append(key)
             self.buffers.append(place)

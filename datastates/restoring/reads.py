@@ -117,9 +117,14 @@ class Reads:
         place = arrays.place(shard, shard.stride)
         contiguous = strides.is_row_major(row.shape, row.stride) and strides.is_row_major(shard.shape, shard.stride)
         if place is not None and contiguous:
-            runs = parts.intersect(stored, wanted).placed(
-                itemsize, int(queue.source.data_offset[row.record]) + row.offset
-            )
+            first = int(queue.source.data_offset[row.record]) + row.offset
+            if (one := parts.stretch(stored, wanted)) is not None:
+                at, to, nbytes = (n * itemsize for n in one)
+                if nbytes:
+                    shared = Buffer(place.pointer + to, nbytes, place.device, place.stream, place.owner)
+                    queue.add(row.key, first + at, shared, whole=False)
+                return
+            runs = parts.intersect(stored, wanted).placed(itemsize, first)
             if place.device == HOST or runs.size.sum() >= SMALL_COPY * runs.count.sum() or runs.count.sum() == 1:
                 queue.add_runs(row.key, place, runs)
                 return

@@ -266,7 +266,7 @@ class Stored:
                 if (row.dtype, row.global_shape) != (like.dtype, like.global_shape):
                     what = f"{like.key!r} is of another type or shape than in other containers"
                     raise FormatError(f"{source.path}: {what}")
-            result.append([(source, row) for source, row in found if row.part.numel])
+            result.append([(source, row) for source, row in found if 0 not in row.shape])
         return result
 
     def holders(self, full: str, part: Part) -> list[int]:

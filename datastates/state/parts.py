@@ -131,6 +131,28 @@ def _shared_spread(source: Part, dest: Part) -> _Spread | None:
     return None if box is None else _box_spread(source.shape, dest.shape, *box)
 
 
+def stretch(source: Part, dest: Part) -> tuple[int, int, int] | None:
+    """The elements that two parts share, if they are contiguous in both. Cheaper than :func:`intersect`.
+
+    Returns:
+        Where they begin in the row-major order of each part, and their number, which may be 0. None if they are several
+        stretches, or if one part is a box and the other a flat range.
+
+    Raises:
+        ValueError: The logical tensors have different shapes.
+    """
+    _check_same_tensor(source, dest)
+    if source.offset is not None and dest.offset is not None:
+        if (found := _shared_spread(source, dest)) is None:
+            return 0, 0, 0
+        sizes, _, _, length, source_at, dest_at = found
+        return (source_at, dest_at, length) if math.prod(sizes) == 1 else None
+    if source.flat is None or dest.flat is None:
+        return None
+    begin, end = max(source.flat[0], dest.flat[0]), min(source.flat[1], dest.flat[1])
+    return (begin - source.flat[0], begin - dest.flat[0], end - begin) if begin < end else (0, 0, 0)
+
+
 def _check_same_tensor(source: Part, dest: Part) -> None:
     if source.global_shape != dest.global_shape:
         raise ValueError(f"parts of tensors of different shapes, {source.global_shape} and {dest.global_shape}")
@@ -241,9 +263,10 @@ def uncovered(dest: Part, sources: Sequence[Part]) -> int:
     Raises:
         ValueError: The logical tensors have different shapes.
     """
-    if not sources:
-        return dest.numel
-    _, begin, end = Runs.joined([intersect(source, dest) for source in sources]).filled()
+    found = [(source, stretch(source, dest)) for source in sources]
+    at, to, length = np.array([one for _, one in found if one is not None], np.int64).reshape(-1, 3).T
+    others = (intersect(source, dest) for source, one in found if one is None)
+    _, begin, end = Runs.joined([Runs.single(at, to, length), *others]).filled()
     order = np.argsort(begin, kind="stable")
     begin, end = union(begin[order], end[order])
     return dest.numel - int((end - begin).sum())

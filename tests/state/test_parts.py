@@ -87,6 +87,12 @@ def check_what_two_parts_share(made: list[Part]) -> None:
     wanted = elements(dest).ravel()
     shared = np.isin(wanted, elements(source))
     assert (target == np.where(shared, wanted, -1)).all()
+    one = parts.stretch(source, dest)
+    if one is not None:
+        assert list(zip(source_at, dest_at, length, strict=True)) == ([one] if shared.any() else [])
+        assert shared.any() or one == (0, 0, 0)
+    elif (source.flat is None) == (dest.flat is None):
+        assert len(length) > 1
 
     copied = np.full(elements(dest).shape, -1)
     pieces = list(parts.blocks(source, dest))
@@ -119,7 +125,12 @@ def check_uncovered_is_what_nobody_has(made: list[Part]) -> None:
 
 
 def test_parts_of_different_tensors_share_nothing_that_could_be_told() -> None:
-    for check in (parts.intersect, lambda a, b: list(parts.blocks(a, b)), lambda a, b: parts.uncovered(a, [b])):
+    for check in (
+        parts.intersect,
+        parts.stretch,
+        lambda a, b: list(parts.blocks(a, b)),
+        lambda a, b: parts.uncovered(a, [b]),
+    ):
         with pytest.raises(ValueError, match="different shapes"):
             check(Part.whole((2, 3)), Part.whole((3, 2)))
 
