@@ -139,19 +139,27 @@ def digester(runs: DigestRuns) -> checksums.Digester:
 
 
 def contribution(shard: Shard) -> int:
-    """What a live part contributes to the digest of its logical tensor, from its memory as it is now.
+    """What a live part contributes to the digest of its logical tensor; see :func:`contributions`."""
+    return next(contributions([shard]))
+
+
+def contributions(shards: Sequence[Shard]) -> Iterator[int]:
+    """What each live part contributes to the digest of its logical tensor, from its memory as it is now.
 
     It copies parts on a device, and parts whose memory is not in row-major order, in pieces of some megabytes.
 
     Raises:
-        DatastatesError: The shard is an object, or lies on a device and its ``source`` is not the part itself.
+        DatastatesError: A shard is an object, or lies on a device and its ``source`` is not the part itself.
     """
-    if shard.is_object:
-        raise DatastatesError(f"{shard.key!r} is an object: it has no digest")
-    part = Contribution(places_of(table_of([""], [(0, shard)], [0])), 0)
-    for piece in _row_major(shard):
-        part.update(piece)
-    return part.value()
+    for shard in shards:
+        if shard.is_object:
+            raise DatastatesError(f"{shard.key!r} is an object: it has no digest")
+    places = places_of(table_of([""], [(0, shard) for shard in shards], [0] * len(shards)))
+    for row, shard in enumerate(shards):
+        part = Contribution(places, row)
+        for piece in _row_major(shard):
+            part.update(piece)
+        yield part.value()
 
 
 def strided(memory: Any, offset: int, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> Any:

@@ -15,7 +15,7 @@ from datastates._base import gc_pause
 from datastates._base.columns import U64
 from datastates.commit.claims import key_hash
 from datastates.container import pickle_reader
-from datastates.container.digests import contribution
+from datastates.container.digests import contributions
 from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.restoring import broadcast, casting
@@ -391,8 +391,8 @@ class Restore:
 
 def _held(saved: Compared, keys: set[str] | None) -> Iterator[Held]:
     converted = {cast.shard.key for cast in saved.casts}  # their digests are of another type
-    for shard in saved.restored:
-        full = saved.stored_key(shard.key)
-        if shard.key not in converted and (keys is None or full in keys) and shard.part.numel:
-            local = replace(shard, source=dtensors.local(shard.source))
-            yield Held(full, str(shard.part), shard.part.numel, math.prod(shard.global_shape), contribution(local))
+    named = ((shard, saved.stored_key(shard.key)) for shard in saved.restored if shard.key not in converted)
+    held = [(shard, full) for shard, full in named if (keys is None or full in keys) and shard.part.numel]
+    found = contributions([replace(shard, source=dtensors.local(shard.source)) for shard, _ in held])
+    for (shard, full), number in zip(held, found, strict=True):
+        yield Held(full, str(shard.part), shard.part.numel, math.prod(shard.global_shape), number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +119,18 @@ def test_memory_that_changes_behind_the_read_is_found(
 ) -> None:
     """It changes on one rank only. With replicas, the ranks then differ."""
     save(threads, tmp_path / "c", "columns", 2, shapes={"w": (64, 64), "v": (50,)})
-    taken = restoring.contribution
+    taken = restoring.contributions
 
-    def flipped(shard: Shard) -> int:
-        source: Any = shard.source
-        if shard.key == "v" and source.size and not spoiled:
-            spoiled.append(shard.key)
-            source.reshape(-1)[:1] += 1
-        return taken(shard)
+    def flipped(shards: Sequence[Shard]) -> Iterator[int]:
+        for shard in shards:
+            source: Any = shard.source
+            if shard.key == "v" and source.size and not spoiled:
+                spoiled.append(shard.key)
+                source.reshape(-1)[:1] += 1
+        return taken(shards)
 
     spoiled: list[str] = []
-    monkeypatch.setattr(restoring, "contribution", flipped)
+    monkeypatch.setattr(restoring, "contributions", flipped)
     outcomes = restore(threads, tmp_path / "c", live, 3, {"w": (64, 64), "v": (50,)}, verify="digest")
     assert [(type(e), getattr(e, "key", None)) for e in outcomes] == [(CorruptError, "model/v")] * 3
     monkeypatch.undo()
@@ -138,14 +140,14 @@ def test_an_error_in_taking_the_digest_is_told_to_all(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(threads, tmp_path / "c", "rows", 2)
-    taken = restoring.contribution
+    taken = restoring.contributions
 
-    def failing(shard: Shard) -> int:
-        if shard.offset is not None and shard.offset[:1] == (32,):
+    def failing(shards: Sequence[Shard]) -> Iterator[int]:
+        if any(shard.offset is not None and shard.offset[:1] == (32,) for shard in shards):
             raise ds.DatastatesError("no copy")
-        return taken(shard)
+        return taken(shards)
 
-    monkeypatch.setattr(restoring, "contribution", failing)
+    monkeypatch.setattr(restoring, "contributions", failing)
     outcomes = restore(threads, tmp_path / "c", "rows", 3, verify="digest")
     assert [str(e) for e in outcomes] == ["rank 1: no copy", "no copy", "rank 1: no copy"]
 
