@@ -12,7 +12,7 @@ from datastates.restoring.casting import Cast, can_cast
 from datastates.restoring.reads import Reads
 from datastates.restoring.selection import Cut
 from datastates.restoring.sources import TensorFile, Tensors
-from datastates.state import memory
+from datastates.state import arrays, memory
 from datastates.state.arrays import Destinations
 from datastates.state.parts import uncovered
 from datastates.state.shards import Shard, full_key, keys_of, objects_of
@@ -108,6 +108,8 @@ class Compared(ABC):
             row = self.find(shard.key)
             if row is None:
                 raise ProviderError(f"destinations() gave {shard.key!r}, which the checkpoint does not hold")
+            if (flaw := arrays.flaw(shard)) is not None:
+                raise ProviderError(f"destinations() gave {full_key(self.name, shard.key)!r}, which {flaw}")
             difference = _difference(row, shard)
             is_cast = difference is not None and self._cast and can_cast(row, shard)
             if difference is not None and not is_cast:

@@ -342,6 +342,4 @@ def _wrong(shard: Shard, buffer: Buffer, itemsize: int) -> str | None:
         elements += (size - 1) * step
     if shard.buffer_offset + (0 if 0 in shard.shape else elements * itemsize) > buffer.nbytes:
         return f"reaches beyond its buffer of {buffer.nbytes} bytes"
-    if (shard.offset is None) == (shard.flat is None):
-        return "must have either an offset (a box) or a flat range"
-    return None
+    return shard.part.flaw

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -215,20 +215,41 @@ def _is_mostly_used(views: list[_View]) -> bool:
     return 2 * used >= high - low
 
 
-def array_shard(key: str, array: object, *, lazy: bool | None = None) -> Shard:
-    """Describe one whole array as a shard.
+def array_shard(
+    key: str,
+    array: object,
+    *,
+    lazy: bool | None = None,
+    global_shape: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
+    flat: tuple[int, int] | None = None,
+    replicas: Sequence[int] = (),
+) -> Shard:
+    """Describe an array as a shard: a whole logical tensor or, with ``global_shape``, this rank's part of one.
 
     Args:
-        key: Key of the array within the provider.
+        key: Key of the logical tensor within the provider.
         array: A torch, NumPy or CuPy array. A DTensor is described as this rank's part of it.
         lazy: Whether it stays unchanged until the snapshot is captured. The default is True for torch and CuPy arrays,
             and False for NumPy arrays, which may change at any time.
+        global_shape: Shape of the logical tensor, in elements, of which the array is a part.
+        offset: With ``global_shape``: the index in the logical tensor at which the array, a box, begins.
+        flat: With ``global_shape``, in the place of ``offset``: first and one past the last element of the flattened
+            logical tensor that a one-dimensional array holds.
+        replicas: The ranks that hold the same part with the same contents, this rank among them.
 
     Raises:
         TypeError: ``array`` is not an array that can be stored as plain memory.
+        ValueError: The array is not such a part of the logical tensor.
         ProviderError: The local part of a DTensor cannot be described.
     """
-    return shards_of([key], [array], [is_lazy_kind(array) if lazy is None else lazy])[0]
+    shard = shards_of([key], [array], [is_lazy_kind(array) if lazy is None else lazy])[0]
+    if global_shape is not None or offset is not None or flat is not None:
+        begin = None if offset is None else tuple(offset)
+        shard = replace(shard, global_shape=tuple(global_shape or ()), offset=begin, flat=flat)
+        if (flaw := shard.part.flaw) is not None:
+            raise ValueError(f"{key!r} {flaw}")
+    return replace(shard, replicas=tuple(sorted(replicas))) if replicas else shard
 
 
 def destination(key: str, array: object, meshes: dtensors.Meshes | None = None) -> Shard:
@@ -283,10 +304,23 @@ def fits(ref: ArrayRef, array: Any) -> bool:
     return (_view(array).dtype.name, tuple(array.shape)) == (ref.dtype, ref.shape)
 
 
+def flaw(shard: Shard) -> str | None:
+    """Why a shard does not describe its live array, to follow its key in a message; None if it does."""
+    array: Any = dtensors.local(shard.source)
+    kind = kind_of(array)
+    if kind is None:
+        return f"is no array that can be restored in place: {type(array).__name__}"
+    dtype = _torch_dtype(array.dtype) if kind == "torch" else _numpy_dtype(array.dtype)
+    if dtype is None or (dtype.name, tuple(array.shape)) != (shard.dtype, shard.shape):
+        return f"is {shard.dtype} of {shard.shape}, but its source is {array.dtype} of {tuple(array.shape)}"
+    return shard.part.flaw
+
+
 def place(shard: Shard, stride: Sequence[int]) -> Buffer | None:
     """The memory of the shard's array, if bytes stored with these strides can be read straight into it; else None."""
-    if shard.buffer is not None and shard.buffer.owner is shard.source:  # `destination` made the shard
-        return shard.buffer if shard.stride == stride else None
+    buffer = shard.buffer
+    if buffer is not None and buffer.owner is shard.source and buffer.nbytes == shard.nbytes:  # it is the array's own
+        return buffer if shard.stride == stride else None
     view = _view(shard.source)
     return _own_place(view, shard.source) if view.stride == stride else None
 

@@ -64,6 +64,19 @@ class Part:
         return self.numel > 0 and not any(begin or ())
 
     @property
+    def flaw(self) -> str | None:
+        """Why it is no part of its logical tensor, to follow its key in a message; None if it is one."""
+        if (self.offset is None) == (self.flat is None):
+            return "must have either an offset (a box) or a flat range"
+        if self.flat is not None:
+            begin, end = self.flat
+            fits = 0 <= begin <= end <= math.prod(self.global_shape) and self.shape == (end - begin,)
+        else:
+            sides = self.offset or (), self.shape, self.global_shape
+            fits = len(set(map(len, sides))) == 1 and all(0 <= a <= a + n <= m for a, n, m in zip(*sides, strict=True))
+        return None if fits else f"has the shape {self.shape}, and is no part {self} of a tensor of {self.global_shape}"
+
+    @property
     def bounds(self) -> tuple[int, int]:
         """The position of its first element in the flattened logical tensor, and one past that of its last."""
         if self.flat is not None:
