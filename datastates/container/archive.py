@@ -72,32 +72,15 @@ def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[
     """
     begin = index.records.end
     nest = nest or nest_of(index)
-    nested = (0, b"")
-    if nest is not None:
-        nested = (ROOM, nest.tail(index.records))
-    parts: list[bytes] = []
-    position = begin
-    directory = [zip_frames.encode_directory(index.records)]
+    nested = (ROOM, nest.tail(index.records)) if nest is not None else (0, b"")
     encoded = encode_index(index)
-    index_offset = 0
-    for name, data in (
-        (zip_frames.PICKLE_NAME, pickle),
-        *zip_frames.CONSTANTS,
-        (zip_frames.INDEX_NAME, encoded),
-    ):
-        shortest = max(nested[0] + len(nested[1]), zip_frames.shortest_header(name))
-        length = zip_frames.aligned(position + shortest) - position
-        crc = crc32(data)
-        directory.append(zip_frames.central_header(name, 0, crc, len(data), position))
-        parts += [zip_frames.local_header(name, len(data), length, crc=crc, flags=0, nested=nested), data]
-        nested = (0, b"")
-        index_offset = position + length
-        position += length + len(data)
-    footer = _FOOTER.format(FORMAT_VERSION, index_offset, len(encoded), crc32(encoded)).encode()
-    entries = len(index.records) + len(directory) - 1
-    ending = zip_frames.encode_ending(entries, position, sum(map(len, directory)), footer)
-    parts += [*directory, ending]
-    return b"".join(parts), crc32(encoded)
+    small = ((zip_frames.PICKLE_NAME, pickle), *zip_frames.CONSTANTS, (zip_frames.INDEX_NAME, encoded))
+    data, entries = zip_frames.encode_small(small, begin, nested)
+    end = begin + len(data)
+    directory = zip_frames.encode_directory(index.records) + entries
+    footer = _FOOTER.format(FORMAT_VERSION, end - len(encoded), len(encoded), crc32(encoded)).encode()
+    ending = zip_frames.encode_ending(len(index.records) + len(small), end, len(directory), footer)
+    return b"".join((data, directory, ending)), crc32(encoded)
 
 
 def is_ending(tail: bytes) -> bool:

@@ -6,12 +6,13 @@ It follows APPNOTE 6.3.10 and what torch 2.13 writes and accepts. ``docs/format.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from datastates._base.columns import I64, U8, U32, U64
 from datastates._base.sizes import DESCRIPTOR, DESCRIPTOR_CRC, SMALL
+from datastates.container.checksums import crc32
 from datastates.container.records import Records
 
 ROOT = b"archive/"
@@ -91,6 +92,30 @@ def encode_frames(records: Records) -> memoryview:
         _put(descriptors, 16, "<u8", records.nbytes[run])
         _scatter(result, descriptor[run], descriptors)
     return result.data
+
+
+def encode_small(
+    records: Sequence[tuple[bytes, bytes]], begin: int, nested: tuple[int, bytes] = (0, b"")
+) -> tuple[bytes, bytes]:
+    """Records whose data is known, end to end with their headers, and their entries in the central directory.
+
+    Args:
+        records: Name and data of each.
+        begin: File offset of the first one's header.
+        nested: What lies in that header, as for :func:`local_header`.
+    """
+    parts: list[bytes] = []
+    entries: list[bytes] = []
+    position = begin
+    for name, data in records:
+        shortest = max(nested[0] + len(nested[1]), shortest_header(name))
+        length = aligned(position + shortest) - position
+        crc = crc32(data)
+        entries.append(central_header(name, 0, crc, len(data), position))
+        parts += [local_header(name, len(data), length, crc=crc, flags=0, nested=nested), data]
+        nested = (0, b"")
+        position += length + len(data)
+    return b"".join(parts), b"".join(entries)
 
 
 def pickle_place(records_end: int, header_nbytes: int = 0) -> int:
