@@ -19,8 +19,9 @@ from datastates.commit.ballot import Ballot
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.executor.make import make_executor
 from datastates.exporting import export as exporting
-from datastates.exporting.export import FILE_SUFFIX, Exported, cast_type, refuse_existing
+from datastates.exporting.export import Exported, cast_type
 from datastates.exporting.safetensors_layout import parse_size
+from datastates.exporting.target import is_file, refuse_existing
 from datastates.formats import recognise
 from datastates.formats.format import Format, Opened
 from datastates.ranks.together import meet
@@ -293,7 +294,7 @@ def export(
     progress: Callable[[int, int], object] | None = None,
     **options: Unpack[IoOptions],
 ) -> Exported:
-    """Write the tensors of a checkpoint as safetensors, the format of Hugging Face's tools.
+    """Write the tensors of a checkpoint as safetensors, the format of Hugging Face's tools, or for ``torch.load``.
 
     Parts that several ranks saved are put together. Everything that is read is verified by its checksums, and what is
     written is compared with each tensor's digest: when this returns, the copy is proven. Tensors of other formats that
@@ -302,13 +303,16 @@ def export(
     ``TARGET.partial-…``, which the next export to that target deletes.
 
     A tensor is named as its full key without the provider's name if all exported tensors belong to one provider, and as
-    its full key if not. Of tensors that are the same memory, the first is in the files, and the names of the others are
-    in the metadata, as ``safetensors.torch.save_model`` does it.
+    its full key if not. Of tensors that are the same memory, safetensors files hold the first, and the names of the
+    others in the metadata, as ``safetensors.torch.save_model`` does it. A file for ``torch.load`` holds a flat dict of
+    all names, as a module's ``state_dict()`` is; tensors that are the same memory share their storage in it.
 
     Args:
         source: As ``path`` for :func:`load`.
-        target: A path that ends in ``.safetensors`` for one file. Any other path is a folder, which must not exist or
-            must be empty: it gets ``model.safetensors``, or several files with ``model.safetensors.index.json``.
+        target: A path that ends in ``.safetensors`` for one file. One that ends in ``.pt``, ``.pth``, ``.bin`` or
+            ``.ckpt`` for one that ``torch.load`` opens, also with ``mmap=True`` and ``weights_only=True``. Any other
+            path is a folder, which must not exist or must be empty: it gets ``model.safetensors``, or several files
+            with ``model.safetensors.index.json``.
         step: As for :func:`load`.
         keys: Which tensors: a glob of full keys as of a shell, such as ``"model/*"``, or several.
         rename: New names. A string replaces a prefix of that text; a compiled pattern is replaced as by ``re.sub``. The
@@ -336,7 +340,7 @@ def export(
     """
     settings, to = IoSettings.of(options), paths.local(target)
     cast = cast_type(dtype)
-    if shard_size is not None and to.name.endswith(FILE_SUFFIX):
+    if shard_size is not None and is_file(to):
         raise ValueError(f"shard_size: {to.name} is one file; give a folder for several")
     nbytes = None if shard_size is None else parse_size(str(shard_size))
     refuse_existing(to)

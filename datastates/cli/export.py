@@ -28,7 +28,7 @@ def add_to(commands: Any, path: Callable[[str], Path], status: str) -> None:
         path: Parses a path.
         status: Explains the exit status.
     """
-    what = "write the tensors of a checkpoint as safetensors; exit 1 unless every tensor is proven to be as saved"
+    what = "write a checkpoint's tensors as safetensors or for torch.load; exit 1 unless each is proven to be as saved"
     command = commands.add_parser("export", help=what, description=what[0].upper() + what[1:] + ".", epilog=status)
     add = command.add_argument
     add(
@@ -37,7 +37,13 @@ def add_to(commands: Any, path: Callable[[str], Path], status: str) -> None:
         type=path,
         help="a checkpoint, a directory of them (the newest), or a file or folder of another format",
     )
-    add("target", metavar="TARGET", type=path, help="a new folder, or a new file with a name that ends in .safetensors")
+    add(
+        "target",
+        metavar="TARGET",
+        type=path,
+        help="what to make. A name that ends in .safetensors: one file; in .pt, .pth, .bin or .ckpt: one file that "
+        "torch.load opens, with a flat dict of tensors; any other: a folder of safetensors files",
+    )
     add("--step", type=int, metavar="N", help="the step to export from a directory of checkpoints; default: the newest")
     add("--keys", action="append", metavar="GLOB", help="only tensors whose full keys match, as of a shell; repeatable")
     add(
@@ -84,7 +90,7 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     else:
         for name, kept in done.tied.items():
-            print(f"{printable(name)} is the same tensor as {printable(kept)}, which is written")
+            print(f"{printable(name)} is the same tensor as {printable(kept)}, which is written once")
         for key in done.objects:
             print(f"{printable(key)} is left out: it is no tensor")
         if done.source == own.NAME:

@@ -1,8 +1,8 @@
-"""``data.pkl`` of a container: the pickles of all providers, spliced into one."""
+"""``data.pkl`` of a container: the pickles of all providers, spliced into one. And that of a plain torch file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from datastates.container import pickle_writer
@@ -72,3 +72,9 @@ def encode_pickle(
         add(pickle_writer.MAPPING_END)
     add(pickle_writer.MAPPING_END + pickle_writer.END)
     return b"".join(parts), tuple(objects)
+
+
+def encode_arrays(arrays: Mapping[str, StoredArray]) -> bytes:
+    """A ``data.pkl`` that is one dict of arrays. Those that name one place share their storage when they are loaded."""
+    items = (pickle_writer.mapping_frame(key) + pickle_writer.encode_array(one) for key, one in arrays.items())
+    return pickle_writer.stream(b"".join([pickle_writer.MAPPING_BEGIN, *items, pickle_writer.MAPPING_END]))

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from datastates.container.named_tensor import Tensor
 from datastates.state.dtypes import BY_NAME
 
 TYPES = {
@@ -35,28 +34,6 @@ TYPES = {
 """The format's names of element types by torch's, of those that ``safetensors.torch`` reads."""
 MOST_HEADER = 100_000_000
 """Longest header in bytes that the safetensors library reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One tensor of a file.
-
-    Attributes:
-        key: Its full key in the checkpoint.
-        name: Its name in the file.
-        dtype: Torch's name of its element type in the file.
-        shape: Its shape.
-    """
-
-    key: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Its length in the file."""
-        return math.prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
 def file_order(tensors: Sequence[Tensor]) -> list[int]:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import math
 import os
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from datastates._base import files
+from datastates._base.columns import U32
 from datastates._base.sizes import PAGE
 from datastates.container import checksums
-from datastates.container.safetensors_header import Tensor
+from datastates.container.named_tensor import Tensor
 from datastates.container.table import Row
 from datastates.errors import CorruptError, StorageError
 from datastates.executor.executor import Executor
-from datastates.exporting.safetensors_layout import File
+from datastates.exporting.frame import File
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import TensorFile
 from datastates.state import arrays, memory, strides
@@ -58,8 +58,7 @@ class Origin:
 class _Piece:
     """A range of a tensor's elements in a window: what is read, and where in the file it goes if it is cast."""
 
-    tensor: Tensor
-    begin: int
+    number: int
     end: int
     read: Any
     cast: Any = None
@@ -67,16 +66,18 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Window:
-    """A range of the file in memory, and memory for what is cast into it.
+    """An extent of the file in memory, and memory for what is cast into it.
 
     Attributes:
-        offset, nbytes: The range.
+        number: The number of the extent.
+        offset, nbytes: Its range.
         block, base: The memory, and where in it the range begins, on a page.
         staging, staged: Memory for elements before a cast, and how much of it is taken.
         reads: What fills it.
         pieces: The ranges of tensors in it.
     """
 
+    number: int
     offset: int
     nbytes: int
     block: Any
@@ -97,6 +98,19 @@ class _Window:
         begin = -(-self.staged // ALIGNMENT) * ALIGNMENT
         self.staged = begin + memory.nbytes_of(ref)
         return memory.view(self.staging, ref, begin)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """CRC-32 of each tensor of a file, as far as its elements have been read.
+
+    Attributes:
+        stored: Of the elements as they are stored.
+        in_file: Of the elements as they are in the file; files without checksums have it of what is not cast.
+    """
+
+    stored: U32
+    in_file: U32
 
 
 class _Reading:
@@ -146,10 +160,14 @@ class Copier:
             FormatError: A file of the checkpoint is damaged.
             StorageError: A system call failed.
         """
-        size, staging = self._sizes(file)
+        plan = file.plan
+        size = -(-int(plan.extent_length.max(initial=0)) // PAGE) * PAGE
+        count = len(plan.extent_offset)
+        ratio, cast = _growth([(self._stored_type(t), t.dtype) for t in file.tensors])
+        staging = int(size * ratio) + ALIGNMENT * cast
         rooms = [(memory.allocate("torch", size + PAGE), memory.allocate("torch", staging)) for _ in range(BUFFERS)]
         written: list[Future[None]] = []
-        crcs: dict[str, int] = {}
+        sums = _Sums(*(np.zeros(len(file.tensors), np.uint32) for _ in range(2)))
         with (
             _opened(path, direct=self._direct_io) as fd,
             ThreadPoolExecutor(1, "datastates-export") as writer,
@@ -159,59 +177,55 @@ class Copier:
             def begin(number: int) -> _Window:
                 if number >= BUFFERS:
                     written[number - BUFFERS].result()
-                window = self._window(file, number * size, size, *rooms[number % BUFFERS])
+                window = self._window(file, number, *rooms[number % BUFFERS])
                 reading.latest.append(window.reads)
                 window.reads.start(self._executor)
                 return window
 
-            count = -(-file.nbytes // size)
             upcoming = begin(0)
             for number in range(count):
                 window = upcoming
                 if number + 1 < count:
                     upcoming = begin(number + 1)
                 window.reads.finish()
-                self._check(window, crcs)
-                written.append(writer.submit(self._write, fd, path, window))
+                self._check(file, window, sums)
+                written.append(writer.submit(self._write, fd, path, window.bytes, window.offset, window.nbytes))
             for done in written:
                 done.result()
             with files.syscall("truncate", path):
-                os.ftruncate(fd, file.nbytes)
+                os.ftruncate(fd, plan.end)
+            if file.tail_nbytes:
+                _write_through_cache(fd)  # it begins on any byte
+                self._write(
+                    fd, path, np.frombuffer(file.encode_tail(sums.in_file), np.uint8), plan.end, file.tail_nbytes
+                )
             with files.syscall("sync", path):
                 os.fsync(fd)
-
-    def _sizes(self, file: File) -> tuple[int, int]:
-        """Bytes of a window, a power of two, and of memory for a cast: all windows together stay within MOST_MEMORY."""
-        cast = [(t, self._stored_type(t)) for _, t in file.tensors if t.dtype != self._stored_type(t)]
-        ratio = max((BY_NAME[stored].itemsize / BY_NAME[t.dtype].itemsize for t, stored in cast), default=0.0)
-        most = MOST_MEMORY / BUFFERS / (1 + ratio)
-        size = min(1 << math.floor(math.log2(most)), -(-file.nbytes // PAGE) * PAGE)
-        return size, int(size * ratio) + ALIGNMENT * len(cast)
 
     def _stored_type(self, tensor: Tensor) -> str:
         return self._origins[tensor.key].row.dtype.name
 
-    def _window(self, file: File, offset: int, size: int, block: Any, staging: Any) -> _Window:
+    def _window(self, file: File, number: int, block: Any, staging: Any) -> _Window:
         """Lay a window out, and queue its reads."""
-        nbytes = min(size, file.nbytes - offset)
+        plan = file.plan
+        offset, nbytes = int(plan.extent_offset[number]), int(plan.extent_length[number])
         base = -arrays.address(block) % PAGE
-        window = _Window(offset, nbytes, block, base, staging, Reads(in_full=True))
-        if offset < len(file.header):
-            part = file.header[offset : offset + nbytes]
-            window.bytes[: len(part)] = np.frombuffer(part, np.uint8)
-        first = max(0, bisect_right(file.tensors, offset, key=lambda one: one[0]) - 1)
-        for at, tensor in islice(file.tensors, first, None):
-            if at >= offset + nbytes:
-                break
-            itemsize = BY_NAME[tensor.dtype].itemsize
-            begin, end = max(at, offset), min(at + tensor.nbytes, offset + nbytes)
-            if begin < end:
-                self._queue(window, tensor, (begin - at) // itemsize, (end - at) // itemsize, base + begin - offset)
+        window = _Window(number, offset, nbytes, block, base, staging, Reads(in_full=True))
+        pieces = slice(int(plan.extent_piece[number]), int(plan.extent_piece[number + 1]))
+        columns = plan.piece_source, plan.piece_source_offset, plan.piece_extent_offset, plan.piece_length
+        for source, begin, at, length in zip(*(column[pieces].tolist() for column in columns), strict=True):
+            if source < 0:
+                window.bytes[at : at + length] = np.frombuffer(file.literal, np.uint8, length, begin)
+            else:
+                self._queue(window, file, source, begin, begin + length, base + at)
         return window
 
-    def _queue(self, window: _Window, tensor: Tensor, begin: int, end: int, at: int) -> None:
-        """Queue the reads of a range of a tensor's elements, to byte ``at`` of the window's block."""
+    def _queue(self, window: _Window, file: File, number: int, begin: int, end: int, at: int) -> None:
+        """Queue the reads of a range of a tensor's bytes, to byte ``at`` of the window's block."""
+        tensor = file.tensors[number]
         origin, stored = self._origins[tensor.key], self._stored_type(tensor)
+        itemsize = BY_NAME[tensor.dtype].itemsize
+        begin, end = begin // itemsize, end // itemsize
         whole = end - begin == math.prod(tensor.shape)
         shape = tensor.shape if whole else (end - begin,)
         stride = strides.row_major(shape)
@@ -223,30 +237,56 @@ class Copier:
             live = replace(live, global_shape=tensor.shape, offset=None, flat=(begin, end))
         for source, row in origin.sources:
             window.reads.add(source, row, live)
-        window.pieces.append(_Piece(tensor, begin, end, array, place if is_cast else None))
+        window.pieces.append(_Piece(number, end, array, place if is_cast else None))
 
-    def _check(self, window: _Window, crcs: dict[str, int]) -> None:
-        """Compare the digests of the tensors that end in a window, and cast what is to be cast."""
+    def _check(self, file: File, window: _Window, sums: _Sums) -> None:
+        """Compare the digests of the tensors that end in a window, cast what is to be cast, and fill in checksums."""
         for piece in window.pieces:
-            key, origin = piece.tensor.key, self._origins[piece.tensor.key]
-            crcs[key] = checksums.crc32(_as_bytes(piece.read), crcs.get(key, 0))
-            if piece.end == math.prod(piece.tensor.shape):
-                found = crcs.pop(key)
-                if origin.digest is not None and found != origin.digest:
-                    path = str(origin.sources[0][0].path)
-                    raise CorruptError(f"{key!r} from {path} does not match its digest", key=key, path=path)
+            tensor = file.tensors[piece.number]
+            key, origin = tensor.key, self._origins[tensor.key]
+            found = sums.stored[piece.number] = checksums.crc32(_as_bytes(piece.read), int(sums.stored[piece.number]))
+            if piece.end == math.prod(tensor.shape) and origin.digest is not None and found != origin.digest:
+                path = str(origin.sources[0][0].path)
+                raise CorruptError(f"{key!r} from {path} does not match its digest", key=key, path=path)
             if piece.cast is not None:
                 memory.convert(piece.cast, piece.read)
+                if file.tail_nbytes:
+                    found = checksums.crc32(_as_bytes(piece.cast), int(sums.in_file[piece.number]))
+            sums.in_file[piece.number] = found
+        plan = file.plan
+        patches = slice(*np.searchsorted(plan.patch_extent, [window.number, window.number + 1]).tolist())
+        places = plan.patch_offset[patches].astype(np.int64)[:, None] + np.arange(4)
+        window.bytes[places] = sums.in_file[plan.patch_source[patches], None].astype("<u4").view(np.uint8)
 
-    def _write(self, fd: int, path: Path, window: _Window) -> None:
-        data, at = window.bytes, 0
+    def _write(self, fd: int, path: Path, data: Any, offset: int, nbytes: int) -> None:
+        """Write bytes at an offset, and tell that so many of the file are written."""
+        at = 0
         while at < len(data):
             with files.syscall("write", path):
-                count = os.pwrite(fd, data[at:], window.offset + at)
+                count = os.pwrite(fd, data[at:], offset + at)
             if not count:
                 raise StorageError(errno.ENOSPC, "write", str(path))
             at += count
-        self._progress(window.nbytes)
+        self._progress(nbytes)
+
+
+def _growth(types: Sequence[tuple[str, str]]) -> tuple[float, int]:
+    """Bytes of stored elements for each byte of what they are cast to, at most, and how many tensors are cast.
+
+    Args:
+        types: The stored type of each tensor, and its type in the file.
+    """
+    ratios = [BY_NAME[stored].itemsize / BY_NAME[to].itemsize for stored, to in types if stored != to]
+    return max(ratios, default=0.0), len(ratios)
+
+
+def window_nbytes(types: Sequence[tuple[str, str]]) -> int:
+    """Bytes of a window, a power of two: all that are under way, with what is cast for them, take MOST_MEMORY.
+
+    Args:
+        types: The stored type of each tensor, and its type in the file.
+    """
+    return 1 << math.floor(math.log2(MOST_MEMORY / BUFFERS / (1 + _growth(types)[0])))
 
 
 def _as_bytes(array: Any) -> Any:
@@ -256,6 +296,11 @@ def _as_bytes(array: Any) -> Any:
 
         return array.reshape(-1).view(torch.uint8).numpy()
     return array.reshape(-1).view(np.uint8)
+
+
+def _write_through_cache(fd: int) -> None:
+    """Write through the page cache from now on: what follows lies on no boundary of pages."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,19 +12,20 @@ from pathlib import Path
 from datastates._base import files
 from datastates.commit import manifest, retention
 from datastates.container.digests import digest_of
+from datastates.container.named_tensor import Tensor
 from datastates.container.rows import place_of
-from datastates.container.safetensors_header import Tensor
 from datastates.executor.executor import Executor
 from datastates.exporting import safetensors_layout as layout
-from datastates.exporting.copying import Copier, Origin
+from datastates.exporting import torch_layout
+from datastates.exporting.copying import Copier, Origin, window_nbytes
 from datastates.exporting.naming import choose, matches, names_of
+from datastates.exporting.target import is_file, is_torch, refuse_existing
 from datastates.restoring.casting import FLOATS
 from datastates.restoring.renaming import Renames
 from datastates.restoring.sources import Tensors
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """The types that floating-point tensors can be cast to: the usual short names, and torch's."""
-FILE_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Exported:
         files: Names of the files in it; for a single file, its own name.
         tensors: Number of tensors.
         nbytes: Bytes of all files.
-        tied: Names that share their tensor with another name, and that name. Only the other one is in the files.
+        tied: Names that share their tensor with another name, and that name. In safetensors files, only the other one
+            names it; in a torch file, both do.
         objects: Full keys of what is no tensor and was left out: what was asked for by its key, and what belongs to the
             providers whose tensors were exported.
         unproven: Full keys of tensors that have no digest to compare with. Their bytes match the checksums of a source
@@ -93,12 +94,11 @@ def export(
         keys: Globs of full keys.
         rename: New names.
         dtype: Torch's name of the type that floating-point tensors are cast to; None casts nothing.
-        shard_nbytes: Most bytes of tensors in a file; None for the default, or for a single file.
+        shard_nbytes: Most bytes of tensors in a file of a folder; None for the default.
         direct_io: Whether to write past the page cache.
         progress: Called with the number of bytes written, and the number of all bytes.
     """
     refuse_existing(target)
-    one_file = target.name.endswith(FILE_SUFFIX)
     chosen = choose(stored.keys, keys)
     names = names_of(chosen, rename)
     origins, tied = _origins(stored, chosen)
@@ -108,17 +108,20 @@ def export(
         if key not in tied
     ]
     named = {names[key]: names[kept] for key, kept in tied.items()}
-    if one_file:
-        planned = [layout.file_of(target.name, tensors, named)]
+    block = window_nbytes([(origins[tensor.key].row.dtype.name, tensor.dtype) for tensor in tensors])
+    if is_torch(target):
+        planned = [torch_layout.file_of(target.name, tensors, named, block)]
+    elif is_file(target):
+        planned = [layout.file_of(target.name, tensors, named, block)]
     else:
-        planned = layout.files_of(tensors, named, shard_nbytes or layout.parse_size("5GB"))
+        planned = layout.files_of(tensors, named, shard_nbytes or layout.parse_size("5GB"), block)
     total = sum(file.nbytes for file in planned)
     made = executor(max(file.nbytes for file in planned))
     with contextlib.closing(made), _pending(target) as pending:
         copier = Copier(origins, made, direct_io=direct_io, progress=lambda nbytes: progress(nbytes, total))
         for file in planned:
             copier.copy(pending.file(file.name), file)
-        if one_file:
+        if is_file(target):
             _move_out(pending, target)
         else:
             if len(planned) > 1:
@@ -135,16 +138,6 @@ def export(
         tuple(key for key in stored.objects() if key.partition("/")[0] in providers or matches(key, keys)),
         tuple(tensor.key for tensor in tensors if origins[tensor.key].digest is None and tensor.nbytes),
     )
-
-
-def refuse_existing(target: Path) -> None:
-    """Raise FileExistsError if the target of an export exists and is no empty folder."""
-    if target.is_dir() and not target.name.endswith(FILE_SUFFIX):
-        if not any(target.iterdir()):
-            return
-        raise FileExistsError(errno.EEXIST, "the target of an export is not empty", str(target))
-    if os.path.lexists(target):
-        raise FileExistsError(errno.EEXIST, "the target of an export exists", str(target))
 
 
 def _type(stored: str, wanted: str | None) -> str:

@@ -1,39 +1,25 @@
-"""The layout of Hugging Face's folders of safetensors files. Pure functions.
+"""The layout of safetensors files and of Hugging Face's folders of them. Pure functions.
 
 A folder of several files has an index, as ``save_pretrained`` of transformers writes it.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from datastates.container.safetensors_header import Tensor, encode_header, file_order
+import numpy as np
+
+from datastates.container.named_tensor import Tensor
+from datastates.container.safetensors_header import encode_header, file_order
+from datastates.exporting.frame import File
+from datastates.planning import write
 
 INDEX = "model.safetensors.index.json"
 """The name of the index of several files."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """One file of an export.
-
-    Attributes:
-        name: Its name.
-        header: Its bytes before the first tensor.
-        tensors: Its tensors, each with the file offset of its first byte, ascending.
-        nbytes: Its length.
-    """
-
-    name: str
-    header: bytes
-    tensors: Sequence[tuple[int, Tensor]]
-    nbytes: int
 
 
 def parse_size(text: str) -> int:
@@ -50,7 +36,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: int) -> list[File]:
+def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: int, block: int) -> list[File]:
     """Distribute tensors over the files of a folder.
 
     They stay in order. A file begins where a tensor would make the one before longer than ``shard_nbytes``, header
@@ -60,6 +46,7 @@ def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: i
         tensors: The tensors.
         tied: For each name that shares its tensor with another one, the name of that one.
         shard_nbytes: Most bytes of tensors in a file.
+        block: Longest extent in bytes.
 
     Raises:
         ValueError: A header would be too long, or a tensor has a type that the format lacks.
@@ -73,15 +60,15 @@ def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: i
         groups[-1].append(tensor)
         room -= tensor.nbytes
     if len(groups) == 1:
-        return [file_of("model.safetensors", groups[0], tied)]
+        return [file_of("model.safetensors", groups[0], tied, block)]
     count = len(groups)
     return [
-        file_of(f"model-{number:05}-of-{count:05}.safetensors", group, tied)
+        file_of(f"model-{number:05}-of-{count:05}.safetensors", group, tied, block)
         for number, group in enumerate(groups, start=1)
     ]
 
 
-def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str]) -> File:
+def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str], block: int) -> File:
     """Lay tensors out in one file.
 
     The metadata names tied tensors as ``safetensors.torch.save_model`` does. Raises as :func:`files_of` does.
@@ -90,13 +77,13 @@ def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str]) -> Fi
     metadata = {"format": "pt", **{name: kept for name, kept in tied.items() if kept in here and name != "format"}}
     ordered = [tensors[i] for i in file_order(tensors)]
     header = encode_header(ordered, metadata)
-    ends = list(itertools.accumulate((tensor.nbytes for tensor in ordered), initial=len(header)))
-    return File(name, header, list(zip(ends[:-1], ordered, strict=True)), ends[-1])
+    sizes = np.array([tensor.nbytes for tensor in ordered], np.uint64)
+    return File(name, ordered, write.plan_dense_write(sizes, range(len(ordered)), len(header), block), header)
 
 
 def index_of(files: Sequence[File]) -> bytes:
     """The index of several files: which file has which tensor."""
-    weights = {tensor.name: file.name for file in files for _, tensor in file.tensors}
-    total = sum(tensor.nbytes for file in files for _, tensor in file.tensors)
+    weights = {tensor.name: file.name for file in files for tensor in file.tensors}
+    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weights}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from datastates.commit.ending import Identity
-from datastates.container.safetensors_header import Tensor, encode_header, file_order
+from datastates.container.named_tensor import Tensor
+from datastates.container.safetensors_header import encode_header, file_order
 from datastates.errors import ProviderError
 from datastates.executor.executor import PreparedWrite, prepare_write
 from datastates.executor.jobs import WriteJob

@@ -6,11 +6,10 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ state = {f"cut{d}": distribute_tensor(whole, mesh, [Shard(d)]) for d in (0, 1)} 
 ds.snapshot([from_state_dict("model", state)], sys.argv[1]).wait_committed()
 dist.destroy_process_group()
 """
-KILLED = "import sys, datastates as ds; ds.export(sys.argv[1], sys.argv[2])"
+KILLED = "import json, sys, datastates as ds; ds.export(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))"
 
 
 def states() -> dict[str, torch.Tensor]:
@@ -225,43 +224,86 @@ def test_a_tensor_that_does_not_match_its_digest_is_not_published(
     assert os.listdir(tmp_path) == ["saved"]
 
 
-@pytest.mark.parametrize(
-    ("point", "nth", "operation"), [("write", 2, "write"), ("sync", 1, "sync"), ("rename", 1, "rename")]
-)
+TARGETS: dict[str, dict[str, Any]] = {
+    "out": {},
+    "out.safetensors": {},
+    "out.pt": {},
+    "shards": {"shard_size": "500KB"},
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_full_disk_leaves_nothing(
-    saved: tuple[Path, dict[str, torch.Tensor]],
-    tmp_path: Path,
-    small_windows: None,
-    point: str,
-    nth: int,
-    operation: str,
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, small_windows: None, target: str
 ) -> None:
-    faults.arm(Fault(f"manifest.{point}", "fail", errno.ENOSPC, nth))
-    with pytest.raises(StorageError) as caught:
-        ds.export(saved[0], tmp_path / "out")
-    assert (caught.value.errno, caught.value.operation) == (errno.ENOSPC, operation)
-    assert str(caught.value.filename).startswith(str(tmp_path / "out"))
-    assert os.listdir(tmp_path) == ["saved"]
-    ds.export(saved[0], tmp_path / "out")
+    points, how = ("write", "sync", "rename"), {"keys": "model/[!o]*", **TARGETS[target]}
+    for point in points:  # they only count
+        faults.arm(Fault(f"manifest.{point}", "kill", nth=sys.maxsize))
+    ds.export(saved[0], tmp_path / "counted" / target, **how)
+    counts = {point: faults._hits[f"manifest.{point}"] for point in points}
+    shutil.rmtree(tmp_path / "counted")
+    assert counts["write"] > 10
+    for point in points:
+        for nth in {
+            1,
+            counts[point] // 2 + 1,
+            counts[point],
+        }:  # the last write: the index, or the directory of an archive
+            faults.clear()
+            faults.arm(Fault(f"manifest.{point}", "fail", errno.ENOSPC, nth))
+            with pytest.raises(StorageError) as caught:
+                ds.export(saved[0], tmp_path / target, **how)
+            assert (caught.value.errno, caught.value.operation) == (errno.ENOSPC, point)
+            assert str(caught.value.filename).startswith(str(tmp_path))
+            assert os.listdir(tmp_path) == ["saved"]
+    ds.export(saved[0], tmp_path / target, **how)
 
 
-@pytest.mark.parametrize(
-    ("point", "target"),
-    [*product(["write", "sync", "rename"], ["out", "out.safetensors"]), ("unlock", "out")],
-)
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_killed_export_leaves_nothing_that_looks_whole(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, point: str, target: str
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, ranks: Callable[..., Any], target: str
 ) -> None:
-    environment = {**os.environ, "DATASTATES_FAULTS": f"manifest.{point}=kill"}
-    command = [sys.executable, "-c", KILLED, str(saved[0]), str(tmp_path / target)]
-    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
-    if point == "unlock":  # all of it was there, and on stable storage
-        assert load_file(tmp_path / "out" / "model.safetensors")["scalar"] == 3
-        return
-    assert not (tmp_path / target).exists()
-    assert retention.debris_of(tmp_path / target) != []
-    ds.export(saved[0], tmp_path / target)
-    assert sorted(os.listdir(tmp_path)) == sorted([target, "saved"])
+    (tmp_path / "in").mkdir()
+    to = tmp_path / "in" / target
+    for point in ("write", "sync", "rename"):
+        nth = 2 if target == "shards" and point != "rename" else 1  # in the second file
+        killed = {"alone": True, "may_fail": (0,), "DATASTATES_FAULTS": f"manifest.{point}=kill@{nth}"}
+        (process,) = ranks(1, KILLED, saved[0], to, json.dumps(TARGETS[target]), **killed)
+        assert process.returncode == -signal.SIGKILL
+        assert not to.exists()
+        assert len(retention.debris_of(to)) == 1
+    ds.export(saved[0], to, **TARGETS[target])
+    assert os.listdir(tmp_path / "in") == [target]
+
+
+def test_an_export_that_is_killed_after_its_commit_is_whole(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, ranks: Callable[..., Any]
+) -> None:
+    killed = {"alone": True, "may_fail": (0,), "DATASTATES_FAULTS": "manifest.unlock=kill"}
+    (process,) = ranks(1, KILLED, saved[0], tmp_path / "out", "{}", **killed)
+    assert process.returncode == -signal.SIGKILL
+    assert load_file(tmp_path / "out" / "model.safetensors")["scalar"] == 3
+
+
+def test_targets_that_cannot_be_made_are_named(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    source, _ = saved
+    (container,) = source.glob("*.pt")
+    before = container.read_bytes()
+    (tmp_path / "folder.pt").mkdir()
+    (tmp_path / "dangling.pt").symlink_to(tmp_path / "nothing")
+    for target in (source, container, tmp_path / "folder.pt", tmp_path / "dangling.pt"):
+        with pytest.raises(FileExistsError, match=re.escape(str(target))):
+            ds.export(source, target)
+    with pytest.raises(StorageError, match=re.escape(str(container))) as caught:
+        ds.export(source, container / "out.pt")
+    assert caught.value.errno == errno.ENOTDIR
+    for target in ("out.pt", "out"):  # as on a file system that is read-only
+        faults.arm(Fault("manifest.mkdir", "fail", errno.EROFS))
+        with pytest.raises(StorageError, match=re.escape(str(tmp_path))) as caught:
+            ds.export(source, tmp_path / "new" / target)
+        assert caught.value.errno == errno.EROFS
+    assert container.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["dangling.pt", "folder.pt", "saved"]
 
 
 def test_the_command_line(
