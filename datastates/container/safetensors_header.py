@@ -44,12 +44,13 @@ def file_order(tensors: Sequence[Tensor]) -> list[int]:
     return sorted(range(len(tensors)), key=lambda i: (-BY_NAME[tensors[i].dtype].itemsize, tensors[i].name))
 
 
-def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str], alignment: int = 8) -> bytes:
     """All bytes before the first tensor.
 
     Args:
         tensors: The tensors in the file's order.
         metadata: What the header says besides.
+        alignment: Spaces pad it to a multiple of so many bytes, of 8 at least.
 
     Raises:
         ValueError: The header would be too long, or the format cannot hold a tensor; the message names it.
@@ -68,7 +69,7 @@ def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> byt
             "data_offsets": (end - tensor.nbytes, end),
         }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % alignment)
     if len(text) > MOST_HEADER:
         raise ValueError(f"the header would have {len(text)} bytes, more than safetensors reads: use shards")
     return len(text).to_bytes(8, "little") + text

@@ -25,6 +25,7 @@ from datastates.container.table import Row
 from datastates.errors import CorruptError, StorageError
 from datastates.executor.executor import Executor
 from datastates.exporting.frame import File
+from datastates.exporting.sharing import Sharing, Stretch, stretch_of
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import TensorFile
 from datastates.state import arrays, memory, strides
@@ -75,6 +76,7 @@ class _Window:
         staging, staged: Memory for elements before a cast, and how much of it is taken.
         reads: What fills it.
         pieces: The ranges of tensors in it.
+        stretches: What of it may share its blocks with the checkpoint.
     """
 
     number: int
@@ -86,6 +88,7 @@ class _Window:
     reads: Reads
     staged: int = 0
     pieces: list[_Piece] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
 
     @property
     def bytes(self) -> Any:
@@ -170,6 +173,7 @@ class Copier:
         sums = _Sums(*(np.zeros(len(file.tensors), np.uint32) for _ in range(2)))
         with (
             _opened(path, direct=self._direct_io) as fd,
+            contextlib.closing(Sharing(fd)) as sharing,
             ThreadPoolExecutor(1, "datastates-export") as writer,
             contextlib.closing(_Reading()) as reading,
         ):
@@ -189,16 +193,15 @@ class Copier:
                     upcoming = begin(number + 1)
                 window.reads.finish()
                 self._check(file, window, sums)
-                written.append(writer.submit(self._write, fd, path, window.bytes, window.offset, window.nbytes))
+                written.append(writer.submit(self._write, fd, path, window, sharing))
             for done in written:
                 done.result()
             with files.syscall("truncate", path):
                 os.ftruncate(fd, plan.end)
             if file.tail_nbytes:
                 _write_through_cache(fd)  # it begins on any byte
-                self._write(
-                    fd, path, np.frombuffer(file.encode_tail(sums.in_file), np.uint8), plan.end, file.tail_nbytes
-                )
+                _write(fd, path, np.frombuffer(file.encode_tail(sums.in_file), np.uint8), plan.end)
+                self._progress(file.tail_nbytes)
             with files.syscall("sync", path):
                 os.fsync(fd)
 
@@ -237,6 +240,8 @@ class Copier:
             live = replace(live, global_shape=tensor.shape, offset=None, flat=(begin, end))
         for source, row in origin.sources:
             window.reads.add(source, row, live)
+            if not is_cast and (found := stretch_of(source, row, begin, end, window.offset + at - window.base)):
+                window.stretches.append(found)
         window.pieces.append(_Piece(number, end, array, place if is_cast else None))
 
     def _check(self, file: File, window: _Window, sums: _Sums) -> None:
@@ -258,16 +263,23 @@ class Copier:
         places = plan.patch_offset[patches].astype(np.int64)[:, None] + np.arange(4)
         window.bytes[places] = sums.in_file[plan.patch_source[patches], None].astype("<u4").view(np.uint8)
 
-    def _write(self, fd: int, path: Path, data: Any, offset: int, nbytes: int) -> None:
-        """Write bytes at an offset, and tell that so many of the file are written."""
-        at = 0
-        while at < len(data):
-            with files.syscall("write", path):
-                count = os.pwrite(fd, data[at:], offset + at)
-            if not count:
-                raise StorageError(errno.ENOSPC, "write", str(path))
-            at += count
-        self._progress(nbytes)
+    def _write(self, fd: int, path: Path, window: _Window, sharing: Sharing) -> None:
+        """Write what of a window cannot share its blocks with the checkpoint."""
+        data, at = window.bytes, 0
+        for begin, end in [*sharing.share(window.stretches), (window.offset + len(data),) * 2]:
+            _write(fd, path, data[at : begin - window.offset], window.offset + at)
+            at = end - window.offset
+        self._progress(window.nbytes)
+
+
+def _write(fd: int, path: Path, data: Any, offset: int) -> None:
+    at = 0
+    while at < len(data):
+        with files.syscall("write", path):
+            count = os.pwrite(fd, data[at:], offset + at)
+        if not count:
+            raise StorageError(errno.ENOSPC, "write", str(path))
+        at += count
 
 
 def _growth(types: Sequence[tuple[str, str]]) -> tuple[float, int]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from datastates._base.sizes import PAGE
 from datastates.container.named_tensor import Tensor
 from datastates.container.safetensors_header import encode_header, file_order
 from datastates.exporting.frame import File
@@ -71,12 +72,13 @@ def files_of(tensors: Sequence[Tensor], tied: Mapping[str, str], shard_nbytes: i
 def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str], block: int) -> File:
     """Lay tensors out in one file.
 
-    The metadata names tied tensors as ``safetensors.torch.save_model`` does. Raises as :func:`files_of` does.
+    The metadata names tied tensors as ``safetensors.torch.save_model`` does. The tensors begin on a page, so that those
+    whose lengths are whole pages can share their blocks with the checkpoint. Raises as :func:`files_of` does.
     """
     here = {tensor.name for tensor in tensors}
     metadata = {"format": "pt", **{name: kept for name, kept in tied.items() if kept in here and name != "format"}}
     ordered = [tensors[i] for i in file_order(tensors)]
-    header = encode_header(ordered, metadata)
+    header = encode_header(ordered, metadata, PAGE)
     sizes = np.array([tensor.nbytes for tensor in ordered], np.uint64)
     return File(name, ordered, write.plan_dense_write(sizes, range(len(ordered)), len(header), block), header)
 

@@ -34,7 +34,8 @@ def test_the_order_and_the_alignment_are_those_of_the_library() -> None:
     stock = save(tensors, metadata={"format": "pt"})
     ours = file_of("x", [Tensor(k, k, str(t.dtype)[6:], tuple(t.shape)) for k, t in tensors.items()], {}, PAGE)
     assert json.loads(ours.literal[8:]) == json.loads(stock[8 : 8 + int.from_bytes(stock[:8], "little")])
-    assert ours.nbytes == len(stock)
+    assert ours.nbytes - len(ours.literal) == len(stock) - 8 - int.from_bytes(stock[:8], "little")
+    assert len(ours.literal) == PAGE
 
 
 def test_shards_are_filled_in_order() -> None:

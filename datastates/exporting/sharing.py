@@ -1,0 +1,103 @@
+"""Blocks of a file system that a checkpoint and a file exported from it share, where it can do that: reflinks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from datastates._base.sizes import PAGE
+from datastates.container.table import Row
+from datastates.restoring.sources import TensorFile
+from datastates.state.strides import is_row_major
+
+SHORTEST = 1 << 20
+"""Bytes from which on a stretch is shared. Sharing many short ones would make a file of many extents."""
+_FICLONERANGE = 0x4020940D
+_RANGE = struct.Struct("<qQQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Whole pages of a file of the checkpoint whose bytes are those of a file that is written.
+
+    Attributes:
+        path: The file of the checkpoint.
+        offset: Where it begins there.
+        at: Where it begins in the file that is written.
+        nbytes: Its length.
+    """
+
+    path: Path
+    offset: int
+    at: int
+    nbytes: int
+
+
+def stretch_of(source: TensorFile, row: Row, begin: int, end: int, at: int) -> Stretch | None:
+    """What can be shared of a range of a tensor; None if nothing can.
+
+    Only files whose chunks have checksums are shared: a committed checkpoint does not change after it was verified.
+
+    Args:
+        source: A file of the checkpoint.
+        row: A row of it with elements of the tensor.
+        begin: First element of the range, in the flattened tensor.
+        end: One past its last.
+        at: Where the range begins in the file that is written.
+    """
+    first, last = row.part.bounds
+    if not (source.checked and last - first == row.part.numel and is_row_major(row.shape, row.stride)):
+        return None
+    itemsize = row.dtype.itemsize
+    low, high = max(begin, first), min(end, last)
+    offset = int(source.data_offset[row.record]) + row.offset + (low - first) * itemsize
+    at += (low - begin) * itemsize
+    skipped = -at % PAGE
+    nbytes = ((high - low) * itemsize - skipped) // PAGE * PAGE
+    if (offset - at) % PAGE or nbytes < SHORTEST:
+        return None
+    return Stretch(source.path, offset + skipped, at + skipped, nbytes)
+
+
+class Sharing:
+    """Shares stretches with one file that is written, until the file system refuses."""
+
+    def __init__(self, target: int) -> None:
+        """Take the file's descriptor."""
+        self._target = target
+        self._sources: dict[Path, int] = {}
+        self._refused = False
+
+    def share(self, stretches: Sequence[Stretch]) -> Iterator[tuple[int, int]]:
+        """Share stretches with the file; yields the ranges of it that are filled by that, ascending."""
+        for one in sorted(stretches, key=lambda one: one.at):
+            if self._refused:
+                return
+            # another file system, or one without reflinks; another failure comes again when the range is written
+            try:
+                clone(self._source(one.path), one.offset, one.nbytes, self._target, one.at)
+            except OSError:
+                self._refused = True
+            else:
+                yield one.at, one.at + one.nbytes
+
+    def _source(self, path: Path) -> int:
+        if path not in self._sources:
+            self._sources[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._sources[path]
+
+    def close(self) -> None:
+        """Close the files of the checkpoint."""
+        with contextlib.ExitStack() as closing:
+            for source in self._sources.values():
+                closing.callback(os.close, source)
+
+
+def clone(source: int, offset: int, nbytes: int, target: int, at: int) -> None:
+    """Let a range of one file share its blocks with another file; raises OSError if the file system cannot."""
+    fcntl.ioctl(target, _FICLONERANGE, _RANGE.pack(source, offset, nbytes, at))

@@ -1,0 +1,123 @@
+"""Exports that share the blocks of the checkpoint, where the file system can."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import datastates as ds
+from datastates._base.sizes import PAGE
+from datastates.exporting import copying, sharing
+from datastates.providers import from_state_dict
+
+ON_XFS = """
+import os, sys
+import torch
+from safetensors.torch import load_file
+import datastates as ds
+from datastates.providers import from_state_dict
+
+def used():
+    os.sync()
+    found = os.statvfs(".")
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+os.chdir(sys.argv[1])
+torch.manual_seed(0)
+state = {f"layer.{i}": torch.randn(1024, 4096) for i in range(4)}
+ds.snapshot([from_state_dict("m", state)], "saved").wait_committed()
+for target in ("out.pt", "out.safetensors"):
+    before = used()
+    ds.export("saved", target)
+    assert used() - before < 8 << 20, used() - before
+    found = torch.load(target) if target == "out.pt" else load_file(target)
+    assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
+"""
+
+
+def states() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "large": torch.randn(300, 1024),
+        "odd": torch.randn(70_001),
+        "small": torch.randn(5),
+        "t": torch.randn(64, 512).t(),
+    }
+
+
+def copied(source: int, offset: int, nbytes: int, target: int, at: int) -> None:
+    """Copy what a file system would share; it demands whole pages."""
+    assert offset % PAGE == nbytes % PAGE == at % PAGE == 0 < nbytes
+    with open(f"/proc/self/fd/{target}", "r+b") as written:
+        os.pwrite(written.fileno(), os.pread(source, nbytes, offset), at)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sharing, "SHORTEST", PAGE)
+    monkeypatch.setattr(copying, "MOST_MEMORY", 3 * 64 << 10)
+    ds.snapshot([from_state_dict("m", states())], tmp_path / "saved").wait_committed()
+    return tmp_path / "saved"
+
+
+def read(target: Path) -> Any:
+    return torch.load(target) if target.suffix == ".pt" else load_file(target)
+
+
+@pytest.mark.parametrize(("name", "most"), [("out.pt", 3 * 64 << 10), ("out.safetensors", 7 * 64 << 10)])
+def test_whole_pages_are_shared_and_the_rest_is_written(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    shared: list[int] = []
+    monkeypatch.setattr(sharing, "clone", lambda *args: (copied(*args), shared.append(args[2])))
+    plain = os.pwrite
+    written: list[int] = []
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: written.append(n := plain(fd, data, at)) or n)
+    done = ds.export(saved, tmp_path / name)
+    found = read(tmp_path / name)
+    assert all(torch.equal(found[key], tensor) for key, tensor in states().items())
+    assert sum(shared) > 1_000_000
+    assert sum(written) - sum(shared) < most
+    assert done.nbytes == (tmp_path / name).stat().st_size
+    shared.clear()
+    ds.export(saved, tmp_path / f"cast-{name}", dtype="bf16")  # no byte of it is as it was
+    ds.export(tmp_path / name, tmp_path / f"again-{name}")  # another tool may write to such a file meanwhile
+    assert shared == []
+
+
+def test_a_file_system_that_refuses_is_asked_once(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuse(*where: int) -> None:
+        asked.append(where[1])
+        raise OSError(errno.EOPNOTSUPP, "refused")
+
+    monkeypatch.setattr(sharing, "clone", refuse)
+    ds.export(saved, tmp_path / "out.pt")
+    assert len(asked) == 1
+    assert all(torch.equal(read(tmp_path / "out.pt")[key], tensor) for key, tensor in states().items())
+
+
+@pytest.mark.long
+def test_reflinks_of_xfs_take_no_space(tmp_path: Path) -> None:
+    if os.geteuid() or not shutil.which("mkfs.xfs"):
+        pytest.skip("to mount an XFS file system needs root and xfsprogs")
+    image, at = tmp_path / "image", tmp_path / "at"
+    at.mkdir()
+    with image.open("wb") as made:
+        made.truncate(512 << 20)
+    subprocess.run(["mkfs.xfs", "-q", "-m", "reflink=1", image], check=True)
+    command = f'mount -o loop "{image}" "{at}" || exit 77; "{sys.executable}" -c "$0" "{at}"'
+    done = subprocess.run(["unshare", "-m", "sh", "-c", command, ON_XFS], check=False)
+    if done.returncode == 77:
+        pytest.skip("this system mounts no loop device")
+    assert done.returncode == 0
