@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from datastates._base import paths
 from datastates.cli import export
 from datastates.cli.compare import Comparison, compare
 from datastates.cli.inspect import inspect
+from datastates.cli.ls import ls
 from datastates.cli.progress import progress_bar
-from datastates.cli.show import as_size, print_json, print_table, printable
-from datastates.commit import directories, health, manifest, retention
-from datastates.errors import CheckpointNotFoundError, DatastatesError, FormatError, StorageError
+from datastates.cli.show import as_size, print_json, printable
+from datastates.errors import CheckpointNotFoundError, DatastatesError
 from datastates.formats import own, recognise
 
 STATUS = (
@@ -47,13 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('datastates')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for run, name, argument, what in (
-        (_ls, "ls", "DIR", "list the checkpoints in a directory, and what interrupted runs left there"),
+        (ls, "ls", "PATH", "list the checkpoints in a directory, and what interrupted runs left there"),
         (inspect, "inspect", "PATH", "show what a checkpoint holds: keys, types, shapes, sizes, places"),
         (_verify, "verify", "PATH", "read every byte of a checkpoint and check it; exit 1 when one is wrong"),
     ):
         command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", epilog=STATUS)
         target = (
-            "a directory of checkpoints"
+            "a directory of checkpoints, or a checkpoint"
             if name == "ls"
             else "a checkpoint, a directory of them (the newest), or a file or folder of another format"
         )
@@ -78,48 +76,6 @@ def _path(text: str) -> Path:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return Path(text)
-
-
-def _ls(arguments: argparse.Namespace) -> int:
-    root: Path = arguments.path
-    if not root.is_dir():
-        print(f"datastates: {root} is not a directory", file=sys.stderr)
-        return 2
-    if (kind := recognise.recognise(root)) is not None:
-        one = "one checkpoint" if kind is own else kind.NAME
-        print(f"datastates: {root} is {one}: use inspect", file=sys.stderr)
-        return 2
-    by_age = directories.by_age(root)
-    found: list[dict[str, Any]] = []
-    for age, (step, path) in enumerate(by_age.items()):
-        later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
-        entry: dict[str, Any] = {"step": step, "name": path.name, "superseded_by": later}
-        with contextlib.suppress(FormatError, StorageError):  # reported below
-            opened = manifest.open(path)
-            entry |= {"created": opened.created, "ranks": opened.world_size, "bytes": opened.nbytes}
-        if (what := health.problem(path)) is not None:
-            entry["error"] = what
-        found.append(entry)
-    left = [path.name for path in retention.debris(root)]
-    foreign = [path.name for path in directories.without_manifest(root)]
-    others = recognise.others(root, {*(path.name for path in by_age.values()), *left, *foreign})
-    if arguments.json:
-        listed = [{"name": name, "format": what} for name, what in others.items()]
-        print_json({"checkpoints": found, "debris": left, "without_manifest": foreign, "others": listed})
-    elif found or left or foreign or others:
-        rows = [["STEP", "CREATED", "RANKS", "SIZE", "NAME", ""]]
-        for e in found:
-            size = [e["created"], str(e["ranks"]), as_size(e["bytes"])] if "created" in e else ["", "", ""]
-            rolled = "" if e["superseded_by"] is None else f"superseded by step {e['superseded_by']}, after a roll-back"
-            note = f"damaged: {printable(e['error'])}" if "error" in e else rolled
-            rows.append([str(e["step"]), *size, e["name"], note])
-        rows += [["-", "debris", "", "", name, ""] for name in left]
-        rows += [["-", "", "", "", name, "no checkpoint: it has no manifest.json"] for name in foreign]
-        rows += [["-", "", "", "", printable(name), what] for name, what in others.items()]
-        print_table(rows, numbers=(0, 2, 3))
-    else:
-        print(f"no checkpoints in {root}")
-    return 1 if any("error" in e for e in found) else 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:

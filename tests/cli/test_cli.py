@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -139,6 +140,17 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"datastates {ds.__version__}\n"
 
 
-def test_ls_of_one_checkpoint_points_to_inspect(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.main(["ls", str(root / "step-00000001")]) == 2
-    assert "use inspect" in capsys.readouterr().err
+def test_ls_of_one_checkpoint_lists_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = root / "step-00000001"
+    assert commands.main(["ls", str(root), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert commands.main(["ls", str(one), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"] == [e for e in listed if e["name"] == one.name]
+    (container,) = one.glob("*.pt")
+    assert commands.main(["ls", str(container)]) == 0
+    assert f"{container.name}  a checkpoint of datastates" in capsys.readouterr().out
+    os.truncate(one / "manifest.json", 5)
+    assert commands.main(["ls", str(one)]) == 1
+    assert "damaged: " in capsys.readouterr().out
+    assert commands.main(["ls", str(root / "nothing")]) == 2
+    assert "neither a directory nor a checkpoint" in capsys.readouterr().err

@@ -93,9 +93,8 @@ def test_the_package_runs_as_a_module(root: Path) -> None:
 
 def test_a_checkpoint_of_dcp_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / ".metadata").write_bytes(b"")
-    assert commands.main(["ls", str(tmp_path)]) == 2
-    called = f"{tmp_path} is a checkpoint of torch.distributed.checkpoint"
-    assert called in capsys.readouterr().err
+    assert commands.main(["ls", str(tmp_path)]) == 0
+    assert f"{tmp_path.name}  a checkpoint of torch.distributed.checkpoint" in capsys.readouterr().out
     with pytest.raises(FormatError, match=r"\.metadata"):  # it is one, and damaged
         ds.restore([], tmp_path)
 

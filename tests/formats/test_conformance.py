@@ -191,8 +191,8 @@ class TestFormat:
         assert case.name in text
         told = json.loads(run("ls", made.parent, "--json")[1])
         assert told["others"] == [{"name": made.name, "format": case.name}]
-        if case.folder:
-            assert run("ls", made) == (2, f"datastates: {made} is {case.name}: use inspect\n")
+        status, text = run("ls", made)
+        assert (status, text.splitlines()[1:]) == (0, [f"   -                        {made.name}  {case.name}"])
 
     def test_export_says_what_is_proven(
         self, case: Case, made: Path, tmp_path: Path, run: Callable[..., tuple[int, str]]
