@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file, save_model
 
 import datastates as ds
@@ -88,35 +89,14 @@ def test_several_providers_are_told_apart_by_the_first_part_of_a_key(tmp_path: P
     assert live["extra"] == 5
 
 
-def test_only_the_wanted_ranges_are_read_by_each_rank(tmp_path: Path) -> None:
-    save_file({"w": torch.arange(1024 * 512.0).view(1024, 512)}, str(tmp_path / "w.safetensors"))
-    parts = [torch.zeros(512, 512), torch.zeros(512, 512)]
-    results: dict[int, ds.Restored] = {}
-
-    class _Half(ds.StateProvider):
-        takes_parts = True
-
-        def __init__(self, rank: int) -> None:
-            super().__init__("m")
-            self.rank = rank
-
-        def shards(self) -> list[ds.Shard]:
-            whole = ds.array_shard("w", parts[self.rank])
-            return [replace(whole, global_shape=(1024, 512), offset=(512 * self.rank, 0))]
-
-    def restore(rank: int) -> None:
-        results[rank] = ds.restore([_Half(rank)], tmp_path / "w.safetensors", rank=rank, world_size=2)
-
-    threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.equal(torch.cat(parts), torch.arange(1024 * 512.0).view(1024, 512))
-    for restored in results.values():
-        assert restored.needed_nbytes == 512 * 512 * 4
-        assert restored.read_nbytes <= restored.needed_nbytes * 1.05
-    assert not list(tmp_path.glob(".*"))
+def test_fsdp2_and_tensor_parallel_ranks_read_only_their_shards_of_a_folder(tmp_path: Path, ranks: Any) -> None:
+    wide, narrow = 1 << 16, 16  # as in sharded_base.py
+    shapes = {"0.weight": (wide, narrow), "0.bias": (wide,), "1.weight": (narrow, wide), "1.bias": (narrow,)}
+    weights = {key: torch.arange(math.prod(shape), dtype=torch.float32).view(shape) for key, shape in shapes.items()}
+    (tmp_path / "base").mkdir()
+    save_torch_state_dict(weights, tmp_path / "base", max_shard_size="5MB")
+    assert (tmp_path / "base" / "model.safetensors.index.json").exists()
+    ranks(2, Path(__file__).with_name("sharded_base.py"), tmp_path / "base")
 
 
 def test_a_flipped_byte_of_a_torch_file_is_found(tmp_path: Path) -> None:
