@@ -226,6 +226,16 @@ CHAPTERS = {
             Column("CPU s/GB", cpu_per_gb, skip=("raw",)),
         ),
     ),
+    "export": Chapter(
+        "Export of weights",
+        "A checkpoint of {tensors} fp32 matrices, {bytes} bytes, becomes files that other tools read: safetensors, if "
+        "nothing else is said. Each system exports what it has saved itself, and datastates also the checkpoints of "
+        "others. Before each, the source is put out of the page cache (checked with mincore). An export ends when all "
+        "is on stable storage. Each runs in a process of its own. Memory is the largest resident set beyond the one "
+        "before the export, mapped files included. Some tensors are compared afterwards. datastates compares all of "
+        "them with their checksums within the time; the others verify nothing.",
+        (*_MOVED, Column("peak memory, MiB", _seconds("above", 1 / MIB), ".0f")),
+    ),
     "reshard": Chapter("Restoring what other ranks saved", _RESHARDED, _RESHARDING),
     "reshard-large": Chapter("Restoring what other ranks saved, large", _RESHARDED, _RESHARDING),
 }

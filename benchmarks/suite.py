@@ -17,6 +17,7 @@ import torch
 import call
 import capture
 import durable
+import export
 import files
 import index
 import loading
@@ -43,6 +44,7 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "memory": memory.run,
         "index": index.run,
         "files": files.run,
+        "export": export.run,
         "ranks": ranks.run,
         "reshard": partial(reshard.run, large=False),
         "reshard-large": partial(reshard.run, large=True),

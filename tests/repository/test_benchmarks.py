@@ -39,6 +39,17 @@ CPU_ROWS = {
     "memory": {"datastates", "DCP async"},
     "index": {"plan", "encode", "open", "read one"},
     "files": {"one file", "64 files"},
+    "export": {
+        "raw",
+        "datastates",
+        "datastates to a torch file",
+        "datastates from DCP",
+        "datastates from DeepSpeed",
+        "DCP",
+        "dcp_to_torch_save",
+        "torch_checkpointing",
+        "zero_to_fp32",
+    },
     "ranks": {f"{system}, {n} → {m}" for system in RANKS for n, m in RANK_LAYOUTS},
 }
 # with tiny states reshard-large does the same
