@@ -30,6 +30,7 @@ MACHINES = {
     "cpu": "CPU machine",
     "cpu-pwrite": "CPU machine, with and without io_uring",
     "cpu-reshard": "CPU machine, what other ranks saved",
+    "cpu-export": "CPU machine, export of weights",
     "gpu": "GPU machine",
     "gpu-load": "GPU machine, onto the GPU",
     "gpus-2": "Machine with two GPUs",

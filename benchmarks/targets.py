@@ -179,6 +179,16 @@ TARGETS = [
     Target(
         "cpu", "files", "restore of 64 files, over one file", 0.95, True, "×", times_as_fast("one file", "64 files")
     ),
+    *_against("cpu", "export", "export", {"raw": 0.9}),
+    Target(
+        "cpu",
+        "export",
+        "host memory of an export, 72 MiB of host cache included",
+        136,
+        False,
+        "MiB",
+        scaled("datastates", "above", 1 / MIB),
+    ),
     Target("cpu", "ranks", "bytes read, 2 → 2, over those needed", 1.05, False, "×", fetched("datastates, 2 → 2")),
     Target(
         "gpu",

@@ -99,9 +99,15 @@ def _save_deepspeed(weights: Weights, path: Path) -> None:
     shapes = OrderedDict((name, tensor.shape) for name, tensor in weights.items())
     model = {"module": {}, "buffer_names": [], "param_shapes": [shapes], "shared_params": {}, "ds_version": "0.17.0"}
     torch.save(model, tag / "mp_rank_00_model_states.pt")
-    flat = torch.cat([tensor.flatten() for tensor in weights.values()])
-    for rank, part in enumerate(flat.chunk(ZERO_RANKS)):
-        optimizer = {"zero_stage": 2, "partition_count": ZERO_RANKS, "single_partition_of_fp32_groups": [part.clone()]}
+    each = sum(tensor.numel() for tensor in weights.values()) // ZERO_RANKS
+    for rank in range(ZERO_RANKS):
+        part, at = torch.empty(each), -rank * each  # all weights end to end are cut into parts, wherever that is
+        for tensor in weights.values():
+            begin, end = max(at, 0), min(at + tensor.numel(), each)
+            if begin < end:
+                part[begin:end] = tensor.flatten()[begin - at : end - at]
+            at += tensor.numel()
+        optimizer = {"zero_stage": 2, "partition_count": ZERO_RANKS, "single_partition_of_fp32_groups": [part]}
         torch.save({"optimizer_state_dict": optimizer}, tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
