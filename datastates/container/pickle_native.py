@@ -35,7 +35,7 @@ def read_plain(opcodes: bytes, rows: StoredRows) -> tuple[object] | None:
         keys=rows.names,
         kinds=KINDS,
         dtypes=_DTYPES,
-        frames=[(*array_frame(d), d.itemsize, d.storage is not None) for d in dtypes.ALL],
+        frames=[(*array_frame(d), d.itemsize, dtypes.pickled(d).storage is not None) for d in dtypes.ALL],
         kind=columns.kind,
         dtype=columns.dtype,
         record=columns.record,

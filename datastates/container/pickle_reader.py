@@ -215,8 +215,8 @@ class _Reader(_PurePython):  # type: ignore[misc]
             return pickle_policy.SAFE[full]()
         if full in _REBUILDS:
             return getattr(self, _REBUILDS[full])
-        if module == "torch" and (name in dtypes.BY_STORAGE or name in dtypes.BY_NAME):
-            return pickle_policy.torch_global(name) if name in dtypes.BY_NAME else pickle_policy.TorchName(name)
+        if module == "torch" and (name in dtypes.BY_STORAGE or name in dtypes.TORCH):
+            return pickle_policy.torch_global(name) if name in dtypes.TORCH else pickle_policy.TorchName(name)
         if full in _OF_TORCH:
             return pickle_policy.torch_global(name) if name in ("Size", "device") else pickle_policy.TorchName(name)
         if full in pickle_policy.BUILT_LATE or self.trust == "all" or full in self.trust:
@@ -275,7 +275,7 @@ class _Reader(_PurePython):  # type: ignore[misc]
         if not isinstance(dtype, pickle_policy.TorchName) and type(dtype).__module__ != "torch":
             raise FormatError("a tensor without a dtype")
         name = dtype.name if isinstance(dtype, pickle_policy.TorchName) else str(dtype).removeprefix("torch.")
-        if not isinstance(storage, _Storage) or storage.dtype is not None or name not in dtypes.BY_NAME:
+        if not isinstance(storage, _Storage) or storage.dtype is not None or name not in dtypes.TORCH:
             raise FormatError("a tensor without an untyped storage and a dtype")
         elements = storage.numel // dtypes.BY_NAME[name].itemsize
         return self._array(storage.record, name, elements, offset, shape, stride, grad)
@@ -361,7 +361,7 @@ for _opcode in (pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.TUPLE1
 def needs_trust(names: Collection[str]) -> list[str]:
     """The names, given as ``module.qualname``, that a reader in a process like this one refuses without ``trust``."""
     known = {*pickle_policy.SAFE, *pickle_policy.BUILT_LATE, *_REBUILDS, *_OF_TORCH}
-    others = (n for n in names if n not in known and n.removeprefix("torch.") not in dtypes.BY_NAME)
+    others = (n for n in names if n not in known and n.removeprefix("torch.") not in dtypes.TORCH)
     return sorted(name for name in others if own_classes.find(*name.rpartition(".")[::2]) is None)
 
 

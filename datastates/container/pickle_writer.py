@@ -56,6 +56,7 @@ _NO_HOOKS = b"ccollections\nOrderedDict\n)R"
 @functools.cache
 def array_frame(dtype: dtypes.DType) -> tuple[bytes, bytes]:
     """The opcodes before the storage record's name in an array of that type, and those after its ``requires_grad``."""
+    dtype = dtypes.pickled(dtype)
     typed = dtype.storage is not None
     storage = f"ctorch\n{dtype.storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
     head = (
@@ -70,7 +71,7 @@ def array_frame(dtype: dtypes.DType) -> tuple[bytes, bytes]:
 
 def encode_array(stored: StoredArray, *, parameter: bool = False) -> bytes:
     """The opcodes that ``torch.save`` would write for a tensor; they use no memo, so they can stand anywhere."""
-    dtype = dtypes.BY_NAME[stored.dtype]
+    dtype = dtypes.pickled(dtypes.BY_NAME[stored.dtype])
     head, tail = array_frame(dtype)
     body = (
         head

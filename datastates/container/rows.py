@@ -12,7 +12,7 @@ import numpy as np
 from datastates._base.columns import I64, U8, U32, U64
 from datastates.container.index import Index
 from datastates.container.table import WHOLE, Row
-from datastates.state import strides
+from datastates.state import dtypes, strides
 from datastates.state.shards import ArrayRef
 
 DataPlace = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
@@ -21,7 +21,7 @@ DataPlace = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
 
 def place_of(row: Row) -> DataPlace:
     """Where a row's elements are."""
-    return str(row.record), row.offset // row.dtype.itemsize, row.dtype.name, row.shape, row.stride
+    return str(row.record), row.offset // row.dtype.itemsize, dtypes.pickled(row.dtype).name, row.shape, row.stride
 
 
 def reference(row: Row, *, key: str | None = None, requires_grad: bool = False) -> ArrayRef:

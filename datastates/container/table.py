@@ -17,7 +17,7 @@ from datastates.state import dtypes
 from datastates.state.parts import Part
 from datastates.state.shards import Shard, full_key
 
-KINDS = ("torch", "numpy", "cupy")
+KINDS = ("torch", "numpy", "cupy", "jax")
 """Array libraries by their number in the index: append, never renumber."""
 
 MAX_NDIM = 64
@@ -221,6 +221,8 @@ class ShardTable:
         self._refuse(self.dtype >= len(dtypes.ALL), "is of an unknown element type")
         only_torch = np.array([d.numpy is None for d in dtypes.ALL])[self.dtype]
         self._refuse((self.kind != KINDS.index("torch")) & only_torch, "is of an element type that only torch has")
+        no_torch = np.array([not d.in_torch for d in dtypes.ALL])[self.dtype]
+        self._refuse((self.kind == KINDS.index("torch")) & no_torch, "is of an element type that torch lacks")
         self._refuse(self.record >= len(record_nbytes), "names no record")
         self._refuse(self.part > FLAT, "is an unknown kind of part")
         self._refuse(self.digested > 1, "has a digest flag that is neither 0 nor 1")

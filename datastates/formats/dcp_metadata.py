@@ -93,7 +93,7 @@ class _Properties(_Fields):
         state = getattr(self, "state", None)
         if isinstance(state, dict):
             state = (state.get("dtype"),)
-        if not isinstance(state, tuple) or not state or state[0] not in dtypes.BY_NAME:
+        if not isinstance(state, tuple) or not state or state[0] not in dtypes.TORCH:
             raise FormatError("its metadata has a tensor of an unknown element type")
         return str(state[0])
 
@@ -148,7 +148,7 @@ _CLASSES: dict[str, type] = {
 def _constant(full: str) -> str | None:
     """The name of an element type of torch."""
     name = full.removeprefix("torch.")
-    return name if name in dtypes.BY_NAME and full != name else None
+    return name if name in dtypes.TORCH and full != name else None
 
 
 def _chunks(metadata: Any) -> list[Chunk]:

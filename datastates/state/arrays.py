@@ -52,7 +52,8 @@ def _is_plain_tensor(torch: Any, value: Any) -> bool:
 
 @functools.cache
 def _torch_dtype(dtype: Any) -> dtypes.DType | None:
-    return dtypes.BY_NAME.get(str(dtype)[6:])
+    name = str(dtype)[6:]
+    return dtypes.BY_NAME[name] if name in dtypes.TORCH else None
 
 
 def _numpy_dtype(dtype: Any) -> dtypes.DType | None:

@@ -1,4 +1,4 @@
-"""The element types that a container can hold, by their torch names.
+"""The element types that a container can hold: torch's by their torch names, then those that only ml_dtypes has.
 
 ``code`` numbers are part of the file format (``docs/format.md``): append, never renumber.
 """
@@ -14,11 +14,13 @@ class DType:
 
     Attributes:
         code: Its number in a container's index.
-        name: torch's name for it, without the ``torch.`` prefix.
+        name: torch's name for it, without the ``torch.`` prefix; for a type that torch lacks, that of ml_dtypes.
         itemsize: Bytes of an element.
         storage: torch's legacy storage class, used in ``data.pkl``. None for the newer types, which torch writes as an
             untyped storage and a dtype.
         numpy: NumPy's type string, or the name of a type of ml_dtypes. None where neither has the type.
+        in_torch: Whether torch has tensors of the type. In ``data.pkl`` the others are ``uint8``: their bytes as they
+            are.
     """
 
     code: int
@@ -26,6 +28,7 @@ class DType:
     itemsize: int
     storage: str | None
     numpy: str | None
+    in_torch: bool = True
 
 
 ALL = (
@@ -56,8 +59,23 @@ ALL = (
     DType(24, "bits1x8", 1, None, None),
     DType(25, "bits2x4", 1, None, None),
     DType(26, "bits4x2", 1, None, None),
+    # ml_dtypes' arrays have a byte for each element of these, however few bits that has
+    DType(27, "int4", 1, None, "int4", False),
+    DType(28, "uint4", 1, None, "uint4", False),
+    DType(29, "int2", 1, None, "int2", False),
+    DType(30, "uint2", 1, None, "uint2", False),
+    DType(31, "float8_e3m4", 1, None, "float8_e3m4", False),
+    DType(32, "float8_e4m3", 1, None, "float8_e4m3", False),
+    DType(33, "float8_e4m3b11fnuz", 1, None, "float8_e4m3b11fnuz", False),
+    DType(34, "float4_e2m1fn", 1, None, "float4_e2m1fn", False),
 )
 
 BY_NAME = {d.name: d for d in ALL}
 BY_STORAGE = {d.storage: d for d in ALL if d.storage is not None}
 BY_NUMPY = {d.numpy: d for d in ALL if d.numpy is not None}
+TORCH = {d.name for d in ALL if d.in_torch}
+
+
+def pickled(dtype: DType) -> DType:
+    """The type that an array of a type has in ``data.pkl``, which ``torch.load`` reads."""
+    return dtype if dtype.in_torch else BY_NAME["uint8"]

@@ -93,7 +93,8 @@ def empty(ref: ArrayRef, device: Any = None) -> Any:
 
 
 def _host_dtype(ref: ArrayRef) -> Any:
-    name = dtypes.BY_NAME[ref.dtype].numpy
+    dtype = dtypes.BY_NAME[ref.dtype]
+    name = dtype.numpy
     if name is None:
         raise ImportError(f"{ref.key!r} is of type {ref.dtype}, which NumPy lacks: install torch")
     if name != ref.dtype:
@@ -103,9 +104,8 @@ def _host_dtype(ref: ArrayRef) -> Any:
 
         return np.dtype(getattr(ml_dtypes, name))
     except (ImportError, AttributeError):
-        raise ImportError(
-            f"{ref.key!r} is of type {ref.dtype}, which NumPy lacks: install torch or ml_dtypes"
-        ) from None
+        wanted = "torch or ml_dtypes" if dtype.in_torch else "a newer ml_dtypes"
+        raise ImportError(f"{ref.key!r} is of type {ref.dtype}, which NumPy lacks: install {wanted}") from None
 
 
 def assign(destination: Any, source: Any) -> None:

@@ -142,7 +142,7 @@ def _exchanged_dtypes() -> Callable[[int], int | None]:
     codes: dict[int, int] = {}
     for dtype in dtypes.ALL:
         seen = None
-        if hasattr(torch, dtype.name) and "complex" not in dtype.name:
+        if dtype.in_torch and hasattr(torch, dtype.name) and "complex" not in dtype.name:
             # a view, because in deterministic mode torch.empty() fills the tensor, which fails for some types
             seen = _native.layout([torch.empty(0, dtype=torch.uint8, device="cpu").view(getattr(torch, dtype.name))])
         if seen is not None:

@@ -93,7 +93,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_every_element_type_opens_by_itself(tmp_path: Path, write_file: Any) -> None:
-    types = [getattr(torch, d.name) for d in dtypes.ALL]
+    types = [getattr(torch, d.name) for d in dtypes.ALL if d.in_torch]
     state = {str(t): filled((3, 2), t) for t in types}
     assert {"torch.bfloat16", "torch.bool", "torch.float8_e4m3fn", "torch.complex64"} <= set(state)
     write_file(tmp_path / "file.pt", state, nested=True).wait_committed()

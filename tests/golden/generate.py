@@ -31,6 +31,7 @@ CONTAINER, MANIFEST = "container.pt", "manifest.json"
 IDENTITY: dict[str, int | str] = {"step": 120, "rank": 0, "world_size": 1, "attempt": "9f86d081"}
 
 PATTERN = bytes(range(1, 97))
+TORCH, JAX = 0, 3
 DENSE = [d for d in dtypes.ALL if d.name != "bool"]
 
 # The bytes of each storage record, in the caller's order.
@@ -68,7 +69,7 @@ ROWS: list[Row] = [
     (1, "box", 0, "float32", "box", 0, (2, 2), (2, 1), ((4, 6), (2, 4))),
     (1, "flat", 0, "float16", "flat", 0, (5,), (1,), ((3, 7), (9, 14))),
     (1, "columns", 0, "float32", "columns", 0, (3, 16), (16, 1), ((3, 20), (0, 4))),
-    *[(2, d.name, 0, d.name, f"dtype {d.name}", 0, (2,), (1,), None) for d in DENSE],
+    *[(2, d.name, TORCH if d.in_torch else JAX, d.name, f"dtype {d.name}", 0, (2,), (1,), None) for d in DENSE],
 ]
 PROVIDERS = ("model", "other/provider", "dtypes")
 EAGER = {"flags", "scalar", "numpy"}
@@ -149,7 +150,7 @@ ARCHIVES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], bytes]] = {
     "flags": ("bool", (3,), (1,), b"\x01\x00\x01"),
     "scalar": ("int64", (), (), np.array(-7, "<i8").tobytes()),
     "empty": ("float32", (2, 0, 3), (3, 3, 1), b""),
-    **{d.name: (d.name, (2,), (1,), PATTERN[: 2 * d.itemsize]) for d in DENSE},
+    **{d.name: (d.name, (2,), (1,), PATTERN[: 2 * d.itemsize]) for d in DENSE if d.in_torch},
 }
 """By key: element type, shape, strides, and the record's bytes."""
 
