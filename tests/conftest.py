@@ -40,6 +40,8 @@ AFTERMATH_SECONDS = 5
 IMPORTED = ("msgpack", "numpy", "pydantic", "torch.distributed.checkpoint", "torch.distributed.tensor")
 
 os.environ.setdefault("DATASTATES_HOST_CACHE", "64MiB")
+# eight devices for tests of sharded arrays; read when JAX is first used
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 # DeepSpeed compiles with the ninja that is installed beside this Python
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 # what it compiles belongs to the place where it is installed

@@ -139,27 +139,32 @@ class KeyLookup(Mapping[str, int]):
         shared[1:] |= alike
         shared[:-1] |= alike
         same = self._order[shared]
-        self._colliding: dict[tuple[int, bytes], int] = {(int(provider[i]), keys.encoded(i)): i for i in same.tolist()}
-        self.repeats = len(same) - len(self._colliding)
-        """How many rows repeat a key of another row."""
+        self._colliding: dict[tuple[int, bytes], list[int]] = {}
+        for i in sorted(same.tolist()):
+            self._colliding.setdefault((int(provider[i]), keys.encoded(i)), []).append(i)
+        self.repeated = [rows for rows in self._colliding.values() if len(rows) > 1]
+        """The numbers of the rows that have their key in common, for each such key."""
 
     def __len__(self) -> int:
-        """How many rows there are."""
-        return len(self._keys)
+        """How many keys there are."""
+        return len(self._keys) - sum(len(rows) - 1 for rows in self.repeated)
 
     def __iter__(self) -> Iterator[str]:
-        """The full keys, in the order of the rows."""
-        if self._names is None:
-            yield from self._keys
-            return
-        for number, key in zip(self._provider.tolist(), self._keys, strict=True):
-            yield f"{self._names[number]}/{key}" if key else self._names[number]
+        """The full keys, each once, in the order of the rows."""
+        again = {i for rows in self.repeated for i in rows[1:]}
+        for i, (number, key) in enumerate(zip(self._provider.tolist(), self._keys, strict=True)):
+            if i in again:
+                continue
+            if self._names is None:
+                yield key
+            else:
+                yield f"{self._names[number]}/{key}" if key else self._names[number]
 
     def __getitem__(self, full: str) -> int:
-        """The number of the row with that full key; raises KeyError when there is none."""
-        return self.find([full])[full]
+        """The number of the first row with that full key; raises KeyError when there is none."""
+        return self.find([full])[full][0]
 
-    def find(self, fulls: Sequence[str]) -> dict[str, int]:
+    def find(self, fulls: Sequence[str]) -> dict[str, list[int]]:
         """The numbers of the rows with these full keys; keys without a row are left out.
 
         Looking up many keys at once takes a few microseconds each, one alone takes a hundred.
@@ -171,13 +176,13 @@ class KeyLookup(Mapping[str, int]):
         hashes = _hashes(np.array([number for number, _ in asked.values()], np.uint32), wanted)
         at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
         alike = (self._hashes[at] == hashes).tolist()
-        found = {}
+        found: dict[str, list[int]] = {}
         for n, (full, row) in enumerate(zip(asked, self._order[at].tolist(), strict=True)):
             exact = asked[full][0], wanted.encoded(n)
             if exact in self._colliding:
                 found[full] = self._colliding[exact]
             elif alike[n] and (int(self._provider[row]), self._keys.encoded(row)) == exact:
-                found[full] = row
+                found[full] = [row]
         return found
 
     def _place(self, full: object) -> tuple[int, str] | None:

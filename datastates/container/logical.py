@@ -47,6 +47,14 @@ class Logical:
         return self.digest([row.digest for _, _, row in self.parts])
 
 
+def contributed(rows: Sequence[Row]) -> int | None:
+    """What the rows of one tensor contribute to its digest; None where a part or a contribution is missing."""
+    known = [row.digest for row in rows if row.digest is not None]
+    if not rows or len(known) < len(rows) or sum(row.part.numel for row in rows) != math.prod(rows[0].global_shape):
+        return None
+    return functools.reduce(operator.xor, known)
+
+
 def combine(tables: Sequence[ShardTable]) -> dict[str, Logical]:
     """Join the rows of several containers of one checkpoint into logical tensors, by full key.
 

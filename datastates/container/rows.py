@@ -64,6 +64,8 @@ class Columns:
 class StoredRows(Mapping[str, Row]):
     """The rows of one provider by their keys; a row object is made on first access.
 
+    Of several parts of one tensor, it has the first.
+
     Attributes:
         keys_in_order: The keys, in the order of the index.
     """
@@ -72,6 +74,9 @@ class StoredRows(Mapping[str, Row]):
         """Find the provider's rows; there may be none."""
         self._index = index
         self._numbers: I64 = np.array(index.shards.of_provider(provider), np.int64)
+        again = {i for rows in index.shards.by_key.repeated for i in rows[1:]}
+        if again:
+            self._numbers = self._numbers[[i not in again for i in self._numbers.tolist()]]
         self.keys_in_order = _keys(index, self._numbers)
         self._number = dict(zip(self.keys_in_order, self._numbers.tolist(), strict=True))
         self._made: dict[str, Row] = {}

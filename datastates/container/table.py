@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -243,15 +242,16 @@ class ShardTable:
         self._check_parts(row, dims, itemsize)
         if len(set(self.providers)) != len(self.providers):
             raise FormatError("index: two providers have the same name")
-        if self.by_key.repeats:
-            self._refuse_repeats()
+        for rows in self.by_key.repeated:
+            self._refuse_repeats(rows)
 
-    def _refuse_repeats(self) -> None:
-        """Refuse rows of one key; a file of another format may hold several parts of a tensor."""
-        counts = Counter(self.keys)
-        whole = (key for key, part in zip(self.keys, self.part.tolist(), strict=True) if part == WHOLE)
-        if not self.bare or any(counts[key] > 1 for key in whole):
+    def _refuse_repeats(self, numbers: list[int]) -> None:
+        """Refuse rows of one key, unless they are parts of one tensor."""
+        if (self.part[numbers] == WHOLE).any():
             raise FormatError("index: two rows have the same key")
+        first, *others = self.rows(numbers)
+        if any((row.dtype, row.global_shape) != (first.dtype, first.global_shape) for row in others):
+            raise FormatError(f"index: {first.key!r} has parts of different types or shapes")
 
     def _check_parts(
         self, row: np.ndarray[Any, Any], dims: np.ndarray[Any, Any], itemsize: np.ndarray[Any, Any]

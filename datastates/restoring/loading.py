@@ -48,7 +48,7 @@ def load(
         trust: As for :func:`datastates.load`.
         device: The CUDA device for arrays of torch; None for host memory.
         place: Given the byte array that a record with torch tensors is about to be read into, returns the array to use
-            instead. It is used only if there is a single container.
+            instead. It is used only if there is a single container, in which each tensor is one part.
 
     Raises:
         DatastatesError: As for :func:`datastates.load`.
@@ -56,7 +56,8 @@ def load(
     pickle_reader.check_trust(trust)
     sources = open_all(path)
     pickles = [(source, list(_pieces(source, _read_pickle(source)))) for source in sources]
-    blocks = _Records(sources[0], device, place) if len(sources) == 1 else _Tensors(sources, device)
+    apart = len(sources) == 1 and not sources[0].index.shards.by_key.repeated
+    blocks = _Records(sources[0], device, place) if apart else _Tensors(sources, device)
     with contextlib.closing(blocks):
         blocks.start(executor)
         # an untrusted or damaged object stops the reads

@@ -23,7 +23,7 @@ from datastates.restoring.selection import Cut
 from datastates.restoring.stored import Stored
 from datastates.state import streams, tensor_scan
 from datastates.state.arrays import Destinations
-from datastates.state.parts import uncovered
+from datastates.state.parts import Part, uncovered
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key, keys_of, objects_of
 
@@ -124,12 +124,16 @@ class SavedState(Compared, Saved):
     def wants(self, shards: Sequence[Shard], rank: int) -> bool:
         """Whether some, and probably all, of what a rank saved of the live arrays is wanted, going by a few of them."""
         some = [shards[i] for i in range(0, len(shards), max(1, len(shards) // _SAMPLED))]
-        wanted = {full_key(self.name, shard.key): shard.part for shard in some if not shard.is_object}
-        if not any(rank in self._stored.holders(key, part) for key, part in wanted.items()):
+        wanted: dict[str, list[Part]] = {}
+        for shard in some:
+            if not shard.is_object:
+                wanted.setdefault(full_key(self.name, shard.key), []).append(shard.part)
+        if not any(rank in self._stored.holders(key, part) for key, parts in wanted.items() for part in parts):
             return False  # its container need not be opened
         return all(
-            row.global_shape == wanted[key].global_shape and not uncovered(row.part, [wanted[key]])
-            for key, row in self._stored.rows(rank, list(wanted)).items()
+            row.global_shape == wanted[key][0].global_shape and not uncovered(row.part, wanted[key])
+            for key, rows in self._stored.rows(rank, list(wanted)).items()
+            for row in rows
         )
 
     def structure(self, key: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
 from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, container_name
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
+from datastates.container.logical import contributed
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
 from datastates.state.parts import Part, uncovered
@@ -261,7 +263,7 @@ class Stored:
         rows = {rank: self.rows(rank, asked) for rank, asked in keys.items()}
         result = []
         for (like, _), ranks in zip(wanted, holders, strict=True):
-            found = [(self._opened[rank], rows[rank][like.key]) for rank in ranks if like.key in rows[rank]]
+            found = [(self._opened[rank], row) for rank in ranks for row in rows[rank].get(like.key, ())]
             for source, row in found:
                 if (row.dtype, row.global_shape) != (like.dtype, like.global_shape):
                     what = f"{like.key!r} is of another type or shape than in other containers"
@@ -276,15 +278,16 @@ class Stored:
         tensor = self.catalog.find(key_hash(full))
         return [] if tensor is None else self.catalog.holders(tensor, *part.bounds)
 
-    def rows(self, rank: int, fulls: Sequence[str]) -> dict[str, Row]:
-        """A rank's rows by those full keys; keys that it does not have are left out."""
+    def rows(self, rank: int, fulls: Sequence[str]) -> dict[str, list[Row]]:
+        """A rank's rows by those full keys: the parts that it has of each; keys that it does not have are left out."""
         if (source := self.container(rank)) is None:
             return {}
         found = source.index.shards.by_key.find(fulls)
-        return dict(zip(found, source.index.shards.rows(list(found.values())), strict=True))
+        rows = source.index.shards.rows([number for numbers in found.values() for number in numbers])
+        return {full: list(itertools.islice(rows, len(numbers))) for full, numbers in found.items()}
 
     def _row(self, rank: int, full: str) -> Row | None:
-        return self.rows(rank, [full]).get(full)
+        return next(iter(self.rows(rank, [full]).get(full, ())), None)
 
     @cached_property
     def keys(self) -> Mapping[str, int]:
@@ -355,8 +358,7 @@ class Stored:
     def digest(self, full: str) -> int | None:
         """What all parts of a tensor contribute to its digest; None if that is unknown."""
         if self.head.ranks == 1:
-            row = self._row(0, full)
-            return None if row is None or not row.part.is_whole else row.digest
+            return contributed(self.rows(0, [full]).get(full, []))
         tensor = self.catalog.find(key_hash(full))
         return None if tensor is None else self.catalog.digest(tensor)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +14,9 @@ from datastates._base.columns import I64, U8
 from datastates.errors import ProviderError
 from datastates.executor.executor import Columns, columns
 from datastates.planning import owners
-from datastates.state import arrays, versions
+from datastates.state import arrays, jax_arrays, versions
 from datastates.state.dtypes import BY_NAME
+from datastates.state.parts import overlap
 from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.repeated import Knowledge
 from datastates.state.shards import HOST, Buffer, Shard, Shards, full_key, objects_of
@@ -40,6 +40,7 @@ class Structure:
         nbytes: Bytes of all buffers.
         counted: Numbers of the lazy array shards whose changes torch counts.
         addresses: For each of ``counted``, the address of its first element.
+        donatable: Numbers of the array shards in device memory that a computation may take over before the capture.
     """
 
     names: tuple[str, ...]
@@ -54,6 +55,7 @@ class Structure:
     nbytes: int
     counted: I64
     addresses: I64
+    donatable: list[int]
 
     def key(self, i: int) -> str:
         """The full key of an array shard."""
@@ -98,6 +100,14 @@ class Collected:
     sources: list[object]
     memory: list[object]
     objects: list[tuple[int, Shard]]
+
+    def lost(self) -> list[str]:
+        """Keys of the arrays that were donated to a computation, or deleted, since the snapshot.
+
+        Their memory may have been written before it was copied. Once the copies are done, an array that is still there
+        was there all the time.
+        """
+        return [self.structure.key(i) for i in self.structure.donatable if jax_arrays.is_gone(self.sources[i])]
 
     def release(self) -> None:
         """Drop all references to the state. The structure stays, but loses shards that hold the state."""
@@ -213,6 +223,7 @@ def _structure(
         nbytes=nbytes,
         counted=np.array(counted, np.int64),
         addresses=addresses,
+        donatable=[i for i, (_, s) in enumerate(rows) if s.kind == "jax" and s.buffer and s.buffer.device != HOST],
     )
 
 
@@ -224,7 +235,7 @@ def _checked_rows(
     rows: list[tuple[int, Shard]] = []
     for p, (shards, layout) in enumerate(zip(described, layouts, strict=True)):
         own = [shard for shard in (shards if layout is None else layout) if not shard.is_object]
-        _check_keys(names[p], [shard.key for shard in own])
+        _check_keys(names[p], own)
         for shard in own:
             _check_buffer(names[p], shard)
         rows += [(p, shard) for shard in own]
@@ -248,7 +259,8 @@ def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank
         groups.setdefault((rows[i][1].replicas, *_memory(rows[i])), []).append(i)
     parts = []
     for members in groups.values():
-        first = min(full_key(names[p], s.key) for p, s in (rows[i] for i in members))
+        # several parts of one tensor are told apart by where they begin
+        first = min(f"{full_key(names[p], s.key)} {s.offset}" for p, s in (rows[i] for i in members))
         _, shard = rows[members[0]]
         assert shard.buffer is not None
         parts.append((first, shard.buffer.nbytes, shard.replicas))
@@ -312,12 +324,27 @@ def _check_objects(keys: set[tuple[int, str]], structure: Structure) -> None:
             raise ProviderError(f"{full_key(name, key)!r} is an object beside {name!r}, which is an object as a whole")
 
 
-def _check_keys(name: str, keys: list[str]) -> None:
+def _check_keys(name: str, shards: list[Shard]) -> None:
+    keys = [shard.key for shard in shards]
     if not all(isinstance(key, str) for key in keys):
         raise _no_list(name)
     if len(set(keys)) < len(keys):
-        key = next(key for key, count in Counter(keys).items() if count > 1)
-        raise ProviderError(f"two shards have the key {full_key(name, key)!r}")
+        same: dict[str, list[Shard]] = {}
+        for shard in shards:
+            same.setdefault(shard.key, []).append(shard)
+        for key, parts in same.items():
+            if len(parts) > 1:
+                _check_parts(full_key(name, key), parts)
+
+
+def _check_parts(key: str, shards: list[Shard]) -> None:
+    """Refuse shards of one key, unless they are parts of one tensor that do not overlap."""
+    if any(shard.part.is_whole for shard in shards):
+        raise ProviderError(f"two shards have the key {key!r}")
+    if len({(shard.dtype, shard.global_shape, shard.offset is None) for shard in shards}) > 1:
+        raise ProviderError(f"{key!r} is described as parts of tensors of different types or shapes")
+    if overlap([shard.part for shard in shards]):
+        raise ProviderError(f"{key!r} is described by parts that overlap")
 
 
 def _check_buffer(name: str, shard: Shard) -> None:

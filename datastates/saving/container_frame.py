@@ -60,9 +60,9 @@ class ContainerFraming:
             table.check(records.nbytes)  # so that nothing is written that a reader would refuse
         except (FormatError, ValueError, OverflowError) as error:
             raise ProviderError(f"a shard is described wrongly: {error}") from error
-        stored = {
-            (p, shard.key): _stored(shard, number) for (p, shard), number in zip(structure.arrays, record, strict=True)
-        }
+        stored: dict[tuple[int, str], StoredArray] = {}
+        for (p, shard), number in zip(structure.arrays, record, strict=True):
+            stored.setdefault((p, shard.key), _stored(shard, number))  # data.pkl has the first of several parts
         claims = claims_of(table) if self.ranks > 1 else None
         digests = plan_digests(table, records.nbytes, plan.order, np.zeros_like(plan.order))
         prepared = prepare_write(plan, literal, digests.runs)

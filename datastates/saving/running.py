@@ -111,6 +111,8 @@ class Running:
         self.versions.compare()
         try:
             self.job.gate(streams.consumer_streams(self.collected.structure.devices))
+            if self.collected.structure.donatable:
+                self.job.wait_captured()  # the streams of its computations are known to the library alone
         except DeviceError:
             # the device has failed: the snapshot reports it, not the optimizer that waits here
             with contextlib.suppress(DatastatesError):
@@ -159,8 +161,10 @@ class Running:
                 # a buffer without a witness is torn only if its memory was unmapped
                 if source in torn and (structure.arrays[i][1].lazy or not structure.witness[source]):
                     changed.add(structure.key(i))
+        changed.update(self.collected.lost())
         if changed:
             raise TornSnapshotError(sorted(changed))
+        self.collected.release()  # a reference would keep the next computation from taking over an array of JAX
         self.snapshot.reach("captured")
 
     def _write(self) -> tuple[bytes, Vote]:

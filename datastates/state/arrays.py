@@ -1,4 +1,4 @@
-"""Arrays of torch, NumPy and CuPy as memory: their addresses, devices, shapes and strides.
+"""Arrays of torch, NumPy, CuPy and JAX as memory: their addresses, devices, shapes and strides.
 
 This module imports none of the frameworks. An array of a framework exists only where the user has imported it.
 """
@@ -14,19 +14,20 @@ import numpy as np
 
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
-from datastates.state import dressed, dtensors, dtypes
+from datastates.state import dressed, dtensors, dtypes, jax_arrays
+from datastates.state.parts import HeldPart
 from datastates.state.shards import HOST, ArrayRef, Buffer, Described, Shard
 from datastates.state.streams import current_stream
-from datastates.state.strides import is_dense, span
+from datastates.state.strides import is_dense, row_major, span
 
 
 def kind_of(value: Any) -> str | None:
-    """``"torch"``, ``"numpy"`` or ``"cupy"`` for an array that can be stored as plain memory, else None.
+    """``"torch"``, ``"numpy"``, ``"cupy"`` or ``"jax"`` for an array that can be stored as plain memory, else None.
 
-    The result is None for sparse, quantized, nested and meta tensors, for subclasses of tensors and arrays, and for
-    element types that are not in :data:`datastates.state.dtypes.ALL`. Those are pickled. Two kinds of subclass are
-    ``"torch"``: DTensors, of which the local tensor is stored, and subclasses of ``torch.nn.Parameter`` that torch
-    pickles as parameters.
+    The result is None for sparse, quantized, nested and meta tensors, for subclasses of tensors and arrays, for tracers
+    and typed random keys of JAX, and for element types that are not in :data:`datastates.state.dtypes.ALL`. Those are
+    pickled. Two kinds of subclass are ``"torch"``: DTensors, of which the local tensor is stored, and subclasses of
+    ``torch.nn.Parameter`` that torch pickles as parameters.
     """
     torch: Any = loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -36,7 +37,7 @@ def kind_of(value: Any) -> str | None:
     cupy: Any = loaded("cupy")
     if cupy is not None and type(value) is cupy.ndarray:
         return "cupy" if _numpy_dtype(value.dtype) else None
-    return None
+    return "jax" if jax_arrays.is_array(value) and _numpy_dtype(value.dtype) else None
 
 
 def _is_plain_tensor(torch: Any, value: Any) -> bool:
@@ -63,7 +64,10 @@ def _numpy_dtype(dtype: Any) -> dtypes.DType | None:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """An array as memory: its address, storage, shape and strides. For a DTensor, those of its local tensor."""
+    """An array as memory: its address, storage, shape and strides. For a DTensor, those of its local tensor.
+
+    ``array`` keeps the memory alive.
+    """
 
     kind: str
     dtype: dtypes.DType
@@ -105,12 +109,22 @@ def _view(array: Any) -> _View:
         )
     dtype = _numpy_dtype(array.dtype)
     assert dtype is not None
+    if kind == "jax":
+        return _view_of_jax(array, dtype)
     if any(s < 0 or s % dtype.itemsize for s in array.strides):
         array = array.copy(order="C")
     pointer = array.ctypes.data if kind == "numpy" else array.data.ptr
     device = HOST if kind == "numpy" else array.device.id
     stride = tuple(s // dtype.itemsize for s in array.strides)
     return _View(kind, dtype, array.shape, stride, pointer, pointer, device, array)
+
+
+def _view_of_jax(array: Any, dtype: dtypes.DType) -> _View:
+    """The first box that this process holds of an array of JAX, or all of an array on one device."""
+    owner, pointer, device = jax_arrays.memory(jax_arrays.held(array)[0].data)
+    shape = tuple(owner.shape)
+    stride = tuple(s // dtype.itemsize for s in owner.strides) if device == HOST else row_major(shape)
+    return _View("jax", dtype, shape, stride, pointer, pointer, device, owner)
 
 
 def _view_of(key: str, array: object) -> _View:
@@ -134,14 +148,17 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
     Args:
         keys: Keys of the arrays within the provider.
         values: The arrays. A DTensor is described as this rank's part of it. Other arrays in a list with DTensors are
-            assumed to be the same on all ranks of the DTensors' meshes.
+            assumed to be the same on all ranks of the DTensors' meshes. A sharded array of JAX gives a shard for each
+            box of it that this process holds.
         lazy: For each array, whether it stays unchanged until the snapshot is captured.
 
     Raises:
         TypeError: A value is not a plain array; the message names its key.
-        ProviderError: The local part of a DTensor cannot be described; the message names its key.
+        ProviderError: The local part of a DTensor cannot be described, or an array of JAX was donated; the message
+            names its key.
     """
-    views = list(map(_view_of, keys, values))
+    rows = [row for given in zip(keys, values, lazy, strict=True) for row in _held(*given)]
+    views = [_view_of(key, held) for key, _, _, held, _ in rows]
     groups: dict[tuple[int, int, int], list[int]] = {}
     for i, view in enumerate(views):
         groups.setdefault((view.device, view.storage, view.dtype.code), []).append(i)
@@ -158,16 +175,28 @@ def shards_of(keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool
                 buffers[i] = buffer
     meshes = dtensors.Meshes(values)
     return [
-        _describe(key, view, array, buffer, meshes, lazy=is_lazy)
-        for key, array, is_lazy, view, buffer in zip(keys, values, lazy, views, buffers, strict=True)
+        _describe(key, view, array, buffer, part or meshes.part(key, array, view.shape), lazy=is_lazy)
+        for (key, array, is_lazy, _, part), view, buffer in zip(rows, views, buffers, strict=True)
         if buffer is not None
     ]
 
 
+def _held(key: str, array: Any, is_lazy: bool) -> list[tuple[str, Any, bool, Any, HeldPart | None]]:
+    """What this process holds of an array: key, array and whether it is lazy, then each piece of memory and its part.
+
+    The part is None for an array whose part only its mesh tells.
+    """
+    if not jax_arrays.is_array(array):
+        return [(key, array, is_lazy, array, None)]
+    try:
+        return [(key, array, is_lazy, box.data, box.part) for box in jax_arrays.held(array)]
+    except ProviderError as error:
+        raise ProviderError(f"{key!r} is {error}") from None
+
+
 def _describe(
-    key: str, view: _View, array: object, buffer: Buffer | None, meshes: dtensors.Meshes, *, lazy: bool = False
+    key: str, view: _View, array: object, buffer: Buffer | None, part: HeldPart, *, lazy: bool = False
 ) -> Shard:
-    part = meshes.part(key, array, view.shape)
     return Shard(
         key=key,
         dtype=view.dtype.name,
@@ -230,9 +259,9 @@ def array_shard(
 
     Args:
         key: Key of the logical tensor within the provider.
-        array: A torch, NumPy or CuPy array. A DTensor is described as this rank's part of it.
-        lazy: Whether it stays unchanged until the snapshot is captured. The default is True for torch and CuPy arrays,
-            and False for NumPy arrays, which may change at any time.
+        array: A torch, NumPy, CuPy or JAX array. A DTensor is described as this rank's part of it.
+        lazy: Whether it stays unchanged until the snapshot is captured. The default is True for torch, CuPy and JAX
+            arrays, and False for NumPy arrays, which may change at any time.
         global_shape: Shape of the logical tensor, in elements, of which the array is a part.
         offset: With ``global_shape``: the index in the logical tensor at which the array, a box, begins.
         flat: With ``global_shape``, in the place of ``offset``: first and one past the last element of the flattened
@@ -242,9 +271,12 @@ def array_shard(
     Raises:
         TypeError: ``array`` is not an array that can be stored as plain memory.
         ValueError: The array is not such a part of the logical tensor.
-        ProviderError: The local part of a DTensor cannot be described.
+        ProviderError: The local part of a DTensor cannot be described, or this process holds several boxes of an array
+            of JAX.
     """
-    shard = shards_of([key], [array], [is_lazy_kind(array) if lazy is None else lazy])[0]
+    shard, *more = shards_of([key], [array], [is_lazy_kind(array) if lazy is None else lazy])
+    if more:
+        raise ProviderError(f"{key!r} is an array of JAX in {1 + len(more)} boxes: from_pytree takes such arrays")
     if global_shape is not None or offset is not None or flat is not None:
         begin = None if offset is None else tuple(offset)
         shard = replace(shard, global_shape=tuple(global_shape or ()), offset=begin, flat=flat)
@@ -260,7 +292,14 @@ def destination(key: str, array: object, meshes: dtensors.Meshes | None = None) 
     if they are known.
     """
     view = _view_of(key, array)
-    return _describe(key, view, array, _own_place(view, array), meshes or dtensors.Meshes([array]))
+    part = (meshes or dtensors.Meshes([array])).part(key, array, view.shape)
+    return _describe(key, view, array, _own_place(view, array), part)
+
+
+def landing(key: str, part: HeldPart, memory: object) -> Shard:
+    """Describe new contiguous memory that is to hold a part of a logical tensor."""
+    view = _view_of(key, memory)
+    return _describe(key, view, memory, _own_place(view, memory), part)
 
 
 def _own_place(view: _View, array: object) -> Buffer | None:
@@ -335,7 +374,7 @@ def memory(array: Any) -> Buffer:
 
 
 def is_lazy_kind(array: object) -> bool:
-    """Whether an array is lazy by default: torch and CuPy arrays are, NumPy arrays are not."""
+    """Whether an array is lazy by default: torch, CuPy and JAX arrays are, NumPy arrays are not."""
     return not isinstance(array, np.ndarray)
 
 

@@ -5,21 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from datastates._base.columns import I64
 from datastates.errors import ProviderError
-
-
-class DTensorPart(NamedTuple):
-    """The part of a logical tensor that a rank holds; see the same fields of :class:`datastates.state.shards.Shard`."""
-
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...] | None
-    flat: tuple[int, int] | None
-    replicas: tuple[int, ...]
+from datastates.state.parts import HeldPart
 
 
 @functools.cache
@@ -66,9 +58,9 @@ class Meshes:
         found = {id(mesh): mesh for mesh in map(mesh_of, values) if mesh is not None}
         self._ranks: dict[int, I64] = {i: np.array(mesh.mesh.tolist(), np.int64) for i, mesh in found.items()}
         self.ranks = _ascending(np.concatenate(list(map(np.ravel, self._ranks.values())))) if found else ()
-        self._known: dict[tuple[object, ...], DTensorPart] = {}
+        self._known: dict[tuple[object, ...], HeldPart] = {}
 
-    def part(self, key: str, value: Any, shape: tuple[int, ...]) -> DTensorPart:
+    def part(self, key: str, value: Any, shape: tuple[int, ...]) -> HeldPart:
         """This rank's part of one of the DTensors, or of a plain array among them.
 
         Args:
@@ -80,18 +72,18 @@ class Meshes:
             ProviderError: The local tensor is not one box of the logical tensor.
         """
         if not is_dtensor(value):
-            return DTensorPart(shape, (0,) * len(shape), None, self.ranks)
+            return HeldPart(shape, (0,) * len(shape), None, self.ranks)
         order = getattr(value._spec, "shard_order", None)
         known = (id(value.device_mesh), value.placements, order, tuple(value.shape), shape)
         if known not in self._known:
             self._known[known] = self._part(key, value, shape)
         return self._known[known]
 
-    def _part(self, key: str, value: Any, held: tuple[int, ...]) -> DTensorPart:
+    def _part(self, key: str, value: Any, held: tuple[int, ...]) -> HeldPart:
         mesh, placements, shape = value.device_mesh, value.placements, tuple(value.shape)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            return DTensorPart(shape, None, (0, 0), ())  # ranks outside of the mesh hold an empty vector
+            return HeldPart(shape, None, (0, 0), ())  # ranks outside of the mesh hold an empty vector
         _refuse_what_is_no_box(key, value, coordinate)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -113,7 +105,7 @@ class Meshes:
         # along a mesh dimension that splits the tensor only this coordinate has the part, along the others all do
         along = [slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True)]
         alike = ranks[tuple(along)]
-        return DTensorPart(shape, tuple(offset), None, _ascending(self._in_all_slices(ranks, alike)))
+        return HeldPart(shape, tuple(offset), None, _ascending(self._in_all_slices(ranks, alike)))
 
     def _in_all_slices(self, mesh: I64, alike: I64) -> I64:
         """Ranks of one mesh, with the ranks at the same positions in the other slices of the widest mesh around it."""

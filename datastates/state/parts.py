@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,15 @@ from datastates.state.strides import row_major
 _Spread = tuple[Sequence[int], Sequence[int], Sequence[int], int, int, int]
 """The arguments of :func:`~datastates.state.runs.spread`."""
 _NONE = Runs.single(*(np.zeros(0, np.int64),) * 3)
+
+
+class HeldPart(NamedTuple):
+    """The part of a logical tensor that a rank holds; see the same fields of :class:`datastates.state.shards.Shard`."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...] | None
+    flat: tuple[int, int] | None
+    replicas: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +293,17 @@ def uncovered(dest: Part, sources: Sequence[Part]) -> int:
     order = np.argsort(begin, kind="stable")
     begin, end = union(begin[order], end[order])
     return dest.numel - int((end - begin).sum())
+
+
+def overlap(parts: Sequence[Part]) -> bool:
+    """Whether two of some parts of one tensor, boxes only or flat ranges only, have elements in common."""
+    filled = [part for part in parts if part.numel]
+    if not filled:
+        return False
+    begin = np.array([part.offset if part.flat is None else part.flat[:1] for part in filled], np.int64)
+    end = begin + np.array([part.shape for part in filled], np.int64)
+    meet = ((begin[:, None] < end) & (begin < end[:, None])).all(axis=2)
+    return int(meet.sum()) > len(filled)
 
 
 def union(begin: I64, end: I64) -> tuple[I64, I64]:

@@ -110,8 +110,9 @@ class StateProvider(ABC):
         shard must stay unchanged until ``Snapshot.captured``, except by an update that waits for the gate.
 
         Returns:
-            The shards. No two array shards may have the same key, nor two object shards. An object may not have an
-            array's key, and an object with the empty key allows no other object.
+            The shards. No two object shards may have the same key, and no two array shards but for parts of one tensor
+            that do not overlap. An object may not have an array's key, and an object with the empty key allows no other
+            object.
         """
 
     def knowledge(self) -> object:

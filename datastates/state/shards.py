@@ -90,12 +90,12 @@ class Shard:
     ``flat`` is None. An object shard needs ``key``, ``lazy`` and ``source`` only; see :func:`object_shard`.
 
     Attributes:
-        key: Name within the provider, unique there. It is a path of components joined by ``/``, see
-            :func:`datastates.state.keys.join`. ``load()`` nests values by it, errors name it, and a restore finds the
-            contents by it on any number of ranks. It must therefore be the same at each snapshot and on each rank. The
-            empty key of an object shard means that the object is the provider's whole value.
+        key: Name within the provider, unique there but for parts of one tensor. It is a path of components joined by
+            ``/``, see :func:`datastates.state.keys.join`. ``load()`` nests values by it, errors name it, and a restore
+            finds the contents by it on any number of ranks. It must therefore be the same at each snapshot and on each
+            rank. The empty key of an object shard means that the object is the provider's whole value.
         dtype: A name of :data:`datastates.state.dtypes.BY_NAME`; None for an object.
-        kind: The array's library: ``"torch"``, ``"numpy"`` or ``"cupy"``; ``"object"`` for an object.
+        kind: The array's library: ``"torch"``, ``"numpy"``, ``"cupy"`` or ``"jax"``; ``"object"`` for an object.
         shape: Shape of this part, in elements.
         stride: Elements to step along each dimension; never negative.
         global_shape: Shape of the logical tensor, in elements.
@@ -241,7 +241,7 @@ class ArrayRef:
 
     Attributes:
         key: The stored shard's key within its provider. Where several shards are the same memory, one of their keys.
-        kind: The library that it came from: ``"torch"``, ``"numpy"`` or ``"cupy"``.
+        kind: The library that it came from: ``"torch"``, ``"numpy"``, ``"cupy"`` or ``"jax"``.
         dtype: Name of its element type.
         shape: Elements along each dimension.
         stride: Elements to step along each dimension.

@@ -13,8 +13,11 @@ from datastates.state.shards import HOST
 
 
 def current_stream(kind: str, device: int) -> int:
-    """Handle of the stream on which a library (``"torch"`` or ``"cupy"``) now enqueues work; 0 for host memory."""
-    if device == HOST:
+    """Handle of the stream on which a library (``"torch"`` or ``"cupy"``) now enqueues work; 0 for host memory.
+
+    It is 0 for JAX, too, whose streams are its own: its arrays are described once they are computed.
+    """
+    if device == HOST or kind == "jax":
         return 0
     if kind == "torch":
         torch: Any = loaded("torch")

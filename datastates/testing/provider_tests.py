@@ -58,9 +58,9 @@ class ProviderTests:
         _check(before, self.state(provider))
 
     def test_keys_are_unique(self) -> None:
-        """No two arrays share a key, nor two objects, and each array is either a box or a flat range."""
+        """No two objects share a key, nor two arrays but for different parts; each is either a box or a flat range."""
         shards = self.provider().shards()
-        keys = [(s.key, "object" if s.is_object else "array") for s in shards]
+        keys = [(s.key, "object" if s.is_object else f"array {s.part}") for s in shards]
         twice = sorted({key for key in keys if keys.count(key) > 1})
         assert not twice, f"shards() gave several shards of one key: {twice}"
         for s in shards:

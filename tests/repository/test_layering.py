@@ -43,6 +43,7 @@ NATIVE = {
 FRAMEWORKS = {
     "torch",
     "cupy",
+    "jax",
     "ml_dtypes",
     "accelerate",
     "deepspeed",
@@ -175,6 +176,8 @@ def test_frameworks_are_imported_inside_functions_only() -> None:
 
 
 def test_the_command_line_loads_no_framework() -> None:
-    code = "import sys, datastates.cli, datastates.providers; print(sorted(set(sys.modules) & {'torch', 'cupy'}))"
+    code = (
+        "import sys, datastates.cli, datastates.providers; print(sorted(set(sys.modules) & {'torch', 'cupy', 'jax'}))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -340,7 +340,7 @@ def test_numpy_and_torch_over_one_memory_come_back_as_they_were(tmp_path: Path) 
         {"global_shape": (4,), "offset": (3,)},
         {"buffer_offset": -4},
         {"shape": (-1,)},
-        {"kind": "jax"},
+        {"kind": "mxnet"},
         {"offset": None, "flat": (0, 5)},
         {"buffer_offset": 4},
     ],

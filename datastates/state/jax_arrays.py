@@ -1,0 +1,199 @@
+"""JAX's arrays as memory: the boxes of them that this process holds. JAX is used only where the user has imported it.
+
+A JAX array never changes. Its memory goes away when it is donated to a computation or deleted. In host memory, a view
+by NumPy is a reference that XLA respects: a computation that the array is donated to then gets a copy. On a GPU, no
+such reference is held, because it may make the computation fail: :func:`is_gone` tells afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from datastates._base.loaded import loaded
+from datastates.errors import ProviderError
+from datastates.state.parts import HeldPart
+from datastates.state.shards import HOST
+
+Box = tuple[slice, ...]
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is an array of JAX with contents: no tracer, and no array of random keys."""
+    jax: Any = loaded("jax")
+    if jax is None or not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return False
+    return not is_key(value)
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value is an array of typed random keys, as ``jax.random.key`` makes them, or describes one."""
+    jax: Any = loaded("jax")
+    if jax is None or not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return False
+    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+def processes() -> tuple[int, ...]:
+    """The numbers of all of JAX's processes; empty if there is only this one."""
+    jax: Any = loaded("jax")
+    count = 1 if jax is None else jax.process_count()
+    return tuple(range(count)) if count > 1 else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One box of an array, held by a device of this process.
+
+    Attributes:
+        data: The box as an array on one device.
+        part: Which part of the array it is.
+    """
+
+    data: Any
+    part: HeldPart
+
+
+def held(array: Any) -> list[Held]:
+    """The boxes of an array that this process holds, each once, in ascending order of where they begin.
+
+    In a program of several processes, an array on the devices of this one alone is taken to be the same in all.
+
+    Raises:
+        ProviderError: The array was donated or deleted.
+    """
+    if array.is_deleted():
+        raise ProviderError("an array of JAX that was donated to a computation, or deleted")
+    shape = tuple(array.shape)
+    alike = processes() if array.is_fully_addressable else ()
+    first: dict[tuple[int, ...], Held] = {}
+    owners = holders(array.sharding, shape)
+    for shard in array.addressable_shards:
+        begin = origin(shard.index)
+        if begin not in first:
+            first[begin] = Held(shard.data, HeldPart(shape, begin, None, alike or owners[begin]))
+    if not first:  # processes outside of the array's mesh hold an empty vector
+        return [Held(np.empty(0, array.dtype), HeldPart(shape, None, (0, 0), ()))]
+    return [first[begin] for begin in sorted(first)]
+
+
+def origin(box: Box) -> tuple[int, ...]:
+    """The index that a box begins at."""
+    return tuple(part.start or 0 for part in box)
+
+
+@functools.lru_cache(maxsize=4096)  # the arrays of a state have few shardings and shapes
+def holders(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """For each box of an array, by where it begins: the processes that hold it; empty if it is only one."""
+    found: dict[tuple[int, ...], set[int]] = {}
+    for device, box in sharding.devices_indices_map(shape).items():
+        found.setdefault(origin(box), set()).add(device.process_index)
+    return {begin: tuple(sorted(ranks)) if len(ranks) > 1 else () for begin, ranks in found.items()}
+
+
+def memory(data: Any) -> tuple[Any, int, int]:
+    """The memory of an array on one device, once it is computed: what keeps it alive, its address, and its device.
+
+    Arrays on other devices than the CPU and GPUs of CUDA, and those whose elements are packed or lie in another order
+    than NumPy's, are copied to host memory.
+
+    Returns:
+        An array with shape, and strides if it is in host memory; the address; the CUDA device or :data:`HOST`.
+    """
+    device = next(iter(data.devices()))
+    if device.platform != "cpu" and _is_plain(data, device):
+        data.block_until_ready()
+        return data, int(data.unsafe_buffer_pointer()), int(device.local_hardware_id)
+    host = np.asarray(data)
+    return host, host.ctypes.data, HOST
+
+
+def _is_plain(data: Any, device: Any) -> bool:
+    """Whether an array lies in CUDA memory as NumPy would lay it out."""
+    if "cuda" not in device.client.platform_version.lower() or data.sharding.memory_kind not in (None, "device"):
+        return False
+    order = data.format.layout.major_to_minor if hasattr(data, "format") else None
+    is_packed = data.dtype.itemsize == 1 and data.dtype.name.endswith(("int2", "int4", "float4_e2m1fn"))
+    return order == tuple(range(data.ndim)) and not is_packed
+
+
+def is_gone(array: Any) -> bool:
+    """Whether an array was donated to a computation, or deleted."""
+    return bool(array.is_deleted())
+
+
+def landings(like: Any) -> list[tuple[HeldPart, Any]]:
+    """New host memory for each box that this process must hold of an array like another one.
+
+    Args:
+        like: An array, or a ``jax.ShapeDtypeStruct``.
+
+    Returns:
+        Each box with memory for it, in ascending order of where the boxes begin. The contents are undefined.
+    """
+    shape = tuple(like.shape)
+    begins = {} if like.sharding is None else _boxes(like.sharding, shape)
+    if not begins:
+        whole = (0,) * len(shape)
+        here = like.sharding is None
+        part = HeldPart(shape, whole, None, ()) if here else HeldPart(shape, None, (0, 0), ())
+        return [(part, np.empty(shape if here else 0, like.dtype))]
+    return [(HeldPart(shape, begin, None, ()), np.empty(begins[begin], like.dtype)) for begin in sorted(begins)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _boxes(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The shape of each box that this process holds, by where the box begins."""
+    found = {}
+    for box in sharding.addressable_devices_indices_map(shape).values():
+        found[origin(box)] = tuple(len(range(*part.indices(n))) for part, n in zip(box, shape, strict=True))
+    return found
+
+
+def assemble(like: Any, filled: Sequence[tuple[HeldPart, Any]]) -> Any:
+    """An array like another one, from the memory that :func:`landings` gave, which must not be used afterwards."""
+    jax: Any = loaded("jax")
+    if like.sharding is None or not getattr(like, "committed", True):
+        ((_, host),) = filled
+        return jax.device_put(host)
+    shape = tuple(like.shape)
+    boxes = {part.offset: host for part, host in filled}
+    placed = like.sharding.addressable_devices_indices_map(shape)
+    memory_kind = like.sharding.memory_kind
+    single = [
+        jax.device_put(boxes[origin(box)], jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind))
+        for device, box in placed.items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, like.sharding, single, dtype=like.dtype)
+
+
+def key_data(keys: Any) -> Any:
+    """The numbers that an array of typed random keys consists of; what describes such keys gives a description."""
+    jax: Any = loaded("jax")
+    if isinstance(keys, jax.Array):
+        return jax.random.key_data(keys)
+    plain = jax.eval_shape(jax.random.key_data, keys)
+    return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=keys.sharding)
+
+
+def key_name(keys: Any) -> str:
+    """The name of the implementation of typed random keys."""
+    jax: Any = loaded("jax")
+    found: list[str] = []
+
+    def note(traced: Any) -> Any:
+        found.append(str(jax.random.key_impl(traced)))
+        return traced
+
+    jax.eval_shape(note, keys)  # key_impl() takes no description
+    return found[0]
+
+
+def as_keys(data: Any, name: str) -> Any:
+    """Typed random keys of an implementation, from the numbers that they consist of."""
+    jax: Any = loaded("jax")
+    return jax.random.wrap_key_data(data, impl=name)

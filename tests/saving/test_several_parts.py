@@ -1,0 +1,74 @@
+"""One rank that holds several parts of one tensor, as a process with several devices does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import datastates as ds
+from datastates.cli import main
+from datastates.errors import ProviderError
+from datastates.providers import HostTensorProvider
+from datastates.state.provider import StateProvider
+
+WHOLE = np.arange(4096 * 6, dtype=np.float32).reshape(4096, 6)
+
+
+class Boxes(StateProvider):
+    """Boxes of one tensor, each in memory of its own, and a whole tensor beside it."""
+
+    def __init__(self, boxes: list[tuple[slice, slice]], **change: Any) -> None:
+        super().__init__("s")
+        self.boxes = [(box, np.ascontiguousarray(WHOLE[box])) for box in boxes]
+        self.change = change
+
+    def shards(self) -> list[ds.Shard]:
+        shards = [
+            replace(ds.array_shard("w", part), global_shape=WHOLE.shape, offset=(rows.start or 0, columns.start or 0))
+            for (rows, columns), part in self.boxes
+        ]
+        return [*shards[:-1], replace(shards[-1], **self.change), ds.array_shard("b", np.ones(3))]
+
+
+COLUMNS = [(slice(None), slice(0, 2)), (slice(None), slice(2, 5)), (slice(None), slice(5, 6))]
+ROWS = [(slice(0, 1000), slice(None)), (slice(1000, 4096), slice(None))]
+
+
+@pytest.mark.parametrize("saved", [COLUMNS, ROWS], ids=["columns", "rows"])
+def test_they_are_one_tensor(saved: list[tuple[slice, slice]], tmp_path: Path) -> None:
+    ds.snapshot([Boxes(saved)], tmp_path / "c").wait_committed()
+    assert np.array_equal(ds.load(tmp_path / "c")["s"]["w"], WHOLE)
+    with ds.open(tmp_path / "c") as stored:
+        assert list(stored) == ["s/w", "s/b"]
+        assert len(stored) == 2
+        assert np.array_equal(stored["s/w"], WHOLE)
+        assert (stored.digest("s/w") is None) == (saved is COLUMNS)  # runs that short have none
+    other = Boxes(ROWS if saved is COLUMNS else COLUMNS)
+    for _, part in other.boxes:
+        part[:] = 0
+    result = ds.restore([other], tmp_path / "c")
+    assert all(np.array_equal(part, WHOLE[box]) for box, part in other.boxes)
+    assert result.read_nbytes <= 1.05 * result.needed_nbytes
+    whole = {"w": np.zeros_like(WHOLE), "b": np.zeros(3)}
+    ds.restore([HostTensorProvider("s", whole)], tmp_path / "c", verify="digest")
+    assert np.array_equal(whole["w"], WHOLE)
+    assert main(["verify", str(tmp_path / "c")]) == 0
+    assert main(["inspect", str(tmp_path / "c")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("boxes", "change", "said"),
+    [
+        ([*ROWS, (slice(4000, 4001), slice(1, 2))], {}, "parts that overlap"),
+        (ROWS, {"global_shape": (5000, 6)}, "parts of tensors of different types or shapes"),
+        ([*ROWS, (slice(None), slice(None))], {}, "two shards have the key 's/w'"),
+    ],
+)
+def test_what_is_no_tensor_is_refused(boxes: Any, change: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ProviderError, match=said):
+        ds.snapshot([Boxes(boxes, **change)], tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
