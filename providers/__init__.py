@@ -6,6 +6,7 @@ from datastates.providers.objects import PickledObjectProvider, RngProvider
 from datastates.providers.optimizer.flat_layout import FlatLayout, Slice
 from datastates.providers.optimizer.shares import Partition
 from datastates.providers.optimizer.zero import ShardedZeroProvider
+from datastates.providers.pytree import PytreeProvider, from_pytree
 from datastates.providers.wrap.composite import CompositeProvider
 from datastates.providers.wrap.replicated import ReplicatedProvider
 
@@ -17,10 +18,12 @@ __all__ = [
     "HostTensorProvider",
     "Partition",
     "PickledObjectProvider",
+    "PytreeProvider",
     "ReplicatedProvider",
     "RngProvider",
     "ShardedZeroProvider",
     "Slice",
+    "from_pytree",
     "from_state_dict",
     "from_stateful",
 ]

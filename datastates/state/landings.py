@@ -1,0 +1,77 @@
+"""New memory for arrays that take the place of live ones, which are not written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from datastates._base.loaded import loaded
+from datastates.state import arrays, dressed, dtensors, jax_arrays
+from datastates.state.parts import HeldPart
+from datastates.state.shards import Shard
+
+
+def describes(value: object) -> bool:
+    """Whether a value describes an array without having contents: it is a ``jax.ShapeDtypeStruct``."""
+    jax: Any = loaded("jax")
+    return jax is not None and isinstance(value, jax.ShapeDtypeStruct)
+
+
+def stand_in(like: Any) -> Any:
+    """A NumPy array of the type and shape that a value describes, of one element's memory."""
+    return np.broadcast_to(np.zeros((), like.dtype), like.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Landing:
+    """Memory for what this process holds of an array, and the array that it becomes.
+
+    Attributes:
+        like: The array, or what describes it.
+        parts: The parts to hold, each with contiguous memory.
+    """
+
+    like: Any
+    parts: list[tuple[HeldPart, Any]]
+
+    @classmethod
+    def of(cls, like: Any) -> Landing:
+        """Allocate memory; its contents are undefined.
+
+        Raises:
+            TypeError: The array is a DTensor, which is restored in place only.
+        """
+        if describes(like) or arrays.kind_of(like) == "jax":
+            return cls(like, jax_arrays.landings(like))
+        if dtensors.is_dtensor(like):
+            raise TypeError("a DTensor cannot be replaced by a new one: restore it in place, as by from_state_dict")
+        shape = tuple(like.shape)
+        whole = HeldPart(shape, (0,) * len(shape), None, ())
+        return cls(like, [(whole, _empty(like))])
+
+    def shards(self, key: str) -> list[Shard]:
+        """The destinations of a restore, all of one key."""
+        return [arrays.landing(key, part, memory) for part, memory in self.parts]
+
+    def assemble(self) -> Any:
+        """The array, once the memory is filled: of the library, on the devices and with the sharding of ``like``."""
+        if describes(self.like) or arrays.kind_of(self.like) == "jax":
+            return jax_arrays.assemble(self.like, self.parts)
+        ((_, array),) = self.parts
+        if arrays.is_parameter(self.like):
+            return dressed.as_parameter(array, self.like.requires_grad)
+        return array.requires_grad_() if getattr(self.like, "requires_grad", False) else array
+
+
+def _empty(like: Any) -> Any:
+    match arrays.kind_of(like):
+        case "torch":
+            torch: Any = loaded("torch")
+            return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        case "cupy":
+            cupy: Any = loaded("cupy")
+            with like.device:
+                return cupy.empty(like.shape, like.dtype)
+    return np.empty(like.shape, like.dtype)

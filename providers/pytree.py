@@ -1,0 +1,204 @@
+"""A provider of a tree as JAX's programs have them: arrays that cannot be written, so that a restore makes new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from datastates.errors import ProviderError
+from datastates.providers.nested.pairing import pair
+from datastates.providers.nested.taken_apart import is_inner
+from datastates.providers.nested.tree import TreeProvider
+from datastates.state import arrays, jax_arrays, memory
+from datastates.state.depth import deeper
+from datastates.state.landings import Landing, describes, stand_in
+from datastates.state.provider import Saved
+from datastates.state.pytrees import Leaves, Path, Step, find, key_of, leaves_of, nested
+from datastates.state.shards import ArrayRef, Shard, object_shard
+
+_DATA, _NAME = Step("key_data", False), Step("impl", False)
+
+
+def from_pytree(
+    name: str, tree: object = None, *, get: Callable[[], Any] | None = None, set: Callable[[Any], Any] | None = None
+) -> PytreeProvider:
+    """Make a provider for a pytree: each array becomes a shard, the other leaves are serialized.
+
+    Arrays of JAX are captured lazily and need no gate: they never change, and a donation before they are captured does
+    no harm to the snapshot (on the CPU) or makes it fail (on a GPU). Of a sharded array each process saves the boxes
+    that it holds, and one process saves what several hold. CuPy arrays and torch tensors are lazy, too, and need the
+    gate. NumPy arrays and other leaves are copied. Functions are not saved, and stay as they are.
+
+    A restore makes new arrays, on the devices and with the shardings of those that the tree has, and puts them into a
+    new tree. Nothing of the old tree is written. ``jax.ShapeDtypeStruct`` leaves serve as well.
+
+    Args:
+        name: Top-level key in the checkpoint.
+        tree: The tree, for a start: :attr:`PytreeProvider.tree` is assigned anew as training goes on.
+        get: In its place, a callable that returns the tree at each snapshot and restore.
+        set: With ``get``: a callable that takes the restored tree.
+
+    Returns:
+        The provider. Its keys are the paths in the tree, joined by ``/``.
+
+    Raises:
+        TypeError: There is neither a tree nor both callables, or more than that.
+    """
+    if (tree is None) == (get is None) or (get is None) != (set is None):
+        raise TypeError(f"{name!r}: from_pytree takes a tree, or get= and set=")
+    return PytreeProvider(name, tree, get, set)
+
+
+class PytreeProvider(TreeProvider):
+    """The leaves of one tree. :func:`from_pytree` makes it."""
+
+    takes_parts = True
+
+    def __init__(
+        self, name: str, tree: object, get: Callable[[], Any] | None, set: Callable[[Any], Any] | None
+    ) -> None:
+        """Take what :func:`from_pytree` takes."""
+        super().__init__(name)
+        self._tree = tree
+        self._get, self._set = get, set
+        self._landings: dict[int, Landing] = {}  # by the id of the memory
+
+    @property
+    def tree(self) -> Any:
+        """The tree as it is now. Assign to it when training has made a new one."""
+        return self._tree if self._get is None else self._get()
+
+    @tree.setter
+    def tree(self, tree: object) -> None:
+        if self._set is None:
+            self._tree = tree
+        else:
+            self._set(tree)
+
+    def value(self) -> object:
+        """The leaves in plain dicts and lists, without functions."""
+        leaves = leaves_of(self.tree)
+        for path, leaf in zip(leaves.paths, leaves.values, strict=True):
+            if describes(leaf):
+                raise ProviderError(f"{key_of(path)!r} describes an array, and has no contents to save")
+        return _nested(leaves)
+
+    def is_lazy(self, key: str, array: object) -> bool:
+        """Whether it is no NumPy array."""
+        del key
+        return arrays.is_lazy_kind(array)
+
+    def shards(self) -> Sequence[Shard]:
+        """A shard for each box of an array, and the object of the rest.
+
+        In a program of several processes, arrays that are not JAX's are taken to be the same in all of them.
+        """
+        shards, every = super().shards(), jax_arrays.processes()
+        if not every:
+            return shards
+        return [s if s.is_object or s.kind == "jax" else replace(s, replicas=every) for s in shards]
+
+    @deeper()
+    def destinations(self, saved: Saved) -> Sequence[Shard]:
+        """New memory for each array that both have, and the object that holds the rest."""
+        if "" not in saved.objects():
+            saved.report(mismatched={"": "was not saved as a nested value"})
+            return []
+        found = self.match(saved.structure(""), saved)
+        return [*(shard for key, into in found for shard in _shards(key, into)), object_shard()]
+
+    def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
+        """A landing for each array that both have."""
+        leaves = leaves_of(self.tree)
+        stands: dict[int, tuple[object, object]] = {}  # by the id of a stand-in: itself and what it stands for
+        live = _nested(leaves, stands)
+        found = pair(stored, live, saved.arrays())
+        mismatched, names = dict(found.mismatched), _names(leaves)
+        for key, theirs, ours in found.leaves:
+            if key in names and theirs != ours:
+                mismatched[key] = f"random keys of {theirs!r} in the checkpoint, of {ours!r} in the live state"
+        saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=mismatched)
+        landed = [(ref.key, Landing.of(stands.get(id(leaf), (None, leaf))[1])) for ref, leaf in found.pairs]
+        self._landings = {id(into): landing for _, landing in landed for _, into in landing.parts}
+        known = saved.arrays()  # makes each reference on access
+        return [*landed, *((key, memory.empty(known[key])) for key in known if is_inner(key))]
+
+    def accept(self, value: Any) -> None:
+        """Put the restored leaves into a new tree, and hand that over."""
+        leaves = leaves_of(self.tree)
+        try:
+            pairs = zip(leaves.paths, leaves.values, strict=True)
+            self.tree = leaves.rebuild([self._restored(value, path, leaf) for path, leaf in pairs])
+        finally:
+            self._landings = {}
+
+    def _restored(self, value: Any, path: Path, leaf: Any) -> Any:
+        """The leaf for a new tree; the old one where nothing of it was restored."""
+        if jax_arrays.is_key(leaf):
+            data = self._array(value, (*path, _DATA))
+            return leaf if data is None else jax_arrays.as_keys(data, jax_arrays.key_name(leaf))
+        if _is_array(leaf):
+            array = self._array(value, path)
+            return leaf if array is None else array
+        try:
+            return leaf if _is_static(leaf) else find(value, path)
+        except KeyError:
+            return leaf
+
+    def _array(self, value: Any, path: Path) -> Any:
+        """The restored array at a path; None if it was not restored."""
+        try:
+            found = find(value, path)
+        except KeyError:
+            return None
+        landing = self._landings.get(id(found))
+        if landing is None:
+            return None if isinstance(found, ArrayRef) else found  # a tensor that torch has dressed anew
+        return landing.assemble()
+
+
+def _is_array(leaf: object) -> bool:
+    return arrays.kind_of(leaf) is not None or describes(leaf)
+
+
+def _is_static(leaf: object) -> bool:
+    """Whether a leaf belongs to the program, such as the activation function that a module of equinox has."""
+    return callable(leaf) and not _is_array(leaf)
+
+
+def _nested(leaves: Leaves, stands: dict[int, tuple[object, object]] | None = None) -> object:
+    """The leaves that are stored, with the numbers of typed random keys beside their implementation's name.
+
+    Args:
+        leaves: The tree.
+        stands: Gets what describes an array, which an array without memory of its own then stands for.
+    """
+    paths: list[Path] = []
+    values: list[object] = []
+
+    def add(path: Path, value: Any) -> None:
+        if stands is not None and describes(value):
+            stand = stand_in(value)
+            stands[id(stand)] = stand, value
+            value = stand
+        paths.append(path)
+        values.append(value)
+
+    for path, leaf in zip(leaves.paths, leaves.values, strict=True):
+        if jax_arrays.is_key(leaf):
+            add((*path, _NAME), jax_arrays.key_name(leaf))
+            add((*path, _DATA), jax_arrays.key_data(leaf))
+        elif not _is_static(leaf):
+            add(path, leaf)
+    return nested(paths, values)
+
+
+def _names(leaves: Leaves) -> set[str]:
+    """The keys of the names of the implementations of random keys."""
+    pairs = zip(leaves.paths, leaves.values, strict=True)
+    return {key_of((*path, _NAME)) for path, leaf in pairs if jax_arrays.is_key(leaf)}
+
+
+def _shards(key: str, into: object) -> list[Shard]:
+    return into.shards(key) if isinstance(into, Landing) else [arrays.destination(key, into)]

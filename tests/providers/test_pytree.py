@@ -1,0 +1,298 @@
+"""Trees of JAX's programs: what is stored of them, donation, and restores that make new arrays."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="JAX is not installed: its trees were NOT tested")
+import equinox as eqx  # noqa: E402
+import flax.linen as nn  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import ml_dtypes  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+import datastates as ds  # noqa: E402
+from datastates import _native  # noqa: E402
+from datastates.errors import CorruptError, ProviderError, RestoreError  # noqa: E402
+from datastates.providers import from_pytree, from_state_dict  # noqa: E402
+from datastates.state.provider import StateProvider  # noqa: E402
+from datastates.testing import ProviderTests, equal  # noqa: E402
+
+PARAMS = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}}
+
+
+class Block(nnx.Module):
+    """A module of flax.nnx with parameters in a list, and random streams."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs)])
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+@functools.cache  # nothing of it can be written, but for "host", which is not
+def everything() -> dict[str, Any]:
+    """State of all the libraries, of every kind of leaf."""
+    return {
+        "params": PARAMS,
+        "linen": nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 2))),
+        "nnx": nnx.state(Block(nnx.Rngs(0))),
+        "optimizer": optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init(PARAMS),
+        "equinox": eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(1)),
+        "keys": [jax.random.key(3), jax.random.split(jax.random.key(4, impl="rbg"), 2), jax.random.PRNGKey(5)],
+        "host": np.arange(4),
+        "step": 3,
+        "text": ("a", None, 1.5),
+    }
+
+
+def contents(leaf: Any) -> Any:
+    """A leaf as something that can be compared."""
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return str(jax.random.key_impl(leaf)), np.array(jax.random.key_data(leaf))
+    return np.array(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+
+
+def changed(leaf: Any) -> Any:
+    """Another value of the same kind; functions stay."""
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(leaf) + jnp.uint32(1)
+        return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(leaf)))
+    return leaf + leaf.dtype.type(1) if hasattr(leaf, "dtype") else leaf if callable(leaf) else leaf + type(leaf)("1")
+
+
+def kinds(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree with their classes."""
+    pairs, form = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path), type(leaf)) for path, leaf in pairs] + [("", form)]
+
+
+class TestTree(ProviderTests):
+    def provider(self) -> StateProvider:
+        return from_pytree("state", everything())
+
+    def perturb(self, provider: Any) -> None:
+        provider.tree = jax.tree.map(changed, provider.tree)
+
+    def state(self, provider: Any) -> object:
+        return [contents(leaf) for leaf in jax.tree.leaves(provider.tree)]
+
+
+class TestCallables(TestTree):
+    """The same by ``get`` and ``set``, as for a loop that replaces its state."""
+
+    def provider(self) -> StateProvider:
+        held = {"now": everything()}
+        return from_pytree("state", get=lambda: held["now"], set=partial(held.__setitem__, "now"))
+
+
+def test_keys_are_the_paths_of_the_tree_and_leaves_keep_their_classes(tmp_path: Path) -> None:
+    provider = from_pytree("state", everything())
+    before = kinds(provider.tree)
+    ds.snapshot([provider], tmp_path / "c").wait_committed()
+    with ds.open(tmp_path / "c") as stored:
+        found = set(stored)
+    assert {
+        "state/params/dense/kernel",
+        "state/linen/params/bias",
+        "state/nnx/layers/0/kernel/value",
+        "state/nnx/dropout/rngs/key/value/key_data",
+        "state/optimizer/1/0/mu/dense/kernel",
+        "state/equinox/layers/1/weight",
+        "state/keys/0/key_data",
+        "state/keys/2",
+        "state/host",
+    } <= found
+    provider.tree = jax.tree.map(changed, provider.tree)
+    ds.restore([provider], tmp_path / "c")
+    assert kinds(provider.tree) == before
+    loaded = ds.load(tmp_path / "c")["state"]
+    assert loaded["keys"][0]["impl"] == "threefry2x32"
+    assert loaded["text"] == ["a", None, 1.5]
+    assert list(loaded["equinox"]) == ["layers"]  # not its functions
+    assert loaded["optimizer"][1][0]["count"] == 0
+
+
+TYPES = [
+    "bool", "int2", "int4", "int8", "uint2", "uint4", "uint16", "uint32", "float16", "float32", "bfloat16",
+    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "complex64",
+]  # fmt: skip
+
+
+def test_element_types_come_back_bit_for_bit(tmp_path: Path) -> None:
+    import torch
+
+    one = np.array([[0, 1, 1], [1, 0, 1]], np.float32)
+    tree = {name: jax.device_put(one.astype(getattr(jnp, name).dtype)) for name in TYPES}
+    tree["int4"] = jax.device_put(np.array([-8, -1, 7], ml_dtypes.int4))
+    provider = from_pytree("s", tree)
+    ds.snapshot([provider], tmp_path / "c").wait_committed()
+    provider.tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    ds.restore([provider], tmp_path / "c")
+    loaded = ds.load(tmp_path / "c")["s"]
+    opened = torch.load(tmp_path / "c" / "rank-00000.pt", weights_only=True)["s"]
+    for name, array in tree.items():
+        bits = np.asarray(array).tobytes()
+        assert provider.tree[name].dtype == array.dtype
+        assert np.asarray(provider.tree[name]).tobytes() == bits
+        assert (loaded[name].dtype, loaded[name].tobytes()) == (array.dtype, bits)
+        assert opened[name].contiguous().view(torch.uint8).numpy().tobytes() == bits
+    assert opened["bfloat16"].dtype == torch.bfloat16
+    assert opened["int4"].dtype == torch.uint8  # torch lacks it
+    assert loaded["int4"].dtype == ml_dtypes.int4
+
+
+@pytest.fixture
+def held_up() -> Iterator[None]:
+    """No capture begins until the faults are cleared."""
+    _native.arm_fault("capture", "fail", 1)
+    yield
+    _native.clear_faults()
+
+
+@jax.jit
+def _plus(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x + 1, tree)
+
+
+donating = jax.jit(_plus, donate_argnums=0)
+
+
+def test_a_donation_before_the_capture_gets_a_copy(held_up: None, tmp_path: Path) -> None:
+    state = {"a": jnp.arange(4096.0), "b": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3)}
+    kept = {key: np.array(array) for key, array in state.items()}
+    provider = from_pytree("s", state)
+    with ds.Checkpointer(tmp_path) as ckpt:
+        snapshot = ckpt.snapshot([provider], step=1)
+        assert all(shard.lazy for shard in provider.shards() if not shard.is_object)
+        place = state["a"].unsafe_buffer_pointer()
+        for _ in range(3):  # no gate
+            state = donating(state)
+        assert state["a"].unsafe_buffer_pointer() != place
+        assert not snapshot.captured
+        _native.clear_faults()
+        snapshot.wait_committed()
+        assert equal(ds.load(tmp_path)["s"], kept)
+        again = state["a"].unsafe_buffer_pointer()
+        ckpt.snapshot([from_pytree("s", state)], step=2).wait_captured()
+        state = donating(state)
+        assert state["a"].unsafe_buffer_pointer() == again, "the snapshot held its reference beyond the capture"
+
+
+def test_a_donation_before_the_snapshot_is_refused_by_key(tmp_path: Path) -> None:
+    state = {"kept": jnp.ones(3), "lost": jnp.ones(4096)}
+    donating({"x": state["lost"]})
+    with pytest.raises(ProviderError, match="'lost' is an array of JAX that was donated"):
+        ds.snapshot([from_pytree("s", state)], tmp_path / "c")
+
+
+def test_misfits_are_named_with_both_values(tmp_path: Path) -> None:
+    saved = {"shape": jnp.ones(3), "type": jnp.ones(2), "key": jax.random.key(0), "only": jnp.ones(1)}
+    ds.snapshot([from_pytree("s", saved)], tmp_path / "c").wait_committed()
+    live = {
+        "shape": jnp.ones(4),
+        "type": jnp.ones(2, jnp.int32),
+        "key": jax.random.key(0, impl="rbg"),
+        "new": jnp.ones(2),
+    }
+    provider = from_pytree("s", live)
+    with pytest.raises(RestoreError) as caught:
+        ds.restore([provider], tmp_path / "c")
+    assert caught.value.missing == ["s/new"]
+    assert caught.value.unexpected == ["s/only"]
+    said = str(caught.value)
+    assert "float32 of shape (3,) in the checkpoint, float32 of shape (4,) in the live state" in said
+    assert "float32 of shape (2,) in the checkpoint, int32 of shape (2,) in the live state" in said
+    assert "'threefry2x32' in the checkpoint, of 'rbg' in the live state" in said
+    assert provider.tree is live
+
+
+def test_a_failed_restore_leaves_the_tree_and_what_is_not_restored_stays(tmp_path: Path) -> None:
+    saved = {"a": jnp.arange(100_000.0), "b": jnp.ones(2), "n": 1}
+    ds.snapshot([from_pytree("s", saved)], tmp_path / "c").wait_committed()
+    live = {"a": jnp.zeros(100_000), "b": jnp.zeros(3), "n": 2}
+    provider = from_pytree("s", live)
+    result = ds.restore([provider], tmp_path / "c", strict=False)
+    assert list(result.mismatched_keys) == ["s/b"]
+    assert provider.tree["b"] is live["b"]
+    assert (provider.tree["a"] == saved["a"]).all()
+    assert provider.tree["n"] == 1
+    provider.tree = live = {"a": jnp.zeros(100_000), "b": jnp.zeros(2), "n": 2}
+    ds.restore([provider], tmp_path / "c", keys="s/b")
+    assert provider.tree["a"] is live["a"]
+    assert (provider.tree["b"] == 1).all()
+    file = tmp_path / "c" / "rank-00000.pt"
+    data = bytearray(file.read_bytes())
+    data[data.index(np.arange(1000, 1010, dtype=np.float32).tobytes())] ^= 1
+    file.write_bytes(data)
+    provider.tree = live
+    with pytest.raises(CorruptError, match="s/a"):
+        ds.restore([provider], tmp_path / "c")
+    assert provider.tree is live
+
+
+def test_descriptions_of_arrays_are_restored_into_and_not_saved(tmp_path: Path) -> None:
+    saved = {"w": jnp.arange(6.0).reshape(2, 3), "key": jax.random.key(7)}
+    ds.snapshot([from_pytree("s", saved)], tmp_path / "c").wait_committed()
+    provider = from_pytree("s", jax.eval_shape(lambda: saved))
+    with pytest.raises(ProviderError, match="describes an array"):
+        provider.shards()
+    ds.restore([provider], tmp_path / "c")
+    assert [contents(x)[0] for x in (provider.tree["key"], saved["key"])] == ["threefry2x32"] * 2
+    assert equal(*(np.array(jax.random.key_data(tree["key"])) for tree in (provider.tree, saved)))
+    assert (provider.tree["w"] == saved["w"]).all()
+
+
+def test_torch_and_jax_restore_each_others_states(tmp_path: Path) -> None:
+    import torch
+
+    ds.snapshot([from_pytree("s", {"w": jnp.arange(3.0), "l": [jnp.ones(2)]})], tmp_path / "jax").wait_committed()
+    of_torch = {"w": torch.zeros(3), "l": [torch.zeros(2)]}
+    ds.restore([from_state_dict("s", of_torch)], tmp_path / "jax")
+    assert of_torch["w"].tolist() == [0, 1, 2]
+    of_torch["w"] += 1
+    ds.snapshot([from_state_dict("s", of_torch)], tmp_path / "torch").wait_committed()
+    provider = from_pytree("s", {"w": jnp.zeros(3), "l": [jnp.zeros(2)]})
+    ds.restore([provider], tmp_path / "torch")
+    assert provider.tree["w"].tolist() == [1, 2, 3]
+
+
+def test_either_a_tree_or_both_callables() -> None:
+    for wrong in ({}, {"get": dict}, {"set": print}, {"tree": {}, "get": dict, "set": print}):
+        with pytest.raises(TypeError, match="takes a tree, or get= and set="):
+            from_pytree("s", **wrong)
+
+
+def test_plain_containers_need_neither_jax_nor_torch(tmp_path: Path) -> None:
+    code = """
+        import collections, sys
+        import numpy as np
+        import datastates as ds
+        from datastates.providers import from_pytree
+
+        Pair = collections.namedtuple("Pair", "first second")
+        saved = {"p": Pair(np.arange(3), [np.ones(2), None, 2.5]), "t": (np.zeros(1), "x")}
+        ds.snapshot([from_pytree("s", saved)], "c").wait_committed()
+        live = {"p": Pair(np.zeros(3, int), [np.zeros(2), None, 0.5]), "t": (np.ones(1), "y")}
+        provider = from_pytree("s", live)
+        ds.restore([provider], "c")
+        tree = provider.tree
+        assert type(tree["p"]) is Pair and tree["p"].first.tolist() == [0, 1, 2], tree
+        assert tree["p"].second[1:] == [None, 2.5] and tree["t"][1] == "x" and tree["t"][0] == 0
+        assert live["p"].first.tolist() == [0, 0, 0]
+        with ds.open("c") as stored:
+            assert set(stored) == {"s/p/first", "s/p/second/0", "s/t/0"}, set(stored)
+        assert not {"jax", "torch"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(code)], check=True, cwd=tmp_path)
