@@ -171,4 +171,4 @@ def _difference(row: Row, shard: Shard) -> str | None:
     if stored != wanted:
         texts = [f"{dtype} of shape {shape}" for dtype, shape in (stored, wanted)]
         return f"{texts[0]} in the checkpoint, {texts[1]} in the live state"
-    return None if memory.is_writable(shard.source) else "the live array is read-only"
+    return memory.why_not_writable(shard.source)

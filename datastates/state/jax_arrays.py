@@ -70,6 +70,10 @@ def held(array: Any) -> list[Held]:
         raise ProviderError("an array of JAX that was donated to a computation, or deleted")
     shape = tuple(array.shape)
     alike = processes() if array.is_fully_addressable else ()
+    if 0 in shape:  # its boxes may all begin at one index
+        every = sorted({device.process_index for device in array.sharding.device_set})
+        part = HeldPart(shape, (0,) * len(shape), None, alike or (tuple(every) if len(every) > 1 else ()))
+        return [Held(np.empty(shape, array.dtype), part)]
     first: dict[tuple[int, ...], Held] = {}
     owners = holders(array.sharding, shape)
     for shard in array.addressable_shards:
@@ -136,12 +140,11 @@ def landings(like: Any) -> list[tuple[HeldPart, Any]]:
         Each box with memory for it, in ascending order of where the boxes begin. The contents are undefined.
     """
     shape = tuple(like.shape)
-    begins = {} if like.sharding is None else _boxes(like.sharding, shape)
+    if like.sharding is None or 0 in shape:
+        return [(HeldPart(shape, (0,) * len(shape), None, ()), np.empty(shape, like.dtype))]
+    begins = _boxes(like.sharding, shape)
     if not begins:
-        whole = (0,) * len(shape)
-        here = like.sharding is None
-        part = HeldPart(shape, whole, None, ()) if here else HeldPart(shape, None, (0, 0), ())
-        return [(part, np.empty(shape if here else 0, like.dtype))]
+        return [(HeldPart(shape, None, (0, 0), ()), np.empty(0, like.dtype))]
     return [(HeldPart(shape, begin, None, ()), np.empty(begins[begin], like.dtype)) for begin in sorted(begins)]
 
 
@@ -161,6 +164,9 @@ def assemble(like: Any, filled: Sequence[tuple[HeldPart, Any]]) -> Any:
         ((_, host),) = filled
         return jax.device_put(host)
     shape = tuple(like.shape)
+    if 0 in shape:
+        ((_, host),) = filled
+        return jax.make_array_from_callback(shape, like.sharding, lambda box: host[box])
     boxes = {part.offset: host for part, host in filled}
     placed = like.sharding.addressable_devices_indices_map(shape)
     memory_kind = like.sharding.memory_kind
@@ -168,7 +174,8 @@ def assemble(like: Any, filled: Sequence[tuple[HeldPart, Any]]) -> Any:
         jax.device_put(boxes[origin(box)], jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind))
         for device, box in placed.items()
     ]
-    return jax.make_array_from_single_device_arrays(shape, like.sharding, single, dtype=like.dtype)
+    of_type = {} if single else {"dtype": like.dtype}  # which older versions do not take
+    return jax.make_array_from_single_device_arrays(shape, like.sharding, single, **of_type)
 
 
 def key_data(keys: Any) -> Any:

@@ -150,6 +150,10 @@ def note_rewritten(values: Sequence[object]) -> None:
             torch.autograd.graph.increment_version(dtensors.local(value))
 
 
-def is_writable(array: Any) -> bool:
-    """Whether an array can be restored in place."""
-    return bool(array.flags.writeable) if isinstance(array, np.ndarray) else True
+def why_not_writable(array: Any) -> str | None:
+    """Why an array cannot be restored in place, for a message; None if it can."""
+    if isinstance(array, np.ndarray):
+        return None if array.flags.writeable else "the live array is read-only"
+    if kind_of(array) == "jax":
+        return "the live array is of JAX, which from_pytree alone replaces, under its own key"
+    return None

@@ -25,7 +25,7 @@ from flax import nnx  # noqa: E402
 import datastates as ds  # noqa: E402
 from datastates import _native  # noqa: E402
 from datastates.errors import CorruptError, ProviderError, RestoreError  # noqa: E402
-from datastates.providers import from_pytree, from_state_dict  # noqa: E402
+from datastates.providers import HostTensorProvider, from_pytree, from_state_dict  # noqa: E402
 from datastates.state.provider import StateProvider  # noqa: E402
 from datastates.testing import ProviderTests, equal  # noqa: E402
 
@@ -296,3 +296,14 @@ def test_plain_containers_need_neither_jax_nor_torch(tmp_path: Path) -> None:
         assert not {"jax", "torch"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(code)], check=True, cwd=tmp_path)
+
+
+def test_arrays_of_jax_are_never_written(tmp_path: Path) -> None:
+    ds.snapshot([from_pytree("s", {"w": jnp.arange(3.0)})], tmp_path / "c").wait_committed()
+    live = {"w": jnp.zeros(3)}
+    for provider in (from_state_dict("s", live), HostTensorProvider("s", live)):
+        with pytest.raises(RestoreError, match="'s/w': the live array is of JAX, which from_pytree alone replaces"):
+            ds.restore([provider], tmp_path / "c")
+    with pytest.raises(RestoreError, match="the live array is of JAX"):
+        ds.restore([from_pytree("s", {"v": live["w"]})], tmp_path / "c", rename={"s/w": "s/v"})
+    assert live["w"].tolist() == [0, 0, 0]

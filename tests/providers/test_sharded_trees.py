@@ -1,0 +1,124 @@
+"""Sharded arrays of JAX: what one mesh of devices saved is restored onto another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="JAX is not installed: sharded arrays were NOT tested")
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+import datastates as ds  # noqa: E402
+from datastates.providers import from_pytree  # noqa: E402
+from datastates.state import jax_arrays  # noqa: E402
+
+MESHES = [(8,), (4, 2), (2, 2, 2), (2, 4), (4,), (2,), (1,), (3,)]
+
+
+def mesh_of(shape: tuple[int, ...], backwards: bool = False) -> Mesh:
+    devices = np.array(jax.devices()[: int(np.prod(shape))])
+    return Mesh((devices[::-1] if backwards else devices).reshape(shape), tuple("abc"[: len(shape)]))
+
+
+@st.composite
+def shardings(draw: st.DrawFn, shape: tuple[int, ...]) -> NamedSharding:
+    """A sharding of a random mesh that divides a shape."""
+    mesh = mesh_of(draw(st.sampled_from(MESHES)), draw(st.booleans()))
+    names = draw(st.permutations(mesh.axis_names))
+    spec: list[Any] = []
+    for size in shape:
+        taken = names[: draw(st.integers(0, len(names)))]
+        while taken and size % int(np.prod([mesh.shape[name] for name in taken])):
+            taken = taken[:-1]
+        names = names[len(taken) :]
+        spec.append(tuple(taken) or None)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+@st.composite
+def states(draw: st.DrawFn) -> list[tuple[Any, NamedSharding]]:
+    """Arrays, each with a sharding to save it in, and one to restore it in."""
+    found = []
+    for number in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 6, 8, 24]), max_size=3)))
+        dtype = draw(st.sampled_from([np.float32, np.int8, jax.numpy.bfloat16, np.bool_]))
+        values = (np.arange(np.prod(shape)) + number).reshape(shape).astype(dtype)
+        found.append((jax.device_put(values, draw(shardings(shape))), draw(shardings(shape))))
+    return found
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(states())
+def test_any_mesh_restores_onto_any_other(drawn: list[tuple[Any, NamedSharding]]) -> None:
+    saved = [array for array, _ in drawn]
+    live = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a, sharding in drawn]
+    provider = from_pytree("s", live)
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "c")
+        ds.snapshot([from_pytree("s", saved)], path).wait_committed()
+        ds.restore([provider], path, verify="digest")
+        loaded = ds.load(path)["s"]
+    for (array, sharding), restored, whole in zip(drawn, provider.tree, loaded, strict=True):
+        assert restored.sharding == sharding
+        assert restored.dtype == array.dtype
+        assert np.array(restored).tobytes() == np.array(array).tobytes() == whole.tobytes()
+
+
+def test_a_restore_reads_what_it_needs(tmp_path: Path) -> None:
+    by_rows = NamedSharding(mesh_of((8,)), PartitionSpec("a"))
+    values = {key: np.random.default_rng(0).random((1024, 512), np.float32) for key in ("w", "v")}
+    provider = from_pytree("s", jax.device_put(values, by_rows))
+    ds.snapshot([provider], tmp_path / "c").wait_committed()
+    shards = [shard for shard in provider.shards() if shard.key == "w"]
+    assert [shard.offset for shard in shards] == [(128 * i, 0) for i in range(8)]
+    views = [shard.data.unsafe_buffer_pointer() for shard in provider.tree["w"].addressable_shards]
+    assert [shard.buffer and shard.buffer.pointer for shard in shards] == views  # nothing was copied
+    by_columns = NamedSharding(mesh_of((2, 4)), PartitionSpec(None, "b"))
+    provider.tree = jax.device_put(jax.tree.map(np.zeros_like, values), by_columns)
+    result = ds.restore([provider], tmp_path / "c")
+    assert result.needed_nbytes == 2 * 1024 * 512 * 4  # each box once, though two devices have it
+    assert result.read_nbytes <= 1.05 * result.needed_nbytes
+    assert all(np.array_equal(provider.tree[key], whole) for key, whole in values.items())
+
+
+def test_random_keys_are_sharded_like_arrays(tmp_path: Path) -> None:
+    sharding = NamedSharding(mesh_of((4,)), PartitionSpec("a"))
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), sharding)
+    provider = from_pytree("s", {"keys": keys})
+    ds.snapshot([provider], tmp_path / "c").wait_committed()
+    provider.tree = {"keys": jax.device_put(jax.random.split(jax.random.key(1), 8), sharding)}
+    ds.restore([provider], tmp_path / "c")
+    assert (jax.random.key_data(provider.tree["keys"]) == jax.random.key_data(keys)).all()
+    assert provider.tree["keys"].sharding == sharding
+
+
+class _Device:
+    """A device of another process."""
+
+    def __init__(self, number: int) -> None:
+        self.process_index = number // 2
+
+
+class _Sharding:
+    """Four processes of two devices each; each box is on two devices."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[_Device, tuple[slice, ...]]:
+        size = shape[0] // 4
+        boxes = [(slice(i * size, (i + 1) * size), slice(None)) for i in range(4)]
+        return dict(zip(map(_Device, range(8)), [boxes[i] for i in self.order], strict=True))
+
+
+def test_every_process_finds_which_hold_the_same_box() -> None:
+    inside = _Sharding([0, 0, 1, 1, 2, 2, 3, 3])
+    assert jax_arrays.holders(inside, (8, 3)) == {(0, 0): (), (2, 0): (), (4, 0): (), (6, 0): ()}
+    across = _Sharding([0, 1, 2, 3, 0, 1, 2, 3])
+    assert jax_arrays.holders(across, (8, 3)) == {(0, 0): (0, 2), (2, 0): (0, 2), (4, 0): (1, 3), (6, 0): (1, 3)}
