@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from datastates.errors import CheckpointNotFoundError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.formats import recognise
 from datastates.formats.format import Format, Opened
-from datastates.ranks.world import World, world_of
+from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.fallback import check, comparing
 from datastates.restoring.fallback import compare as compare_newest
@@ -163,6 +163,37 @@ def restore_by(
     if restored is None and wish is not None:
         directories.refuse_absence(directory, wish)
     return restored
+
+
+def load_like(
+    path: Path, like: Mapping[str, Any], executor: Callable[[int], Executor], *, step: Any, trust: Trust
+) -> dict[str, Any]:
+    """Read trees into new arrays like those of others; arguments and errors are those of :func:`datastates.load`."""
+    from datastates.providers.pytree import from_pytree
+
+    if not isinstance(like, Mapping):
+        raise TypeError(f"like: a tree for each provider's name is wanted, not a {type(like).__name__}")
+    if recognise.other(path) is not None:
+        raise ValueError(f"like: {path} is no checkpoint of this package; load() and open() give its arrays")
+    providers = [from_pytree(name, tree) for name, tree in like.items()]
+    restored = restore_by(
+        path,
+        providers,
+        lambda attempt: meeting_of(SoloWorld(), "load", attempt),
+        executor,
+        step=step,
+        keys=None,
+        rename={},
+        cast=False,
+        fallback=False,
+        strict=True,
+        trust=trust,
+        verify="checksum",
+        replicas="read",
+    )
+    if restored is None:
+        directories.refuse_absence(path, None)
+    return {provider.name: provider.tree for provider in providers}
 
 
 def compare_by(

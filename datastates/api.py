@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -227,6 +227,7 @@ def load(
     path: PathLike,
     *,
     step: int | None = None,
+    like: Mapping[str, Any] | None = None,
     device: Device = "cpu",
     trust: Trust = (),
     **options: Unpack[IoOptions],
@@ -235,13 +236,14 @@ def load(
 
     Parts that several ranks saved are put together into whole tensors. Of other values that several ranks saved under
     one key, that of the lowest rank is returned. Each process reads by itself: no other rank takes part.
-
     If the newest checkpoint of a directory is damaged, the message of the error names an older one that looks whole.
 
     Args:
         path: A checkpoint directory, a directory of them, one container file, or a checkpoint of another format.
         step: In a directory of checkpoints, the step to read; None reads the newest. For a single checkpoint or file,
             the step that it must have; None accepts any.
+        like: For each provider to read, by its name, a tree of arrays or ``jax.ShapeDtypeStruct`` as
+            :func:`~datastates.providers.from_pytree` takes it. Only what this process holds of them is read.
         device: Where torch tensors are read to: ``"cpu"``, or a CUDA device such as ``"cuda"``, ``"cuda:1"`` or ``1``.
             What goes to a device needs no host memory but the host cache.
         trust: As for :meth:`Checkpointer.restore`.
@@ -251,10 +253,11 @@ def load(
         The value of each provider, by the name that it is stored under. An array that came from torch is a torch tensor
         on ``device`` if torch is installed. All others are NumPy arrays, in host memory. For a checkpoint of another
         format: the tensors by name, or the value of a file of ``torch.save``; one that is no dict is under the key
-        ``""``.
+        ``""``. With ``like``, its trees with new arrays: of its types, on its devices, and with its shardings.
 
     Raises:
-        ValueError: There is no such device.
+        ValueError: There is no such device, or ``like`` is given with one or for another format.
+        RestoreError: The checkpoint does not fit ``like``; the message has each key with both values.
         TrustError: An object needs a class that is not trusted.
         CorruptError: A tensor or object does not match its checksum; the message names it.
         FormatError: A file is damaged, or of no known format.
@@ -264,6 +267,10 @@ def load(
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
     settings, target = IoSettings.of(options), cuda_device(device)
+    if like is not None and target is not None:
+        raise ValueError(f"device: {device!r:.80} beside like=, whose arrays say where they belong")
+    if like is not None:
+        return _calls.load_like(paths.local(path), like, lambda n: make_executor(settings, n), step=step, trust=trust)
     with _opened(path, step) as found:
         return found.load(lambda n: make_executor(settings, n), trust=trust, device=target)
 
