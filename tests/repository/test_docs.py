@@ -17,7 +17,7 @@ PAGES = sorted(p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if "`
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """The variables that torchrun would set, for pages about several ranks, which run here as one."""
 
-FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "megatron", "transformers")
+FRAMEWORKS = ("accelerate", "deepspeed", "jax", "lightning", "megatron", "transformers")
 """Packages that a page may need and that are not always installed."""
 
 
