@@ -56,13 +56,6 @@ WriteJob::~WriteJob() {
     if (executor_->abandoned()) keep_for_ever(std::move(state_));
 }
 
-std::vector<std::uint32_t> WriteJob::source_crcs() const {
-    const std::size_t count = state_->plan().sources();
-    std::vector<std::uint32_t> crcs(count);
-    for (std::size_t i = 0; i < count; ++i) crcs[i] = state_->source_crc(i);
-    return crcs;
-}
-
 void WriteJob::abort() {
     if (executor_->abandoned()) return;
     if (!state_->quiescent()) {
@@ -216,9 +209,9 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
         if (device < 0 || state->plan().dest_nbytes(i) == 0) continue;
         if (!producers.emplace(device, buffers.stream[i]).second) continue;
         const auto engine = engines_.at(device);
-        state->add_engine(device, engine);
+        state->devices().add(device, engine);
         auto* stream = reinterpret_cast<cuda::StreamHandle>(buffers.stream[i]);
-        state->add_producer(device, engine->record(stream));
+        state->devices().add_producer(device, engine->record(stream));
     }
     if (ahead != nullptr) state->use(ahead->extents_ahead_);
     admit(state);

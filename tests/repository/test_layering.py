@@ -57,7 +57,6 @@ LONG = {
     "datastates/container/pickle_reader.py": "one table of opcodes and what they call",
     "native/bindings/plain_pickle.cpp": "one table of opcodes",
     "native/src/read/reader.cpp": "reads ahead and reads at once share their queue",
-    "native/src/write/write_state.cpp": "one state under one lock",
 }
 LEVEL = {name: level for level, line in enumerate(ORDER) for name in line}
 

@@ -43,7 +43,6 @@ class WriteJob {
     /// Whether this job has created its file.
     bool made() const { return state_->made(); }
 
-    using Deadline = WriteState::Deadline;
     /// Waits until the file exists. Throws the job's error if the job fails before that, as every
     /// wait_* does.
     bool wait_made(Deadline deadline = {}) const { return state_->wait_made(deadline); }
@@ -68,10 +67,10 @@ class WriteJob {
     /// read. Valid once captured.
     std::vector<int> torn() const { return state_->torn(); }
     /// CRC-32 of each source, and of each chunk of all sources in order. Valid once checksummed.
-    std::vector<std::uint32_t> source_crcs() const;
-    std::span<const std::uint32_t> chunk_crcs() const { return state_->chunk_crcs(); }
+    std::vector<std::uint32_t> source_crcs() const { return state_->checksums().of_sources(); }
+    std::span<const std::uint32_t> chunk_crcs() const { return state_->checksums().of_chunks(); }
     /// The digests of the plan's runs. Valid once checksummed.
-    std::vector<std::uint32_t> digests() const { return state_->digests(); }
+    std::vector<std::uint32_t> digests() const { return state_->checksums().digests(); }
     /// Waits until written. Then writes `tail` behind the last extent, cuts the file to its exact
     /// length, syncs and closes it. Throws the job's error, and Error "closed" if already finished.
     void finish(std::span<const std::byte> tail) { state_->finish(tail); }
@@ -102,9 +101,7 @@ class ReadJob {
     ReadJob& operator=(ReadJob&&) = delete;
 
     /// Waits for the end. Throws the restore's error; false when the deadline passes first.
-    bool wait(std::optional<Clock::time_point> deadline = {}) const {
-        return state_->wait(deadline);
-    }
+    bool wait(Deadline deadline = {}) const { return state_->wait(deadline); }
     ReadStats stats() const { return state_->stats(); }
     const Timeline& timeline() const { return state_->timeline(); }
     std::string backend_name() const;

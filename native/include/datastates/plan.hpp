@@ -227,6 +227,15 @@ struct Buffers {
     std::vector<std::uint64_t> stream;  // CUstream that produced it; 0: the legacy default stream
     std::vector<std::uint8_t> witness;  // 1: take fingerprints (writes only)
 
+    /// Whether a source or destination is in device memory. -1, which is a plan's literal, is not.
+    bool on_device(std::int32_t number) const {
+        return number >= 0 && device[static_cast<std::size_t>(number)] >= 0;
+    }
+    /// A buffer in host memory.
+    std::byte* host(std::size_t number) const {
+        return reinterpret_cast<std::byte*>(address[number]);
+    }
+
     /// Throws Error "invalid" unless each column has one entry for each of `nbytes`, and each
     /// buffer that is not empty has a usable address. `witness` counts only where `with_witness` is
     /// set.

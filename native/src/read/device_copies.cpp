@@ -12,11 +12,12 @@ bool ended(const CopyEvents& events, bool wait) {
 
 DeviceCopies::DeviceCopies(const ReadState& job, const ReadPlan::Extent& extent)
     : job_(job),
-      pieces_(job.has_engines() ? job.plan().pieces(extent) : std::span<const ReadPlan::Piece>()) {}
+      pieces_(job.devices().empty() ? std::span<const ReadPlan::Piece>()
+                                    : job.plan().pieces(extent)) {}
 
 DeviceCopies::~DeviceCopies() {
     for (const int device : devices_) {
-        const CopyEngine& engine = job_.engine(device);
+        const CopyEngine& engine = job_.devices().engine(device);
         engine.drain(engine.restore_stream());
     }
 }
@@ -27,7 +28,7 @@ void DeviceCopies::advance(std::uint64_t end, const StepMemory& data) {
         const auto dest = static_cast<std::size_t>(piece.dest);
         const int device = job_.buffers().device[dest];
         if (device < 0) return;
-        const CopyEngine& engine = job_.engine(device);
+        const CopyEngine& engine = job_.devices().engine(device);
         devices_.insert(device);
         const std::uint64_t address =
             job_.buffers().address[dest] + piece.dest_offset + (from - piece.extent_offset);
@@ -39,7 +40,7 @@ void DeviceCopies::advance(std::uint64_t end, const StepMemory& data) {
 CopyEvents DeviceCopies::record() {
     CopyEvents events;
     for (const int device : devices_) {
-        const CopyEngine& engine = job_.engine(device);
+        const CopyEngine& engine = job_.devices().engine(device);
         events.push_back(engine.record(engine.restore_stream()));
     }
     devices_.clear();

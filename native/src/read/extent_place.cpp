@@ -17,8 +17,8 @@ std::byte* in_place(const ReadState& job, const File& file, const ReadPlan::Exte
     if (pieces.size() != 1 || extent.sparse()) return nullptr;
     const ReadPlan::Piece& piece = pieces.front();
     const auto dest = static_cast<std::size_t>(piece.dest);
-    if (job.buffers().device[dest] >= 0 || piece.length != extent.length) return nullptr;
-    auto* const to = reinterpret_cast<std::byte*>(job.buffers().address[dest] + piece.dest_offset);
+    if (job.buffers().on_device(piece.dest) || piece.length != extent.length) return nullptr;
+    auto* const to = job.buffers().host(dest) + piece.dest_offset;
     if (cached || !file.direct()) return to;
     const bool fits = extent.length >= kInPlaceMinimum &&
                       file.fits_direct(to, file.offset_alignment(), extent.offset);

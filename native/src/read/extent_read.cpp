@@ -49,10 +49,9 @@ class Placing {
     void advance(std::uint64_t end, const StepMemory& data) {
         pieces_.advance(end, [&](const auto& piece, std::uint64_t from, std::uint64_t to) {
             const auto dest = static_cast<std::size_t>(piece.dest);
-            if (job_.buffers().device[dest] >= 0) return;
-            const std::uint64_t address =
-                job_.buffers().address[dest] + piece.dest_offset + (from - piece.extent_offset);
-            std::memcpy(reinterpret_cast<void*>(address), data.at(from), to - from);
+            if (job_.buffers().on_device(piece.dest)) return;
+            std::byte* const memory = job_.buffers().host(dest) + piece.dest_offset;
+            std::memcpy(memory + (from - piece.extent_offset), data.at(from), to - from);
             bytes_ += to - from;
         });
     }

@@ -12,21 +12,6 @@ ReadState::ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers bu
     stats_.direct = file_.direct();
 }
 
-void ReadState::add_engine(int device, std::shared_ptr<CopyEngine> engine) {
-    engines_.emplace(device, std::move(engine));
-}
-
-void ReadState::add_producer(int device, std::shared_ptr<Event> event) {
-    producers_.emplace_back(device, std::move(event));
-}
-
-void ReadState::order_after_producers() {
-    for (const auto& [device, event] : std::exchange(producers_, {})) {
-        const CopyEngine& copies = engine(device);
-        copies.wait(copies.restore_stream(), *event);
-    }
-}
-
 void ReadState::fail(std::size_t extent, const Error& error) {
     const std::scoped_lock lock(mutex_);
     if (!error_ || extent < error_extent_) {
@@ -60,13 +45,9 @@ void ReadState::stop() {
     stopped_.store(true, std::memory_order_release);
 }
 
-bool ReadState::wait(std::optional<Clock::time_point> deadline) const {
+bool ReadState::wait(Deadline deadline) const {
     std::unique_lock lock(mutex_);
-    if (deadline) {
-        if (!changed_.wait_until(lock, *deadline, [&] { return done_; })) return false;
-    } else {
-        changed_.wait(lock, [&] { return done_; });
-    }
+    if (!wait_until(changed_, lock, deadline, [&] { return done_; })) return false;
     if (error_) throw Error(*error_);
     return true;
 }

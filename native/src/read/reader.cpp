@@ -95,7 +95,7 @@ bool Reader::begin_job() {
     Run& run = runs_.back();
     ReadState& job = *run.job;
     try {
-        if (!job.stopped()) job.order_after_producers();
+        if (!job.stopped()) job.devices().order_after_producers(&CopyEngine::restore_stream);
         if (job.used() != nullptr) take_over(run, *job.used());
     } catch (...) {
         job.fail(0, Error::current());

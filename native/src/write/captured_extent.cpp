@@ -16,7 +16,7 @@ constexpr std::uint64_t kSmall = std::uint64_t{16} << 10;
 
 bool CapturedExtent::has_host_sources() const {
     return std::ranges::any_of(job->plan().pieces(extent()), [&](const WritePlan::Piece& piece) {
-        return piece.source >= 0 && !job->on_device(piece);
+        return piece.source >= 0 && !job->buffers().on_device(piece.source);
     });
 }
 
@@ -25,7 +25,7 @@ bool CapturedExtent::has_host_sources() const {
 template <typename Bring>
 void CapturedExtent::digest(const WritePlan::Piece& piece, Bring&& bring) {
     const auto source = static_cast<std::size_t>(piece.source);
-    DigestSweep sweep = job->sweep(piece);
+    DigestSweep sweep = job->checksums().sweep(piece);
     fragments(
         block.memory().subspan(piece.extent_offset, piece.length), piece.source_offset,
         job->plan().chunk_bytes(),
@@ -46,7 +46,7 @@ void CapturedExtent::copy_host(Pick pick) {
     std::vector<WritePlan::Piece> small;
     std::uint64_t small_bytes = 0;
     const auto from = [&](const WritePlan::Piece& piece) {
-        return job->host_memory(static_cast<std::size_t>(piece.source)) + piece.source_offset;
+        return job->buffers().host(static_cast<std::size_t>(piece.source)) + piece.source_offset;
     };
     const auto copy_small = [&] {
         std::vector<HostCopy> all;
@@ -55,10 +55,10 @@ void CapturedExtent::copy_host(Pick pick) {
             all.push_back(
                 {.to = memory + piece.extent_offset, .from = from(piece), .bytes = piece.length});
         }
-        copies.copy(all, [&](std::size_t i) { job->lose(small[i].source); });
+        copies.copy(all, [&](std::size_t i) { job->witness().lose(small[i].source); });
         for (const WritePlan::Piece& piece : small) {
             digest(piece, [](std::span<const std::byte>) {});
-            job->fingerprint(piece, memory + piece.extent_offset);
+            job->witness().add(piece, memory + piece.extent_offset);
         }
         small.clear();
         small_bytes = 0;
@@ -72,7 +72,7 @@ void CapturedExtent::copy_host(Pick pick) {
         }
         const auto source = static_cast<std::size_t>(piece.source);
         const bool other = pick != Pick::all && plan.eager(source) != (pick == Pick::eager);
-        if (other || !job->on_host(source)) continue;
+        if (other || job->buffers().on_device(piece.source)) continue;
         if (piece.length <= kSmall) {
             small.push_back(piece);
             small_bytes += piece.length;
@@ -85,9 +85,9 @@ void CapturedExtent::copy_host(Pick pick) {
         digest(piece, [&](std::span<const std::byte> stretch) {
             const std::ptrdiff_t at = stretch.data() - to;
             const HostCopy copy{.to = to + at, .from = from(piece) + at, .bytes = stretch.size()};
-            if (!copies.copy(copy)) job->lose(piece.source);
+            if (!copies.copy(copy)) job->witness().lose(piece.source);
         });
-        job->fingerprint(piece, to);
+        job->witness().add(piece, to);
     }
     if (!small.empty()) copy_small();
 }
@@ -96,7 +96,7 @@ std::uint64_t CapturedExtent::digest_devices() {
     std::uint64_t bytes = 0;
     for (const WritePlan::Piece& piece : job->plan().pieces(extent())) {
         if (job->stopped()) break;
-        if (!job->on_device(piece)) continue;
+        if (!job->buffers().on_device(piece.source)) continue;
         digest(piece, [](std::span<const std::byte>) {});
         bytes += piece.length;
     }
@@ -104,7 +104,7 @@ std::uint64_t CapturedExtent::digest_devices() {
 }
 
 void CapturedExtent::tell_checksums() const {
-    for (const auto& [source, fragment] : fragments_) job->checksum(source, fragment);
+    for (const auto& [source, fragment] : fragments_) job->checksums().append(source, fragment);
 }
 
 }  // namespace datastates

@@ -12,7 +12,7 @@
 #include "datastates/base/thread.hpp"
 #include "datastates/checksum/fingerprint.hpp"
 #include "datastates/memory/copy_batch.hpp"
-#include "datastates/memory/host_fingerprints.hpp"
+#include "datastates/write/host_fingerprints.hpp"
 
 namespace datastates {
 namespace {
@@ -26,10 +26,6 @@ bool is_held_up() { return fault::hit_error(fault::Point::capture) != 0; }
 
 cuda::StreamHandle stream_of(const WriteState& job, std::size_t source) {
     return reinterpret_cast<cuda::StreamHandle>(job.buffers().stream[source]);
-}
-
-bool has_device_bytes(const WriteState& job, std::size_t source) {
-    return !job.on_host(source) && job.plan().source_nbytes(source) > 0;
 }
 
 /// The device copies into one block, stream by stream.
@@ -78,7 +74,7 @@ class BlockCopies {
         if (found == batches_.end()) {
             batches_.push_back({.device = device,
                                 .lazy = lazy,
-                                .copies = {captured_.job->engine(device), stream}});
+                                .copies = {captured_.job->devices().engine(device), stream}});
         }
         return batches_[last_];
     }
@@ -132,8 +128,8 @@ void Capturer::prepare_devices(WriteState& job) {
     std::optional<int> last;
     for (std::size_t i = 0; i < job.plan().sources(); ++i) {
         const int device = job.buffers().device[i];
-        if (device == last || !has_device_bytes(job, i)) continue;
-        job.add_engine(device, engines_.at(device));
+        if (device < 0 || device == last || job.plan().source_nbytes(i) == 0) continue;
+        job.devices().add(device, engines_.at(device));
         last = device;
     }
 }
@@ -166,7 +162,7 @@ void Capturer::take_fingerprints(WriteState& job) {
     for (std::size_t i = 0; i < plan.sources(); ++i) {
         if (plan.source_nbytes(i) == 0) continue;
         const bool witness = buffers.witness[i] != 0;
-        if (job.on_host(i)) {
+        if (buffers.device[i] < 0) {
             if (witness) host.add(i);
             continue;
         }
@@ -180,14 +176,14 @@ void Capturer::take_fingerprints(WriteState& job) {
     }
     host.finish();
     for (Group& group : groups) {
-        CopyEngine& engine = job.engine(group.device);
+        CopyEngine& engine = job.devices().engine(group.device);
         auto* stream = reinterpret_cast<cuda::StreamHandle>(group.stream);
         engine.require_not_capturing(stream);
         if (!group.ranges.empty()) {
-            job.add_fingerprints_before(engine.fingerprint(group.ranges, stream),
-                                        std::move(group.sources));
+            job.witness().add_before(engine.fingerprint(group.ranges, stream),
+                                     std::move(group.sources));
         }
-        if (group.lazy) job.add_producer(group.device, engine.record(stream));
+        if (group.lazy) job.devices().add_producer(group.device, engine.record(stream));
     }
 }
 
@@ -198,7 +194,7 @@ std::optional<Capturer::Pending> Capturer::stage_eager(const std::shared_ptr<Wri
     for (; pending.next_extent < plan.eager_extents(); ++pending.next_extent) {
         const auto waiting = Clock::now();
         std::optional<Block> block = cache_.acquire([&] { return job->stopped(); });
-        job->add_cache_wait(seconds_since(waiting));
+        job->timeline().add(Stage::cache_wait, 0, waiting, 0);
         // The job was stopped. The capture thread drops it like any other stopped job.
         if (!block) return pending;
         const bool mixed = plan.extents()[pending.next_extent].has_lazy;
@@ -244,7 +240,7 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
             pending.half_filled.reset();
             job->claims().close();
         } else if (pending.half_filled) {
-            job->order_captures_after_producers();
+            order_captures(pending);
             pending.half_filled->begin = Clock::now();
             copy_devices(*pending.half_filled, Pick::lazy, nullptr);
             pending.half_filled->copy_host(Pick::lazy);
@@ -257,9 +253,9 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
             const auto waiting = Clock::now();
             std::optional<Block> block = cache_.acquire(
                 [&] { return attention_ || job->stopped() || stop.stop_requested(); });
-            job->add_cache_wait(seconds_since(waiting));
+            job->timeline().add(Stage::cache_wait, 0, waiting, 0);
             if (!block) return;
-            job->order_captures_after_producers();
+            order_captures(pending);
             auto captured =
                 std::make_unique<CapturedExtent>(job, pending.next_extent, std::move(*block));
             copy_devices(*captured, Pick::all, job->claims().capture(pending.next_extent));
@@ -281,6 +277,12 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
     }
 }
 
+/// Makes the job's captures wait for its producers, before the first of them.
+void Capturer::order_captures(Pending& pending) {
+    if (std::exchange(pending.ordered, true)) return;
+    pending.job->devices().order_after_producers(&CopyEngine::capture_stream);
+}
+
 void Capturer::remove(const Pending& pending) {
     const std::scoped_lock lock(mutex_);
     queue_.remove_if([&](const Pending& other) { return &other == &pending; });
@@ -296,20 +298,18 @@ void Capturer::copy_devices(CapturedExtent& captured, Pick pick,
     std::uint64_t known = cuda::kNowhere;
     try {
         if (image) {
-            CopyEngine& engine = job.engine(job.device_of(captured.index));
+            CopyEngine& engine = job.devices().engine(job.device_of(captured.index));
             engine.wait(engine.capture_stream(), *image->ready());
         }
         for (const WritePlan::Piece& piece : plan.pieces(captured.extent())) {
-            if (!job.on_device(piece)) continue;
+            if (!job.buffers().on_device(piece.source)) continue;
             const auto source = static_cast<std::size_t>(piece.source);
             const bool lazy = !plan.eager(source);
             if ((pick == Pick::eager && lazy) || (pick == Pick::lazy && !lazy)) continue;
             const int device = job.buffers().device[source];
-            auto* stream = lazy ? job.engine(device).capture_stream() : stream_of(job, source);
-            if (!image && !job.has_memory(piece, known)) {
-                job.lose(piece.source);
-                continue;
-            }
+            auto* stream =
+                lazy ? job.devices().engine(device).capture_stream() : stream_of(job, source);
+            if (!image && !job.has_memory(piece, known)) continue;
             const cuda::DevicePointer from =
                 image ? image->pointer() + piece.extent_offset
                       : job.buffers().address[source] + piece.source_offset;

@@ -55,12 +55,12 @@ bool Evacuator::evacuate_what_fits(WriteState& job) {
     return any;
 }
 
-Evacuator::Place Evacuator::open(const WriteState& job, int device) {
-    CopyEngine& engine = job.engine(device);
+Evacuator::Place Evacuator::open(WriteState& job, int device) {
+    CopyEngine& engine = job.devices().engine(device);
     Place place{.share = cache_.share(engine), .room = 0, .slab = nullptr};
     if (!place.share) return place;
     place.room = place.share->room();
-    job.order_after_producers(device, engine.evacuation_stream());
+    job.devices().order_after_producers(device, &CopyEngine::evacuation_stream);
     return place;
 }
 
@@ -96,10 +96,7 @@ void Evacuator::add(WriteState& job, Claim claim, std::shared_ptr<DeviceImage> i
                     Place& place) {
     for (const WritePlan::Piece& piece : job.plan().pieces(job.plan().extents()[claim.extent()])) {
         if (piece.source < 0) continue;
-        if (!job.has_memory(piece, place.known)) {
-            job.lose(piece.source);
-            continue;
-        }
+        if (!job.has_memory(piece, place.known)) continue;
         const auto source = static_cast<std::size_t>(piece.source);
         gather::add(place.ranges, image->pointer() + piece.extent_offset,
                     job.buffers().address[source] + piece.source_offset, piece.length);
@@ -111,7 +108,7 @@ void Evacuator::add(WriteState& job, Claim claim, std::shared_ptr<DeviceImage> i
 /// claims, so that nobody captures from an image before its copy is enqueued.
 void Evacuator::enqueue(WriteState& job, int device, Place& place) {
     if (place.moves.empty()) return;
-    CopyEngine& engine = job.engine(device);
+    CopyEngine& engine = job.devices().engine(device);
     const std::shared_ptr<Event> ready =
         place.ranges.empty()
             ? engine.record(engine.evacuation_stream())

@@ -5,6 +5,24 @@
 
 namespace datastates {
 
+std::vector<bool> evacuable_extents(const WritePlan& plan, const Buffers& buffers, bool enabled) {
+    std::vector<bool> evacuable(plan.extents().size(), false);
+    for (std::size_t i = 0; enabled && i < evacuable.size(); ++i) {
+        const WritePlan::Extent& extent = plan.extents()[i];
+        if (!extent.has_lazy || extent.has_eager) continue;
+        std::optional<int> device;
+        bool alike = true;
+        for (const WritePlan::Piece& piece : plan.pieces(extent)) {
+            if (piece.source < 0) continue;
+            const int found = buffers.device[static_cast<std::size_t>(piece.source)];
+            alike = alike && found >= 0 && found == device.value_or(found);
+            device = found;
+        }
+        evacuable[i] = alike;
+    }
+    return evacuable;
+}
+
 ExtentClaims::ExtentClaims(const std::vector<bool>& evacuable) : end_(evacuable.size()) {
     entries_.reserve(evacuable.size());
     for (const bool free : evacuable) {

@@ -25,7 +25,7 @@ void copy(CapturedExtent& captured, unsigned worker) {
     captured.begin = Clock::now();
     captured.copy_host(Pick::all);
     captured.note_capture(kWorkerTracks + worker);
-    captured.job->extent_landed(captured.extent(), {});
+    captured.job->extent_landed();
 }
 
 /// In a worker: fingerprints first, because the owner may wait for the end of the capture.
@@ -33,7 +33,8 @@ void digest(CapturedExtent& captured, unsigned worker) {
     WriteState& job = *captured.job;
     const auto begin = Clock::now();
     const std::byte* const memory = captured.block.memory().data();
-    job.extent_landed(captured.extent(), job.device_fingerprints(captured.extent(), memory));
+    job.witness().add_devices(captured.extent(), memory);
+    job.extent_landed();
     const std::uint64_t bytes = captured.digest_devices();
     job.timeline().add(Stage::checksum, worker, begin, bytes);
 }
@@ -63,7 +64,7 @@ void Writer::hand_over(std::unique_ptr<CapturedExtent> extent) {
         start_copy(*extent);
     } else if (planned.has_sources && extent->events.empty()) {
         try {
-            job->extent_landed(planned, {});
+            job->extent_landed();
         } catch (...) {
             job->fail(Error::current());
         }
@@ -216,12 +217,12 @@ void Writer::give_back(CapturedExtent& captured) {
 /// Adds the extent's checksums to those of its sources, in file order. Then writes the checksums
 /// that the plan's patches ask for into the extent.
 void Writer::patch(const CapturedExtent& captured) {
-    const WriteState& job = *captured.job;
+    WriteState& job = *captured.job;
     captured.tell_checksums();
     const std::span<std::byte> memory = captured.block.memory();
     static_assert(std::endian::native == std::endian::little);
     for (const WritePlan::Patch& patch : job.plan().patches(captured.extent())) {
-        const std::uint32_t crc = job.source_crc(static_cast<std::size_t>(patch.source));
+        const std::uint32_t crc = job.checksums().of(static_cast<std::size_t>(patch.source));
         std::memcpy(memory.data() + patch.offset, &crc, sizeof crc);
     }
 }
@@ -233,18 +234,18 @@ void Writer::write(std::unique_ptr<CapturedExtent>& captured) {
     // Only the last extent can end within a page. finish() writes its rest with the tail.
     const std::uint64_t whole = extent.length / kPage * kPage;
     if (whole < extent.length) {
-        captured->job->keep_residual(memory.subspan(whole, extent.length - whole));
+        captured->job->file().keep_residual(memory.subspan(whole, extent.length - whole));
     }
     if (whole == 0) return;
     const std::uint64_t token = next_token_++;
     const IoRequest request{.kind = IoKind::write,
-                            .file = &captured->job->file(),
+                            .file = &captured->job->file().file(),
                             .buffer = memory.data(),
                             .length = whole,
                             .required = whole,
                             .offset = extent.offset,
                             .token = token};
-    const bool stored = captured->job->file().memory_backed();
+    const bool stored = captured->job->memory_backed();
     const auto flight = in_flight_.try_emplace(token).first;
     flight->second = {.extent = std::move(captured), .request = request};
     try {

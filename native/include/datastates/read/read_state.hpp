@@ -4,7 +4,6 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,10 +11,11 @@
 #include <utility>
 #include <vector>
 
+#include "datastates/base/deadline.hpp"
 #include "datastates/base/error.hpp"
 #include "datastates/base/timeline.hpp"
 #include "datastates/io/file.hpp"
-#include "datastates/memory/copy_engine.hpp"
+#include "datastates/memory/job_devices.hpp"
 #include "datastates/plan.hpp"
 #include "datastates/read/extents_ahead.hpp"
 
@@ -44,17 +44,14 @@ class ReadState {
     const std::string& path() const { return file_.path(); }
 
     // Called in submit, before the reader knows the job.
-    void add_engine(int device, std::shared_ptr<CopyEngine> engine);
-    void add_producer(int device, std::shared_ptr<Event> event);
+    JobDevices& devices() { return devices_; }
     /// Makes this a read-ahead: its extents go to `extents_ahead`, and cached extents are left out.
     void fill(std::shared_ptr<ExtentsAhead> extents_ahead) { filled_ = std::move(extents_ahead); }
     /// Takes extents from `extents_ahead` instead of reading them again.
     void use(std::shared_ptr<ExtentsAhead> extents_ahead) { used_ = std::move(extents_ahead); }
 
     // For the reader and its workers.
-    CopyEngine& engine(int device) const { return *engines_.at(device); }
-    /// Whether some destinations are on devices.
-    bool has_engines() const { return !engines_.empty(); }
+    const JobDevices& devices() const { return devices_; }
     ExtentsAhead* filled() const { return filled_.get(); }
     ExtentsAhead* used() const { return used_.get(); }
     /// Whether to begin an extent. After a failure the extents before the failed one are still
@@ -62,8 +59,6 @@ class ReadState {
     bool wants(std::size_t extent) const {
         return !settled(extent) && !(filled_ && filled_->closed());
     }
-    /// Makes the restore streams wait for the work that was on the destinations' streams at submit.
-    void order_after_producers();
     /// Stops the job: no later extent begins. Of several errors the one of the lowest extent is
     /// kept. Thread-safe.
     void fail(std::size_t extent, const Error& error);
@@ -79,7 +74,7 @@ class ReadState {
     void stop();
     bool stopped() const { return stopped_.load(std::memory_order_acquire); }
     /// Waits for the end. Throws the read's error; false when the deadline passes first.
-    bool wait(std::optional<Clock::time_point> deadline) const;
+    bool wait(Deadline deadline) const;
     /// Waits for the end; does not throw the read's error.
     void wait_done() const;
     bool done() const;
@@ -90,8 +85,7 @@ class ReadState {
     const Buffers buffers_;
     File file_;
     const Clock::time_point start_ = Clock::now();
-    std::map<int, std::shared_ptr<CopyEngine>> engines_;
-    std::vector<std::pair<int, std::shared_ptr<Event>>> producers_;
+    JobDevices devices_;
     std::shared_ptr<ExtentsAhead> filled_;
     std::shared_ptr<ExtentsAhead> used_;
     std::atomic<bool> stopped_ = false;

@@ -56,6 +56,7 @@ class Capturer {
         std::shared_ptr<WriteState> job;
         std::size_t next_extent = 0;
         std::unique_ptr<CapturedExtent> half_filled;
+        bool ordered = false;  // its capture streams wait for its producers
     };
 
     void prepare_devices(WriteState& job);
@@ -64,6 +65,7 @@ class Capturer {
     void run(const std::stop_token& stop);
     Pending* next(const std::stop_token& stop);
     void advance(Pending& pending, const std::stop_token& stop);
+    static void order_captures(Pending& pending);
     void remove(const Pending& pending);
     static void copy_devices(CapturedExtent& captured, Pick pick,
                              const std::shared_ptr<DeviceImage>& image);

@@ -65,7 +65,7 @@ class Evacuator {
     };
 
     bool evacuate_what_fits(WriteState& job);
-    Place open(const WriteState& job, int device);
+    Place open(WriteState& job, int device);
     static std::shared_ptr<DeviceImage> image(WriteState& job, int device, std::uint64_t bytes,
                                               Place& place);
     static void take_slab(WriteState& job, int device, std::uint64_t bytes, Place& place);

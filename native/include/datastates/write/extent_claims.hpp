@@ -8,9 +8,15 @@
 #include <optional>
 #include <vector>
 
+#include "datastates/plan.hpp"
+
 namespace datastates {
 
 class DeviceImage;
+
+/// Which extents a gate can take, if `enabled`: those whose sources are all lazy and on one device.
+/// Eager sources are captured at submit, and a processor copies host memory in any case.
+std::vector<bool> evacuable_extents(const WritePlan& plan, const Buffers& buffers, bool enabled);
 
 /// Decides who copies which extent of a job from its sources. The capture thread takes extents from
 /// the first one on. A gate that evacuates takes them from the last one back, so that the capture

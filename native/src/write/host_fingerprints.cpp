@@ -1,4 +1,4 @@
-#include "datastates/memory/host_fingerprints.hpp"
+#include "datastates/write/host_fingerprints.hpp"
 
 #include <algorithm>
 
@@ -14,7 +14,7 @@ constexpr std::uint64_t kWhole = std::uint64_t{4} << 10;
 
 void HostFingerprints::add(std::size_t source) {
     const std::uint64_t first = job_.plan().first_word(source);
-    const std::byte* const memory = job_.host_memory(source) + first;
+    const std::byte* const memory = job_.buffers().host(source) + first;
     const std::uint64_t nbytes = job_.plan().source_nbytes(source) - first;
     fingerprint::prefetch(memory, nbytes);
     if (used_ + std::min(nbytes, kWhole) > GuardedCopies::kGathered) finish();
@@ -36,12 +36,12 @@ void HostFingerprints::add(std::size_t source) {
 
 void HostFingerprints::finish() {
     if (sampled_.empty()) return;
+    Witness& witness = job_.witness();
     const std::byte* const data = copies_.gather(
-        reads_, [&](std::size_t i) { job_.lose(static_cast<std::int32_t>(readers_[i])); });
+        reads_, [&](std::size_t i) { witness.lose(static_cast<std::int32_t>(readers_[i])); });
     for (const auto& [source, nbytes, at] : sampled_) {
-        job_.set_fingerprint_before(source, nbytes <= kWhole
-                                                ? fingerprint::of(data + at, nbytes)
-                                                : fingerprint::of_samples(nbytes, data + at));
+        witness.set_before(source, nbytes <= kWhole ? fingerprint::of(data + at, nbytes)
+                                                    : fingerprint::of_samples(nbytes, data + at));
     }
     sampled_.clear();
     reads_.clear();

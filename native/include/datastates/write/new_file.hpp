@@ -1,0 +1,50 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "datastates/base/timeline.hpp"
+#include "datastates/io/file.hpp"
+
+namespace datastates {
+
+/// The file that a write makes, from its creation to its last byte. Owned by the WriteState, which
+/// lets one thread after the other use it.
+class NewFile {
+  public:
+    /// `length`: where the last extent ends.
+    explicit NewFile(std::uint64_t length) : length_(length) {}
+
+    /// Creates the file, which must not exist.
+    void create(const std::string& path, bool direct) {
+        file_ = std::make_unique<File>(File::create(path, direct));
+    }
+    /// Allocates the file's space. `by_mapping`: also maps a file that lives in memory, for stores.
+    /// Returns early when `stopped`.
+    void allocate(bool by_mapping, const std::atomic<bool>& stopped);
+    /// Keeps the last extent's bytes beyond a multiple of 4096; `finish` writes them with the tail.
+    void keep_residual(std::span<const std::byte> data) {
+        residual_.assign(data.begin(), data.end());
+    }
+    /// Writes `tail` behind the last extent, cuts the file there and syncs it.
+    void finish(std::span<const std::byte> tail, Timeline& timeline);
+
+    bool exists() const { return file_ != nullptr; }
+    /// REQUIRES: it exists.
+    File& file() { return *file_; }
+    const File& file() const { return *file_; }
+
+  private:
+    bool allocate_memory(const std::atomic<bool>& stopped) const;
+
+    const std::uint64_t length_;
+    std::unique_ptr<File> file_;
+    std::vector<std::byte> residual_;
+};
+
+}  // namespace datastates
