@@ -56,7 +56,6 @@ LINES = 400
 LONG = {
     "datastates/container/pickle_reader.py": "one table of opcodes and what they call",
     "native/bindings/plain_pickle.cpp": "one table of opcodes",
-    "native/src/read/reader.cpp": "reads ahead and reads at once share their queue",
 }
 LEVEL = {name: level for level, line in enumerate(ORDER) for name in line}
 

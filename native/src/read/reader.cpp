@@ -6,7 +6,6 @@
 #include "datastates/base/error.hpp"
 #include "datastates/base/thread.hpp"
 #include "datastates/read/extent_place.hpp"
-#include "datastates/read/extent_read.hpp"
 
 namespace datastates {
 
@@ -16,38 +15,25 @@ Reader::Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
       workers_(workers),
       backend_(std::move(backend)),
       queue_depth_(queue_depth),
+      inbox_(*backend_),
+      reads_(*backend_),
       thread_(start_thread("ds-reader", [this](const std::stop_token& stop) { run(stop); })) {}
 
 void Reader::enqueue(const std::shared_ptr<ReadState>& job) {
     try {
-        std::list<Run> made;
+        ReadRuns made;
         made.push_back({.job = job});
-        const std::scoped_lock lock(mutex_);
-        queue_.splice(queue_.end(), made);
+        inbox_.put(made);
     } catch (...) {
         job->finish({});  // so that its owner does not wait for ever
         throw;
     }
-    look_again();
-}
-
-void Reader::look_again() {
-    const std::scoped_lock lock(mutex_);
-    changed_.notify_one();
-    if (reaping_) backend_->wake();
 }
 
 bool Reader::withdraw(const ReadState& job) {
-    std::list<Run> found;
-    {
-        const std::scoped_lock lock(mutex_);
-        const auto at =
-            std::ranges::find(queue_, &job, [](const Run& run) { return run.job.get(); });
-        if (at == queue_.end()) return false;
-        found.splice(found.end(), queue_, at);
-    }
-    found.front().job->finish({});
-    return true;
+    const ReadRuns found = inbox_.withdraw(job);
+    for (const ReadRun& run : found) run.job->finish({});
+    return !found.empty();
 }
 
 void Reader::run(const std::stop_token& stop) {
@@ -62,8 +48,7 @@ void Reader::run(const std::stop_token& stop) {
 bool Reader::wait_for_jobs(const std::stop_token& stop) {
     if (!runs_.empty()) return true;
     tracks_ = {};
-    std::unique_lock lock(mutex_);
-    return changed_.wait(lock, stop, [&] { return !queue_.empty(); });
+    return inbox_.wait_for_job(stop);
 }
 
 /// Begins extents, and jobs, while there is room.
@@ -75,7 +60,7 @@ void Reader::begin_extents() {
             if (!lacks_room_) return;
             continue;
         }
-        Run& run = runs_.back();
+        ReadRun& run = runs_.back();
         try {
             if (!start_next(run)) return;
             ++run.next;
@@ -87,12 +72,10 @@ void Reader::begin_extents() {
 
 /// Begins the next job; false if none is queued.
 bool Reader::begin_job() {
-    {
-        const std::scoped_lock lock(mutex_);
-        if (queue_.empty()) return false;
-        runs_.splice(runs_.end(), queue_, queue_.begin());
-    }
-    Run& run = runs_.back();
+    ReadRuns next = inbox_.take_job();
+    if (next.empty()) return false;
+    runs_.splice(runs_.end(), next);
+    ReadRun& run = runs_.back();
     ReadState& job = *run.job;
     try {
         if (!job.stopped()) job.devices().order_after_producers(&CopyEngine::restore_stream);
@@ -107,7 +90,7 @@ bool Reader::begin_job() {
 /// copies busy. It is not higher, because a stopped job waits for all that has begun, and because
 /// few blocks mostly stay in the processor's caches, from which a GPU then reads them.
 bool Reader::has_room() const {
-    return in_flight_.size() < queue_depth_ &&
+    return reads_.size() < queue_depth_ &&
            working_ + copying_.size() < queue_depth_ + workers_.size() + working_kept_;
 }
 
@@ -116,7 +99,7 @@ bool Reader::may_begin_job() const { return has_room() && (runs_.empty() || runs
 /// Takes over a read-ahead. Extents that are read go to the workers all at once, as they have their
 /// blocks already. Reads in flight go on as this job's own. Extents that it does not want are
 /// dropped.
-void Reader::take_over(Run& run, ExtentsAhead& extents_ahead) {
+void Reader::take_over(ReadRun& run, ExtentsAhead& extents_ahead) {
     run.stats.bytes_read += extents_ahead.take_bytes_read();
     const auto extents = run.job->plan().extents();
     for (std::size_t index = 0; index < extents.size() && !run.job->settled(index); ++index) {
@@ -133,27 +116,12 @@ void Reader::take_over(Run& run, ExtentsAhead& extents_ahead) {
                    false);
     }
     extents_ahead.clear();
-    for (auto& [token, part] : in_flight_) {
-        Reading& reading = *part.reading;
-        if (reading.job().filled() != &extents_ahead) continue;
-        const ReadPlan::Extent& extent = reading.extent();
-        const auto same =
-            std::ranges::lower_bound(extents, extent.offset, {}, &ReadPlan::Extent::offset);
-        reading.unwanted =
-            same == extents.end() || same->offset != extent.offset || same->length != extent.length;
-        if (!reading.unwanted) {
-            reading.index = static_cast<std::size_t>(same - extents.begin());
-            run.taken.insert(reading.index);
-        }
-        --reading.run->under_way;
-        ++run.under_way;
-        reading.run = &run;
-    }
+    reads_.move(extents_ahead, run);
 }
 
 /// Begins a job's next extent. False when there is no block now: the thread must first wait for
 /// something to end, or the extent is not wanted any more.
-bool Reader::start_next(Run& run) {
+bool Reader::start_next(ReadRun& run) {
     if (run.taken.contains(run.next)) return true;
     ReadState& job = *run.job;
     const ReadPlan::Extent& extent = job.plan().extents()[run.next];
@@ -174,14 +142,14 @@ bool Reader::start_next(Run& run) {
     if (extent.sparse() || cached) {
         start_work(reading, true);
     } else {
-        start_direct(reading);
+        reads_.start(reading);
     }
     return true;
 }
 
 /// The memory to read an extent into: its destination, or a block, which `reading` then holds. Null
 /// when there is no block now.
-std::byte* Reader::memory_for(Run& run, Reading& reading, bool cached) {
+std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached) {
     ReadState& job = *run.job;
     if (std::byte* const dest = in_place(job, job.file(), reading.extent(), cached)) {
         run.stats.in_place_bytes += reading.extent().length;
@@ -190,52 +158,10 @@ std::byte* Reader::memory_for(Run& run, Reading& reading, bool cached) {
     reading.block = cache_.try_acquire();
     if (!reading.block && job.filled() != nullptr) {
         job.filled()->close();  // a read-ahead does not wait for blocks
-    } else if (!reading.block && in_flight_.empty() && working_ == 0 && copying_.empty()) {
+    } else if (!reading.block && reads_.size() == 0 && working_ == 0 && copying_.empty()) {
         reading.block = cache_.acquire([&] { return !job.wants(reading.index); });
     }
     return reading.block ? reading.block->memory().data() : nullptr;
-}
-
-/// Submits an extent's reads to the backend, by direct I/O where that is possible.
-void Reader::start_direct(const std::shared_ptr<Reading>& reading) {
-    const ReadPlan::Extent& extent = reading->extent();
-    const File& file = reading->job().file();
-    if (!reading->block) {
-        const std::uint64_t whole =
-            file.direct() ? extent.length / file.offset_alignment() * file.offset_alignment()
-                          : extent.length;
-        const std::uint64_t rest = extent.length - whole;
-        // The rest is less than a page and is read through the page cache.
-        submit(reading, reading->data, extent.offset, whole, whole);
-        if (rest != 0) submit(reading, reading->data + whole, extent.offset + whole, rest, rest);
-        return;
-    }
-    const auto [begin, end] = widened(extent, file);
-    std::byte* const memory = reading->data;
-    reading->data = memory + (extent.offset - begin);
-    submit(reading, memory, begin, end - begin, extent.offset + extent.length - begin);
-}
-
-void Reader::submit(const std::shared_ptr<Reading>& reading, std::byte* buffer,
-                    std::uint64_t offset, std::size_t length, std::size_t required) {
-    Run& run = *reading->run;
-    const IoRequest request{.kind = IoKind::read,
-                            .file = &run.job->file(),
-                            .buffer = buffer,
-                            .length = length,
-                            .required = required,
-                            .offset = offset,
-                            .token = next_token_++};
-    const auto part = in_flight_.try_emplace(request.token).first;
-    part->second = {.reading = reading, .submitter = &run, .request = request};
-    try {
-        backend_->submit(request);
-    } catch (...) {
-        in_flight_.erase(part);
-        throw;
-    }
-    ++run.in_flight;
-    if (reading->parts++ == 0) ++run.under_way;
 }
 
 /// Waits until something has ended, and goes on with it. Returns at once if nothing is under way.
@@ -254,40 +180,21 @@ void Reader::wait() {
 
 /// Waits for completions, or until a worker or another thread wakes the backend.
 void Reader::reap() {
-    {
-        const std::scoped_lock lock(mutex_);
-        reaping_ = worked_.empty() && (queue_.empty() || !may_begin_job());
-    }
     std::vector<IoCompletion> completions;
     try {
-        completions = backend_->reap(reaping_);
+        completions = inbox_.reap(may_begin_job());
     } catch (...) {
-        for (const Run& run : runs_) run.job->fail(0, Error::current());
+        for (const ReadRun& run : runs_) run.job->fail(0, Error::current());
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    {
-        const std::scoped_lock lock(mutex_);
-        reaping_ = false;
+    for (const IoCompletion& completion : completions) {
+        if (const auto reading = reads_.take(completion)) take_read(reading);
     }
-    for (const IoCompletion& completion : completions) take_completion(completion);
 }
 
-void Reader::take_completion(const IoCompletion& completion) {
-    const auto found = in_flight_.find(completion.token);
-    Part part = std::move(found->second);
-    in_flight_.erase(found);
-    --part.submitter->in_flight;
-    const std::shared_ptr<Reading> reading = std::move(part.reading);
+/// Goes on with an extent that the backend has read.
+void Reader::take_read(const std::shared_ptr<Reading>& reading) {
     ReadState& job = reading->job();
-    reading->bytes_read += completion.transferred;
-    try {
-        if (!completion.ok()) throw io_error(completion, part.request);
-    } catch (...) {
-        // What was read ahead in vain is nobody's failure.
-        if (!reading->unwanted) job.fail(reading->index, Error::current());
-    }
-    if (--reading->parts > 0) return;
-    --reading->run->under_way;  // until it is given to a worker
     if (reading->unwanted) {
         reading->run->stats.bytes_read += reading->bytes_read;
         tracks_.give_back(reading->track);
@@ -319,7 +226,7 @@ void Reader::keep(Reading& reading) {
 }
 
 void Reader::start_work(std::shared_ptr<Reading> reading, bool through_cache) {
-    Run& run = *reading->run;
+    ReadRun& run = *reading->run;
     const bool kept = reading->kept;
     Readings worked;  // allocated here, where an error can be thrown
     worked.push_back(std::move(reading));
@@ -331,11 +238,7 @@ void Reader::start_work(std::shared_ptr<Reading> reading, bool through_cache) {
             } catch (...) {
                 reading.job().fail(reading.index, Error::current());
             }
-            // Keep the lock to the end: the reader may be gone once it is released.
-            const std::scoped_lock lock(mutex_);
-            worked_.splice(worked_.end(), worked);
-            changed_.notify_one();
-            if (reaping_) backend_->wake();
+            inbox_.put(worked);
         }));
     ++working_;
     ++run.under_way;
@@ -356,16 +259,10 @@ void Reader::work(Reading& reading, bool through_cache, unsigned worker) {
     reading.bytes_read += reading.finished.bytes_read;
 }
 
-/// Goes on with the extents that workers have finished. With `wait`,
-/// waits for the first one, or for a job that can begin.
+/// Goes on with the extents that workers have finished. With `wait`, waits for the first one, or
+/// for a job that can begin.
 void Reader::take_worked(bool wait) {
-    std::unique_lock lock(mutex_);
-    if (wait) {
-        const bool may_begin = may_begin_job();
-        changed_.wait(lock, [&] { return !worked_.empty() || (may_begin && !queue_.empty()); });
-    }
-    Readings worked = std::exchange(worked_, {});
-    lock.unlock();
+    Readings worked = inbox_.take_worked(wait, may_begin_job());
     while (!worked.empty()) {
         const Reading& reading = *worked.front();
         --working_;

@@ -30,9 +30,9 @@ struct ReadStats {
     bool direct = false;
 };
 
-/// The state of one read. The job's owner, the reader and the workers share it. Submit sets the
-/// engines, producers and shelves before the reader knows the job. A mutex guards the error and the
-/// result.
+/// The state of one read. The job's owner, the reader and the workers share it. Submit fills the
+/// devices and sets the extents ahead before the reader knows the job. A mutex guards the error and
+/// the result.
 class ReadState {
   public:
     ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers);
@@ -40,18 +40,18 @@ class ReadState {
     const ReadPlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
     File& file() { return file_; }
+    JobDevices& devices() { return devices_; }
+    const JobDevices& devices() const { return devices_; }
     bool memory_backed() const { return file_.memory_backed(); }
     const std::string& path() const { return file_.path(); }
 
     // Called in submit, before the reader knows the job.
-    JobDevices& devices() { return devices_; }
     /// Makes this a read-ahead: its extents go to `extents_ahead`, and cached extents are left out.
     void fill(std::shared_ptr<ExtentsAhead> extents_ahead) { filled_ = std::move(extents_ahead); }
     /// Takes extents from `extents_ahead` instead of reading them again.
     void use(std::shared_ptr<ExtentsAhead> extents_ahead) { used_ = std::move(extents_ahead); }
 
     // For the reader and its workers.
-    const JobDevices& devices() const { return devices_; }
     ExtentsAhead* filled() const { return filled_.get(); }
     ExtentsAhead* used() const { return used_.get(); }
     /// Whether to begin an extent. After a failure the extents before the failed one are still

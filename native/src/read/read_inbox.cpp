@@ -1,0 +1,75 @@
+#include "datastates/read/read_inbox.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace datastates {
+
+void ReadInbox::put(ReadRuns& job) {
+    const std::scoped_lock lock(mutex_);
+    queue_.splice(queue_.end(), job);
+    wake_locked();
+}
+
+ReadRuns ReadInbox::withdraw(const ReadState& job) {
+    ReadRuns found;
+    const std::scoped_lock lock(mutex_);
+    const auto at =
+        std::ranges::find(queue_, &job, [](const ReadRun& run) { return run.job.get(); });
+    if (at != queue_.end()) found.splice(found.end(), queue_, at);
+    return found;
+}
+
+void ReadInbox::put(Readings& worked) {
+    // The lock is kept to the end: the reader may be gone once it is released.
+    const std::scoped_lock lock(mutex_);
+    worked_.splice(worked_.end(), worked);
+    wake_locked();
+}
+
+void ReadInbox::wake() {
+    const std::scoped_lock lock(mutex_);
+    wake_locked();
+}
+
+void ReadInbox::wake_locked() {
+    changed_.notify_one();
+    if (reaping_) backend_.wake();
+}
+
+bool ReadInbox::wait_for_job(const std::stop_token& stop) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait(lock, stop, [&] { return !queue_.empty(); });
+}
+
+ReadRuns ReadInbox::take_job() {
+    ReadRuns taken;
+    const std::scoped_lock lock(mutex_);
+    if (!queue_.empty()) taken.splice(taken.end(), queue_, queue_.begin());
+    return taken;
+}
+
+Readings ReadInbox::take_worked(bool wait, bool may_begin) {
+    std::unique_lock lock(mutex_);
+    if (wait) changed_.wait(lock, [&] { return has_work(may_begin); });
+    return std::exchange(worked_, {});
+}
+
+std::vector<IoCompletion> ReadInbox::reap(bool may_begin) {
+    const auto set = [&](bool reaping) {
+        const std::scoped_lock lock(mutex_);
+        reaping_ = reaping && !has_work(may_begin);
+        return reaping_;
+    };
+    const bool wait = set(true);
+    try {
+        auto completions = backend_.reap(wait);
+        set(false);
+        return completions;
+    } catch (...) {
+        set(false);
+        throw;
+    }
+}
+
+}  // namespace datastates

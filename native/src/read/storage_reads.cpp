@@ -1,0 +1,90 @@
+#include "datastates/read/storage_reads.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "datastates/base/error.hpp"
+#include "datastates/read/extent_place.hpp"
+
+namespace datastates {
+
+void StorageReads::start(const std::shared_ptr<Reading>& reading) {
+    const ReadPlan::Extent& extent = reading->extent();
+    const File& file = reading->job().file();
+    if (!reading->block) {
+        const std::uint64_t whole =
+            file.direct() ? extent.length / file.offset_alignment() * file.offset_alignment()
+                          : extent.length;
+        const std::uint64_t rest = extent.length - whole;
+        // The rest is less than a page and is read through the page cache.
+        submit(reading, reading->data, extent.offset, whole, whole);
+        if (rest != 0) submit(reading, reading->data + whole, extent.offset + whole, rest, rest);
+        return;
+    }
+    const auto [begin, end] = widened(extent, file);
+    std::byte* const memory = reading->data;
+    reading->data = memory + (extent.offset - begin);
+    submit(reading, memory, begin, end - begin, extent.offset + extent.length - begin);
+}
+
+void StorageReads::submit(const std::shared_ptr<Reading>& reading, std::byte* buffer,
+                          std::uint64_t offset, std::size_t length, std::size_t required) {
+    ReadRun& run = *reading->run;
+    const IoRequest request{.kind = IoKind::read,
+                            .file = &run.job->file(),
+                            .buffer = buffer,
+                            .length = length,
+                            .required = required,
+                            .offset = offset,
+                            .token = next_token_++};
+    const auto part = parts_.try_emplace(request.token).first;
+    part->second = {.reading = reading, .submitter = &run, .request = request};
+    try {
+        backend_.submit(request);
+    } catch (...) {
+        parts_.erase(part);
+        throw;
+    }
+    ++run.in_flight;
+    if (reading->parts++ == 0) ++run.under_way;
+}
+
+std::shared_ptr<Reading> StorageReads::take(const IoCompletion& completion) {
+    const auto found = parts_.find(completion.token);
+    Part part = std::move(found->second);
+    parts_.erase(found);
+    --part.submitter->in_flight;
+    Reading& reading = *part.reading;
+    reading.bytes_read += completion.transferred;
+    try {
+        if (!completion.ok()) throw io_error(completion, part.request);
+    } catch (...) {
+        // What was read ahead in vain is nobody's failure.
+        if (!reading.unwanted) reading.job().fail(reading.index, Error::current());
+    }
+    if (--reading.parts > 0) return nullptr;
+    --reading.run->under_way;
+    return std::move(part.reading);
+}
+
+void StorageReads::move(const ExtentsAhead& from, ReadRun& to) {
+    const auto extents = to.job->plan().extents();
+    for (auto& [token, part] : parts_) {
+        Reading& reading = *part.reading;
+        if (reading.job().filled() != &from) continue;
+        const ReadPlan::Extent& extent = reading.extent();
+        const auto same =
+            std::ranges::lower_bound(extents, extent.offset, {}, &ReadPlan::Extent::offset);
+        reading.unwanted =
+            same == extents.end() || same->offset != extent.offset || same->length != extent.length;
+        if (!reading.unwanted) {
+            reading.index = static_cast<std::size_t>(same - extents.begin());
+            to.taken.insert(reading.index);
+        }
+        --reading.run->under_way;
+        ++to.under_way;
+        reading.run = &to;
+    }
+}
+
+}  // namespace datastates
