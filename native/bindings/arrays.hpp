@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "datastates/base/error.hpp"
+#include "datastates/base/unmovable.hpp"
 
 namespace datastates::python {
 
@@ -36,14 +37,10 @@ std::vector<T> copy_elements(const pybind11::array& array, const char* name) {
 
 /// A contiguous view of a Python buffer's bytes. It holds the buffer until it is destroyed. The
 /// constructor and the destructor need the GIL.
-class BytesView {
+class BytesView : Unmovable {
   public:
     explicit BytesView(const pybind11::buffer& buffer);
     ~BytesView() { PyBuffer_Release(&view_); }
-    BytesView(const BytesView&) = delete;
-    BytesView& operator=(const BytesView&) = delete;
-    BytesView(BytesView&&) = delete;
-    BytesView& operator=(BytesView&&) = delete;
 
     std::span<const std::byte> bytes() const {
         return {static_cast<const std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "datastates/base/timeline.hpp"
+#include "datastates/base/unmovable.hpp"
 #include "datastates/base/worker_pool.hpp"
 #include "datastates/memory/copy_engine.hpp"
 #include "datastates/memory/host_cache.hpp"
@@ -31,14 +32,10 @@ class Executor;
 /// destructor aborts a snapshot that is not finished. Thread-safe.
 ///
 /// Waits return false when their deadline passes first; without a deadline they wait for ever.
-class WriteJob {
+class WriteJob : Unmovable {
   public:
     WriteJob(std::shared_ptr<Executor> executor, std::shared_ptr<WriteState> state);
     ~WriteJob();
-    WriteJob(const WriteJob&) = delete;
-    WriteJob& operator=(const WriteJob&) = delete;
-    WriteJob(WriteJob&&) = delete;
-    WriteJob& operator=(WriteJob&&) = delete;
 
     /// Whether this job has created its file.
     bool made() const { return state_->made(); }
@@ -91,14 +88,10 @@ class WriteJob {
 
 /// One restore under way; the caller of submit_read owns it. It keeps the executor alive. The
 /// destructor stops the restore and waits for it. Thread-safe.
-class ReadJob {
+class ReadJob : Unmovable {
   public:
     ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state);
     ~ReadJob();
-    ReadJob(const ReadJob&) = delete;
-    ReadJob& operator=(const ReadJob&) = delete;
-    ReadJob(ReadJob&&) = delete;
-    ReadJob& operator=(ReadJob&&) = delete;
 
     /// Waits for the end. Throws the restore's error; false when the deadline passes first.
     bool wait(Deadline deadline = {}) const { return state_->wait(deadline); }
@@ -113,15 +106,11 @@ class ReadJob {
 
 /// A read that begins before its destinations are known. Its extents wait in cache blocks until a
 /// ReadJob takes them. The destructor drops the extents that no job took. Thread-safe.
-class ReadAhead {
+class ReadAhead : Unmovable {
   public:
     ReadAhead(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state,
               std::shared_ptr<ExtentsAhead> extents_ahead);
     ~ReadAhead() { close(); }
-    ReadAhead(const ReadAhead&) = delete;
-    ReadAhead& operator=(const ReadAhead&) = delete;
-    ReadAhead(ReadAhead&&) = delete;
-    ReadAhead& operator=(ReadAhead&&) = delete;
 
     /// Stops reading and gives back all blocks that no job took. Returns when that is done.
     /// Idempotent.
@@ -146,7 +135,7 @@ class ReadAhead {
 ///
 /// submit_write, submit_read and read_ahead throw Error "invalid" for a plan or buffers that do not
 /// fit, and Error "closed" after close().
-class Executor : public std::enable_shared_from_this<Executor> {
+class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
   public:
     struct Options {
         std::size_t cache_bytes;           // at most
@@ -163,10 +152,6 @@ class Executor : public std::enable_shared_from_this<Executor> {
     /// io_uring is missing.
     static std::shared_ptr<Executor> make(const Options& options);
     ~Executor();
-    Executor(const Executor&) = delete;
-    Executor& operator=(const Executor&) = delete;
-    Executor(Executor&&) = delete;
-    Executor& operator=(Executor&&) = delete;
 
     /// Captures the plan's eager sources and returns. It may wait for cache blocks. The sources'
     /// memory must stay alive until captured or aborted, and lazy sources must stay unchanged as

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <new>
 
+#include "datastates/base/unmovable.hpp"
+
 namespace datastates {
 namespace {
 
@@ -10,15 +12,11 @@ constexpr std::size_t kPage = 4096;
 constexpr std::size_t kStep = std::size_t{4} << 20;
 
 /// Page-aligned memory, for direct I/O.
-class AlignedBuffer {
+class AlignedBuffer : Unmovable {
   public:
     explicit AlignedBuffer(std::size_t bytes)
         : memory_(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kPage})), bytes) {}
     ~AlignedBuffer() { ::operator delete(memory_.data(), std::align_val_t{kPage}); }
-    AlignedBuffer(const AlignedBuffer&) = delete;
-    AlignedBuffer& operator=(const AlignedBuffer&) = delete;
-    AlignedBuffer(AlignedBuffer&&) = delete;
-    AlignedBuffer& operator=(AlignedBuffer&&) = delete;
 
     std::span<std::byte> memory() const { return memory_; }
 

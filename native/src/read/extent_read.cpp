@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "datastates/base/error.hpp"
+#include "datastates/base/unmovable.hpp"
 #include "datastates/checksum/checksum.hpp"
 #include "datastates/io/io_backend.hpp"
 #include "datastates/read/extent_steps.hpp"
@@ -111,7 +112,7 @@ class Cursor {
 
 /// Says where the bytes of each step lie. If they need not stay, the steps take turns in two parts
 /// of the memory: the bytes of one are copied to devices while those of the next are read.
-class Window {
+class Window : Unmovable {
   public:
     Window(std::byte* memory, const std::vector<ReadPlan::Stretch>& steps, bool may_reuse)
         : memory_(memory) {
@@ -125,10 +126,6 @@ class Window {
             for (const auto& event : events) static_cast<void>(event->synchronize());
         }
     }
-    Window(const Window&) = delete;
-    Window& operator=(const Window&) = delete;
-    Window(Window&&) = delete;
-    Window& operator=(Window&&) = delete;
 
     /// The memory for a step. Waits until nothing that was there before is still being copied.
     StepMemory open(std::size_t number, const ReadPlan::Stretch& step) {

@@ -9,19 +9,17 @@
 #include <thread>
 #include <utility>
 
+#include "datastates/base/unmovable.hpp"
+
 namespace datastates {
 
 /// Blocks signals in the calling thread for a scope. Threads that it starts meanwhile inherit this,
 /// so that the program's own threads get the signals. Signals that a thread's own instructions
 /// raise, as SIGSEGV, stay unblocked.
-class SignalsBlocked {
+class SignalsBlocked : Unmovable {
   public:
     SignalsBlocked();
     ~SignalsBlocked();
-    SignalsBlocked(const SignalsBlocked&) = delete;
-    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-    SignalsBlocked(SignalsBlocked&&) = delete;
-    SignalsBlocked& operator=(SignalsBlocked&&) = delete;
 
   private:
     sigset_t before_{};

@@ -9,12 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "datastates/base/unmovable.hpp"
+
 namespace datastates {
 
 /// Threads for work of the processor: checksums, copies in memory, creating files. The executor
 /// owns it. It starts a thread only when tasks find no idle one, so an unused pool costs nothing.
 /// Thread-safe.
-class WorkerPool {
+class WorkerPool : Unmovable {
   public:
     /// A call to run once, with the number of its worker (from 0). It must not throw and must not
     /// wait for other tasks. Movable, not copyable.
@@ -25,12 +27,7 @@ class WorkerPool {
         void operator()(unsigned worker) { body_->run(worker); }
 
       private:
-        struct Callable {
-            Callable() = default;
-            Callable(const Callable&) = delete;
-            Callable& operator=(const Callable&) = delete;
-            Callable(Callable&&) = delete;
-            Callable& operator=(Callable&&) = delete;
+        struct Callable : Unmovable {
             virtual ~Callable() = default;
             virtual void run(unsigned worker) = 0;
         };
@@ -48,10 +45,6 @@ class WorkerPool {
 
     explicit WorkerPool(unsigned size) : size_(size) { threads_.reserve(size); }
     ~WorkerPool() { close(); }
-    WorkerPool(const WorkerPool&) = delete;
-    WorkerPool& operator=(const WorkerPool&) = delete;
-    WorkerPool(WorkerPool&&) = delete;
-    WorkerPool& operator=(WorkerPool&&) = delete;
 
     unsigned size() const { return size_; }
     /// Queues a task; tasks start in the order of submission. If the system refuses even the first

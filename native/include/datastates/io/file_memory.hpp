@@ -6,6 +6,8 @@
 #include <span>
 #include <vector>
 
+#include "datastates/base/unmovable.hpp"
+
 namespace datastates {
 
 class File;
@@ -13,7 +15,7 @@ class File;
 /// A mapping of a file that lives in memory, for stores or loads. Owned by its File. The mapping is
 /// advised as sequential, so that the kernel does not mark its pages as used: threads would wait
 /// for each other at the kernel's page lists.
-class FileMemory {
+class FileMemory : Unmovable {
   public:
     enum class Access : std::uint8_t { load, store };
 
@@ -21,10 +23,6 @@ class FileMemory {
     /// allocated and stay allocated, as touching a missing page may raise SIGBUS.
     FileMemory(const File& file, std::size_t length, Access access);
     ~FileMemory();
-    FileMemory(const FileMemory&) = delete;
-    FileMemory& operator=(const FileMemory&) = delete;
-    FileMemory(FileMemory&&) = delete;
-    FileMemory& operator=(FileMemory&&) = delete;
 
     std::span<std::byte> bytes() const { return bytes_; }
     /// Notes that a part is no longer used, once for each part. The pages are taken out of the page

@@ -11,6 +11,7 @@
 
 #include "datastates/base/error.hpp"
 #include "datastates/base/timeline.hpp"
+#include "datastates/base/unmovable.hpp"
 #include "datastates/io/file.hpp"
 
 namespace datastates {
@@ -61,13 +62,8 @@ Error io_error(const IoCompletion& completion, const IoRequest& request);
 /// register_memory, submit, reap and in_flight belong to one thread for the object's whole life:
 /// the writer's or the reader's. Any thread may call wake. The destructor drops requests that have
 /// not begun and waits for the others: no buffer is touched after it.
-class IoBackend {
+class IoBackend : Unmovable {
   public:
-    IoBackend() = default;
-    IoBackend(const IoBackend&) = delete;
-    IoBackend& operator=(const IoBackend&) = delete;
-    IoBackend(IoBackend&&) = delete;
-    IoBackend& operator=(IoBackend&&) = delete;
     virtual ~IoBackend() = default;
 
     virtual std::string_view name() const = 0;

@@ -5,6 +5,7 @@
 #include <deque>
 #include <vector>
 
+#include "datastates/base/unmovable.hpp"
 #include "datastates/io/io_backend.hpp"
 
 namespace datastates {
@@ -26,13 +27,9 @@ class UringBackend final : public IoBackend {
     void wake() override;
 
   private:
-    struct Ring {
+    struct Ring : datastates::Unmovable {
         explicit Ring(unsigned entries);
         ~Ring();
-        Ring(const Ring&) = delete;
-        Ring& operator=(const Ring&) = delete;
-        Ring(Ring&&) = delete;
-        Ring& operator=(Ring&&) = delete;
         io_uring ring{};
         FileDescriptor descriptor;  // the ring's own
     };

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "datastates/base/unmovable.hpp"
 #include "datastates/checksum/fingerprint.hpp"
 #include "datastates/memory/cuda.hpp"
 #include "datastates/memory/gather.hpp"
@@ -16,17 +17,13 @@
 namespace datastates {
 
 /// A point in a stream's work. Shared by everybody who waits for it. Thread-safe.
-class Event {
+class Event : Unmovable {
   public:
     /// Records the event on `stream`. It keeps `keep` alive, which the work before it uses. Throws
     /// Error "cuda", also for a stream that is being captured.
     Event(std::shared_ptr<cuda::PrimaryContext> context, cuda::StreamHandle stream,
           std::shared_ptr<const void> keep = nullptr);
     ~Event();
-    Event(const Event&) = delete;
-    Event& operator=(const Event&) = delete;
-    Event(Event&&) = delete;
-    Event& operator=(Event&&) = delete;
 
     /// Whether the stream has passed it. Throws Error "cuda" when the device has failed.
     bool passed() const;
@@ -85,15 +82,11 @@ class DeviceFingerprints {
 /// Moves bytes between one device and the host. It owns three streams and the kernels; events order
 /// these streams with the training's. Eager copies and fingerprints run on the training's own
 /// streams. CopyEngines, jobs, device shares and kernel memory share ownership. Thread-safe.
-class CopyEngine : public std::enable_shared_from_this<CopyEngine> {
+class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
   public:
     /// Throws Error "cuda".
     explicit CopyEngine(int ordinal);
     ~CopyEngine();
-    CopyEngine(const CopyEngine&) = delete;
-    CopyEngine& operator=(const CopyEngine&) = delete;
-    CopyEngine(CopyEngine&&) = delete;
-    CopyEngine& operator=(CopyEngine&&) = delete;
 
     /// For copies of lazy sources to the host.
     cuda::StreamHandle capture_stream() const { return capture_stream_; }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "datastates/base/error.hpp"
+#include "datastates/base/unmovable.hpp"
 
 /// The few functions of the CUDA driver that we use. They are declared here and loaded at run time,
 /// so that one build runs with and without a GPU and needs no toolkit.
@@ -106,14 +107,10 @@ const Driver& driver();
 void check(Result result, const char* op);
 
 /// Retains a device's primary context, which every framework uses. Shared by all who need it.
-class PrimaryContext {
+class PrimaryContext : Unmovable {
   public:
     explicit PrimaryContext(int ordinal);
     ~PrimaryContext();
-    PrimaryContext(const PrimaryContext&) = delete;
-    PrimaryContext& operator=(const PrimaryContext&) = delete;
-    PrimaryContext(PrimaryContext&&) = delete;
-    PrimaryContext& operator=(PrimaryContext&&) = delete;
 
     ContextHandle handle() const { return context_; }
     DeviceHandle device() const { return device_; }
@@ -134,14 +131,10 @@ class PrimaryContext {
 /// Makes a context current in the calling thread for a scope. It also sets the thread's capture
 /// mode to relaxed. Otherwise even a query from here would invalidate a CUDA graph that another
 /// thread is capturing.
-class CurrentContext {
+class CurrentContext : Unmovable {
   public:
     explicit CurrentContext(ContextHandle context);
     ~CurrentContext();
-    CurrentContext(const CurrentContext&) = delete;
-    CurrentContext& operator=(const CurrentContext&) = delete;
-    CurrentContext(CurrentContext&&) = delete;
-    CurrentContext& operator=(CurrentContext&&) = delete;
 
   private:
     int capture_mode_;  // the thread's mode before
@@ -205,15 +198,11 @@ bool quietly(ContextHandle context, Call call) {
 }
 
 /// A kernel, compiled for the context that is current at construction. Owned by a CopyEngine.
-class Kernel {
+class Kernel : Unmovable {
   public:
     /// Throws Error "cuda" where the driver refuses the code.
     Kernel(std::shared_ptr<PrimaryContext> context, const char* ptx, const char* name);
     ~Kernel();
-    Kernel(const Kernel&) = delete;
-    Kernel& operator=(const Kernel&) = delete;
-    Kernel(Kernel&&) = delete;
-    Kernel& operator=(Kernel&&) = delete;
 
     FunctionHandle function() const { return function_; }
 
@@ -225,15 +214,11 @@ class Kernel {
 
 /// Page-locks host memory for every device, so that copies and kernels can use it. Owned by a piece
 /// of the host cache, which keeps the memory.
-class PageLock {
+class PageLock : Unmovable {
   public:
     /// Throws Error "cuda"; the message has the size.
     PageLock(std::shared_ptr<PrimaryContext> context, std::span<std::byte> memory);
     ~PageLock();
-    PageLock(const PageLock&) = delete;
-    PageLock& operator=(const PageLock&) = delete;
-    PageLock(PageLock&&) = delete;
-    PageLock& operator=(PageLock&&) = delete;
 
   private:
     std::shared_ptr<PrimaryContext> context_;

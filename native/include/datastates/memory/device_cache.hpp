@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "datastates/base/unmovable.hpp"
 #include "datastates/memory/copy_engine.hpp"
 
 namespace datastates {
@@ -22,14 +23,10 @@ class DeviceShare;
 /// One allocation of spare device memory for several images, as allocating takes far longer than
 /// filling it. Its images share ownership; the last one frees it. Only one thread at a time may
 /// call take().
-class DeviceSlab {
+class DeviceSlab : Unmovable {
   public:
     explicit DeviceSlab(std::shared_ptr<DeviceShare> share) : share_(std::move(share)) {}
     ~DeviceSlab();
-    DeviceSlab(const DeviceSlab&) = delete;
-    DeviceSlab& operator=(const DeviceSlab&) = delete;
-    DeviceSlab(DeviceSlab&&) = delete;
-    DeviceSlab& operator=(DeviceSlab&&) = delete;
 
     /// Takes over memory that its share has allocated. Called once, by the share.
     void hold(cuda::DevicePointer pointer, std::uint64_t bytes) noexcept {
@@ -52,15 +49,11 @@ class DeviceSlab {
 /// A part of a slab that holds an extent's device bytes, at their offsets in the extent. The
 /// destructor waits until the copies into it have finished. The events of copies out of it keep it
 /// alive.
-class DeviceImage {
+class DeviceImage : Unmovable {
   public:
     DeviceImage(std::shared_ptr<DeviceSlab> slab, cuda::DevicePointer pointer)
         : slab_(std::move(slab)), pointer_(pointer) {}
     ~DeviceImage();
-    DeviceImage(const DeviceImage&) = delete;
-    DeviceImage& operator=(const DeviceImage&) = delete;
-    DeviceImage(DeviceImage&&) = delete;
-    DeviceImage& operator=(DeviceImage&&) = delete;
 
     cuda::DevicePointer pointer() const { return pointer_; }
     /// `event` is behind the copies into the image. Set before any other thread sees the image.

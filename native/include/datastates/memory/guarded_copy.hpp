@@ -5,6 +5,8 @@
 #include <span>
 #include <vector>
 
+#include "datastates/base/unmovable.hpp"
+
 namespace datastates {
 
 /// One copy in host memory.
@@ -17,14 +19,10 @@ struct HostCopy {
 /// Copies host memory that its owner may have unmapped meanwhile. It lets the kernel read the
 /// memory, by process_vm_readv or writes to an in-memory file: the kernel reports unmapped memory
 /// as an error, where a load would end the process by a signal. Belongs to one thread.
-class GuardedCopies {
+class GuardedCopies : Unmovable {
   public:
     GuardedCopies() = default;
     ~GuardedCopies();
-    GuardedCopies(const GuardedCopies&) = delete;
-    GuardedCopies& operator=(const GuardedCopies&) = delete;
-    GuardedCopies(GuardedCopies&&) = delete;
-    GuardedCopies& operator=(GuardedCopies&&) = delete;
 
     /// False where some of the source is not readable; the destination is undefined then. Throws
     /// Error "io" where the system allows neither way.

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "datastates/base/page.hpp"
+#include "datastates/base/unmovable.hpp"
 #include "datastates/memory/cuda.hpp"
 
 namespace datastates {
@@ -54,7 +55,7 @@ class Block {
 /// fails, the piece still works, but slower.
 ///
 /// The executor owns it; it must outlive its blocks. Thread-safe.
-class HostCache {
+class HostCache : Unmovable {
   public:
     /// Maps as many whole blocks as fit into `limit_bytes`, without touching the memory. Throws
     /// Error "invalid" if not one fits or `block_bytes` is no multiple of 4096, Error "io" if mmap
@@ -62,10 +63,6 @@ class HostCache {
     HostCache(std::size_t limit_bytes, std::size_t block_bytes,
               std::size_t page_bytes = page_size());
     ~HostCache();
-    HostCache(const HostCache&) = delete;
-    HostCache& operator=(const HostCache&) = delete;
-    HostCache(HostCache&&) = delete;
-    HostCache& operator=(HostCache&&) = delete;
 
     std::size_t block_bytes() const { return block_bytes_; }
     /// The limit, in whole blocks.

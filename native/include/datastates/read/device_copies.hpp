@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "datastates/base/timeline.hpp"
+#include "datastates/base/unmovable.hpp"
 #include "datastates/memory/copy_engine.hpp"
 #include "datastates/plan.hpp"
 #include "datastates/read/extent_steps.hpp"
@@ -22,15 +23,11 @@ bool ended(const CopyEvents& events, bool wait);
 
 /// Starts the copies of an extent's pieces for devices, on the devices' restore streams, step by
 /// step. While they run, their bytes must stay where they are. Belongs to one thread.
-class DeviceCopies {
+class DeviceCopies : Unmovable {
   public:
     DeviceCopies(const ReadState& job, const ReadPlan::Extent& extent);
     /// Waits for the copies that are behind no event.
     ~DeviceCopies();
-    DeviceCopies(const DeviceCopies&) = delete;
-    DeviceCopies& operator=(const DeviceCopies&) = delete;
-    DeviceCopies(DeviceCopies&&) = delete;
-    DeviceCopies& operator=(DeviceCopies&&) = delete;
 
     /// Starts the copies of the bytes between the last end and a new one, an offset in the extent.
     /// Throws Error "cuda".

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "datastates/base/timeline.hpp"
+#include "datastates/base/unmovable.hpp"
 #include "datastates/base/worker_pool.hpp"
 #include "datastates/io/io_backend.hpp"
 #include "datastates/memory/host_cache.hpp"
@@ -27,16 +28,12 @@ namespace datastates {
 ///
 /// It cannot deadlock: its own reads and copies need no block but the one that they hold, and a
 /// read-ahead holds at most half of the blocks.
-class Reader {
+class Reader : Unmovable {
   public:
     Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,
            unsigned queue_depth);
     /// Joins the thread. REQUIRES: every job is done.
     ~Reader() = default;
-    Reader(const Reader&) = delete;
-    Reader& operator=(const Reader&) = delete;
-    Reader(Reader&&) = delete;
-    Reader& operator=(Reader&&) = delete;
 
     /// Queues a job. If this throws, the job is done. Thread-safe.
     void enqueue(const std::shared_ptr<ReadState>& job);

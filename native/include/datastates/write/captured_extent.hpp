@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "datastates/base/timeline.hpp"
+#include "datastates/base/unmovable.hpp"
 #include "datastates/checksum/checksum.hpp"
 #include "datastates/memory/copy_engine.hpp"
 #include "datastates/memory/host_cache.hpp"
@@ -27,7 +28,7 @@ enum class Pick : std::uint8_t { all, eager, lazy };
 
 /// An extent with its block, from its capture until it is written. The capture thread or the caller
 /// of submit_write fills it and hands it to the writer. It belongs to one thread at a time.
-struct CapturedExtent {
+struct CapturedExtent : Unmovable {
     CapturedExtent(std::shared_ptr<WriteState> state, std::size_t extent_index, Block cache_block)
         : job(std::move(state)), index(extent_index), block(std::move(cache_block)) {}
     /// Waits until no device writes into the block, then gives it back. Where the driver refuses to
@@ -37,10 +38,6 @@ struct CapturedExtent {
             if (!event->synchronize()) block.lose();
         }
     }
-    CapturedExtent(const CapturedExtent&) = delete;
-    CapturedExtent& operator=(const CapturedExtent&) = delete;
-    CapturedExtent(CapturedExtent&&) = delete;
-    CapturedExtent& operator=(CapturedExtent&&) = delete;
 
     const WritePlan::Extent& extent() const { return job->plan().extents()[index]; }
     bool has_host_sources() const;

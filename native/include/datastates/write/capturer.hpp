@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "datastates/base/unmovable.hpp"
 #include "datastates/memory/copy_engine.hpp"
 #include "datastates/memory/device_cache.hpp"
 #include "datastates/memory/host_cache.hpp"
@@ -31,17 +32,13 @@ namespace datastates {
 /// - A half-filled block holds eager pieces and waits for lazy ones. The capture thread completes
 ///   it before it takes a new block, and stops waiting for a block to do so.
 /// - A caller that waits for a block for its eager extents holds no block.
-class Capturer {
+class Capturer : Unmovable {
   public:
     /// `shallow`: enqueue only as many device copies as keep the bus busy, so that a gate has to
     /// wait for few. Otherwise enqueue as many as there are blocks.
     Capturer(HostCache& cache, CopyEngines& engines, Writer& writer, bool shallow);
     /// Joins the thread. REQUIRES: every job is quiescent.
     ~Capturer() = default;
-    Capturer(const Capturer&) = delete;
-    Capturer& operator=(const Capturer&) = delete;
-    Capturer(Capturer&&) = delete;
-    Capturer& operator=(Capturer&&) = delete;
 
     /// Runs in the caller's thread. Takes fingerprints, records events on the producers' streams,
     /// captures the eager sources, and queues the rest. An error fails the job and is thrown.

@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "datastates/base/timeline.hpp"
+#include "datastates/base/unmovable.hpp"
 #include "datastates/base/worker_pool.hpp"
 #include "datastates/io/io_backend.hpp"
 #include "datastates/memory/copy_engine.hpp"
@@ -28,15 +29,11 @@ namespace datastates {
 /// ready (its checksums are added and patched in, in order), and in flight (being written). Workers
 /// copy host sources, compute the checksums of device sources, and store into files that live in
 /// memory; they finish in any order. A mutex guards what other threads hand over.
-class Writer {
+class Writer : Unmovable {
   public:
     Writer(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend);
     /// Joins the thread. REQUIRES: every job is quiescent.
     ~Writer() = default;
-    Writer(const Writer&) = delete;
-    Writer& operator=(const Writer&) = delete;
-    Writer(Writer&&) = delete;
-    Writer& operator=(Writer&&) = delete;
 
     /// Takes an extent whose device copies are enqueued and whose host sources are copied. With
     /// `host_later` a worker copies the host sources now. Extents of one job must come in file
