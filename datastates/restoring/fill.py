@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from datastates.state import dressed, memory
+from datastates.state.nested import items
 from datastates.state.shards import ArrayRef
 
 _PLAIN = {int, float, str, bool, type(None)}
@@ -31,7 +32,7 @@ def fill(value: object, array: Callable[[ArrayRef], object]) -> bool:
         seen.add(id(container))
         if type(container) is OrderedDict and vars(container):
             left.append(vars(container))
-        for k, item in container.items() if isinstance(container, dict) else enumerate(container):
+        for k, item in items(container):
             if type(item) is ArrayRef:
                 if id(item) not in made:
                     made[id(item)] = item, array(item)

@@ -9,6 +9,7 @@ from typing import Any
 
 from datastates.container.pickle_reader import Unbuilt
 from datastates.state.keys import join
+from datastates.state.nested import items, with_items
 from datastates.state.shards import ArrayRef
 
 Keys = str | Collection[str]
@@ -117,13 +118,11 @@ class _Pruning:
             return value
         if isinstance(value, (dict, list)):
             self._seen.add(id(value))
-            for k, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            for k, item in list(items(value)):
                 value[k] = self.on(item, join(key, k))
             return value
         if isinstance(value, tuple):
-            items = [self.on(item, join(key, i)) for i, item in enumerate(value)]
-            same = all(a is b for a, b in zip(items, value, strict=True))
-            return value if same else tuple.__new__(type(value), items)
+            return with_items(value, [self.on(item, join(key, i)) for i, item in enumerate(value)])
         if self._cut.takes(key):
             return value
         self._cut.left_out[key] = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from datastates.container.pickle_reader import Unbuilt
-from datastates.state import arrays
+from datastates.state import arrays, nested
 from datastates.state.keys import join
 from datastates.state.shards import ArrayRef
 
@@ -83,7 +83,7 @@ class _Walk:
                 self.on(s[i], v[i], join(key, i), (*path, i))
         elif arrays.kind_of(v) is not None:
             found.mismatched[key] = "no array in the checkpoint, one in the live state"
-        elif isinstance(s, (dict, list, tuple)) or isinstance(v, (dict, list, tuple)):
+        elif isinstance(s, nested.CONTAINERS) or isinstance(v, nested.CONTAINERS):
             found.mismatched[key] = f"{type(s).__name__} in the checkpoint, {type(v).__name__} in the live state"
         else:
             found.leaves.append((key, s, v))
@@ -97,7 +97,7 @@ class _Walk:
 
     def _seek(self, v: Any, key: str, path: tuple[object, ...] | None) -> None:
         """Look among other ranks' arrays for a live value that the stored one lacks. Without a path it is missing."""
-        leaves = list(_leaves(v, key))
+        leaves = [(k, leaf) for k, leaf in nested.leaves(v, key) if not isinstance(leaf, nested.CONTAINERS)]
         if path is None or not any(arrays.kind_of(leaf) is not None and k in self._known for k, leaf in leaves):
             self.found.missing.append(key)
             return
@@ -107,14 +107,6 @@ class _Walk:
             else:
                 self.found.missing.append(k)
         self.found.added.append((path, v))
-
-
-def _leaves(value: Any, key: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, object]]:
-    if not isinstance(value, (dict, list, tuple)):
-        yield key, value
-    elif id(value) not in above:
-        for k, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(item, join(key, k), (*above, id(value)))
 
 
 def add(value: Any, path: tuple[Any, ...], item: object) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from datastates.state import arrays
 from datastates.state.depth import DEEPEST
 from datastates.state.keys import join
+from datastates.state.nested import items
 
 _ARRAY, _PLAIN = object(), object()
 _NO_ATTRIBUTES: dict[str, Any] = {}
@@ -72,7 +73,7 @@ class Skeleton:
             if is_mapping and not all(map(is_plain_key, item)):
                 return None
             children: list[Any] = []
-            for k, child in item.items() if is_mapping else enumerate(item):
+            for k, child in items(item):
                 child_key = join(key, k)
                 if arrays.kind_of(child) is not None:
                     keys.append(child_key)

@@ -26,6 +26,7 @@ from datastates.providers.wrap.replicated import ReplicatedProvider
 from datastates.state import arrays, dtensors, memory
 from datastates.state.dressed import beside, take_attributes
 from datastates.state.keys import component
+from datastates.state.nested import with_items
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import ArrayRef
 
@@ -194,10 +195,7 @@ def merge(live: Any, value: Any) -> object:
                 live[i] = merge(live[i], value[i])
         return live
     if isinstance(live, tuple) and isinstance(value, (list, tuple)) and len(live) == len(value):
-        parts = [merge(a, b) for a, b in zip(live, value, strict=True)]
-        if all(a is b for a, b in zip(live, parts, strict=True)):
-            return live
-        return tuple.__new__(type(live), parts)
+        return with_items(live, [merge(a, b) for a, b in zip(live, value, strict=True)])
     if is_generator(live) and is_generator(value):
         live.set_state(value.get_state())
         return live
