@@ -163,8 +163,19 @@ class _Blocks(ABC):
         """The array of a container's full key, as a reference has it."""
 
     @abstractmethod
+    def at(self, source: Container, place: DataPlace) -> Any:
+        """The array at a place in a container; None if the index lists none there."""
+
     def of(self, source: Container) -> Callable[[StoredArray], object]:
         """A function that returns the array for a place in a container's objects."""
+
+        def array(stored: StoredArray) -> object:
+            found = self.at(source, place_in_pickle(stored))
+            if found is None:
+                raise FormatError(f"an array of record {stored.record!r} that the index does not list")
+            return memory.with_grad(found, stored.requires_grad)
+
+        return array
 
     def finish(self) -> None:
         """Wait until everything is read."""
@@ -205,17 +216,10 @@ class _Tensors(_Blocks):
         """The array of a container's full key, as a reference has it. Tied arrays are the same object."""
         return as_referred(self._arrays[self._keys[id(source)][self._places[id(source), full]]], ref)
 
-    def of(self, source: Container) -> Callable[[StoredArray], object]:
-        """A function that returns the array for a place in a container's objects."""
-        keys = self._keys[id(source)]
-
-        def array(stored: StoredArray) -> object:
-            key = keys.get(place_in_pickle(stored))
-            if key is None:
-                raise FormatError(f"an array of record {stored.record!r} that the index does not list")
-            return memory.with_grad(self._arrays[key], stored.requires_grad)
-
-        return array
+    def at(self, source: Container, place: DataPlace) -> Any:
+        """The array at a place in a container; None if the index lists none there."""
+        key = self._keys[id(source)].get(place)
+        return None if key is None else self._arrays[key]
 
     def start(self, executor: Callable[[int], Executor]) -> None:
         """Begin to read and verify all tensors."""
@@ -243,16 +247,11 @@ class _Records(_Blocks):
         del source
         return as_referred(self._array(self._numbers[full], replace(ref, key=full)), ref)
 
-    def of(self, source: Container) -> Callable[[StoredArray], object]:
-        """A function that returns the array for a place in the container's objects."""
-
-        def array(stored: StoredArray) -> object:
-            number = self._by_place.get(place_in_pickle(stored))
-            if number is None:
-                raise FormatError(f"an array of record {stored.record!r} that the index does not list")
-            return memory.with_grad(self._array(number, reference(self._table.row(number))), stored.requires_grad)
-
-        return array
+    def at(self, source: Container, place: DataPlace) -> Any:
+        """The array at a place in the container; None if the index lists none there."""
+        del source
+        number = self._by_place.get(place)
+        return None if number is None else self._array(number, reference(self._table.row(number)))
 
     @cached_property
     def _by_place(self) -> dict[DataPlace, int]:
