@@ -20,6 +20,9 @@ _LONGEST = 180.0
 """Seconds that a command may take, the start of the processes included."""
 _AFTERMATH = 5.0
 """Seconds that the other ranks have to answer, once one rank has failed."""
+# Imported once, in a server from which all ranks are forked: each team would spend seconds on them. It does not search
+# this folder, so no module of the benchmarks is among them.
+_IMPORTED = ["datastates", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"]
 
 
 class Team:
@@ -98,7 +101,8 @@ class Team:
     def _start(self) -> None:
         # hosted here and not by rank 0: the port is free for certain, and no rank's death takes the Store away
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(
