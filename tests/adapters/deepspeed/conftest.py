@@ -9,14 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed_ranks import RANKS
 
-# the first run on a machine compiles DeepSpeed's operation for shared memory
-SECONDS = 180
 HERE = Path(__file__).parent
-VARIABLES = {
-    "DS_ACCELERATOR": "cpu",
-    "DEEPSPEED_LOG_LEVEL": "warning",
-}
 
 Train = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 
@@ -26,7 +21,7 @@ def _train(ranks: Any) -> Train:
         begin = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nfrom training import *\nbegin()\n"
         source = begin + textwrap.dedent(script) + "\nend()\n"
         done: list[subprocess.CompletedProcess[str]]
-        done = ranks(n, source, *arguments, **{"timeout": SECONDS, "imported": (), **VARIABLES, **options})
+        done = ranks(n, source, *arguments, **{**RANKS, **options})
         return done
 
     return run

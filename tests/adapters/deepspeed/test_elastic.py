@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed_ranks import RANKS
 
 pytestmark = pytest.mark.long
 
@@ -15,7 +16,7 @@ LOOP = Path(__file__).parent / "elastic_loop.py"
 
 def test_every_size_resumes_what_every_other_has_saved(ranks: Any, tmp_path: Path) -> None:
     def run(n: int, *words: str) -> None:
-        ranks(n, LOOP, tmp_path, *words, timeout=120, DS_ACCELERATOR="cpu")
+        ranks(n, LOOP, tmp_path, *words, **RANKS)
 
     run(2, "save")
     run(3, "load=2", "save")
