@@ -40,8 +40,8 @@ test: ## What passes before a commit: ruff, mypy, C++ tests, all Python tests bu
 
 .PHONY: check
 check: ## What else must pass before a merge: clang-tidy, stubs, sanitizers, long Python tests
-	$(MAKE) --no-print-directory tidy stubs
-	$(MAKE) --no-print-directory sanitize
+	$(MAKE) --no-print-directory tidy
+	$(MAKE) --no-print-directory --jobs=2 --output-sync stubs sanitize
 	$(MAKE) --no-print-directory python-test-long
 
 .PHONY: demo
@@ -55,7 +55,7 @@ demo: .venv/package ## Train, be killed in the middle of a checkpoint, and resum
 .venv/base: Makefile .ci/setup-system
 	.ci/setup-system $(PYTHON)
 	$(MAKE_VENV) .venv
-	$(INSTALL) 'setuptools>=77.0.3' 'pybind11>=3.0'
+	$(INSTALL) 'setuptools>=77.0.3' 'pybind11>=3.0' 'cmake>=3.24' 'ninja>=1.11'
 	$(BIN)/python setup.py --quiet build_ext & $(INSTALL) $(TORCH); wait $$!
 	touch $@
 
@@ -136,11 +136,15 @@ FIXED_ADDRESSES := $(shell setarch "$$(uname -m)" -R true 2>/dev/null && echo 's
 
 .PHONY: ctest-plain ctest-asan ctest-tsan
 ctest-plain: ## The C++ tests
-ctest-plain ctest-asan ctest-tsan: ctest-%: build/%/compile_commands.json
-	$(BIN)/cmake --build build/$*
+ctest-plain ctest-asan ctest-tsan: ctest-%: compiled-%
 	$(FIXED_ADDRESSES) $(BIN)/ctest --test-dir build/$* --output-on-failure -j$(JOBS)
 
-build/%/compile_commands.json: native/CMakeLists.txt | .venv/installed
+# Needs no more than the base, so that it can go on while the packages are installed.
+.PHONY: compiled-plain compiled-asan compiled-tsan
+compiled-plain compiled-asan compiled-tsan: compiled-%: build/%/compile_commands.json
+	$(BIN)/cmake --build build/$*
+
+build/%/compile_commands.json: native/CMakeLists.txt | .venv/base
 	$(BIN)/cmake -S native -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	    -DDATASTATES_SANITIZE='$(SANITIZE_$*)'
 	touch $@
