@@ -2,8 +2,8 @@
 
 Every call is a request. It takes ``latency`` to reach the server, where it waits for the requests that came before. The
 server handles one request at a time. The answer takes ``latency`` to return. What the ranks call, in which order, and
-how long they pause follows :mod:`datastates.ranks.board_world`, :mod:`datastates.ranks.store_board` and
-:mod:`datastates.ranks.polling`.
+how long they pause follows :mod:`datastates.ranks.board_world`, :mod:`datastates.ranks.store_board`,
+:mod:`datastates.ranks.torch_keys` and :mod:`datastates.ranks.polling`.
 """
 
 from __future__ import annotations

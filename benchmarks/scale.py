@@ -32,7 +32,7 @@ from datastates.commit.tiling import PRIME
 from datastates.container import archive
 from datastates.ranks.board_world import BoardWorld, token_of
 from datastates.ranks.store_board import StoreBoard
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.torch_keys import TorchKeys
 from layouts import NAMES, Layout
 from measure import Plan, Result, Sample, interleave, status
 
@@ -279,7 +279,7 @@ def _calls(ranks: int) -> Sample:
     store = distributed.HashStore()
     counters = [_Counting(store) for _ in range(ranks)]
     worlds = [
-        BoardWorld(rank, ranks, StoreBoard(StoreCalls(counter, rank, silence=60.0), "scale"), timeout=60.0)
+        BoardWorld(rank, ranks, StoreBoard(TorchKeys(counter, rank, silence=60.0), "scale"), timeout=60.0)
         for rank, counter in enumerate(counters)
     ]
     for world in worlds:

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed
 
 from datastates.ranks.store_board import StoreBoard
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.torch_keys import TorchKeys
 from measure import Sample
 
 _SILENCE = 60.0
@@ -74,7 +74,7 @@ def votes(server: Server, vote: bytes, count: int, threads: int, name: str) -> t
 
     def leave(ranks: range) -> Callable[[], None]:
         # one board stands for many ranks, as a rank's own thread and connection are not to be measured
-        board = StoreBoard(StoreCalls(connect(server), 0, silence=_SILENCE), name)
+        board = StoreBoard(TorchKeys(connect(server), 0, silence=_SILENCE), name)
         board.run  # noqa: B018 - asked for once, and known from then on
 
         def go() -> None:
@@ -89,7 +89,7 @@ def votes(server: Server, vote: bytes, count: int, threads: int, name: str) -> t
     cpu = server.cpu()
     seconds = _together(lambda go: go(), boards)
     left = server.cpu()
-    reader = StoreBoard(StoreCalls(connect(server), 0, silence=_SILENCE), name)
+    reader = StoreBoard(TorchKeys(connect(server), 0, silence=_SILENCE), name)
     begin = time.perf_counter()
     found = reader.read("votes", range(count))
     took = time.perf_counter() - begin

@@ -1,6 +1,6 @@
-"""How ranks that meet in torch's Store agree which opening of a directory's world they are at.
+"""How ranks that meet in a store agree which opening of a directory's world they are at.
 
-Rank 0 numbers its openings. One key of the Store lists the numbers that other ranks may enter:
+Rank 0 numbers its openings. One key of the store lists the numbers that other ranks may enter:
 
 - Rank 0 adds a number when it begins an opening.
 - A closed opening stays in the list until rank 0 begins the next one, because another rank may come late.
@@ -17,17 +17,17 @@ import time
 
 from datastates.errors import RanksMissingError
 from datastates.ranks.board_world import COORDINATOR
+from datastates.ranks.keys import Keys
 from datastates.ranks.polling import until
-from datastates.ranks.store_calls import StoreCalls
 
 
 class Openings:
-    """One rank's count of the openings of one name in one Store. Thread-safe."""
+    """One rank's count of the openings of one name in one store. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         """Start with no openings."""
         self._name = name
-        self._key = f"datastates/{name}/openings"
+        self._key = f"{name}/openings"
         self._last = 0
         self._standing: list[int] = []
         """On rank 0: the openings that other ranks may enter."""
@@ -50,26 +50,26 @@ class Openings:
             self._line.remove(place)
             self._changed.notify_all()
 
-    def enter(self, place: object, call: StoreCalls, timeout: float, interval: float) -> int:
+    def enter(self, place: object, keys: Keys, timeout: float, interval: float) -> int:
         """Begin an opening as rank 0, or wait until rank 0 has begun one; returns its number.
 
         Args:
             place: From :meth:`queue`. The call waits until it is the first in line, and leaves the line when it ends.
-            call: This rank's calls of the Store.
+            keys: This rank's calls of the store.
             timeout: Seconds to wait, in the line and for rank 0 together.
-            interval: The longest pause between two looks into the Store, in seconds.
+            interval: The longest pause between two looks into the store, in seconds.
 
         Raises:
             RanksMissingError: Rank 0 did not begin an opening within ``timeout`` seconds.
-            CommitError: The Store cannot be reached.
+            CommitError: The store cannot be reached.
         """
         end = time.monotonic() + timeout
         try:
             with self._changed:
                 first = self._changed.wait_for(lambda: self._line[0] is place, timeout)
-            if first and call.rank == COORDINATOR:
-                return self._begin(call)
-            number = until(lambda: self._look(call), end, interval) if first else None
+            if first and keys.rank == COORDINATOR:
+                return self._begin(keys)
+            number = until(lambda: self._look(keys), end, interval) if first else None
             if number is None:
                 text = f"{self._name}: rank {COORDINATOR} did not open it within {timeout:.3g} s"
                 raise RanksMissingError(text, ranks=(COORDINATOR,))
@@ -78,34 +78,30 @@ class Openings:
         finally:
             self.leave(place)
 
-    def end(self, call: StoreCalls, number: int, given_up: bool) -> None:
+    def end(self, keys: Keys, number: int, given_up: bool) -> None:
         """As rank 0, let no rank enter an opening any more: at once if ``given_up``, else when the next one begins.
 
         Raises:
-            CommitError: The Store cannot be reached.
+            CommitError: The store cannot be reached.
         """
         with self._changed:
             if given_up and number in self._standing:
-                self._publish(call, [n for n in self._standing if n != number])
+                self._publish(keys, [n for n in self._standing if n != number])
             elif number in self._standing:
                 self._closed.add(number)
 
-    def _begin(self, call: StoreCalls) -> int:
+    def _begin(self, keys: Keys) -> int:
         with self._changed:
             number = self._last + 1
-            self._publish(call, [*(n for n in self._standing if n not in self._closed), number])
+            self._publish(keys, [*(n for n in self._standing if n not in self._closed), number])
             self._last = number
             self._closed.clear()
             return number
 
-    def _publish(self, call: StoreCalls, standing: list[int]) -> None:
-        call("set", self._key, ",".join(map(str, standing)) or _NONE)
+    def _publish(self, keys: Keys, standing: list[int]) -> None:
+        keys.set(self._key, ",".join(map(str, standing)).encode())
         self._standing = standing
 
-    def _look(self, call: StoreCalls) -> int | None:
-        # `compare_set` changes nothing here, does not wait for the key, and returns `_NONE` if the key is absent
-        standing = call("compare_set", self._key, _NONE, _NONE).decode()
-        return next((n for n in map(int, standing.split(",")) if n > self._last), None) if standing != _NONE else None
-
-
-_NONE = "-"
+    def _look(self, keys: Keys) -> int | None:
+        standing = keys.found([self._key]).get(self._key, b"")
+        return next((n for n in map(int, standing.split(b",")) if n > self._last), None) if standing else None

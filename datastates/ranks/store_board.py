@@ -1,36 +1,35 @@
-"""A board in torch's Store, where the ranks of torch.distributed met. It never waits for a key of the Store."""
+"""A board in a store of keys that all ranks reach. It never waits for a key."""
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.keys import Keys
 
 # TCPStore refuses a value of more than 8 MiB, and closes the connection
 PIECE = 4 << 20
-_KEYS_AT_ONCE = 64
 
 
 class StoreBoard:
-    """A :class:`~datastates.ranks.board_world.Board` in a Store.
+    """A :class:`~datastates.ranks.board_world.Board` in a store.
 
     A message's key holds the number of its further pieces (4 bytes), then its first piece. Each further piece has a key
-    of its own. The marks of a box are a counter.
+    of its own.
     """
 
-    def __init__(self, calls: StoreCalls, space: str, *, leave: Callable[[bool], None] = lambda given_up: None) -> None:
-        """Use a Store.
+    def __init__(self, keys: Keys, space: str, *, leave: Callable[[bool], None] = lambda given_up: None) -> None:
+        """Use a store.
 
         Args:
-            calls: This rank's calls of the Store. :meth:`close` closes them.
-            space: A name that sets this board apart from others in the same Store; the same on all ranks.
-            leave: :meth:`close` calls it with its ``given_up``, before it closes ``calls``.
+            keys: This rank's calls of the store. :meth:`close` closes them.
+            space: A name that sets this board apart from others in the same store; the same on all ranks.
+            leave: :meth:`close` calls it with its ``given_up``, before it closes ``keys``.
         """
-        self._call = calls
-        self._rank = calls.rank
-        self._space = f"datastates/{space}"
+        self._keys = keys
+        self._rank = keys.rank
+        self._space = space
         self._leave = leave
         self._lock = threading.Lock()
         self._run: str | None = None
@@ -42,7 +41,7 @@ class StoreBoard:
         """The random name of this run, made by the rank that asks for it first."""
         with self._lock:
             if self._run is None:
-                self._run = self._call("compare_set", f"{self._space}/run", "", secrets.token_hex(8)).decode()
+                self._run = self._keys.first(f"{self._space}/run", secrets.token_hex(8))
             return self._run
 
     def _key(self, box: str, what: int | str) -> str:
@@ -56,76 +55,69 @@ class StoreBoard:
             self._pieces[key] = len(pieces)
         # the first piece last: a rank that finds it finds all the others
         for number, begin in enumerate(pieces, 1):
-            self._call("set", f"{key}/{number}", data[begin : begin + PIECE])
-        self._call("set", key, len(pieces).to_bytes(4, "little") + data[:PIECE])
+            self._keys.set(f"{key}/{number}", data[begin : begin + PIECE])
+        self._keys.set(key, len(pieces).to_bytes(4, "little") + data[:PIECE])
         self.mark(box)
 
     def mark(self, box: str) -> None:
         """Leave this rank's mark without a message."""
-        self._call("add", self._key(box, "marks"), 1)
+        self._keys.mark(self._key(box, "marks"))
 
     def marks(self, box: str) -> int:
         """How many ranks have left a mark."""
-        return int(self._call("add", self._key(box, "marks"), 0))
+        return self._keys.marks(self._key(box, "marks"))
 
     def read(self, box: str, ranks: Iterable[int]) -> dict[int, bytes]:
         """The messages of those ``ranks`` that have left one, by rank."""
         by_key = {self._key(box, rank): rank for rank in ranks}
-        found = {}
-        for key, head in self._get(self._present(list(by_key))).items():
-            pieces = [f"{key}/{n}" for n in range(1, 1 + int.from_bytes(head[:4], "little"))]
-            found[by_key[key]] = b"".join([head[4:], *self._get(pieces).values()])
-        return found
-
-    def _present(self, keys: list[str]) -> list[str]:
-        """Those keys that exist. Takes few calls if nearly all do."""
-        if not keys or self._call("check", keys):
-            return keys
-        if len(keys) == 1:
-            return []
-        half = len(keys) // 2
-        return self._present(keys[:half]) + self._present(keys[half:])
-
-    def _get(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """The values of keys, all of which must exist."""
-        values: list[bytes] = []
-        for begin in range(0, len(keys), _KEYS_AT_ONCE):
-            values += self._call("multi_get", keys[begin : begin + _KEYS_AT_ONCE])
-        return dict(zip(keys, values, strict=True))
+        return {
+            by_key[key]: b"".join([head[4:], *self._keys.found(_further(key, _number(head))).values()])
+            for key, head in self._keys.found(by_key).items()
+        }
 
     def claim(self, box: str) -> int:
         """Claim a box; returns the rank that claimed it first."""
-        return int(self._call("compare_set", self._key(box, "claim"), "", str(self._rank)))
+        return int(self._keys.first(self._key(box, "claim"), str(self._rank)))
 
     def take_back(self, box: str) -> None:
         """Delete this rank's message."""
-        self._delete(self._key(box, self._rank))
+        key = self._key(box, self._rank)
+        with self._lock:
+            pieces = self._pieces.pop(key)
+        self._delete(key, pieces)
 
     def drop(self, box: str, ranks: Iterable[int]) -> None:
         """Delete the box: its marks, its claim, and the messages of these ranks."""
-        with self._lock:
-            mine = set(self._pieces)
         keys = [self._key(box, rank) for rank in ranks]
-        for key in [k for k in keys if k in mine] + self._present([k for k in keys if k not in mine]):
-            self._delete(key)
-        for what in ("marks", "claim"):
-            self._call("delete_key", self._key(box, what))
-
-    def _delete(self, key: str) -> None:
         with self._lock:
-            pieces = self._pieces.pop(key, None)
-        if pieces is None:
-            pieces = int.from_bytes(self._get([key])[key][:4], "little")
-        for name in (key, *(f"{key}/{n}" for n in range(1, 1 + pieces))):
-            self._call("delete_key", name)
+            pieces = {key: self._pieces.pop(key) for key in keys if key in self._pieces}
+        others = self._keys.found(key for key in keys if key not in pieces)
+        for key, number in {**pieces, **{key: _number(head) for key, head in others.items()}}.items():
+            self._delete(key, number)
+        for what in ("marks", "claim"):
+            self._keys.delete(self._key(box, what))
+
+    def _delete(self, key: str, pieces: int) -> None:
+        for name in (key, *_further(key, pieces)):
+            self._keys.delete(name)
 
     def close(self, *, given_up: bool) -> None:
-        """Close the calls of the Store; on rank 0, delete the run's name first."""
+        """Close the calls of the store; on rank 0, delete the run's name first."""
         try:
             if self._rank == 0 and self._run is not None:
-                self._call("delete_key", f"{self._space}/run")
+                self._keys.delete(f"{self._space}/run")
         finally:
             try:
                 self._leave(given_up)
             finally:
-                self._call.close()
+                self._keys.close()
+
+
+def _number(head: bytes) -> int:
+    """The number of further pieces of a message, from its first piece."""
+    return int.from_bytes(head[:4], "little")
+
+
+def _further(key: str, pieces: int) -> list[str]:
+    """The keys of a message's further pieces."""
+    return [f"{key}/{n}" for n in range(1, 1 + pieces)]

@@ -1,4 +1,4 @@
-"""One rank's calls of torch's Store. The wait for each is bounded, even if the server no longer answers."""
+"""One rank's calls of a store. The wait for each is bounded, even if the server no longer answers."""
 
 from __future__ import annotations
 
@@ -16,28 +16,24 @@ _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class StoreCalls:
-    """A connection to the Store and a thread that makes the calls. Thread-safe.
+    """A store and a thread that calls it. Thread-safe.
 
     Nothing can interrupt a call, but the caller can stop waiting for it.
-
-    Attributes:
-        rank: This rank.
     """
 
-    def __init__(self, store: Any, rank: int, *, silence: float) -> None:
-        """Connect.
+    def __init__(self, store: object, rank: int, *, silence: float, name: str) -> None:
+        """Start the thread.
 
         Args:
-            store: A ``torch.distributed.Store``.
+            store: The object to call. Its methods raise RuntimeError when the server fails.
             rank: This rank.
             silence: Seconds to wait for an answer before the server counts as gone.
+            name: What to call the store in messages.
         """
-        self.rank = rank
-        # keep this reference: the object may host the server, which ends with it
-        self._given = store
-        # use an own connection: a call by the training code may block for long, and locks its connection
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store = store
+        self._rank = rank
         self._silence = silence
+        self._name = name
         self._stuck: Future[Any] | None = None
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -47,17 +43,17 @@ class StoreCalls:
         self._stop.atexit = False
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the Store.
+        """Call a method of the store.
 
         Raises:
-            UnreachableError: The Store did not answer in time, or failed, or these calls are closed.
+            UnreachableError: The store did not answer in time, or failed, or these calls are closed.
         """
         answer: Future[Any] = Future()
         try:
             if self._stuck is None or self._stuck.done():  # a call queued behind a stuck one would get no answer
                 with self._lock:
                     if not self._stop.alive:  # the thread has ended
-                        raise UnreachableError(f"rank {self.rank} has left the Store of torch.distributed")
+                        raise UnreachableError(f"rank {self._rank} has left {self._name}")
                     self._calls.put((answer, getattr(self._store, method), arguments))
                 return answer.result(self._silence)
             why = "an earlier call has no answer"
@@ -68,7 +64,7 @@ class StoreCalls:
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
         raise UnreachableError(
-            f"the Store of torch.distributed is out of rank {self.rank}'s reach ({why}): "
+            f"{self._name} is out of rank {self._rank}'s reach ({why}): "
             "the process that hosts it, most often rank 0 or its launcher, may have ended"
         )
 

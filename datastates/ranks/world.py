@@ -18,7 +18,7 @@ from datastates.ranks.join import join
 from datastates.ranks.openings import Openings
 from datastates.ranks.polling import slowest
 from datastates.ranks.store_board import StoreBoard
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.torch_keys import TorchKeys
 
 
 class World(Protocol):
@@ -172,16 +172,16 @@ class _Opening:
     def world(self) -> World:
         """Open the world."""
         try:
-            calls = StoreCalls(self._store, self._rank, silence=min(self._timeout, 60.0))
+            keys = TorchKeys(self._store, self._rank, silence=min(self._timeout, 60.0))
         except BaseException:
             self._openings.leave(self._place)
             raise
         try:
-            number = self._openings.enter(self._place, calls, self._timeout, slowest(self._size))
+            number = self._openings.enter(self._place, keys, self._timeout, slowest(self._size))
         except BaseException:
-            calls.close()
+            keys.close()
             raise
-        board = StoreBoard(calls, f"{self._name}/{number}", leave=partial(self._openings.end, calls, number))
+        board = StoreBoard(keys, f"{self._name}/{number}", leave=partial(self._openings.end, keys, number))
         return BoardWorld(self._rank, self._size, board, timeout=self._timeout)
 
     def refuse(self, tell: Callable[[World], object]) -> None:

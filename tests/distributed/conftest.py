@@ -19,7 +19,7 @@ from datastates import _calls
 from datastates.errors import DatastatesError
 from datastates.ranks.board_world import BoardWorld
 from datastates.ranks.store_board import StoreBoard
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.torch_keys import TorchKeys
 from datastates.ranks.world import SoloWorld, World
 
 sys.path.insert(0, str(Path(__file__).parent))  # the states that these tests share
@@ -80,5 +80,5 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads[Any]:
 def _world(store: Any, rank: int, n: int, number: int) -> World:
     if n == 1:
         return SoloWorld()
-    board = StoreBoard(StoreCalls(distributed.PrefixStore("job", store), rank, silence=20), f"run/{number}")
+    board = StoreBoard(TorchKeys(distributed.PrefixStore("job", store), rank, silence=20), f"run/{number}")
     return BoardWorld(rank, n, board, timeout=20)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from datastates.errors import RanksMissingError
 from datastates.ranks.openings import Openings
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.torch_keys import TorchKeys
 
 SECONDS = 20.0
 KEY = "datastates/run/openings"
@@ -20,14 +20,14 @@ class Rank:
     """One rank's openings."""
 
     def __init__(self, store: dist.Store, number: int) -> None:
-        self.calls = StoreCalls(store, number, silence=SECONDS)
+        self.keys = TorchKeys(store, number, silence=SECONDS)
         self.openings = Openings("run")
 
     def open(self, timeout: float = SECONDS) -> int:
-        return self.openings.enter(self.openings.queue(), self.calls, timeout, 0.01)
+        return self.openings.enter(self.openings.queue(), self.keys, timeout, 0.01)
 
     def end(self, number: int, *, given_up: bool = False) -> None:
-        self.openings.end(self.calls, number, given_up)
+        self.openings.end(self.keys, number, given_up)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def ranks(store: dist.Store) -> Iterator[list[Rank]]:
     made = [Rank(store, number) for number in range(3)]
     yield made
     for rank in made:
-        rank.calls.close()
+        rank.keys.close()
 
 
 @pytest.fixture
@@ -117,9 +117,9 @@ def test_calls_have_their_places_when_they_are_made(
 ) -> None:
     rank = ranks[1]
     first, second = rank.openings.queue(), rank.openings.queue()
-    waiting = later(lambda: rank.openings.enter(second, rank.calls, SECONDS, 0.01))
+    waiting = later(lambda: rank.openings.enter(second, rank.keys, SECONDS, 0.01))
     numbers = [ranks[0].open(), ranks[0].open()]
-    assert rank.openings.enter(first, rank.calls, SECONDS, 0.01) == numbers[0]
+    assert rank.openings.enter(first, rank.keys, SECONDS, 0.01) == numbers[0]
     assert waiting.result(SECONDS) == numbers[1]
 
 

@@ -30,7 +30,7 @@ from datastates.ranks import file_board, join
 from datastates.ranks.board_world import BoardWorld
 from datastates.ranks.join import FOLDER
 from datastates.ranks.store_board import PIECE, StoreBoard
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.torch_keys import TorchKeys
 from datastates.ranks.world import SoloWorld, World, world_of
 
 SIZE = 4
@@ -90,7 +90,7 @@ def store_of(kind: str, path: Path) -> Any:
 
 def over_store(store: Any, silence: float = SECONDS) -> list[World]:
     boards = [
-        StoreBoard(StoreCalls(dist.PrefixStore("job", store), rank, silence=silence), "ckpts/1") for rank in range(SIZE)
+        StoreBoard(TorchKeys(dist.PrefixStore("job", store), rank, silence=silence), "ckpts/1") for rank in range(SIZE)
     ]
     return [BoardWorld(rank, SIZE, board, timeout=SECONDS) for rank, board in enumerate(boards)]
 
@@ -355,7 +355,7 @@ def test_a_store_that_ends_is_told_in_words(tmp_path: Path) -> None:
     store = store_of("tcp", tmp_path)
     clients = [dist.TCPStore("localhost", store.port, is_master=False) for _ in range(SIZE)]
     worlds = [
-        BoardWorld(rank, SIZE, StoreBoard(StoreCalls(client, rank, silence=SECONDS), "ckpts/1"), timeout=SECONDS)
+        BoardWorld(rank, SIZE, StoreBoard(TorchKeys(client, rank, silence=SECONDS), "ckpts/1"), timeout=SECONDS)
         for rank, client in enumerate(clients)
     ]
     assert agree(worlds) == [ALL] * SIZE
@@ -390,7 +390,7 @@ class Stalled:
 
 def test_a_store_that_does_not_answer_holds_up_nobody_for_long() -> None:
     store = Stalled(dist.HashStore())
-    worlds = [BoardWorld(r, 2, StoreBoard(StoreCalls(store, r, silence=1), "c/1"), timeout=SECONDS) for r in range(2)]
+    worlds = [BoardWorld(r, 2, StoreBoard(TorchKeys(store, r, silence=1), "c/1"), timeout=SECONDS) for r in range(2)]
     assert agree(worlds) == [b"<0><1>"] * 2
     store.go.clear()
     begin = time.monotonic()
@@ -399,7 +399,7 @@ def test_a_store_that_does_not_answer_holds_up_nobody_for_long() -> None:
     assert ["no answer within 1 s" in str(o) for o in outcomes] == [True, True]
     store.go.set()
     for world in worlds:
-        world._board._call._stuck.result(SECONDS)
+        world._board._keys._call._stuck.result(SECONDS)
     assert agree(worlds, "later") == [b"<0><1>"] * 2
     for world in worlds:
         world.close()
@@ -645,7 +645,7 @@ def test_a_rank_0_that_cannot_meet_the_others_holds_no_lock(tmp_path: Path, monk
 
 
 def test_a_board_that_was_closed_says_so_at_once() -> None:
-    board = StoreBoard(StoreCalls(dist.HashStore(), 1, silence=SECONDS * 100), "c/1")
+    board = StoreBoard(TorchKeys(dist.HashStore(), 1, silence=SECONDS * 100), "c/1")
     board.mark("a")
     board.close(given_up=False)
     with pytest.raises(UnreachableError, match="rank 1 has left"):

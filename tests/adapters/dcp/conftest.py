@@ -23,7 +23,7 @@ from datastates._base import faults
 from datastates.adapters.dcp.save import async_save
 from datastates.ranks.board_world import BoardWorld
 from datastates.ranks.store_board import StoreBoard
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.torch_keys import TorchKeys
 from datastates.saving import gate
 
 HERE = Path(__file__).parent
@@ -90,7 +90,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
         if n not in worlds:
             store = dist.HashStore()
             boards = [
-                StoreBoard(StoreCalls(dist.PrefixStore("job", store), rank, silence=30), "run/1") for rank in range(n)
+                StoreBoard(TorchKeys(dist.PrefixStore("job", store), rank, silence=30), "run/1") for rank in range(n)
             ]
             worlds[n] = [BoardWorld(rank, n, board, timeout=5) for rank, board in enumerate(boards)]
 

@@ -22,7 +22,7 @@ from datastates.errors import CommitError, FormatError, StorageError
 from datastates.executor.make import make_executor
 from datastates.ranks.board_world import BoardWorld
 from datastates.ranks.store_board import StoreBoard
-from datastates.ranks.store_calls import StoreCalls
+from datastates.ranks.torch_keys import TorchKeys
 from datastates.ranks.world import SoloWorld
 from datastates.saving import snapshot
 from datastates.saving.engine import Engine
@@ -36,8 +36,7 @@ Give = Callable[[Any, Path, float], None]
 def worlds() -> Iterator[list[BoardWorld]]:
     store = dist.HashStore()
     made = [
-        BoardWorld(r, RANKS, StoreBoard(StoreCalls(store, r, silence=5), "deepspeed/1"), timeout=5)
-        for r in range(RANKS)
+        BoardWorld(r, RANKS, StoreBoard(TorchKeys(store, r, silence=5), "deepspeed/1"), timeout=5) for r in range(RANKS)
     ]
     yield made
     for world in reversed(made):

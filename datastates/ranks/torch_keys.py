@@ -1,0 +1,78 @@
+"""Keys in torch's Store, where the ranks of torch.distributed met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from datastates.ranks.store_calls import StoreCalls
+
+_KEYS_AT_ONCE = 64
+
+
+class TorchKeys:
+    """:class:`~datastates.ranks.keys.Keys` in a Store. The marks at a key are a counter.
+
+    Attributes:
+        rank: This rank.
+    """
+
+    def __init__(self, store: Any, rank: int, *, silence: float) -> None:
+        """Connect.
+
+        Args:
+            store: A ``torch.distributed.Store``.
+            rank: This rank.
+            silence: Seconds to wait for an answer before the server counts as gone.
+        """
+        self.rank = rank
+        # keep this reference: the object may host the server, which ends with it
+        self._given = store
+        # use an own connection: a call by the training code may block for long, and locks its connection
+        own = store.clone() if hasattr(store, "clone") else store
+        self._call = StoreCalls(own, rank, silence=silence, name="the Store of torch.distributed")
+
+    def set(self, key: str, data: bytes) -> None:
+        """Give a key a value, in place of an older one."""
+        self._call("set", _named(key), data)
+
+    def first(self, key: str, text: str) -> str:
+        """Give a key a value, which is not empty, unless it has one; returns the key's value."""
+        value: bytes = self._call("compare_set", _named(key), "", text)
+        return value.decode()
+
+    def found(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """The values of those ``keys`` that have one. Takes few calls if nearly all do."""
+        there = self._present(list(keys))
+        values: list[bytes] = []
+        for begin in range(0, len(there), _KEYS_AT_ONCE):
+            values += self._call("multi_get", [_named(key) for key in there[begin : begin + _KEYS_AT_ONCE]])
+        return dict(zip(there, values, strict=True))
+
+    def _present(self, keys: list[str]) -> list[str]:
+        if not keys or self._call("check", [_named(key) for key in keys]):
+            return keys
+        if len(keys) == 1:
+            return []
+        half = len(keys) // 2
+        return self._present(keys[:half]) + self._present(keys[half:])
+
+    def mark(self, key: str) -> None:
+        """Leave this rank's mark at a key."""
+        self._call("add", _named(key), 1)
+
+    def marks(self, key: str) -> int:
+        """How many ranks have left a mark at a key."""
+        return int(self._call("add", _named(key), 0))
+
+    def delete(self, key: str) -> None:
+        """Delete a key, if it is there."""
+        self._call("delete_key", _named(key))
+
+    def close(self) -> None:
+        """End the calls once those before this have returned. Later ones raise UnreachableError."""
+        self._call.close()
+
+
+def _named(key: str) -> str:
+    return f"datastates/{key}"
