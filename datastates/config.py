@@ -125,8 +125,8 @@ class RankSettings(IoSettings):
         None,
         ge=0,
         description="This process's number, from 0, among those that save together; given together with world_size. "
-        "The processes then meet in the checkpoints' directory. None: the rank of torch.distributed where it is "
-        "initialized, else a single process.",
+        "The processes then meet in the checkpoints' directory. None: the rank of torch.distributed or, without that, "
+        "of jax.distributed, where one of them is initialized with several ranks; else a single process.",
     )
     world_size: int | None = Field(
         None, ge=1, description="Number of processes that save together; given together with rank."

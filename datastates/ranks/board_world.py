@@ -1,6 +1,7 @@
 """Agreement between ranks without collectives: each rank posts a message, rank 0 decides, all ranks read its answer.
 
-Messages are exchanged over a :class:`Board`: torch's Store or a shared directory. This module does not interpret them.
+Messages are exchanged over a :class:`Board`: a framework's store or a shared directory. This module does not interpret
+them.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 
 from datastates.ranks.keys import Keys
 
-# TCPStore refuses a value of more than 8 MiB, and closes the connection
-PIECE = 4 << 20
+# torch's TCPStore refuses a value of more than 8 MiB, and closes the connection; older versions of JAX one of 4 MiB
+PIECE = 2 << 20
 
 
 class StoreBoard:

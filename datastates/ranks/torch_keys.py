@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from datastates._base.loaded import loaded
+from datastates.errors import SettingsError
+from datastates.ranks.place import Place
 from datastates.ranks.store_calls import StoreCalls
 
 _KEYS_AT_ONCE = 64
@@ -76,3 +79,21 @@ class TorchKeys:
 
 def _named(key: str) -> str:
     return f"datastates/{key}"
+
+
+def place() -> Place | None:
+    """Where the ranks of torch.distributed meet; None where it is not initialized, or this rank is the only one.
+
+    Raises:
+        SettingsError: The backend of torch.distributed has no Store.
+    """
+    distributed = loaded("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    if world_size == 1:
+        return None
+    store = distributed.distributed_c10d._get_default_store()
+    if store is None:
+        raise SettingsError("rank: torch.distributed has no Store with this backend; give rank and world_size")
+    return Place(rank, world_size, store, lambda silence: TorchKeys(store, rank, silence=silence))

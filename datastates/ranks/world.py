@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from datastates._base.loaded import loaded
 from datastates.errors import SettingsError
+from datastates.ranks import jax_keys, torch_keys
 from datastates.ranks.board_world import BoardWorld, Decide, token_of
 from datastates.ranks.join import join
 from datastates.ranks.openings import Openings
+from datastates.ranks.place import Place
 from datastates.ranks.polling import slowest
 from datastates.ranks.store_board import StoreBoard
-from datastates.ranks.torch_keys import TorchKeys
 
 
 class World(Protocol):
@@ -89,7 +89,7 @@ class SoloWorld:
 
 
 _openings: WeakKeyDictionary[Any, dict[str, Openings]] = WeakKeyDictionary()
-"""By Store, then by name. In a new Store the ranks count from the beginning."""
+"""By store, then by name. In a new store the ranks count from the beginning."""
 _openings_lock = threading.Lock()
 
 
@@ -98,9 +98,10 @@ def world_of(rank: int | None, world_size: int | None, directory: Path, timeout:
 
     - With ``rank`` and ``world_size`` given, the ranks meet below ``directory``, which is created. The call waits until
       all ranks have come.
-    - Otherwise, if torch.distributed is initialized with more than one rank, the ranks meet in its default Store. The
-      others wait for rank 0 only. All ranks must open worlds for directories of one name in the same order. An opening
-      that fails on only some ranks does not put them out of step.
+    - Otherwise, if torch.distributed is initialized with more than one rank, the ranks meet in its default Store; or
+      else, if jax.distributed is initialized with more than one process, in JAX's coordination service. The others
+      wait for rank 0 only. All ranks must open worlds for directories of one name in the same order. An opening that
+      fails on only some ranks does not put them out of step.
     - Otherwise this rank is alone.
 
     Args:
@@ -113,7 +114,7 @@ def world_of(rank: int | None, world_size: int | None, directory: Path, timeout:
         SettingsError: ``rank`` and ``world_size`` are impossible; the message names the field. Or another process has
             this rank, or torch.distributed has no Store.
         RanksMissingError: Some ranks did not come to ``directory`` in time, or rank 0 did not open its world.
-        CommitError: The Store of torch.distributed cannot be reached.
+        CommitError: The store where the ranks meet cannot be reached.
         StorageError: ``directory`` cannot be written.
     """
     if rank is not None or world_size is not None:
@@ -130,7 +131,7 @@ def world_of(rank: int | None, world_size: int | None, directory: Path, timeout:
 
 
 def refuse(directory: Path, timeout: float, tell: Callable[[World], object]) -> None:
-    """Tell the ranks that meet in torch's Store, in the background, why this rank does not open its world.
+    """Tell the ranks that meet in a framework's store, in the background, why this rank does not open its world.
 
     The call takes the place of this rank's opening, so that the others need not wait for it. Ranks that meet in a
     directory are not told.
@@ -147,42 +148,34 @@ def refuse(directory: Path, timeout: float, tell: Callable[[World], object]) -> 
 
 
 class _Opening:
-    """The opening of one world in torch's Store. Its place among those of this process is set when it is made."""
+    """The opening of one world in a framework's store. Its turn among those of this process is set when it is made."""
 
-    def __init__(self, store: Any, rank: int, size: int, name: str, timeout: float) -> None:
-        self._store, self._rank, self._size, self._name, self._timeout = store, rank, size, name, timeout
+    def __init__(self, place: Place, name: str, timeout: float) -> None:
+        self._place, self._name, self._timeout = place, name, timeout
         with _openings_lock:
-            self._openings = _openings.setdefault(store, {}).setdefault(name, Openings(name))
-        self._place = self._openings.queue()
+            self._openings = _openings.setdefault(place.store, {}).setdefault(name, Openings(name))
+        self._turn = self._openings.queue()
 
     @classmethod
     def of(cls, name: str, timeout: float) -> _Opening | None:
         """The next opening; None where this rank is alone."""
-        distributed = loaded("torch.distributed")
-        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-            return None
-        rank, world_size = distributed.get_rank(), distributed.get_world_size()
-        if world_size == 1:
-            return None
-        store = distributed.distributed_c10d._get_default_store()
-        if store is None:
-            raise SettingsError("rank: torch.distributed has no Store with this backend; give rank and world_size")
-        return cls(store, rank, world_size, name, timeout)
+        place = torch_keys.place() or jax_keys.place()
+        return None if place is None else cls(place, name, timeout)
 
     def world(self) -> World:
         """Open the world."""
         try:
-            keys = TorchKeys(self._store, self._rank, silence=min(self._timeout, 60.0))
+            keys = self._place.keys(min(self._timeout, 60.0))
         except BaseException:
-            self._openings.leave(self._place)
+            self._openings.leave(self._turn)
             raise
         try:
-            number = self._openings.enter(self._place, keys, self._timeout, slowest(self._size))
+            number = self._openings.enter(self._turn, keys, self._timeout, slowest(self._place.size))
         except BaseException:
             keys.close()
             raise
         board = StoreBoard(keys, f"{self._name}/{number}", leave=partial(self._openings.end, keys, number))
-        return BoardWorld(self._rank, self._size, board, timeout=self._timeout)
+        return BoardWorld(self._place.rank, self._place.size, board, timeout=self._timeout)
 
     def refuse(self, tell: Callable[[World], object]) -> None:
         with contextlib.suppress(Exception):  # the caller raises this rank's own error

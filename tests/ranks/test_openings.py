@@ -1,7 +1,8 @@
-"""Ranks enter the same opening, whatever failed before on some of them; all run here over a store in memory."""
+"""Ranks enter the same opening, whatever failed before on some of them; over a store in memory and JAX's service."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -9,19 +10,21 @@ import pytest
 import torch.distributed as dist
 
 from datastates.errors import RanksMissingError
+from datastates.ranks.jax_keys import JaxKeys
+from datastates.ranks.keys import Keys
 from datastates.ranks.openings import Openings
 from datastates.ranks.torch_keys import TorchKeys
 
 SECONDS = 20.0
-KEY = "datastates/run/openings"
+_runs = itertools.count()
 
 
 class Rank:
-    """One rank's openings."""
+    """One rank's openings of a run."""
 
-    def __init__(self, store: dist.Store, number: int) -> None:
-        self.keys = TorchKeys(store, number, silence=SECONDS)
-        self.openings = Openings("run")
+    def __init__(self, keys: Keys, name: str) -> None:
+        self.keys = keys
+        self.openings = Openings(name)
 
     def open(self, timeout: float = SECONDS) -> int:
         return self.openings.enter(self.openings.queue(), self.keys, timeout, 0.01)
@@ -30,14 +33,16 @@ class Rank:
         self.openings.end(self.keys, number, given_up)
 
 
-@pytest.fixture
-def store() -> dist.Store:
-    return dist.HashStore()
-
-
-@pytest.fixture
-def ranks(store: dist.Store) -> Iterator[list[Rank]]:
-    made = [Rank(store, number) for number in range(3)]
+@pytest.fixture(params=["hash", "jax"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
+    name = f"run {next(_runs)}"
+    made: list[Rank]
+    if request.param == "jax":
+        service = request.getfixturevalue("coordination").service
+        made = [Rank(JaxKeys(service, number, silence=SECONDS), name) for number in range(3)]
+    else:
+        store = dist.HashStore()
+        made = [Rank(TorchKeys(store, number, silence=SECONDS), name) for number in range(3)]
     yield made
     for rank in made:
         rank.keys.close()
@@ -58,14 +63,14 @@ def test_all_come_to_the_same_whoever_is_first(
         assert (early.result(SECONDS), ranks[2].open()) == (number, number)
 
 
-def test_several_stand_at_once_and_are_entered_in_order(ranks: list[Rank], store: dist.Store) -> None:
+def test_several_stand_at_once_and_are_entered_in_order(ranks: list[Rank]) -> None:
     numbers = [ranks[0].open(), ranks[0].open()]
     assert [ranks[1].open(), ranks[1].open()] == numbers
     for number in numbers:
         ranks[0].end(number)
     third = ranks[0].open()
     assert [ranks[1].open(), ranks[2].open()] == [third, third]
-    assert store.get(KEY) == str(third).encode()
+    assert ranks[0].openings._standing == [third]
 
 
 def test_a_rank_that_comes_late_enters_what_rank_0_has_closed(ranks: list[Rank]) -> None:
@@ -90,7 +95,7 @@ def test_what_rank_0_has_left_for_another_is_entered_by_nobody(ranks: list[Rank]
     ranks[0].end(first)
     second = ranks[0].open()
     assert [ranks[1].open(), ranks[2].open()] == [second, second]
-    with pytest.raises(RanksMissingError, match=r"run: rank 0 did not open it within 0\.1 s") as caught:
+    with pytest.raises(RanksMissingError, match=r"run \d+: rank 0 did not open it within 0\.1 s") as caught:
         ranks[2].open(timeout=0.1)
     assert caught.value.ranks == (0,)
 

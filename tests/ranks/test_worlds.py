@@ -1,4 +1,4 @@
-"""Ranks that agree: threads as ranks, over torch's stores and over a shared directory."""
+"""Ranks that agree: threads as ranks, over torch's stores, over JAX's service and over a shared directory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from coordination import Coordination
 
 from datastates._base import locks
 from datastates.commit import directories, retention
@@ -28,7 +29,9 @@ from datastates.errors import (
 )
 from datastates.ranks import file_board, join
 from datastates.ranks.board_world import BoardWorld
+from datastates.ranks.jax_keys import JaxKeys
 from datastates.ranks.join import FOLDER
+from datastates.ranks.keys import Keys
 from datastates.ranks.store_board import PIECE, StoreBoard
 from datastates.ranks.torch_keys import TorchKeys
 from datastates.ranks.world import SoloWorld, World, world_of
@@ -88,21 +91,31 @@ def store_of(kind: str, path: Path) -> Any:
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
-def over_store(store: Any, silence: float = SECONDS) -> list[World]:
-    boards = [
-        StoreBoard(TorchKeys(dist.PrefixStore("job", store), rank, silence=silence), "ckpts/1") for rank in range(SIZE)
-    ]
-    return [BoardWorld(rank, SIZE, board, timeout=SECONDS) for rank, board in enumerate(boards)]
+def over(keys: Callable[[int], Keys]) -> list[World]:
+    return [BoardWorld(rank, SIZE, StoreBoard(keys(rank), "ckpts/1"), timeout=SECONDS) for rank in range(SIZE)]
+
+
+def over_store(store: Any) -> list[World]:
+    return over(lambda rank: TorchKeys(dist.PrefixStore("job", store), rank, silence=SECONDS))
+
+
+def over_jax(coordination: Coordination) -> list[World]:
+    return over(lambda rank: JaxKeys(coordination.service, rank, silence=SECONDS))
 
 
 def over_directory(path: Path, timeout: float = SECONDS) -> list[Any]:
     return together(*(lambda rank=rank: world_of(rank, SIZE, path, timeout) for rank in range(SIZE)))
 
 
-@pytest.fixture(params=["hash", "tcp", "directory"])
+@pytest.fixture(params=["hash", "tcp", "jax", "directory"])
 def worlds(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[World]]:
     """One world for each rank."""
-    made = over_directory(tmp_path) if request.param == "directory" else over_store(store_of(request.param, tmp_path))
+    if request.param == "directory":
+        made = over_directory(tmp_path)
+    elif request.param == "jax":
+        made = over_jax(request.getfixturevalue("coordination"))
+    else:
+        made = over_store(store_of(request.param, tmp_path))
     yield made
     for world in reversed(made):
         world.close()
@@ -275,11 +288,11 @@ def test_a_forked_child_is_no_rank(worlds: list[World]) -> None:
 # --- what is left behind
 
 
-@pytest.mark.parametrize("kind", ["hash", "tcp"])
-def test_keys_do_not_pile_up_and_none_is_left(kind: str, tmp_path: Path) -> None:
-    store = store_of(kind, tmp_path)
+@pytest.mark.parametrize("kind", ["hash", "tcp", "jax"])
+def test_keys_do_not_pile_up_and_none_is_left(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    store = request.getfixturevalue("coordination") if kind == "jax" else store_of(kind, tmp_path)
     before = store.num_keys()
-    worlds = over_store(store)
+    worlds = over_jax(store) if kind == "jax" else over_store(store)
     most = 0
     for i in range(20):
         large = os.urandom(PIECE + 1 if i % 5 == 0 else 10)
@@ -364,6 +377,20 @@ def test_a_store_that_ends_is_told_in_words(tmp_path: Path) -> None:
     assert [type(o) for o in outcomes] == [UnreachableError] * 3
     for rank, outcome in enumerate(outcomes, 1):
         assert f"the Store of torch.distributed is out of rank {rank}'s reach (" in str(outcome)
+    for world in worlds:
+        world.close()
+
+
+def test_jaxs_service_that_ends_is_told_in_words(another_coordination: Coordination) -> None:
+    worlds = over_jax(another_coordination)
+    assert agree(worlds) == [ALL] * SIZE
+    another_coordination.end()
+    begin = time.monotonic()
+    outcomes = agree(worlds[1:], "next")
+    assert time.monotonic() - begin < SLACK
+    assert [type(o) for o in outcomes] == [UnreachableError] * 3
+    for rank, outcome in enumerate(outcomes, 1):
+        assert str(outcome).startswith(f"JAX's coordination service is out of rank {rank}'s reach (UNAVAILABLE: ")
     for world in worlds:
         world.close()
 

@@ -1,0 +1,127 @@
+"""Keys in JAX's coordination service, where the processes of jax.distributed met."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+from urllib.parse import quote
+
+from datastates._base.loaded import loaded
+from datastates.ranks.place import Place
+from datastates.ranks.store_calls import StoreCalls
+
+
+class Service:
+    """A client of the service with the calls that are used here. Each is one request, and none waits for a key.
+
+    To ask for a single key would wait or fail where it is absent, but a folder may be empty. So each key is a folder,
+    of its value or of its marks.
+    """
+
+    def __init__(self, client: Any) -> None:
+        """Use a client, as ``jax.distributed.initialize`` makes one."""
+        self._client = client
+
+    def set(self, key: str, entry: str, data: bytes) -> None:
+        """Give an entry of a key some content, in place of an older one."""
+        self._client.key_value_set_bytes(f"{_folder(key)}/{entry}", data, allow_overwrite=True)
+
+    def set_once(self, key: str, entry: str, data: bytes) -> None:
+        """Give an entry of a key some content, unless it has some."""
+        try:
+            self._client.key_value_set_bytes(f"{_folder(key)}/{entry}", data)
+        except RuntimeError as error:
+            if not str(error).startswith("ALREADY_EXISTS"):
+                raise
+
+    def entries(self, key: str) -> list[bytes]:
+        """The contents of a key's entries."""
+        return [content for _, content in self._client.key_value_dir_get_bytes(f"{_folder(key)}/")]
+
+    def delete(self, key: str) -> None:
+        """Delete a key with its entries, if it is there."""
+        self._client.key_value_delete(_folder(key))
+
+
+def _folder(key: str) -> str:
+    # no "/" of the key's own: the service makes one of several, and deletes what is below a key with it
+    return f"datastates/{quote(key, safe='')}"
+
+
+_VALUE = "value"
+
+
+class JaxKeys:
+    """:class:`~datastates.ranks.keys.Keys` in the service. The marks at a key are entries, one for each rank.
+
+    Attributes:
+        rank: This rank.
+    """
+
+    def __init__(self, service: Service, rank: int, *, silence: float) -> None:
+        """Use the service.
+
+        Args:
+            service: The service. Several threads may call it at once.
+            rank: This rank.
+            silence: Seconds to wait for an answer before the server counts as gone.
+        """
+        self.rank = rank
+        self._call = StoreCalls(service, rank, silence=silence, name="JAX's coordination service")
+
+    def set(self, key: str, data: bytes) -> None:
+        """Give a key a value, in place of an older one."""
+        self._call("set", key, _VALUE, data)
+
+    def first(self, key: str, text: str) -> str:
+        """Give a key a value, which is not empty, unless it has one; returns the key's value."""
+        while True:
+            self._call("set_once", key, _VALUE, text.encode())
+            value: list[bytes] = self._call("entries", key)
+            if value:  # otherwise, another rank has deleted it in between
+                return value[0].decode()
+
+    def found(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """The values of those ``keys`` that have one."""
+        values = {key: self._call("entries", key) for key in keys}
+        return {key: value[0] for key, value in values.items() if value}
+
+    def mark(self, key: str) -> None:
+        """Leave this rank's mark at a key."""
+        self._call("set", key, str(self.rank), b"")
+
+    def marks(self, key: str) -> int:
+        """How many ranks have left a mark at a key."""
+        return len(self._call("entries", key))
+
+    def delete(self, key: str) -> None:
+        """Delete a key, if it is there."""
+        self._call("delete", key)
+
+    def close(self) -> None:
+        """End the calls once those before this have returned. Later ones raise UnreachableError."""
+        self._call.close()
+
+
+_lock = threading.Lock()
+
+
+@lru_cache(maxsize=1)
+def _service(client: Any) -> Service:
+    return Service(client)
+
+
+def place() -> Place | None:
+    """Where the processes of jax.distributed meet; None where it is not initialized, or this process is the only one.
+
+    Does not start JAX's devices.
+    """
+    distributed = loaded("jax._src.distributed")
+    if distributed is None or (state := distributed.global_state).client is None or state.num_processes == 1:
+        return None
+    rank: int = state.process_id
+    with _lock:
+        service = _service(state.client)  # the client itself cannot be referenced weakly
+    return Place(rank, state.num_processes, service, lambda silence: JaxKeys(service, rank, silence=silence))
