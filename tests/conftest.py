@@ -31,13 +31,15 @@ from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+import frameworks
 from fork_server import Forked, ForkServer
 
 Ranks = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 # after one rank has failed, the others get this long to fail too and to say why
 AFTERMATH_SECONDS = 5
 # modules that the scripts of most ranks import
-IMPORTED = ("msgpack", "numpy", "pydantic", "torch.distributed.checkpoint", "torch.distributed.tensor")
+OF_TORCH = () if "torch" in frameworks.ABSENT else ("torch.distributed.checkpoint", "torch.distributed.tensor")
+IMPORTED = ("msgpack", "numpy", "pydantic", *OF_TORCH)
 
 os.environ.setdefault("DATASTATES_HOST_CACHE", "64MiB")
 # eight devices for tests of sharded arrays; read when JAX is first used
@@ -55,6 +57,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("untimed")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out what needs a framework that is not installed; the header of the output says what that is."""
+    return True if frameworks.absent_for(collection_path) else None
+
+
+def pytest_report_header() -> list[str]:
+    """What is left out, by framework."""
+    return [f"without {name}, left out: {', '.join(paths)}" for name, paths in frameworks.left_out().items()]
 
 
 @pytest.fixture(scope="session", autouse=True)

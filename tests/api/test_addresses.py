@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 import datastates as ds
 from datastates.cli import commands
@@ -23,7 +23,7 @@ ADDRESSES = [
 ]
 CALLS: dict[str, Callable[[Any], Any]] = {
     "Checkpointer": ds.Checkpointer,
-    "snapshot": lambda path: ds.snapshot([HostTensorProvider("s", {"t": torch.ones(1)})], path),
+    "snapshot": lambda path: ds.snapshot([HostTensorProvider("s", {"t": np.ones(1)})], path),
     "restore": lambda path: ds.restore([], path),
     "load": ds.load,
     "open": ds.open,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 import datastates as ds
 from datastates.providers import HostTensorProvider
@@ -17,7 +17,7 @@ from datastates.providers import HostTensorProvider
 @pytest.mark.parametrize("as_given", [str, Path], ids=["str", "Path"])
 def test_a_path_in_the_place_of_providers_is_refused(call: Callable[..., Any], as_given: type, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"providers: got the path .*; providers come first, then the path"):
-        call(as_given(tmp_path / "c"), [HostTensorProvider("s", {"t": torch.ones(1)})])
+        call(as_given(tmp_path / "c"), [HostTensorProvider("s", {"t": np.ones(1)})])
     assert not list(tmp_path.iterdir())
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import torch.distributed as distributed
+from memory_keys import Memory, MemoryKeys
 
 from datastates import _calls
 from datastates.errors import DatastatesError
 from datastates.ranks.board_world import BoardWorld
 from datastates.ranks.store_board import StoreBoard
-from datastates.ranks.torch_keys import TorchKeys
 from datastates.ranks.world import SoloWorld, World
 
 sys.path.insert(0, str(Path(__file__).parent))  # the states that these tests share
@@ -52,7 +51,7 @@ Threads = Callable[[int, Callable[[int], T]], "list[T | DatastatesError]"]
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads[Any]:
-    """Run a function on several threads of this process, which act as ranks and meet in a store in memory.
+    """Run a function on several threads of this process, which act as ranks and meet in memory.
 
     ``threads(n, function)`` calls ``function(rank)``, and gives for each rank what it returned, or the DatastatesError
     that it raised. With threads, hundreds of checkpoints take seconds; with processes they would take minutes.
@@ -62,10 +61,10 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads[Any]:
     monkeypatch.setattr(_calls, "open_world", lambda settings, directory: next(here.worlds))
 
     def run(n: int, function: Callable[[int], T]) -> list[T | DatastatesError]:
-        store = distributed.HashStore()
+        memory = Memory()
 
         def one(rank: int) -> T | DatastatesError:
-            here.worlds = (_world(store, rank, n, number) for number in itertools.count())
+            here.worlds = (_world(memory, rank, n, number) for number in itertools.count())
             try:
                 return function(rank)
             except DatastatesError as error:
@@ -77,8 +76,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads[Any]:
     return run
 
 
-def _world(store: Any, rank: int, n: int, number: int) -> World:
+def _world(memory: Memory, rank: int, n: int, number: int) -> World:
     if n == 1:
         return SoloWorld()
-    board = StoreBoard(TorchKeys(distributed.PrefixStore("job", store), rank, silence=20), f"run/{number}")
+    board = StoreBoard(MemoryKeys(memory, rank), f"run/{number}")
     return BoardWorld(rank, n, board, timeout=20)

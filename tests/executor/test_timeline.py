@@ -6,8 +6,8 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 import datastates as ds
 from datastates import _native
@@ -55,7 +55,7 @@ def test_a_trace_has_one_row_a_track() -> None:
 
 def test_the_trace_of_a_snapshot(tmp_path: Path) -> None:
     providers = [
-        HostTensorProvider("m", {"a": torch.randn(1 << 20), "b": torch.randn(10)}),
+        HostTensorProvider("m", {"a": np.ones(1 << 20, np.float32), "b": np.ones(10)}),
         PickledObjectProvider("loop", get=lambda: {"epoch": 1}, set=print),
     ]
     before = time.monotonic()
@@ -80,7 +80,7 @@ def test_the_trace_of_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_the_index_is_encoded_while_the_last_extents_are_being_written(tmp_path: Path) -> None:
-    provider = HostTensorProvider("m", {"a": torch.randn(1 << 20)})
+    provider = HostTensorProvider("m", {"a": np.ones(1 << 20, np.float32)})
     try:
         _native.arm_fault("write", "delay", 1000, 1, 1)
         snapshot = ds.snapshot([provider], tmp_path / "c")
@@ -94,7 +94,7 @@ def test_the_index_is_encoded_while_the_last_extents_are_being_written(tmp_path:
 
 
 def test_a_trace_that_cannot_be_written_says_where(tmp_path: Path) -> None:
-    snapshot = ds.snapshot([HostTensorProvider("m", {"a": torch.ones(2)})], tmp_path / "c")
+    snapshot = ds.snapshot([HostTensorProvider("m", {"a": np.ones(2)})], tmp_path / "c")
     snapshot.wait_committed()
     with pytest.raises(FileNotFoundError, match=r"nowhere"):
         snapshot.trace(tmp_path / "nowhere" / "trace.json")

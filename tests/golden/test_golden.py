@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from frameworks import ABSENT
 
 import datastates as ds
 from datastates.commit import manifest
@@ -23,7 +23,9 @@ from datastates.container.index import encode_index
 from datastates.formats.own_verify import verify_catalog, verify_container
 from datastates.restoring.stored import Stored, open_checkpoint
 from datastates.state import dtypes
+from datastates.state.shards import full_key
 
+WITHOUT = "torch is not installed: what it makes of the golden files was NOT looked at"
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 
@@ -31,6 +33,7 @@ def content(array: Any) -> bytes:
     """The elements of an array in row-major order."""
     if isinstance(array, np.ndarray):
         return array.tobytes()
+    torch = pytest.importorskip("torch", reason=WITHOUT)
     return bytes(array.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -77,6 +80,7 @@ def test_golden_nested_container_loads_and_verifies(made: SimpleNamespace, neste
     source = open_container(nested)
     assert source.index.nested
     assert list(verify_container(source, lambda _: None)) == []
+    torch = pytest.importorskip("torch", reason=WITHOUT)
     for found in (torch.load(nested, weights_only=True)["m"], ds.load(nested)["m"]):
         assert list(found) == list(made.ARCHIVES)
         for key, (dtype, shape, stride, _) in made.ARCHIVES.items():
@@ -138,6 +142,7 @@ def test_golden_container_verifies(golden: dict[str, Path]) -> None:
 
 
 def test_loading_gives_the_golden_values(made: SimpleNamespace, golden: dict[str, Path]) -> None:
+    torch = pytest.importorskip("torch", reason=WITHOUT)
     found = arrays_of(ds.load(golden["container.pt"]), made)
     assert set(found) == {row[:2] for row in made.ROWS}
     for row in made.ROWS:
@@ -147,8 +152,31 @@ def test_loading_gives_the_golden_values(made: SimpleNamespace, golden: dict[str
         assert isinstance(array, torch.Tensor if row[2] == 0 else np.ndarray)
 
 
+@pytest.mark.skipif("torch" not in ABSENT, reason="torch is installed: `make python-test-numpy` opens them without it")
+def test_numpy_opens_the_golden_values(made: SimpleNamespace, golden: dict[str, Path]) -> None:
+    """What torch saved, too: types that NumPy lacks are those of ml_dtypes. A type that only torch has is named."""
+    refused = set()
+    with ds.open(golden["container.pt"]) as opened:
+        for row in made.ROWS:
+            full, dtype = full_key(made.PROVIDERS[row[0]], row[1]), dtypes.BY_NAME[row[3]]
+            if dtype.numpy is None:
+                with pytest.raises(ImportError, match=f"is of type {dtype.name}, which NumPy lacks: install torch"):
+                    opened[full]
+                refused.add(dtype.name)
+                continue
+            if row[8] is not None:  # a part of a tensor whose other parts are in no file
+                continue
+            array = opened[full]
+            assert isinstance(array, np.ndarray)
+            assert (array.dtype.name, array.shape) == (dtype.name, row[6])
+            assert content(array) == expected(made, row)
+    assert "complex32" in refused
+    assert "bfloat16" not in refused
+
+
 @pytest.mark.parametrize("mmap", [False, True])
 def test_torch_load_gives_the_golden_values(made: SimpleNamespace, golden: dict[str, Path], mmap: bool) -> None:
+    torch = pytest.importorskip("torch", reason=WITHOUT)
     found = arrays_of(torch.load(golden["container.pt"], weights_only=True, mmap=mmap), made)
     assert set(found) == {row[:2] for row in made.ROWS}
     for row in made.ROWS:
@@ -160,6 +188,7 @@ def test_torch_load_gives_the_golden_values(made: SimpleNamespace, golden: dict[
 
 
 def test_torch_load_finds_parameters_and_shared_storage(golden: dict[str, Path]) -> None:
+    torch = pytest.importorskip("torch", reason=WITHOUT)
     model = torch.load(golden["container.pt"], weights_only=True)["model"]
     assert type(model["weight"]) is torch.nn.Parameter
     assert model["weight"].requires_grad

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 import datastates as ds
 from datastates.checkpointer import Checkpointer
@@ -27,9 +27,9 @@ class State:
     """A state with values of several kinds; ``take()`` gives all of them."""
 
     def __init__(self, scale: int) -> None:
-        grid = torch.arange(6, dtype=torch.float32).reshape(2, 3) * scale
-        self.tree = {"grid": grid, "view": grid.t(), "host": np.arange(3) * scale, "list": [scale, "text"]}
-        self.named = {"a": torch.arange(4) * scale, "b": torch.full((2,), scale, dtype=torch.bfloat16)}
+        grid = np.arange(6, dtype=np.float32).reshape(2, 3) * scale
+        self.tree = {"grid": grid, "view": grid.T, "host": np.arange(3) * scale, "list": [scale, "text"]}
+        self.named = {"a": np.arange(4) * scale, "b": np.full((2,), scale, ml_dtypes.bfloat16)}
         self.loop: dict[str, Any] = {"epoch": scale}
 
     def providers(self) -> list[StateProvider]:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-import torch.distributed as dist
+from memory_keys import Memory, MemoryKeys
 
 from datastates.errors import RanksMissingError
 from datastates.ranks.jax_keys import JaxKeys
 from datastates.ranks.keys import Keys
 from datastates.ranks.openings import Openings
-from datastates.ranks.torch_keys import TorchKeys
 
 SECONDS = 20.0
 _runs = itertools.count()
@@ -33,7 +32,7 @@ class Rank:
         self.openings.end(self.keys, number, given_up)
 
 
-@pytest.fixture(params=["hash", "jax"])
+@pytest.fixture(params=["memory", "jax"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
     name = f"run {next(_runs)}"
     made: list[Rank]
@@ -41,8 +40,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
         service = request.getfixturevalue("coordination").service
         made = [Rank(JaxKeys(service, number, silence=SECONDS), name) for number in range(3)]
     else:
-        store = dist.HashStore()
-        made = [Rank(TorchKeys(store, number, silence=SECONDS), name) for number in range(3)]
+        memory = Memory()
+        made = [Rank(MemoryKeys(memory, number), name) for number in range(3)]
     yield made
     for rank in made:
         rank.keys.close()

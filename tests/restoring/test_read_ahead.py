@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,13 +68,16 @@ def test_the_first_extents_are_those_of_all(sizes: list[int], first: int, count:
 # --- restoring
 
 
-def state_of(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    large = {f"large{i}": torch.randn(1 << 20, generator=generator) for i in range(5)}
-    return large | {f"small{i}": torch.randn(100, generator=generator) for i in range(20)}
+Array = np.ndarray[Any, Any]
 
 
-def provider_of(state: dict[str, torch.Tensor], name: str = "model") -> StateProvider:
+def state_of(seed: int) -> dict[str, Array]:
+    generator = np.random.default_rng(seed)
+    large = {f"large{i}": generator.random(1 << 20, np.float32) for i in range(5)}
+    return large | {f"small{i}": generator.random(100, np.float32) for i in range(20)}
+
+
+def provider_of(state: dict[str, Array], name: str = "model") -> StateProvider:
     return from_state_dict(name, state)
 
 
@@ -136,7 +138,7 @@ def test_what_was_read_ahead_is_not_read_again(tmp_path: Path, begun: Begun, mon
         monkeypatch.setattr(Restore, "_compare", compare)
         restored = ckpt.restore([provider_of(live)])
         assert restored is not None
-        assert all(torch.equal(live[key], saved[key]) for key in saved)
+        assert all(np.array_equal(live[key], saved[key]) for key in saved)
         nbytes = sum(length for _, length in begun[0][0])
         assert nbytes > 20e6
         assert nbytes <= restored.read_nbytes < 1.1 * nbytes
@@ -152,12 +154,12 @@ def test_a_single_restore_reads_ahead(tmp_path: Path, begun: Begun) -> None:
     drop_from_cache(tmp_path)
     ds.restore([provider_of(live)], tmp_path / "one", **OPTIONS)
     assert begun.nbytes_left() == [0]
-    assert all(torch.equal(live[key], saved[key]) for key in saved)
+    assert all(np.array_equal(live[key], saved[key]) for key in saved)
 
 
 def test_what_does_not_fit_changes_nothing_and_leaves_the_cache_free(tmp_path: Path, begun: Begun) -> None:
-    saved, live = state_of(1), state_of(2) | {"other": torch.ones(3)}
-    before = {key: tensor.clone() for key, tensor in live.items()}
+    saved, live = state_of(1), state_of(2) | {"other": np.ones(3)}
+    before = {key: array.copy() for key, array in live.items()}
     with ds.Checkpointer(tmp_path, host_cache="4MiB", block="1MiB") as ckpt:
         ckpt.snapshot([provider_of(saved)], step=1).wait_committed()
         for _ in range(3):
@@ -165,29 +167,29 @@ def test_what_does_not_fit_changes_nothing_and_leaves_the_cache_free(tmp_path: P
             with pytest.raises(RestoreError, match="other"):
                 ckpt.restore([provider_of(live)])
         assert len(begun) == 3
-        assert all(torch.equal(live[key], before[key]) for key in before)
+        assert all(np.array_equal(live[key], before[key]) for key in before)
         ckpt.snapshot([provider_of(live)], step=2).wait_committed()
         assert ckpt.restore([provider_of(live)], step=2).step == 2
 
 
 def test_a_state_that_lies_elsewhere_is_read_as_it_is(tmp_path: Path, begun: Begun) -> None:
     saved = state_of(1)
-    live = {key: torch.zeros(2 * len(t))[::2] for key, t in saved.items()}
-    live["large0"] = torch.zeros_like(saved["large0"])
+    live = {key: np.zeros(2 * len(t), np.float32)[::2] for key, t in saved.items()}
+    live["large0"] = np.zeros_like(saved["large0"])
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot([provider_of(saved)], step=1).wait_committed()
         drop_from_cache(tmp_path)
         ckpt.restore([provider_of(live)])
     assert begun.nbytes_left() == [0]
-    assert all(torch.equal(live[key], saved[key]) for key in saved)
+    assert all(np.array_equal(live[key], saved[key]) for key in saved)
 
 
 @pytest.mark.parametrize("why", ["one of two providers", "little", "nothing", "a device"])
 def test_nothing_is_read_ahead_where_not_all_is_wanted(
     why: str, tmp_path: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = {"little": {"a": torch.ones(9)}, "nothing": {}}
-    saved = [provider_of(states.get(why, state_of(1))), from_state_dict("rest", {"b": torch.ones(4), "text": "x"})]
+    states = {"little": {"a": np.ones(9)}, "nothing": {}}
+    saved = [provider_of(states.get(why, state_of(1))), from_state_dict("rest", {"b": np.ones(4), "text": "x"})]
     if why == "a device":
         monkeypatch.setattr(restoring, "current_device", lambda: 0)
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
