@@ -57,7 +57,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """A range of a tensor's elements in a window: what is read, and where in the file it goes if it is cast."""
+    """A range of a tensor's elements in a window.
+
+    Attributes:
+        number: The number of the tensor in the file.
+        end: One past the last element, in the flattened tensor.
+        read: The elements as they are stored.
+        cast: The elements as they are in the file; None if they are not cast.
+    """
 
     number: int
     end: int
