@@ -10,7 +10,7 @@ from datastates.errors import ProviderError
 from datastates.providers.nested.pairing import pair
 from datastates.providers.nested.taken_apart import is_inner
 from datastates.providers.nested.tree import TreeProvider
-from datastates.state import arrays, jax_arrays, memory
+from datastates.state import arrays, dtensors, jax_arrays, memory
 from datastates.state.depth import deeper
 from datastates.state.landings import Landing, describes, stand_in
 from datastates.state.provider import Saved
@@ -82,6 +82,8 @@ class PytreeProvider(TreeProvider):
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
             if describes(leaf):
                 raise ProviderError(f"{key_of(path)!r} describes an array, and has no contents to save")
+            if dtensors.is_dtensor(leaf):
+                raise ProviderError(f"{key_of(path)!r} is a DTensor, which is restored in place: use from_state_dict")
         return _nested(leaves)
 
     def is_lazy(self, key: str, array: object) -> bool:

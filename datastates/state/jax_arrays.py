@@ -193,7 +193,9 @@ def key_name(keys: Any) -> str:
     found: list[str] = []
 
     def note(traced: Any) -> Any:
-        found.append(str(jax.random.key_impl(traced)))
+        made_by = jax.random.key_impl(traced)
+        # older versions give an object, whose text is a tag that wrap_key_data() does not take
+        found.append(made_by if isinstance(made_by, str) else made_by._impl.name)
         return traced
 
     jax.eval_shape(note, keys)  # key_impl() takes no description

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.loaded import loaded
-from datastates.state import arrays, dressed, dtensors, jax_arrays
+from datastates.state import arrays, dressed, jax_arrays
 from datastates.state.parts import HeldPart
 from datastates.state.shards import Shard
 
@@ -38,15 +38,9 @@ class Landing:
 
     @classmethod
     def of(cls, like: Any) -> Landing:
-        """Allocate memory; its contents are undefined.
-
-        Raises:
-            TypeError: The array is a DTensor, which is restored in place only.
-        """
+        """Allocate memory; its contents are undefined. ``like`` is no DTensor: those are restored in place."""
         if describes(like) or arrays.kind_of(like) == "jax":
             return cls(like, jax_arrays.landings(like))
-        if dtensors.is_dtensor(like):
-            raise TypeError("a DTensor cannot be replaced by a new one: restore it in place, as by from_state_dict")
         shape = tuple(like.shape)
         whole = HeldPart(shape, (0,) * len(shape), None, ())
         return cls(like, [(whole, _empty(like))])

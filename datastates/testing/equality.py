@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from datastates.state import arrays
+from datastates.state import arrays, jax_arrays
 
 
 def equal(a: Any, b: Any) -> bool:
     """Whether two nested values are equal: the same types, keys and order of keys, and arrays that agree in every bit.
 
     Two arrays are equal if their library, dtype, shape and bits are. Their devices and strides may differ. NaNs of
-    the same bits are equal. Dicts, lists and tuples are compared item by item, other objects by ``==``.
+    the same bits are equal. Typed random keys of JAX are equal if their implementation and numbers are. Dicts, lists
+    and tuples are compared item by item, other objects by ``==``.
 
     Args:
         a: One value.
@@ -30,6 +31,11 @@ def difference(a: Any, b: Any, at: str = "state") -> str | None:
         b: The other.
         at: Name of the values, which the description begins with.
     """
+    if jax_arrays.is_key(a) and jax_arrays.is_key(b):
+        names = [jax_arrays.key_name(keys) for keys in (a, b)]
+        if names[0] != names[1]:
+            return f"{at}: random keys of {names[0]!r} are not of {names[1]!r}"
+        return difference(jax_arrays.key_data(a), jax_arrays.key_data(b), at)
     kind = arrays.kind_of(a)
     if kind is not None or type(a) is not type(b):
         is_equal = kind is not None and kind == arrays.kind_of(b) and _same_bits(a, b)

@@ -28,6 +28,7 @@ from datastates.errors import CorruptError, ProviderError, RestoreError  # noqa:
 from datastates.providers import HostTensorProvider, from_pytree, from_state_dict  # noqa: E402
 from datastates.state.provider import StateProvider  # noqa: E402
 from datastates.testing import ProviderTests, equal  # noqa: E402
+from datastates.testing.equality import difference  # noqa: E402
 
 PARAMS = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}}
 
@@ -307,3 +308,11 @@ def test_arrays_of_jax_are_never_written(tmp_path: Path) -> None:
     with pytest.raises(RestoreError, match="the live array is of JAX"):
         ds.restore([from_pytree("s", {"v": live["w"]})], tmp_path / "c", rename={"s/w": "s/v"})
     assert live["w"].tolist() == [0, 0, 0]
+
+
+def test_equality_of_states_knows_random_keys() -> None:
+    keys = jax.random.split(jax.random.key(0), 2)
+    assert equal([keys], [jax.random.split(jax.random.key(0), 2)])
+    assert "is not" in str(difference(keys, jax.random.split(jax.random.key(1), 2)))
+    other = jax.random.split(jax.random.key(0, impl="rbg"), 2)
+    assert difference(keys, other) == "state: random keys of 'threefry2x32' are not of 'rbg'"
