@@ -39,9 +39,9 @@ def is_key(value: Any) -> bool:
 
 
 def processes() -> tuple[int, ...]:
-    """The numbers of all of JAX's processes; empty if there is only this one."""
-    jax: Any = loaded("jax")
-    count = 1 if jax is None else jax.process_count()
+    """The numbers of all of JAX's processes; empty if there is only this one. Does not start JAX's devices."""
+    distributed: Any = loaded("jax._src.distributed")
+    count = 1 if distributed is None else distributed.global_state.num_processes
     return tuple(range(count)) if count > 1 else ()
 
 

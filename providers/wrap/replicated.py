@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
+from datastates.state import jax_arrays
 from datastates.state.provider import Encoder, Saved, StateProvider
 from datastates.state.shards import Shard, Shards
 
@@ -41,7 +42,8 @@ class ReplicatedProvider(StateProvider):
         Args:
             provider: The state.
             ranks: Global numbers of the ranks that hold the arrays alike, this rank among them. None: all ranks of
-                torch.distributed at each snapshot; without torch.distributed, this rank alone.
+                torch.distributed at each snapshot; without torch.distributed, all processes of JAX; without either,
+                this rank alone.
 
         Raises:
             TypeError: ``provider`` is no :class:`~datastates.protocol.StateProvider`.
@@ -92,7 +94,7 @@ class ReplicatedProvider(StateProvider):
         together = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
         ranks = self._ranks
         if ranks is None:
-            ranks = tuple(range(torch.distributed.get_world_size())) if together else ()
+            ranks = tuple(range(torch.distributed.get_world_size())) if together else jax_arrays.processes()
         elif together and torch.distributed.get_rank() not in ranks:
             raise ProviderError(
                 f"rank {torch.distributed.get_rank()} is none of the ranks that were said to hold this state: {ranks}"
