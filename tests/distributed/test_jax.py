@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax_meshes
+import numpy as np
 import pytest
 
+import datastates as ds
 from datastates.commit import directories
+from datastates.providers import from_pytree
 
-pytest.importorskip("jax", reason="JAX is not installed: its processes were NOT tried")
-
+DEVICES = "--xla_force_host_platform_device_count=4"
 IMPORTED = ("jax", "msgpack", "numpy", "pydantic")
 
 HEAD = f"""
@@ -22,11 +26,13 @@ from pathlib import Path
 
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import jax
+import jax_meshes
 from split_state import Split
 
 import datastates as ds
 from datastates._base import faults
 from datastates.errors import DatastatesError
+from datastates.providers import HostTensorProvider, ReplicatedProvider, from_pytree
 
 RANK, SIZE, DIRECTORY = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -46,7 +52,8 @@ def state():
 def save(ckpt, step):
     begin = time.monotonic()
     try:
-        ckpt.snapshot([state().fill(step)], step=step).wait_committed()
+        alike = ReplicatedProvider(HostTensorProvider("alike", {{"rates": jax_meshes.RATES}}))
+        ckpt.snapshot([state().fill(step), alike], step=step).wait_committed()
         outcome = dict(error=None)
     except DatastatesError as error:
         outcome = dict(error=type(error).__name__, text=str(error), ranks=list(getattr(error, "ranks", ())))
@@ -57,6 +64,13 @@ def restore(ckpt):
     found = state()
     step = ckpt.restore([found]).step
     report("restore", step=step, wrong=found.wrong(step))
+
+
+def restore_mesh(shape):
+    provider = from_pytree("s", jax_meshes.described(shape))
+    result = ds.restore([provider], DIRECTORY.with_name("mesh"), verify="digest")
+    wrong = jax_meshes.wrong(provider.tree)
+    report("mesh", step=result.step, wrong=wrong, needed=result.needed_nbytes, read=result.read_nbytes)
 
 
 def all_are_here(name):
@@ -70,6 +84,11 @@ with ds.Checkpointer(DIRECTORY, **OPTIONS) as ckpt:
     save(ckpt, 1)
 assert not jax._src.xla_bridge.backends_are_initialized()
 assert (jax.process_index(), jax.process_count()) == (RANK, SIZE)
+with ds.Checkpointer(DIRECTORY.with_name("mesh"), **OPTIONS) as ckpt:
+    tree = jax_meshes.tree((8,))
+    ckpt.snapshot([from_pytree("s", tree)], step=7)
+    total = float(jax.jit(lambda w: w.sum())(tree["rows"]))  # a collective of the training, meanwhile
+    report("mesh", total=total)
 all_are_here("closed")
 report("keys", keys=[key for key, _ in client.key_value_dir_get_bytes("datastates/")])
 all_are_here("looked")
@@ -91,6 +110,7 @@ report("pending", committed=pending.committed)  # and the process ends, without 
 """
 
 RANK_1_IS_KILLED = f"""{HEAD}
+restore_mesh((2, 4))
 ckpt = ds.Checkpointer(DIRECTORY, rank_timeout=3, **OPTIONS)
 restore(ckpt)
 if RANK == 1:
@@ -113,8 +133,15 @@ Reports = list[dict[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Runs:
-    """What three runs in one directory have told, and which steps were committed after each."""
+    """What three runs in one directory have told, and which steps were committed after each.
 
+    Attributes:
+        root: The directory.
+        mesh: A checkpoint of sharded arrays that the first run made beside.
+    """
+
+    root: Path
+    mesh: Path
     saves: Reports
     rank_1_is_killed: Reports
     rank_0_is_killed: Reports
@@ -122,22 +149,29 @@ class Runs:
     statuses: list[list[int]]
 
 
+def reports_of(output: str) -> dict[str, dict[str, Any]]:
+    """What a process has reported, by word. gloo prints lines of its own."""
+    return {said["word"]: said for said in map(json.loads, re.findall(r"^\{.*$", output, re.MULTILINE))}
+
+
 @pytest.fixture(scope="module")
 def runs(module_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("jax") / "ckpts"
     told, committed, statuses = [], [], []
     for script, may_fail in ((SAVES, ()), (RANK_1_IS_KILLED, [1]), (RANK_0_IS_KILLED, [0, 1])):
-        done = module_ranks(2, script, root, imported=IMPORTED, may_fail=may_fail)
-        told.append([{said["word"]: said for said in map(json.loads, d.stdout.splitlines())} for d in done])
+        done = module_ranks(2, script, root, imported=IMPORTED, may_fail=may_fail, XLA_FLAGS=DEVICES)
+        told.append([reports_of(d.stdout) for d in done])
         committed.append(list(directories.committed(root)))
         statuses.append([d.returncode for d in done])
-    return Runs(*told, committed, statuses)
+    return Runs(root, root.with_name("mesh"), *told, committed, statuses)
 
 
 def test_processes_commit_together_without_starting_jaxs_devices(runs: Runs) -> None:
     assert [told["save 1"]["error"] for told in runs.saves] == [None, None]
-    # the number of the last opening stays, for a rank that comes late
-    assert [told["keys"]["keys"] for told in runs.saves] == [["datastates/ckpts%2Fopenings/value"]] * 2
+    # the numbers of the last openings stay, for a rank that comes late
+    assert [told["keys"]["keys"] for told in runs.saves] == [
+        [f"datastates/{name}%2Fopenings/value" for name in ("ckpts", "mesh")]
+    ] * 2
 
 
 def test_a_process_that_cannot_begin_tells_the_others(runs: Runs) -> None:
@@ -145,6 +179,10 @@ def test_a_process_that_cannot_begin_tells_the_others(runs: Runs) -> None:
     assert first["error"] == "SettingsError"
     assert second["error"] == "CommitError"
     assert first["text"] in second["text"]
+
+
+def test_what_all_processes_hold_alike_is_saved_once(runs: Runs) -> None:
+    assert np.array_equal(ds.load(runs.root, step=1)["alike"]["rates"], jax_meshes.RATES)
 
 
 def test_who_does_not_come_in_time_is_named_to_all(runs: Runs) -> None:
@@ -175,3 +213,41 @@ def test_without_the_process_of_the_service_jax_ends_the_others_and_nothing_is_c
     assert [each["restore"]["step"] for each in told] == [3, 3]
     assert runs.statuses[2] == [-signal.SIGKILL, -signal.SIGABRT]
     assert runs.committed[2] == [1, 3]
+
+
+# --- arrays over the devices of both
+
+
+def test_each_box_is_saved_by_one_process(runs: Runs) -> None:
+    whole = sum(array.nbytes for array in jax_meshes.VALUES.values())
+    assert [told["mesh"]["total"] for told in runs.saves] == [float(jax_meshes.VALUES["rows"].sum())] * 2
+    written = sum(file.stat().st_size for file in runs.mesh.rglob("rank-*.pt"))
+    assert whole < written < 1.05 * whole
+
+
+def test_two_processes_restore_onto_another_mesh(runs: Runs) -> None:
+    needed = [told["mesh"]["needed"] for told in runs.rank_1_is_killed]
+    assert [told["mesh"]["wrong"] for told in runs.rank_1_is_killed] == [[], []]
+    # each holds half of what is cut by its first axis, and all of the rest
+    values = jax_meshes.VALUES
+    halves, rest = values["rows"].nbytes, sum(values[key].nbytes for key in ("columns", "alike", "grid"))
+    assert needed[0] == needed[1] < halves + rest
+    for told in runs.rank_1_is_killed:
+        assert told["mesh"]["needed"] <= told["mesh"]["read"] <= 1.05 * told["mesh"]["needed"]
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (1,)])
+def test_one_process_restores_what_two_saved(runs: Runs, shape: tuple[int, ...]) -> None:
+    provider = from_pytree("s", jax_meshes.described(shape))
+    result = ds.restore([provider], runs.mesh, verify="digest")
+    assert jax_meshes.wrong(provider.tree) == []
+    assert result.read_nbytes <= 1.05 * result.needed_nbytes
+
+
+def test_they_load_as_whole_arrays(runs: Runs) -> None:
+    loaded = ds.load(runs.mesh)["s"]
+    assert {key: loaded[key].tobytes() for key in jax_meshes.VALUES} == {
+        key: array.tobytes() for key, array in jax_meshes.VALUES.items()
+    }
+    assert loaded["step"] == 7
+    assert all(isinstance(loaded[key], np.ndarray) for key in jax_meshes.VALUES)

@@ -1,0 +1,65 @@
+"""A tree of JAX's arrays over a mesh of all devices of all processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_random = np.random.default_rng(0)
+VALUES = {
+    "rows": _random.integers(0, 9, (1024, 512)).astype(np.float32),
+    "columns": _random.random((512, 1024), np.float32),
+    "alike": _random.random((256, 512), np.float32).astype(ml_dtypes.bfloat16),
+    "grid": _random.integers(0, 100, (512, 512)).astype(np.int16),
+}
+"""The logical arrays. The sum of the first is exact."""
+RATES = np.arange(100.0)
+"""An array of NumPy that all processes hold alike."""
+
+
+def shardings(shape: tuple[int, ...]) -> dict[str, NamedSharding]:
+    """How each array lies on the first devices, as many as a mesh of that shape has."""
+    mesh = Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), tuple("ab"[: len(shape)]))
+    last = mesh.axis_names[-1]
+    specs = {
+        "rows": PartitionSpec(mesh.axis_names),
+        "columns": PartitionSpec(None, last),
+        "alike": PartitionSpec(),
+        "grid": PartitionSpec(last, "a" if len(shape) > 1 else None),
+    }
+    return {key: NamedSharding(mesh, spec) for key, spec in specs.items()}
+
+
+def tree(shape: tuple[int, ...]) -> dict[str, Any]:
+    """The arrays on a mesh, and a number."""
+    arrays = {
+        key: jax.make_array_from_callback(VALUES[key].shape, sharding, lambda box, key=key: VALUES[key][box])
+        for key, sharding in shardings(shape).items()
+    }
+    return {**arrays, "step": 7}
+
+
+def described(shape: tuple[int, ...]) -> dict[str, Any]:
+    """The tree without contents, for a restore."""
+    arrays = {
+        key: jax.ShapeDtypeStruct(VALUES[key].shape, VALUES[key].dtype, sharding=sharding)
+        for key, sharding in shardings(shape).items()
+    }
+    return {**arrays, "step": 0}
+
+
+def wrong(found: dict[str, Any]) -> list[str]:
+    """The keys whose values are not those that were saved, on this process's devices."""
+    return [
+        key
+        for key, whole in {**VALUES, "step": np.array(7)}.items()
+        if (
+            found[key] != whole
+            if key == "step"
+            else any(np.asarray(s.data).tobytes() != whole[s.index].tobytes() for s in found[key].addressable_shards)
+        )
+    ]
