@@ -17,7 +17,7 @@ from datastates._base.paths import PathLike
 from datastates.commit import directories, health, retention
 from datastates.commit.ballot import Ballot
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
-from datastates.executor.make import make_executor
+from datastates.executor.make import make_executor, make_small_executor
 from datastates.exporting import export as exporting
 from datastates.exporting.export import Exported, cast_type
 from datastates.exporting.safetensors_layout import parse_size
@@ -236,6 +236,7 @@ def load(
 
     Parts that several ranks saved are put together into whole tensors. Of other values that several ranks saved under
     one key, that of the lowest rank is returned. Each process reads by itself: no other rank takes part.
+
     If the newest checkpoint of a directory is damaged, the message of the error names an older one that looks whole.
 
     Args:
@@ -356,7 +357,7 @@ def export(
             found.tensors,
             found.format,
             to,
-            lambda n: make_executor(settings, min(n, _few_blocks(settings))),
+            partial(make_small_executor, settings),
             keys=[keys] if isinstance(keys, str) else keys,
             rename=rename,
             dtype=cast,
@@ -364,11 +365,6 @@ def export(
             direct_io=settings.direct_io,
             progress=progress or (lambda *_: None),
         )
-
-
-def _few_blocks(settings: IoSettings) -> int:
-    """Bytes of host cache that are enough for reads of one array at a time."""
-    return (settings.queue_depth + 1) * settings.block
 
 
 def open(
@@ -397,8 +393,6 @@ def open(
         SettingsError: An option is unknown or impossible.
     """
     settings, target = IoSettings.of(options), cuda_device(device)
-    most = _few_blocks(settings)
     with contextlib.ExitStack() as reading:
         found = reading.enter_context(_opened(path, step))
-        opened = found.tensors
-        return Checkpoint(opened, lambda nbytes: make_executor(settings, min(nbytes, most)), reading.pop_all(), target)
+        return Checkpoint(found.tensors, partial(make_small_executor, settings), reading.pop_all(), target)

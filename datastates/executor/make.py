@@ -26,3 +26,8 @@ def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
         io_threads=settings.io_threads,
         device_cache=settings.device_cache,
     )
+
+
+def make_small_executor(settings: IoSettings, nbytes: int) -> Executor:
+    """Make an executor for reads of one array at a time, of ``nbytes`` in all: its host cache is a few blocks."""
+    return make_executor(settings, min(nbytes, (settings.queue_depth + 1) * settings.block))

@@ -11,10 +11,11 @@ import numpy as np
 
 from datastates._base import gc_pause
 from datastates._base.columns import I64, U8
+from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
 from datastates.executor.executor import Columns, columns
 from datastates.planning import owners
-from datastates.state import arrays, jax_arrays, versions
+from datastates.state import dtensors, jax_arrays, versions
 from datastates.state.dtypes import BY_NAME
 from datastates.state.parts import overlap
 from datastates.state.provider import StateProvider, stored_name, walk_unique
@@ -158,7 +159,7 @@ def collect(
         else:
             own, kept = [shard.source for shard in shards if not shard.is_object], None
         sources += own
-        memory += arrays.memory_of(own) if kept is None else kept
+        memory += _storages(own) if kept is None else kept
         objects += [(p, shard) for shard in objects_of(shards)]
     keys = {(p, shard.key) for p, shard in objects}
     if not all(isinstance(key, str) for _, key in keys):
@@ -370,3 +371,17 @@ def _wrong(shard: Shard, buffer: Buffer, itemsize: int) -> str | None:
     if shard.buffer_offset + (0 if 0 in shard.shape else elements * itemsize) > buffer.nbytes:
         return f"reaches beyond its buffer of {buffer.nbytes} bytes"
     return shard.part.flaw
+
+
+def _storages(values: Sequence[Any]) -> list[object]:
+    """The storages of the torch tensors among some values.
+
+    A storage keeps its memory alive, even if its tensor is given other memory (``tensor.data = ...``).
+    """
+    torch: Any = loaded("torch")
+    if torch is None:
+        return []
+    types = set(map(type, values))
+    if not types <= {torch.Tensor, torch.nn.Parameter}:  # the usual classes need no filter
+        values = [dtensors.local(value) for value in values if isinstance(value, torch.Tensor)]
+    return list(map(torch.Tensor.untyped_storage, values))

@@ -383,20 +383,6 @@ def address(array: Any) -> int:
     return int(dtensors.local(array).data_ptr() if kind_of(array) == "torch" else _view(array).pointer)
 
 
-def memory_of(values: Sequence[Any]) -> list[object]:
-    """The storages of the torch tensors among some values.
-
-    A storage keeps its memory alive, even if its tensor is given other memory (``tensor.data = ...``).
-    """
-    torch: Any = loaded("torch")
-    if torch is None:
-        return []
-    types = set(map(type, values))
-    if not types <= {torch.Tensor, torch.nn.Parameter}:  # the usual classes need no filter
-        values = [dtensors.local(value) for value in values if isinstance(value, torch.Tensor)]
-    return list(map(torch.Tensor.untyped_storage, values))
-
-
 def is_parameter(array: object) -> bool:
     """Whether an array is a ``torch.nn.Parameter``."""
     torch: Any = loaded("torch")
