@@ -238,4 +238,19 @@ CHAPTERS = {
     ),
     "reshard": Chapter("Restoring what other ranks saved", _RESHARDED, _RESHARDING),
     "reshard-large": Chapter("Restoring what other ranks saved, large", _RESHARDED, _RESHARDING),
+    "meshes": Chapter(
+        "JAX's sharded trees",
+        "A network with Adam in fp32, {bytes} bytes, sharded by rows over {devices} devices of one process, which are "
+        "the CPU here. It is saved until durable. It is put out of the page cache (checked with mincore) and restored "
+        "onto the same mesh, and again onto a mesh of 4 × 2 devices that cuts both dimensions. All values and "
+        "shardings are compared. Lost is what {period} steps behind the begin of a save take beyond as many plain "
+        "ones. Raw writes and reads as many bytes with O_DIRECT.",
+        (
+            Column("write GB/s", _rate("write")),
+            Column("restore GB/s", _rate("read")),
+            Column("restore onto another mesh GB/s", _rate("mesh")),
+            Column("save call ms", _seconds("call", 1e3), ".1f", skip=("raw",)),
+            Column("training lost ms", _seconds("lost", 1e3), ".0f", skip=("raw",)),
+        ),
+    ),
 }

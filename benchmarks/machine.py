@@ -14,7 +14,7 @@ import torch
 import datastates
 from measure import cores
 
-PACKAGES = ("torch", "numpy", "safetensors", "torchsnapshot", "torch-checkpointing")
+PACKAGES = ("torch", "numpy", "safetensors", "torchsnapshot", "torch-checkpointing", "jax", "orbax-checkpoint")
 
 
 def describe(directory: Path) -> dict[str, Any]:

@@ -34,6 +34,13 @@ from tables import medians
 
 Benchmark = Callable[..., Result]
 
+
+def _meshes(directory: Path, plan: Plan, *, tiny: bool) -> Result:
+    import meshes  # needs JAX, which a machine for the other suites may lack
+
+    return meshes.run(directory, plan, tiny=tiny)
+
+
 SUITES: dict[str, dict[str, Benchmark]] = {
     "cpu": {
         "write": write.run,
@@ -48,6 +55,7 @@ SUITES: dict[str, dict[str, Benchmark]] = {
         "ranks": ranks.run,
         "reshard": partial(reshard.run, large=False),
         "reshard-large": partial(reshard.run, large=True),
+        "meshes": _meshes,
     },
     "gpu": {
         "capture": capture.run,

@@ -101,6 +101,25 @@ def _against(suite: str, benchmark: str, verb: str, goals: dict[str, float], fig
     ]
 
 
+def _over_orbax() -> list[Target]:
+    figures = {
+        "save call": "call",
+        "training time lost": "lost",
+        "durable write": "write",
+        "restore": "read",
+        "restore onto another mesh": "mesh",
+    }
+    return [
+        Target("cpu", "meshes", f"{what}, over {peer}", 2, True, "×", _at_least_a_millisecond(peer, figure))
+        for (what, figure), peer in product(figures.items(), ("Orbax", "Orbax with OCDBT"))
+    ]
+
+
+def _at_least_a_millisecond(slower: str, figure: str) -> Values:
+    """As :func:`times_as_fast`, where less than a millisecond, such as nothing at all, counts as one."""
+    return lambda b: ratios(*([max(s, 1e-3) for s in column(b, system, figure)] for system in (slower, "datastates")))
+
+
 def _without_io_uring(benchmark: str, verb: str) -> Target:
     values = times_as_fast("datastates", "datastates with pwrite")
     return Target("cpu", benchmark, f"{verb} with pwrite, over io_uring", 0.9, True, "×", values)
@@ -232,4 +251,5 @@ TARGETS = [
     *_of_ranks("1 → 2"),
     *_of_ranks("4 → 2"),
     *_resharded(),
+    *_over_orbax(),
 ]

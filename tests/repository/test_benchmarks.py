@@ -51,6 +51,7 @@ CPU_ROWS = {
         "zero_to_fp32",
     },
     "ranks": {f"{system}, {n} → {m}" for system in RANKS for n, m in RANK_LAYOUTS},
+    "meshes": {"raw", "datastates", "Orbax", "Orbax with OCDBT"},
 }
 # with tiny states reshard-large does the same
 RESHARD_ROWS = {
