@@ -10,6 +10,9 @@ from typing import Any
 import msgpack
 import pytest
 
+from datastates.container.table import KINDS
+from datastates.state import dtypes
+
 Fields = dict[str, Any]
 Edit = Callable[[Fields], object]
 Resigned = Callable[[Edit | bytes], Path]
@@ -155,9 +158,9 @@ LIES: dict[str, Edit] = {
     # rows
     "provider out of range": put("provider", 0, 3),
     "provider 2**32-1": put("provider", 0, 2**32 - 1),
-    "unknown library": put("kind", 0, 3),
+    "unknown library": put("kind", 0, len(KINDS)),
     "library 255": put("kind", 0, 255),
-    "unknown element type": put("dtype", 0, 27),
+    "unknown element type": put("dtype", 0, len(dtypes.ALL)),
     "element type 255": put("dtype", 0, 255),
     "record out of range": put("record", 0, 36),
     "record 2**32-1": put("record", 0, 2**32 - 1),
