@@ -57,7 +57,7 @@ demo: .venv/package ## Train, be killed in the middle of a checkpoint, and resum
 .venv/base: Makefile .ci/setup-system
 	.ci/setup-system $(PYTHON)
 	$(MAKE_VENV) .venv
-	$(INSTALL) 'setuptools>=77.0.3' 'pybind11>=3.0' 'cmake>=3.24' 'ninja>=1.11'
+	$(INSTALL) 'setuptools>=77.0.3' 'pybind11>=3.0'
 	$(BIN)/python setup.py --quiet build_ext & $(INSTALL) $(TORCH); wait $$!
 	touch $@
 
@@ -71,8 +71,13 @@ demo: .venv/package ## Train, be killed in the middle of a checkpoint, and resum
 DEEPSPEED_OPERATION := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions PATH="$(CURDIR)/$(BIN):$$PATH" \
     $(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()' >/dev/null
 
+# What the C++ tests are built with; the demo needs none of it.
+.venv/builders: .venv/base
+	$(INSTALL) 'cmake>=3.24' 'ninja>=1.11'
+	touch $@
+
 # The package with the tools and frameworks that it is tested with.
-.venv/installed: .venv/base pyproject.toml setup.py $(PACKAGE)
+.venv/installed: .venv/base .venv/builders pyproject.toml setup.py $(PACKAGE)
 	.ci/setup-system $(PYTHON) tests
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation '.[dev]'
 	$(INSTALL) --no-deps $(ALONE)
@@ -158,12 +163,12 @@ ctest-plain: ## The C++ tests
 ctest-plain ctest-asan ctest-tsan: ctest-%: compiled-%
 	$(FIXED_ADDRESSES) $(BIN)/ctest --test-dir build/$* --output-on-failure -j$(JOBS)
 
-# Needs no more than the base, so that it can go on while the packages are installed.
+# Needs none of the packages, so that it can go on while they are installed.
 .PHONY: compiled-plain compiled-asan compiled-tsan
 compiled-plain compiled-asan compiled-tsan: compiled-%: build/%/compile_commands.json
 	$(BIN)/cmake --build build/$*
 
-build/%/compile_commands.json: native/CMakeLists.txt | .venv/base
+build/%/compile_commands.json: native/CMakeLists.txt | .venv/builders
 	$(BIN)/cmake -S native -B build/$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	    -DDATASTATES_SANITIZE='$(SANITIZE_$*)'
 	touch $@
