@@ -73,11 +73,11 @@ def test_a_row_is_found_by_its_full_key_only(collide: bool, rows: list[tuple[int
         found = lookup_of(rows, providers)
         assert dict(found) == expected
         assert list(found) == list(expected)
-        assert found.repeats == 0
+        assert found.repeated == []
         for other in [*others, *(key + "/" for key in expected), *(key + "x" for key in expected)]:
             assert found.get(other) == expected.get(other)
         asked = [*others, *expected]
-        assert found.find(asked) == {key: expected[key] for key in asked if key in expected}
+        assert found.find(asked) == {key: [expected[key]] for key in asked if key in expected}
 
 
 @pytest.mark.parametrize("collide", [False, True])
@@ -87,8 +87,13 @@ def test_the_same_key_twice_is_noticed(collide: bool, key: str, monkeypatch: pyt
         monkeypatch.setattr(
             "datastates.container.key_table._hashes", lambda provider, keys: np.zeros(len(keys), np.uint64)
         )
-    assert lookup_of([(0, key), (1, key), (0, "other")], ["a", "b"]).repeats == 0
-    assert lookup_of([(0, key), (1, key), (0, "other"), (1, key)], ["a", "b"]).repeats == 1
+    assert lookup_of([(0, key), (1, key), (0, "other")], ["a", "b"]).repeated == []
+    found = lookup_of([(0, key), (1, key), (0, "other"), (1, key)], ["a", "b"])
+    assert found.repeated == [[1, 3]]
+    assert list(found) == [full_key("a", key), full_key("b", key), "a/other"]
+    assert len(found) == 3
+    assert found.find([full_key("b", key)]) == {full_key("b", key): [1, 3]}
+    assert found[full_key("b", key)] == 1
 
 
 def test_what_is_no_text_is_no_key() -> None:
