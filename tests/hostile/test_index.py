@@ -201,6 +201,7 @@ LIES: dict[str, Edit] = {
     "digest that is known twice": put("digested", 0, 2),
     "digest that is known 255 times": put("digested", 0, 255),
     "digest that is not known": put("digested", 0, 0),
+    "type that torch lacks, of torch": put("dtype", 0, dtypes.BY_NAME["int4"].code),
     # keys
     "the same key twice": same_keys,
     "keys shorter than their lengths": lambda f: f.update(keys=f["keys"][:-1]),
