@@ -180,10 +180,10 @@ class Copier:
         sums = _Sums(*(np.zeros(len(file.tensors), np.uint32) for _ in range(2)))
         with (
             _opened(path, direct=self._direct_io) as fd,
-            contextlib.closing(Sharing(fd)) as sharing,
             ThreadPoolExecutor(1, "datastates-export") as writer,
             contextlib.closing(_Reading()) as reading,
         ):
+            sharing = Sharing(fd)
 
             def begin(number: int) -> _Window:
                 if number >= BUFFERS:

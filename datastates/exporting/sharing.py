@@ -70,7 +70,6 @@ class Sharing:
     def __init__(self, target: int) -> None:
         """Take the file's descriptor."""
         self._target = target
-        self._sources: dict[Path, int] = {}
         self._refused = False
 
     def share(self, stretches: Sequence[Stretch]) -> Iterator[tuple[int, int]]:
@@ -80,22 +79,22 @@ class Sharing:
                 return
             # another file system, or one without reflinks; another failure comes again when the range is written
             try:
-                clone(self._source(one.path), one.offset, one.nbytes, self._target, one.at)
+                with _opened(one.path) as source:
+                    clone(source, one.offset, one.nbytes, self._target, one.at)
             except OSError:
                 self._refused = True
             else:
                 yield one.at, one.at + one.nbytes
 
-    def _source(self, path: Path) -> int:
-        if path not in self._sources:
-            self._sources[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._sources[path]
 
-    def close(self) -> None:
-        """Close the files of the checkpoint."""
-        with contextlib.ExitStack() as closing:
-            for source in self._sources.values():
-                closing.callback(os.close, source)
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file for one stretch: files that stay open, one for each rank, would be too many."""
+    source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield source
+    finally:
+        os.close(source)
 
 
 def clone(source: int, offset: int, nbytes: int, target: int, at: int) -> None:

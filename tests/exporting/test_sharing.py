@@ -107,6 +107,17 @@ def test_a_file_system_that_refuses_is_asked_once(saved: Path, tmp_path: Path, m
     assert all(torch.equal(read(tmp_path / "out.pt")[key], tensor) for key, tensor in states().items())
 
 
+def test_the_files_of_many_ranks_are_not_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    monkeypatch.setattr(sharing, "clone", lambda *args: opened.append(len(os.listdir("/proc/self/fd"))))
+    paths = [tmp_path / str(rank) for rank in range(20)]
+    for path in paths:
+        path.touch()
+    stretches = [sharing.Stretch(path, 0, number * PAGE, PAGE) for number, path in enumerate(paths)]
+    assert len(list(sharing.Sharing(-1).share(stretches))) == len(opened) == 20
+    assert len(set(opened)) == 1
+
+
 @pytest.mark.long
 def test_reflinks_of_xfs_take_no_space(tmp_path: Path) -> None:
     if os.geteuid() or not shutil.which("mkfs.xfs"):
