@@ -29,7 +29,7 @@ from datastates.exporting.sharing import Sharing, Stretch, stretch_of
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import TensorFile
 from datastates.state import arrays, memory, strides
-from datastates.state.dtypes import BY_NAME
+from datastates.state.dtypes import BY_NAME, pickled
 from datastates.state.shards import ArrayRef
 
 BUFFERS = 3
@@ -213,7 +213,7 @@ class Copier:
                 os.fsync(fd)
 
     def _stored_type(self, tensor: Tensor) -> str:
-        return self._origins[tensor.key].row.dtype.name
+        return pickled(self._origins[tensor.key].row.dtype).name
 
     def _window(self, file: File, number: int, block: Any, staging: Any) -> _Window:
         """Lay a window out, and queue its reads."""
@@ -245,7 +245,8 @@ class Copier:
         live = arrays.destination(tensor.key, array)
         if not whole:
             live = replace(live, global_shape=tensor.shape, offset=None, flat=(begin, end))
-        for source, row in origin.sources:
+        for source, stored_row in origin.sources:
+            row = replace(stored_row, dtype=pickled(stored_row.dtype))
             window.reads.add(source, row, live)
             if not is_cast and (found := stretch_of(source, row, begin, end, window.offset + at - window.base)):
                 window.stretches.append(found)

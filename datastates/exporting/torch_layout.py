@@ -17,11 +17,12 @@ from datastates.container.records import Records
 from datastates.exporting.frame import File
 from datastates.planning import write
 from datastates.state import strides
+from datastates.state.dtypes import BY_NAME, pickled
 from datastates.state.shards import StoredArray
 
 
 def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str], block: int) -> File:
-    """Lay tensors out in one file. Each has a storage of its own.
+    """Lay tensors out in one file. Each has a storage of its own. Those of a type that torch lacks are their bytes.
 
     Args:
         name: The name of the file.
@@ -29,6 +30,7 @@ def file_of(name: str, tensors: Sequence[Tensor], tied: Mapping[str, str], block
         tied: For each name that shares its tensor with another one, the name of that one. Both get the same storage.
         block: Longest extent in bytes.
     """
+    tensors = [replace(tensor, dtype=pickled(BY_NAME[tensor.dtype]).name) for tensor in tensors]
     sizes = np.array([tensor.nbytes for tensor in tensors], np.uint64)
     eager = np.zeros(len(tensors), np.uint8)
     record = np.argsort(write.file_order(sizes, eager)).tolist()

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -84,6 +85,22 @@ def test_a_model_loads_it_and_names_are_those_of_safetensors(tmp_path: Path) -> 
     assert any(key.startswith("optim/") for key in read)
     with pytest.raises(ValueError, match="one file"):
         ds.export(tmp_path / "saved", tmp_path / "x.pt", shard_size="1GB")
+
+
+def test_types_that_torch_lacks_are_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "MOST_MEMORY", 3 * 4 << 10)
+    names = ("int4", "uint2", "float8_e3m4", "float8_e4m3")
+    state = {name: (np.arange(10_000) % 4).astype(getattr(ml_dtypes, name)).reshape(100, 100) for name in names}
+    state["t"] = state["int4"].T
+    ds.snapshot([from_state_dict("m", state)], tmp_path / "saved").wait_committed()
+    done = ds.export(tmp_path / "saved", tmp_path / "out.pt", dtype="bf16")
+    read = torch.load(tmp_path / "out.pt")
+    assert (done.tied, done.unproven) == ({}, ("m/t",))
+    for name, array in state.items():
+        assert read[name].dtype == torch.uint8
+        assert np.array_equal(read[name].numpy(), np.ascontiguousarray(array).view(np.uint8))
+    with pytest.raises(ValueError, match="'m/int4' is of type int4, which torch's reader of safetensors lacks"):
+        ds.export(tmp_path / "saved", tmp_path / "out.safetensors", keys="m/int4")
 
 
 def test_a_file_of_more_than_4_gib(tmp_path: Path) -> None:
