@@ -17,7 +17,7 @@ from datastates.formats import own, recognise
 def ls(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     path: Path = arguments.path
-    kind = recognise.recognise(path) if path.exists() else None
+    kind = recognise.recognise(path)
     found: list[dict[str, Any]] = []
     left: list[str] = []
     foreign: list[str] = []

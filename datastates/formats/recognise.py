@@ -44,9 +44,9 @@ def recognise(path: Path) -> Format | None:
     Raises:
         StorageError: It cannot be read.
     """
-    if not own.recognises(path) and directories.is_root(path):
-        return None
     with storage_errors("open", path):
+        if not own.recognises(path) and directories.is_root(path):
+            return None
         return next((one for one in FORMATS if one.recognises(path)), None)
 
 

@@ -73,6 +73,9 @@ def test_the_statuses_are_apart_and_told(command: str, root: Path, capsys: pytes
     paths = [root, root] if command == "diff" else [root]
     assert run(capsys, command, *paths)[0] == 0
     assert run(capsys, command, *(path / "absent" for path in paths))[0] == 2
+    too_long = root / ("n" * 300)  # stands for what cannot be looked at
+    assert commands.main([command, *(str(too_long) for _ in paths)]) == (2 if command == "diff" else 1)
+    assert str(too_long) in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         commands.main([command, "--help"])
     assert ended.value.code == 0
