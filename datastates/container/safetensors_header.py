@@ -60,6 +60,11 @@ def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str], alignm
             raise ValueError(f"{tensor.key!r} is of type {tensor.dtype}, which torch's reader of safetensors lacks")
         if tensor.name == "__metadata__":
             raise ValueError(f"{tensor.key!r} cannot be named '__metadata__' in safetensors: rename it")
+    for name in (*(tensor.name for tensor in tensors), *metadata):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name!r} cannot be a name in safetensors, as it has no UTF-8: rename it") from None
     ends = list(itertools.accumulate(tensor.nbytes for tensor in tensors))
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for tensor, end in zip(tensors, ends, strict=True):

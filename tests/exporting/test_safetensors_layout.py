@@ -55,6 +55,9 @@ def test_what_the_format_lacks_is_refused_by_name() -> None:
         file_of("x", [Tensor("m/w", "w", "complex128", (1,))], {}, PAGE)
     with pytest.raises(ValueError, match="'m/__metadata__' cannot be named"):
         file_of("x", [Tensor("m/__metadata__", "__metadata__", "uint8", (1,))], {}, PAGE)
+    for name, tied in (("w\udc80", {}), ("w", {"w\udc80": "w"})):
+        with pytest.raises(ValueError, match=r"'w\\udc80' cannot be a name in safetensors, as it has no UTF-8"):
+            file_of("x", [Tensor("m/w", name, "uint8", (1,))], tied, PAGE)
 
 
 def test_sizes_are_those_of_huggingface() -> None:
