@@ -68,7 +68,11 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _row(entry: dict[str, Any]) -> list[str]:
-    size = [entry["created"], str(entry["ranks"]), as_size(entry["bytes"])] if "created" in entry else ["", "", ""]
+    size = (
+        [printable(entry["created"]), str(entry["ranks"]), as_size(entry["bytes"])]
+        if "created" in entry
+        else ["", "", ""]
+    )
     later = entry["superseded_by"]
     rolled = "" if later is None else f"superseded by step {later}, after a roll-back"
     note = f"damaged: {printable(entry['error'])}" if "error" in entry else rolled

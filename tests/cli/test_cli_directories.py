@@ -50,6 +50,13 @@ def test_ls_shows_what_is_damaged(root: Path, capsys: pytest.CaptureFixture[str]
     assert run(capsys, "ls", root)[1].count("damaged: ") == 2
 
 
+def test_ls_escapes_what_could_control_a_terminal(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = root / "step-00000080"
+    hostile = manifest.open(one).model_copy(update={"created": "\x1b[2J"})
+    (one / "manifest.json").write_bytes(manifest.encode(hostile))
+    assert "\\x1b[2J" in run(capsys, "ls", root)[1]
+
+
 def test_ls_lists_a_directory_without_a_manifest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "step-00000100" / manifest.FILE).unlink()
     status, found = run_json(capsys, "ls", root)
