@@ -14,6 +14,7 @@ from datastates.commit import manifest, retention
 from datastates.container.digests import digest_of
 from datastates.container.named_tensor import Tensor
 from datastates.container.rows import place_of
+from datastates.errors import StorageError
 from datastates.executor.executor import Executor
 from datastates.exporting import safetensors_layout as layout
 from datastates.exporting import torch_layout
@@ -176,7 +177,13 @@ def _pending(target: Path) -> Iterator[manifest.Pending]:
 def _move_out(pending: manifest.Pending, target: Path) -> None:
     """Move the only file of a partial folder beside the folder, and remove the folder."""
     refuse_existing(target)
+    written = pending.directory / target.name
     with files.syscall("rename", target):
-        os.rename(pending.directory / target.name, target)
-    files.sync_directory(target.parent)
+        os.rename(written, target)
+    try:
+        files.sync_directory(target.parent)
+    except StorageError:
+        with contextlib.suppress(OSError):  # a failed export must leave no target
+            os.rename(target, written)
+        raise
     manifest.abandon(pending)

@@ -236,9 +236,10 @@ TARGETS: dict[str, dict[str, Any]] = {
 def test_a_full_disk_leaves_nothing(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, small_windows: None, target: str
 ) -> None:
-    points, how = ("write", "sync", "rename"), {"keys": "model/[!o]*", **TARGETS[target]}
+    points, how = ("write", "sync", "rename", "sync_directory"), {"keys": "model/[!o]*", **TARGETS[target]}
     for point in points:  # they only count
         faults.arm(Fault(f"manifest.{point}", "kill", nth=sys.maxsize))
+    (tmp_path / "counted").mkdir()
     ds.export(saved[0], tmp_path / "counted" / target, **how)
     counts = {point: faults._hits[f"manifest.{point}"] for point in points}
     shutil.rmtree(tmp_path / "counted")
