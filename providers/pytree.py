@@ -144,9 +144,10 @@ class PytreeProvider(TreeProvider):
             array = self._array(value, path)
             return leaf if array is None else array
         try:
-            return leaf if _is_static(leaf) else find(value, path)
+            found = leaf if _is_static(leaf) else find(value, path)
         except KeyError:
             return leaf
+        return leaf if isinstance(found, ArrayRef) else found  # a reference stands for what is not selected
 
     def _array(self, value: Any, path: Path) -> Any:
         """The restored array at a path; None if it was not restored."""

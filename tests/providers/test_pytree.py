@@ -236,6 +236,7 @@ def test_a_failed_restore_leaves_the_tree_and_what_is_not_restored_stays(tmp_pat
     ds.restore([provider], tmp_path / "c", keys="s/b")
     assert provider.tree["a"] is live["a"]
     assert (provider.tree["b"] == 1).all()
+    assert provider.tree["n"] == 2
     file = tmp_path / "c" / "rank-00000.pt"
     data = bytearray(file.read_bytes())
     data[data.index(np.arange(1000, 1010, dtype=np.float32).tobytes())] ^= 1
