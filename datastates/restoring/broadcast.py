@@ -14,10 +14,15 @@ from datastates.errors import RestoreError, SettingsError
 from datastates.planning import owners
 from datastates.restoring.meeting import Meeting
 from datastates.state import dtensors
-from datastates.state.shards import HOST, Shard
+from datastates.state.shards import HOST, Shard, full_key
 
 PartKey = tuple[str, str]
 """A full key, and the text of a part of that logical tensor: equal on all ranks that hold the part."""
+
+
+def part_key(provider: str, shard: Shard) -> PartKey:
+    """The key of a part that a provider of that name restores."""
+    return full_key(provider, shard.key), f"{shard.part} {shard.dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +93,10 @@ def agree(meeting: Meeting, wanted: Callable[[], Mapping[PartKey, int]]) -> list
     return [SharedPart((key, part), tuple(who), reader) for (key, part), who, reader in answer]
 
 
-def received(shares: Sequence[SharedPart]) -> set[str]:
-    """The full keys of the parts that this rank receives instead of reading them."""
+def received(shares: Sequence[SharedPart]) -> set[PartKey]:
+    """The parts that this rank receives instead of reading them."""
     rank = _distributed().get_rank() if shares else None
-    return {share.place[0] for share in shares if rank in share.ranks and rank != share.reader}
+    return {share.place for share in shares if rank in share.ranks and rank != share.reader}
 
 
 def broadcast(shares: Sequence[SharedPart], shards: Mapping[PartKey, Shard]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from datastates.commit.claims import key_hash
 from datastates.container.table import Row
 from datastates.errors import ProviderError
+from datastates.restoring.broadcast import PartKey, part_key
 from datastates.restoring.casting import Cast, can_cast
 from datastates.restoring.reads import Reads
 from datastates.restoring.selection import Cut
@@ -85,13 +87,13 @@ class Compared(ABC):
         some = [shard for shard in kept if not shard.is_object]
         return Destinations([s.key for s in some], [s.source for s in some], objects_of(kept))
 
-    def plan(self, shards: Sequence[Shard], reads: Reads, received: Collection[str] = ()) -> dict[str, object]:
+    def plan(self, shards: Sequence[Shard], reads: Reads, received: Collection[PartKey] = ()) -> dict[str, object]:
         """Queue the reads of all arrays that can be restored, and record what cannot.
 
         Args:
             shards: The provider's destinations; objects are passed over.
             reads: Gets the reads.
-            received: Full keys that this rank receives from other ranks instead of reading them.
+            received: Parts that this rank receives from other ranks instead of reading them.
 
         Returns:
             The live arrays that are restored, by key.
@@ -102,6 +104,7 @@ class Compared(ABC):
         self._shards = restored = []
         elsewhere: list[tuple[Row, Shard]] = []  # not in one known container, or cut into other parts there
         self._asked = keys_of(shards)
+        several = {key for key, count in Counter(self._asked).items() if count > 1}
         for shard in shards:
             if shard.is_object:
                 continue
@@ -114,19 +117,21 @@ class Compared(ABC):
             is_cast = difference is not None and self._cast and can_cast(row, shard)
             if difference is not None and not is_cast:
                 self.report(mismatched={shard.key: difference})
-            elif full_key(self.name, shard.key) in received:
+            elif received and part_key(self.name, shard) in received:
                 restored.append(shard)
                 if is_cast:
                     self.casts.append(Cast(row, shard, []))
-            elif not is_cast and (source := self._holder(row, shard)) is not None:
+            elif not is_cast and shard.key not in several and (source := self._holder(row, shard)) is not None:
                 reads.add(source, row, shard)
                 restored.append(shard)
             else:
                 elsewhere.append((row, shard))
         every = self._stored.sources([(row, shard.part) for row, shard in elsewhere])
-        for (like, shard), sources in zip(elsewhere, every, strict=True):
+        for (_, shard), sources in zip(elsewhere, every, strict=True):
             if missing := uncovered(shard.part, [row.part for _, row in sources]):
                 self.lost[full_key(self.name, shard.key)] = f"{missing} of {shard.part.numel} elements"
+        for (like, shard), sources in zip(elsewhere, every, strict=True):
+            if full_key(self.name, shard.key) in self.lost:  # no other part of it is restored, either
                 continue
             if like.dtype.name != shard.dtype:
                 self.casts.append(Cast(like, shard, sources))

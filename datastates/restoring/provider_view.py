@@ -15,6 +15,7 @@ from datastates.container.pickle_native import read_plain
 from datastates.container.rows import DataPlace, StoredRows, logical
 from datastates.container.table import Row
 from datastates.errors import FormatError, ProviderError
+from datastates.restoring.broadcast import PartKey
 from datastates.restoring.compared import Compared
 from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.read_queue import Ranges
@@ -191,7 +192,7 @@ class SavedState(Compared, Saved):
     def _named(self, key: str) -> contextlib.AbstractContextManager[None]:
         return naming(f"{full_key(self.name, key)!r} in {self._base.path}")
 
-    def plan(self, shards: Sequence[Shard], reads: Reads, received: Collection[str] = ()) -> dict[str, object]:
+    def plan(self, shards: Sequence[Shard], reads: Reads, received: Collection[PartKey] = ()) -> dict[str, object]:
         """Queue the reads of all arrays; see :meth:`Compared.plan`.
 
         Returns:

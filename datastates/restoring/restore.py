@@ -259,7 +259,7 @@ class Restore:
     def _places(self) -> dict[broadcast.PartKey, Shard]:
         """The array shards by full key and part, which are equal on all ranks."""
         return {
-            (full_key(taken.saved.name, shard.key), f"{shard.part} {shard.dtype}"): shard
+            broadcast.part_key(taken.saved.name, shard): shard
             for taken in self._taken
             for shard in taken.shards
             if not shard.is_object

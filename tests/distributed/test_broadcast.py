@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import datastates as ds
 from datastates.providers import DTensorProvider, HostTensorProvider, ReplicatedProvider, from_state_dict
+from datastates.state.provider import StateProvider
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -36,11 +37,29 @@ def state(factor):
     plain = {k: (v.float() * factor).to(v.dtype) for k, v in plain.items()}
     plain["transposed"] = (torch.arange(600_000.0).reshape(600, 1000) * factor).T
     split = {"w": distribute_tensor(whole * factor, mesh, [Replicate(), Shard(0)])}
-    return plain, split, {"n": np.arange(10_000) * factor}
+    return plain, split, {"n": np.arange(10_000) * factor}, boxes(factor)
 
 
-def providers(plain, split, array):
+class Boxes(StateProvider):
+    '''Two boxes of one tensor: all ranks have the first rows, and each has rows of its own.'''
+
+    def __init__(self, boxes):
+        super().__init__("boxes")
+        self.boxes = boxes
+
+    def shards(self):
+        begins, everybody = (0, 1000 * (1 + rank)), (range(4), ())
+        places = zip(self.boxes, begins, everybody, strict=True)
+        return [ds.array_shard("b", b, global_shape=(5000,), offset=(at,), replicas=who) for b, at, who in places]
+
+
+def boxes(factor):
+    return [torch.full((1000,), 7.0) * factor, torch.full((1000,), 1.0 + rank) * factor]
+
+
+def providers(plain, split, array, boxes):
     return [
+        Boxes(boxes),
         ReplicatedProvider(from_state_dict("plain", plain)),
         DTensorProvider("split", split),
         ReplicatedProvider(HostTensorProvider("array", array)),
@@ -55,6 +74,7 @@ with ds.Checkpointer(sys.argv[1], host_cache="8MiB", block="1MiB", replicas=sys.
     same = {k: torch.equal(live[0][k].float(), v.float()) for k, v in expected[0].items()}
     same["w"] = torch.equal(live[1]["w"].to_local(), expected[1]["w"].to_local())
     same["n"] = bool((live[2]["n"] == expected[2]["n"]).all())
+    same["b"] = all(map(torch.equal, live[3], expected[3]))
     print(json.dumps([same, found.read_nbytes, found.unverified_keys]))
 dist.barrier()
 dist.destroy_process_group()

@@ -72,3 +72,13 @@ def test_what_is_no_tensor_is_refused(boxes: Any, change: Any, said: str, tmp_pa
     with pytest.raises(ProviderError, match=said):
         ds.snapshot([Boxes(boxes, **change)], tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_one_part_is_lost_the_others_stay_as_they_are(tmp_path: Path) -> None:
+    ds.snapshot([Boxes(ROWS[:1])], tmp_path / "c").wait_committed()
+    live = Boxes(ROWS)
+    for _, part in live.boxes:
+        part[:] = -1
+    result = ds.restore([live], tmp_path / "c", strict=False)
+    assert result.missing_keys == ["s/w"]
+    assert all((part == -1).all() for _, part in live.boxes)
