@@ -12,7 +12,7 @@ from datastates.providers.nested.taken_apart import is_inner
 from datastates.providers.nested.tree import TreeProvider
 from datastates.state import arrays, dtensors, jax_arrays, memory
 from datastates.state.depth import deeper
-from datastates.state.landings import Landing, describes, stand_in
+from datastates.state.landings import Landing, describes, stand_in, why_not_made
 from datastates.state.provider import Saved
 from datastates.state.pytrees import Leaves, Path, Step, find, key_of, leaves_of, nested
 from datastates.state.shards import ArrayRef, Shard, object_shard
@@ -62,7 +62,7 @@ class PytreeProvider(TreeProvider):
         super().__init__(name)
         self._tree = tree
         self._get, self._set = get, set
-        self._landings: dict[int, Landing] = {}  # by the id of the memory
+        self._landings: dict[int, Landing] = {}  # during restore(): those that destinations() made
 
     @property
     def tree(self) -> Any:
@@ -108,7 +108,9 @@ class PytreeProvider(TreeProvider):
             saved.report(mismatched={"": "was not saved as a nested value"})
             return []
         found = self.match(saved.structure(""), saved)
-        return [*(shard for key, into in found for shard in _shards(key, into)), object_shard()]
+        landings = [into for _, into in found if isinstance(into, Landing)]
+        by_memory = {id(memory): landing for landing in landings for _, memory in landing.parts}
+        return [*(shard for key, into in found for shard in _shards(key, into)), object_shard(source=by_memory)]
 
     def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
         """A landing for each array that both have."""
@@ -120,20 +122,28 @@ class PytreeProvider(TreeProvider):
         for key, theirs, ours in found.leaves:
             if key in names and theirs != ours:
                 mismatched[key] = f"random keys of {theirs!r} in the checkpoint, of {ours!r} in the live state"
-        saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=mismatched)
-        landed = [(ref.key, Landing.of(stands.get(id(leaf), (None, leaf))[1])) for ref, leaf in found.pairs]
-        self._landings = {id(into): landing for _, landing in landed for _, into in landing.parts}
+        others = {names[key] for key in mismatched if key in names}  # of another implementation
+        pairs = [(ref.key, stands.get(id(leaf), (None, leaf))[1]) for ref, leaf in found.pairs if ref.key not in others]
+        flaws = {key: flaw for key, like in pairs if (flaw := why_not_made(like)) is not None}
+        saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=mismatched | flaws)
+        landed = [(key, Landing.of(like)) for key, like in pairs if key not in flaws]
         known = saved.arrays()  # makes each reference on access
         return [*landed, *((key, memory.empty(known[key])) for key in known if is_inner(key))]
+
+    def restore(self, shard: Shard, value: object) -> None:
+        """Hand the whole value to :meth:`accept`, with the memory that belongs to the destination."""
+        assert isinstance(shard.source, dict)
+        self._landings = shard.source
+        try:
+            super().restore(shard, value)
+        finally:
+            self._landings = {}
 
     def accept(self, value: Any) -> None:
         """Put the restored leaves into a new tree, and hand that over."""
         leaves = leaves_of(self.tree)
-        try:
-            pairs = zip(leaves.paths, leaves.values, strict=True)
-            self.tree = leaves.rebuild([self._restored(value, path, leaf) for path, leaf in pairs])
-        finally:
-            self._landings = {}
+        pairs = zip(leaves.paths, leaves.values, strict=True)
+        self.tree = leaves.rebuild([self._restored(value, path, leaf) for path, leaf in pairs])
 
     def _restored(self, value: Any, path: Path, leaf: Any) -> Any:
         """The leaf for a new tree; the old one where nothing of it was restored."""
@@ -197,10 +207,10 @@ def _nested(leaves: Leaves, stands: dict[int, tuple[object, object]] | None = No
     return nested(paths, values)
 
 
-def _names(leaves: Leaves) -> set[str]:
-    """The keys of the names of the implementations of random keys."""
+def _names(leaves: Leaves) -> dict[str, str]:
+    """The keys of the names of the implementations of random keys, each with the key of the numbers."""
     pairs = zip(leaves.paths, leaves.values, strict=True)
-    return {key_of((*path, _NAME)) for path, leaf in pairs if jax_arrays.is_key(leaf)}
+    return {key_of((*path, _NAME)): key_of((*path, _DATA)) for path, leaf in pairs if jax_arrays.is_key(leaf)}
 
 
 def _shards(key: str, into: object) -> list[Shard]:

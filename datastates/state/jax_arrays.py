@@ -178,6 +178,12 @@ def assemble(like: Any, filled: Sequence[tuple[HeldPart, Any]]) -> Any:
     return jax.make_array_from_single_device_arrays(shape, like.sharding, single, **of_type)
 
 
+def made_type(like: Any) -> Any:
+    """The element type of a new array like another one. Types of 64 bits are halved unless JAX is told to keep them."""
+    jax: Any = loaded("jax")
+    return jax.dtypes.canonicalize_dtype(like.dtype)
+
+
 def key_data(keys: Any) -> Any:
     """The numbers that an array of typed random keys consists of; what describes such keys gives a description."""
     jax: Any = loaded("jax")

@@ -24,6 +24,17 @@ def stand_in(like: Any) -> Any:
     return np.broadcast_to(np.zeros((), like.dtype), like.shape)
 
 
+def _is_of_jax(like: object) -> bool:
+    return describes(like) or arrays.kind_of(like) == "jax"
+
+
+def why_not_made(like: Any) -> str | None:
+    """Why no new array like another one can be made, for a message; None if it can."""
+    if not _is_of_jax(like) or (made := jax_arrays.made_type(like)) == like.dtype:
+        return None
+    return f"{like.dtype} in the live state, of which JAX makes {made} while jax_enable_x64 is off"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Landing:
     """Memory for what this process holds of an array, and the array that it becomes.
@@ -39,7 +50,7 @@ class Landing:
     @classmethod
     def of(cls, like: Any) -> Landing:
         """Allocate memory; its contents are undefined. ``like`` is no DTensor: those are restored in place."""
-        if describes(like) or arrays.kind_of(like) == "jax":
+        if _is_of_jax(like):
             return cls(like, jax_arrays.landings(like))
         shape = tuple(like.shape)
         whole = HeldPart(shape, (0,) * len(shape), None, ())
@@ -51,7 +62,7 @@ class Landing:
 
     def assemble(self) -> Any:
         """The array, once the memory is filled: of the library, on the devices and with the sharding of ``like``."""
-        if describes(self.like) or arrays.kind_of(self.like) == "jax":
+        if _is_of_jax(self.like):
             return jax_arrays.assemble(self.like, self.parts)
         ((_, array),) = self.parts
         if arrays.is_parameter(self.like):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ import datastates as ds  # noqa: E402
 from datastates import _native  # noqa: E402
 from datastates.errors import CorruptError, ProviderError, RestoreError  # noqa: E402
 from datastates.providers import HostTensorProvider, from_pytree, from_state_dict  # noqa: E402
+from datastates.state import jax_arrays  # noqa: E402
 from datastates.state.provider import StateProvider  # noqa: E402
 from datastates.testing import ProviderTests, equal  # noqa: E402
 from datastates.testing.equality import difference  # noqa: E402
@@ -202,12 +206,23 @@ def test_a_donation_before_the_snapshot_is_refused_by_key(tmp_path: Path) -> Non
 
 
 def test_misfits_are_named_with_both_values(tmp_path: Path) -> None:
-    saved = {"shape": jnp.ones(3), "type": jnp.ones(2), "key": jax.random.key(0), "only": jnp.ones(1)}
+    saved = {
+        "shape": jnp.ones(3),
+        "type": jnp.ones(2),
+        "key": jax.random.key(0),
+        "as_long": jax.random.key(0, impl="unsafe_rbg"),
+        "wide": np.array([2**40]),
+        "only": jnp.ones(1),
+        "fits": jnp.ones(1),
+    }
     ds.snapshot([from_pytree("s", saved)], tmp_path / "c").wait_committed()
     live = {
         "shape": jnp.ones(4),
         "type": jnp.ones(2, jnp.int32),
         "key": jax.random.key(0, impl="rbg"),
+        "as_long": jax.random.key(1, impl="rbg"),
+        "wide": jax.ShapeDtypeStruct((1,), np.int64),
+        "fits": jnp.zeros(1),
         "new": jnp.ones(2),
     }
     provider = from_pytree("s", live)
@@ -219,7 +234,14 @@ def test_misfits_are_named_with_both_values(tmp_path: Path) -> None:
     assert "float32 of shape (3,) in the checkpoint, float32 of shape (4,) in the live state" in said
     assert "float32 of shape (2,) in the checkpoint, int32 of shape (2,) in the live state" in said
     assert "'threefry2x32' in the checkpoint, of 'rbg' in the live state" in said
+    assert "'s/wide': int64 in the live state, of which JAX makes int32 while jax_enable_x64 is off" in said
     assert provider.tree is live
+    ds.restore([provider], tmp_path / "c", strict=False)
+    assert [key for key in live if provider.tree[key] is not live[key]] == ["fits"]
+    with jax.enable_x64(True):
+        result = ds.restore([provider], tmp_path / "c", strict=False)
+        assert provider.tree["wide"].tolist() == [2**40]
+    assert "s/wide" not in result.mismatched_keys
 
 
 def test_a_failed_restore_leaves_the_tree_and_what_is_not_restored_stays(tmp_path: Path) -> None:
@@ -245,6 +267,23 @@ def test_a_failed_restore_leaves_the_tree_and_what_is_not_restored_stays(tmp_pat
     with pytest.raises(CorruptError, match="s/a"):
         ds.restore([provider], tmp_path / "c")
     assert provider.tree is live
+
+
+def test_a_comparison_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def landings(like: Any) -> Any:
+        found = jax_arrays.landings(like)
+        made.extend(weakref.ref(memory) for _, memory in found)
+        return found
+
+    known = {**vars(jax_arrays), "landings": landings}
+    monkeypatch.setattr("datastates.state.landings.jax_arrays", SimpleNamespace(**known))
+    provider = from_pytree("s", {"a": jnp.arange(3.0)})
+    ds.snapshot([provider], tmp_path / "c").wait_committed()
+    ds.compare([provider], tmp_path / "c")
+    gc.collect()
+    assert [memory() is None for memory in made] == [True]
 
 
 def test_descriptions_of_arrays_are_restored_into_and_not_saved(tmp_path: Path) -> None:
