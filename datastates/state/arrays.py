@@ -285,13 +285,15 @@ def array_shard(
     return replace(shard, replicas=tuple(sorted(replicas))) if replicas else shard
 
 
-def destination(key: str, array: object, meshes: dtensors.Meshes | None = None) -> Shard:
+def destination(key: str, array: Any, meshes: dtensors.Meshes | None = None) -> Shard:
     """Describe a live array to restore into, or this rank's part of a DTensor; the shard's buffer is no copy.
 
     The buffer is None where the array's elements do not fill their memory exactly. ``meshes`` are those of the array
     if they are known.
     """
     view = _view_of(key, array)
+    if view.kind == "jax":  # whole, however many boxes it has: it is only compared, and never written
+        view = replace(view, shape=tuple(array.shape), stride=row_major(array.shape))
     part = (meshes or dtensors.Meshes([array])).part(key, array, view.shape)
     return _describe(key, view, array, _own_place(view, array), part)
 
