@@ -12,9 +12,10 @@ from typing import Any
 
 from datastates._base import gc_pause
 from datastates._base.files import read_bytes
+from datastates.commit import tiling
 from datastates.container import checksums, pickle_reader, pickle_writer
 from datastates.container.file import Container
-from datastates.container.logical import combine
+from datastates.container.logical import Logical, combine
 from datastates.container.pickle_native import read_plain
 from datastates.container.rows import DataPlace, StoredRows, logical, place_of, reference
 from datastates.container.table import KINDS
@@ -188,6 +189,13 @@ class _Blocks(ABC):
             reads.close()
 
 
+def _is_tiled(key: str, tensor: Logical) -> bool:
+    """Whether parts that have as many elements as their tensor have each of them once."""
+    found = [row.part for _, _, row in tensor.parts]
+    covers = (tiling.cover(key, tensor.dtype, part) for part in found)
+    return sum(part.has_first for part in found) <= 1 and sum(covers) % tiling.PRIME == 0
+
+
 class _Tensors(_Blocks):
     """Every logical tensor in new memory, to be filled from the parts of all containers."""
 
@@ -204,6 +212,8 @@ class _Tensors(_Blocks):
         for key, tensor in tensors.items():
             if not tensor.is_complete:
                 raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
+            if len(sources) == 1 and not _is_tiled(key, tensor):  # of several, the commit has checked this
+                raise FormatError(f"{key!r} has parts that overlap")
             self._arrays[key] = memory.empty(logical(tensor.parts[0][2]), device)
             live = arrays.array_shard(key, self._arrays[key])
             for number, _, row in tensor.parts:

@@ -11,7 +11,7 @@ import pytest
 
 import datastates as ds
 from datastates.cli import main
-from datastates.errors import ProviderError
+from datastates.errors import FormatError, ProviderError
 from datastates.providers import HostTensorProvider
 from datastates.state.provider import StateProvider
 
@@ -82,3 +82,11 @@ def test_where_one_part_is_lost_the_others_stay_as_they_are(tmp_path: Path) -> N
     result = ds.restore([live], tmp_path / "c", strict=False)
     assert result.missing_keys == ["s/w"]
     assert all((part == -1).all() for _, part in live.boxes)
+
+
+def test_a_file_whose_parts_overlap_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = (slice(0, 2048), slice(None))
+    monkeypatch.setattr("datastates.saving.collect.overlap", lambda parts: False)
+    ds.snapshot([Boxes([half, half])], tmp_path / "c").wait_committed()  # as many elements as the tensor has
+    with pytest.raises(FormatError, match="'s/w' has parts that overlap"):
+        ds.load(tmp_path / "c")
