@@ -78,7 +78,12 @@ class Part:
         """Why it is no part of its logical tensor, to follow its key in a message; None if it is one."""
         if (self.offset is None) == (self.flat is None):
             return "must have either an offset (a box) or a flat range"
+        place = self.flat if self.flat is not None else self.offset or ()
+        if not all(hasattr(n, "__index__") for n in (*self.global_shape, *place)):
+            return f"must have integers for its place, not {place} of {self.global_shape}"
         if self.flat is not None:
+            if len(self.flat) != 2:
+                return f"must have two bounds of a flat range, not {self.flat}"
             begin, end = self.flat
             fits = 0 <= begin <= end <= math.prod(self.global_shape) and self.shape == (end - begin,)
         else:
