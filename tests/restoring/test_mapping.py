@@ -135,7 +135,7 @@ def test_a_closed_checkpoint_reads_no_more(path: Path) -> None:
 
 def test_an_executor_is_no_larger_than_what_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    from datastates import api as module
+    from datastates.executor import make as module
 
     make = module.make_executor
     monkeypatch.setattr(module, "make_executor", lambda s, n: (made.append(n), make(s, n))[1])
