@@ -74,7 +74,7 @@ def every_kind() -> dict[str, Any]:
     """A state with every kind of value that a state can hold. It is equal at every call."""
     grid = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     weight = torch.arange(40_000, dtype=torch.float32)
-    stored = [getattr(torch, d.name) for d in dtypes.ALL]
+    stored = [getattr(torch, d.name) for d in dtypes.ALL if d.in_torch]
     return {
         "types": {str(t): filled((3, 2), t) for t in stored if t.itemsize and "bits" not in str(t)},
         "model": OrderedDict(weight=weight, bias=torch.ones(7), frozen=torch.tensor(3.5)),
