@@ -169,6 +169,7 @@ class _Walk:
         self._lazy = lazy
         self._detached = detached
         self._outer: dict[str, str] = {}  # by the key of an array inside an object: the object's key
+        self._number = -1  # of the last key inside an object
         self._depth = 0
         self._copies: dict[int, object] = {}
         self._leaves: dict[int, ArrayLeaf] = {}
@@ -190,7 +191,7 @@ class _Walk:
             return None
         if dtensors.is_dtensor(item):  # it would come back as a plain tensor
             raise ProviderError("it holds a DTensor: keep DTensors in plain dicts, lists and tuples")
-        made = self._leaf(f"{_INNER}{len(self.found)}", item, False)
+        made = self._leaf(self._inner_key(), item, False)
         made.attributes = None if self._detached else next(iter(dressed.attributes_of([item]) or ()), None)
         return made
 
@@ -278,9 +279,14 @@ class _Walk:
         return ArrayLeaf(key, bool(getattr(array, "requires_grad", False)), arrays.is_parameter(array))
 
     def _inside(self, key: str) -> str:
-        inner_key = f"{_INNER}{len(self.found)}"
+        inner_key = self._inner_key()
         self._outer[inner_key] = key
         return inner_key
+
+    def _inner_key(self) -> str:
+        """A new key. An object inside another one needs its own, also where no array was found in between."""
+        self._number = max(self._number + 1, len(self.found))
+        return f"{_INNER}{self._number}"
 
     def _shown(self, key: str) -> str:
         """A key as messages show it."""

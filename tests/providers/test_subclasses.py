@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,3 +229,10 @@ def test_a_subclass_of_a_type_without_storage_class_comes_back(tmp_path: Path) -
     found = ds.load(save(tmp_path, [named(torch.arange(4).to(torch.uint16), x=1)]), trust=[NAME])["s"][0]
     assert type(found) is Named
     assert found.tolist() == [0, 1, 2, 3]
+
+
+def test_an_object_within_an_attribute_of_a_tensor_within_an_attribute_is_kept(tmp_path: Path) -> None:
+    outer, inner = torch.ones(3, device="meta"), torch.ones(2, device="meta")
+    outer.inner, inner.note = inner, SimpleNamespace(n=1)  # type: ignore[attr-defined]
+    ds.snapshot([from_state_dict("s", {"x": outer})], tmp_path / "c").wait_committed()
+    assert ds.load(tmp_path / "c", trust="all")["s"]["x"].inner.note.n == 1
