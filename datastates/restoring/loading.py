@@ -12,10 +12,9 @@ from typing import Any
 
 from datastates._base import gc_pause
 from datastates._base.files import read_bytes
-from datastates.commit import tiling
 from datastates.container import checksums, pickle_reader, pickle_writer
 from datastates.container.file import Container
-from datastates.container.logical import Logical, combine
+from datastates.container.logical import combine
 from datastates.container.pickle_native import read_plain
 from datastates.container.rows import DataPlace, StoredRows, logical, place_of, reference
 from datastates.container.table import KINDS
@@ -26,6 +25,7 @@ from datastates.restoring.provider_view import Trust, naming, place_in_pickle
 from datastates.restoring.reads import Reads
 from datastates.restoring.stored import open_all
 from datastates.state import arrays, memory
+from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef, StoredArray, full_key
 
 READ_AT_ONCE = 1 << 30
@@ -189,13 +189,6 @@ class _Blocks(ABC):
             reads.close()
 
 
-def _is_tiled(key: str, tensor: Logical) -> bool:
-    """Whether parts that have as many elements as their tensor have each of them once."""
-    found = [row.part for _, _, row in tensor.parts]
-    covers = (tiling.cover(key, tensor.dtype, part) for part in found)
-    return sum(part.has_first for part in found) <= 1 and sum(covers) % tiling.PRIME == 0
-
-
 class _Tensors(_Blocks):
     """Every logical tensor in new memory, to be filled from the parts of all containers."""
 
@@ -212,7 +205,8 @@ class _Tensors(_Blocks):
         for key, tensor in tensors.items():
             if not tensor.is_complete:
                 raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
-            if len(sources) == 1 and not _is_tiled(key, tensor):  # of several, the commit has checked this
+            # as many elements as the tensor has, but not all of them: some are there twice
+            if len(tensor.parts) > 1 and uncovered(Part.whole(tensor.shape), [row.part for _, _, row in tensor.parts]):
                 raise FormatError(f"{key!r} has parts that overlap")
             self._arrays[key] = memory.empty(logical(tensor.parts[0][2]), device)
             live = arrays.array_shard(key, self._arrays[key])

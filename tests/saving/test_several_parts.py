@@ -11,6 +11,8 @@ import pytest
 
 import datastates as ds
 from datastates.cli import main
+from datastates.commit.manifest import container_name
+from datastates.container.file import open_container
 from datastates.errors import FormatError, ProviderError
 from datastates.providers import HostTensorProvider
 from datastates.state.provider import StateProvider
@@ -88,5 +90,13 @@ def test_a_file_whose_parts_overlap_is_not_loaded(tmp_path: Path, monkeypatch: p
     half = (slice(0, 2048), slice(None))
     monkeypatch.setattr("datastates.saving.collect.overlap", lambda parts: False)
     ds.snapshot([Boxes([half, half])], tmp_path / "c").wait_committed()  # as many elements as the tensor has
+    with pytest.raises(FormatError, match="'s/w' has parts that overlap"):
+        ds.load(tmp_path / "c")
+
+
+def test_files_whose_parts_overlap_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ds.snapshot([Boxes([(slice(0, 2048), slice(None))])], tmp_path / "c").wait_committed()
+    one = open_container(tmp_path / "c" / container_name(0))
+    monkeypatch.setattr("datastates.restoring.loading.open_all", lambda path: [one, replace(one)])
     with pytest.raises(FormatError, match="'s/w' has parts that overlap"):
         ds.load(tmp_path / "c")
