@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from datastates.container.digests import digest_of
@@ -31,15 +31,12 @@ class Logical:
     @property
     def is_complete(self) -> bool:
         """Whether the parts have as many elements as the tensor."""
-        return sum(math.prod(row.shape) for _, _, row in self.parts) == math.prod(self.shape)
+        return _numel(row for _, _, row in self.parts) == math.prod(self.shape)
 
     def digest(self, contributions: Sequence[int | None]) -> int | None:
         """Its digest, from the parts' contributions; None where a part or a contribution is missing."""
-        known = [c for c in contributions if c is not None]
-        if len(known) < len(self.parts) or not self.is_complete:
-            return None
-        nbytes = math.prod(self.shape) * BY_NAME[self.dtype].itemsize
-        return digest_of(functools.reduce(operator.xor, known, 0), nbytes)
+        found = _folded(contributions) if self.is_complete else None
+        return None if found is None else digest_of(found, math.prod(self.shape) * BY_NAME[self.dtype].itemsize)
 
     @property
     def stored_digest(self) -> int | None:
@@ -49,10 +46,18 @@ class Logical:
 
 def contributed(rows: Sequence[Row]) -> int | None:
     """What the rows of one tensor contribute to its digest; None where a part or a contribution is missing."""
-    known = [row.digest for row in rows if row.digest is not None]
-    if not rows or len(known) < len(rows) or sum(row.part.numel for row in rows) != math.prod(rows[0].global_shape):
-        return None
-    return functools.reduce(operator.xor, known)
+    is_complete = rows and _numel(rows) == math.prod(rows[0].global_shape)
+    return _folded([row.digest for row in rows]) if is_complete else None
+
+
+def _numel(rows: Iterable[Row]) -> int:
+    return sum(math.prod(row.shape) for row in rows)
+
+
+def _folded(contributions: Sequence[int | None]) -> int | None:
+    """What all of them are together; None where one is unknown."""
+    known = [one for one in contributions if one is not None]
+    return functools.reduce(operator.xor, known, 0) if len(known) == len(contributions) else None
 
 
 def combine(tables: Sequence[ShardTable]) -> dict[str, Logical]:
