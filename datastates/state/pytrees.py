@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -84,7 +85,9 @@ def _rebuilt(item: Any, values: Iterator[Any]) -> Any:
         return next(values)
     parts = [_rebuilt(child, values) for _, child in _children(item)]
     if isinstance(item, dict):
-        return type(item)(zip(item, parts, strict=True))
+        made = copy.copy(item)  # a class of its own may have more than items
+        made.update(zip(item, parts, strict=True))
+        return made
     return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
 
 

@@ -335,6 +335,13 @@ def test_plain_containers_need_neither_jax_nor_torch(tmp_path: Path) -> None:
         assert type(tree["p"]) is Pair and tree["p"].first.tolist() == [0, 1, 2], tree
         assert tree["p"].second[1:] == [None, 2.5] and tree["t"][1] == "x" and tree["t"][0] == 0
         assert live["p"].first.tolist() == [0, 0, 0]
+
+        filled, empty = (collections.defaultdict(list, a=np.full(2, n)) for n in (1, 0))
+        ds.snapshot([from_pytree("d", filled)], "d").wait_committed()
+        provider = from_pytree("d", empty)
+        ds.restore([provider], "d")
+        assert provider.tree["a"].tolist() == [1, 1] and provider.tree.default_factory is list
+        assert empty["a"].tolist() == [0, 0]
         with ds.open("c") as stored:
             assert set(stored) == {"s/p/first", "s/p/second/0", "s/t/0"}, set(stored)
         assert not {"jax", "torch"} & set(sys.modules)
