@@ -268,9 +268,9 @@ def load(
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
     settings, target = IoSettings.of(options), cuda_device(device)
-    if like is not None and target is not None:
-        raise ValueError(f"device: {device!r:.80} beside like=, whose arrays say where they belong")
     if like is not None:
+        if target is not None:
+            raise ValueError(f"device: {device!r:.80} beside like=, whose arrays say where they belong")
         return _calls.load_like(paths.local(path), like, lambda n: make_executor(settings, n), step=step, trust=trust)
     with _opened(path, step) as found:
         return found.load(lambda n: make_executor(settings, n), trust=trust, device=target)

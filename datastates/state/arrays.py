@@ -24,10 +24,10 @@ from datastates.state.strides import is_dense, row_major, span
 def kind_of(value: Any) -> str | None:
     """``"torch"``, ``"numpy"``, ``"cupy"`` or ``"jax"`` for an array that can be stored as plain memory, else None.
 
-    The result is None for sparse, quantized, nested and meta tensors, for subclasses of tensors and arrays, for tracers
-    and typed random keys of JAX, and for element types that are not in :data:`datastates.state.dtypes.ALL`. Those are
-    pickled. Two kinds of subclass are ``"torch"``: DTensors, of which the local tensor is stored, and subclasses of
-    ``torch.nn.Parameter`` that torch pickles as parameters.
+    The result is None for sparse, quantized, nested and meta tensors, and for subclasses of tensors and arrays. So it
+    is for tracers and typed random keys of JAX, and for element types that are not in
+    :data:`datastates.state.dtypes.ALL`. Those are pickled. Two kinds of subclass are ``"torch"``: DTensors, of which
+    the local tensor is stored, and subclasses of ``torch.nn.Parameter`` that torch pickles as parameters.
     """
     torch: Any = loaded("torch")
     if torch is not None and isinstance(value, torch.Tensor):
