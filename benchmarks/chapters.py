@@ -113,7 +113,7 @@ _RESHARDED = (
     "ones restore it in place, a process each, on one host; in columns: FSDP2 shards their matrices by columns. Before "
     "each, the files are put out of the page cache (checked with mincore). A restore begins when all ranks are there "
     "and ends when the last has its state. Every element is compared. Raw reads as many bytes with O_DIRECT by M "
-    "processes at once, a file each."
+    "processes at once, a file each. The bytes read are what storage read for all ranks together."
 )
 _RESHARDING = (
     Column("restore GB/s", _rate("read")),

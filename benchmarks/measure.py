@@ -66,6 +66,12 @@ def stopwatch() -> Iterator[Sample]:
     sample["cpu_seconds"] = time.process_time() - cpu
 
 
+def storage_nbytes() -> int:
+    """Bytes that storage has read for this process so far, into its memory or into the page cache."""
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["read_bytes"])
+
+
 def interleave(
     result: Result,
     actions: Mapping[str, Callable[[], Sample]],

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is in the documentation
 
-from measure import Result, Sample, cores, stopwatch
+from measure import Result, Sample, cores, stopwatch, storage_nbytes
 from peers import Roster
 from sharded import Kind, ShardedLoop
 from training import Watch, plain_period
@@ -92,11 +92,13 @@ class Member:
         reader = self._roster(directory, host_cache)[system]
         self._loop.wipe()
         self._gather()
+        before = storage_nbytes()
         with stopwatch() as sample:
             reader.restore(path, self._loop.state)
             self._loop.synchronize()
+        fetched = storage_nbytes() - before
         self._loop.check()
-        return {"read": sample["seconds"], **reader.tally()}
+        return {"read": sample["seconds"], "needed": self._loop.local_nbytes, "fetched": fetched}
 
     def train(self, period: int) -> Sample:
         """Train for ``period`` iterations without a checkpoint."""

@@ -72,6 +72,11 @@ class ShardedLoop(Loop):
         """Bytes of all tensors, each logical one counted once."""
         return sum(t.nbytes for _, t in tensors(plain(self.state)))
 
+    @property
+    def local_nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(_local(t).nbytes for _, t in tensors(plain(self.state)))
+
     def fill(self) -> None:
         """Give every element a value that depends on its place in the logical tensor."""
         for local, expected in self._expected():

@@ -81,7 +81,7 @@ def draining(system: str) -> Values:
 
 
 def fetched(system: str) -> Values:
-    """Bytes that a restore read, over those that it needed."""
+    """Bytes that storage read for a restore, over those that all ranks needed."""
     return lambda b: ratios(column(b, system, "fetched"), column(b, system, "needed"))
 
 

@@ -51,10 +51,6 @@ class System(ABC):
         """A path in the folder where nothing exists yet."""
         return self.directory / f"checkpoint-{next(self._numbers)}"
 
-    def tally(self) -> dict[str, int]:
-        """Figures of the last restore on this rank, by name; empty where they are not known."""
-        return {}
-
     @abstractmethod
     def save(self, state: State) -> Path:
         """Save to a new path, and return it once every byte and every directory entry is on stable storage."""

@@ -34,12 +34,7 @@ class Datastates(System):
         return Pending(self.directory / f"step-{step:08d}", snapshot.wait_committed)
 
     def restore(self, path: Path, state: State) -> None:
-        restored = self._checkpointer.restore(self._providers_of(state), step=int(path.name.partition("-")[2]))
-        assert restored is not None
-        self._tally = {"needed": restored.needed_nbytes, "fetched": restored.read_nbytes}
-
-    def tally(self) -> dict[str, int]:
-        return self._tally
+        self._checkpointer.restore(self._providers_of(state), step=int(path.name.partition("-")[2]))
 
     def close(self) -> None:
         self._checkpointer.close()

@@ -39,11 +39,6 @@ class DatastatesThroughDcp(Dcp):
     def restore(self, path: Path, state: State) -> None:
         reader = DataStatesStorageReader(path, **self._options)
         load(plain(state), storage_reader=reader, **self._group)
-        self._tally = reader.tally
-
-    def tally(self) -> dict[str, int]:
-        assert self._tally is not None
-        return {"needed": self._tally.needed_nbytes, "fetched": self._tally.read_nbytes}
 
     def close(self) -> None:
         self._own_writer.close()

@@ -12,12 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
-from torch.futures import Future
 
 from peers.base import Pending, System, fsync_tree
 from states import State, plain
@@ -26,26 +23,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 _THREADS = 8
 """Writer threads, each with its own file. One thread took twice as long as two; more than two did no harm."""
-
-
-class _Reader(FileSystemReader):
-    """Torch's reader, which remembers the items of the last load."""
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._asked = plan.items
-        return super().read_data(plan, planner)
-
-    def tally(self) -> dict[str, int]:
-        """The bytes needed and the bytes read. Torch reads all that is stored of an item, whatever part is needed."""
-        known, needed, fetched = self.read_metadata().state_dict_metadata, 0, 0
-        for item in self._asked:
-            stored, described = self.storage_data[item.storage_index].length, known[item.storage_index.fqn]
-            fetched += stored
-            if isinstance(described, TensorStorageMetadata):
-                needed += item.lengths.numel() * described.properties.dtype.itemsize
-            else:
-                needed += stored
-        return {"needed": needed, "fetched": fetched}
 
 
 class Dcp(System):
@@ -75,11 +52,7 @@ class Dcp(System):
         return path
 
     def restore(self, path: Path, state: State) -> None:
-        self._reader = _Reader(path)
-        load(plain(state), storage_reader=self._reader, **self._group)  # tensors and other values in place
-
-    def tally(self) -> dict[str, int]:
-        return self._reader.tally()
+        load(plain(state), storage_reader=FileSystemReader(path), **self._group)  # tensors and other values in place
 
     def _sync(self, path: Path) -> None:
         """Sync on the coordinator alone, as its save returns when all ranks have written."""
