@@ -201,6 +201,7 @@ class ReadPlan:
         dest_nbytes: _U64,
         extent_offset: _U64,
         extent_length: _U64,
+        extent_shared: _U8,
         extent_span: _U64,
         span_offset: _U64,
         span_length: _U64,

@@ -49,7 +49,9 @@ def prepare_write(plan: WritePlan, literal: bytes | memoryview, runs: DigestRuns
 
 
 def _prepare_read(plan: ReadPlan) -> _native.ReadPlan:
-    return _native.ReadPlan(**fields_of(plan, but=("needed_nbytes", "unverified_nbytes", "unverified_dest")))
+    return _native.ReadPlan(
+        **fields_of(plan, but=("needed_nbytes", "shared_nbytes", "unverified_nbytes", "unverified_dest"))
+    )
 
 
 class Executor:

@@ -130,11 +130,16 @@ class ReadJob:
         return native_call(lambda: self._job.wait(timeout), self._name_record)
 
     def stats(self) -> dict[str, Any]:
-        """Bytes needed, read and unverified, bytes and seconds of each stage, the backend and whether I/O was direct.
+        """What was read: bytes, bytes and seconds of each stage, the backend, and whether I/O was direct.
 
         ``bytes_needed`` counts each wanted byte of the file once, however many destinations it goes to. ``bytes_read``
         counts the bytes that system calls asked for. With direct I/O these include the whole pages around wanted bytes.
-        Through the page cache they do not include what the kernel reads ahead.
+        Through the page cache they do not include what the kernel reads ahead. ``bytes_shared`` of them are not needed:
+        they lie between rows that are, and storage reads them once for all ranks of a host.
         """
-        wanted = {"bytes_needed": self._plan.needed_nbytes, "bytes_unverified": self._plan.unverified_nbytes}
-        return self._job.stats() | wanted
+        plan = self._plan
+        return self._job.stats() | {
+            "bytes_needed": plan.needed_nbytes,
+            "bytes_shared": plan.shared_nbytes,
+            "bytes_unverified": plan.unverified_nbytes,
+        }

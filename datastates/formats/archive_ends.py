@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from datastates.formats.archives import Read
-from datastates.planning.read import GAP
+from datastates.planning.wanted import GAP
 
 _END_NBYTES = 1024
 """Bytes at each end of an archive. In torch's archives they hold everything but the tensor's elements."""

@@ -116,6 +116,8 @@ class ReadPlan:
 
     Attributes:
         extent_offset, extent_length: The extents in the file, ascending.
+        extent_shared: 1 for each extent of which other ranks of the host probably want the rest. It is read through the
+            page cache.
         extent_span: Extent ``i`` has the spans from ``extent_span[i]`` to before ``extent_span[i + 1]``.
         span_offset, span_length: Each span's first stretch, within its extent. What lies between stretches is not read.
         span_count, span_step: Number of the span's stretches, and the distance of their begins.
@@ -132,12 +134,14 @@ class ReadPlan:
         check_record: Record of the chunk, which the error names if the CRC-32 differs.
         dest_nbytes: Length of each destination.
         needed_nbytes: Number of wanted bytes of the file, each counted once.
+        shared_nbytes: Number of bytes in narrow gaps between them that are read, too.
         unverified_nbytes: Number of those that no check covers.
         unverified_dest: The destinations that get some of these, ascending.
     """
 
     extent_offset: U64
     extent_length: U64
+    extent_shared: U8
     extent_span: U64
     span_offset: U64
     span_length: U64
@@ -158,6 +162,7 @@ class ReadPlan:
     check_record: I32
     dest_nbytes: U64
     needed_nbytes: int
+    shared_nbytes: int
     unverified_nbytes: int
     unverified_dest: I32
 

@@ -9,55 +9,12 @@ import numpy as np
 from datastates._base.columns import I32, I64, U8, U64, Bools, as_u64
 from datastates._base.sizes import CHUNK
 from datastates.planning.plans import Chunks, ReadPlan
-from datastates.state import parts
+from datastates.planning.wanted import GAP, Wanted, bytes_between, pairs, simplified
 from datastates.state.runs import Runs
 
-GAP = 64 * 1024
-"""Longest gap in bytes between two wanted ranges that is read over, as that is cheaper than a second read."""
 WASTE = 32
 """Number of wanted bytes for which one unwanted byte may be read. With the whole pages that direct I/O reads, and the
 frames between large records, less than 1.05 bytes are read for each wanted byte."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ranges:
-    """The wanted ranges of a file, ascending.
-
-    Attributes:
-        runs: The ranges. One with gaps shares no byte of the file with another one, nor do the bytes in its gaps.
-        first, last: The numbers of the chunks that each intersects, from ``first`` to before ``last``.
-        chunk_begin, chunk_end: File offsets of each chunk.
-        union: What all ranges want together, each byte once.
-    """
-
-    runs: Runs
-    first: I64
-    last: I64
-    chunk_begin: I64
-    chunk_end: I64
-    union: Runs
-
-    @classmethod
-    def of(cls, runs: Runs, chunks: Chunks) -> _Ranges:
-        chunk_begin = chunks.offset.astype(np.int64)
-        chunk_end = chunk_begin + chunks.length.astype(np.int64)
-        first = np.searchsorted(chunk_end, runs.source, side="right")
-        last = np.searchsorted(chunk_begin, runs.end, side="left")
-        gaps = runs.has_gaps
-        begin, end = parts.union(runs.source[~gaps], runs.end[~gaps])
-        union = Runs.joined([runs[gaps], Runs.single(begin, begin, end - begin)])
-        return cls(runs, first, last, chunk_begin, chunk_end, union[np.argsort(union.source, kind="stable")])
-
-    @property
-    def needed_nbytes(self) -> int:
-        return int(self.union.size.sum())
-
-    def coverage(self, weight: I64 | int = 1) -> I64:
-        """For each chunk, the sum of the weights of the ranges that intersect it."""
-        marks = np.zeros(len(self.chunk_begin) + 1, np.int64)
-        np.add.at(marks, self.first, weight)
-        np.add.at(marks, self.last, -weight)
-        return np.cumsum(marks[:-1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +76,11 @@ def plan_read(
     gaps of up to :data:`GAP`, shortest first. Frames between consecutive chunks that are read whole are always read
     over, because a file of many small records consists largely of frames; they count against the budget.
 
+    Narrow gaps between the rows of a part of a matrix cost nothing of that budget, so that such a part is read in whole
+    chunks and verified. A gap is narrow if it is shorter than a page, which storage reads in any case, or no longer
+    than the stretches beside it. Extents of which more than one byte in :data:`WASTE` lies in such gaps are shared:
+    they are read through the page cache, so that storage reads them once for all ranks of a host.
+
     Of chunks without checksums only the wanted bytes are read. There the budget for gaps is the number of wanted bytes:
     half of the columns of a matrix, for example, are many short stretches, whose cost is their number.
 
@@ -136,11 +98,11 @@ def plan_read(
         extent_nbytes: Longest extent in bytes; more than a chunk and a gap.
         spare_nbytes: Unwanted bytes that may be read in any case, so that a small state is verified completely.
     """
-    dest, runs = _simplified(dest, wanted)
-    ranges = _Ranges.of(runs, chunks)
+    dest, runs = simplified(dest, wanted)
+    ranges = Wanted.of(runs, chunks)
     segments, left = _read_segments(ranges, whole[dest], chunks, spare_nbytes)
     cut = np.unique(segments.chunk[~segments.verified])  # chunks that are not verified
-    unverified = _bytes_between(ranges.union, ranges.chunk_begin[cut], ranges.chunk_end[cut])
+    unverified = bytes_between(ranges.union, ranges.chunk_begin[cut], ranges.chunk_end[cut])
     loose = np.searchsorted(cut, ranges.first) < np.searchsorted(cut, ranges.last)
     segments, left = _filled(segments, left)
     bridged = _bridges(segments, ranges, left)
@@ -159,6 +121,7 @@ def plan_read(
     return ReadPlan(
         extent_offset=as_u64(extents[0]),
         extent_length=as_u64(extents[1] - extents[0]),
+        extent_shared=(ranges.shared_between(*extents) * WASTE > extents[1] - extents[0]).astype(np.uint8),
         extent_span=as_u64(np.searchsorted(spans, np.append(starts, len(record)))),
         span_offset=as_u64(span.source - within[spans]),
         span_length=as_u64(span_length),
@@ -179,6 +142,7 @@ def plan_read(
         check_record=np.ascontiguousarray(record[checks], dtype=np.int32),
         dest_nbytes=as_u64(dest_nbytes),
         needed_nbytes=ranges.needed_nbytes,
+        shared_nbytes=ranges.shared_nbytes,
         unverified_nbytes=int(unverified.sum()),
         unverified_dest=np.unique(dest[loose]),
     )
@@ -211,6 +175,7 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, ex
         whole,
         extent_offset=whole.extent_offset[:extents],
         extent_length=whole.extent_length[:extents],
+        extent_shared=whole.extent_shared[:extents],
         extent_span=whole.extent_span[: extents + 1],
         span_offset=whole.span_offset[:spans],
         span_length=whole.span_length[:spans],
@@ -223,29 +188,7 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, ex
     )
 
 
-def _simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
-    """The ranges that are not empty, ascending, and their destinations.
-
-    A range with gaps becomes many where its stretches or gaps are long, or where it overlaps another range.
-    """
-    kept = wanted.size > 0
-    dest, runs = dest[kept], wanted[kept]
-    order = np.argsort(runs.source, kind="stable")
-    dest, runs = dest[order], runs[order]
-    begin, furthest = runs.source, np.maximum.accumulate(runs.end)
-    overlaps = np.append(False, begin[1:] < furthest[:-1])[: len(begin)]
-    overlaps[:-1] |= runs.end[:-1] > begin[1:]
-    apart = runs.has_gaps & (overlaps | (runs.length >= GAP) | (runs.source_step - runs.length > GAP))
-    if not apart.any():
-        return dest, runs
-    which, single = runs[apart].stretches()
-    dest = np.append(dest[~apart], dest[apart][which])
-    runs = Runs.joined([runs[~apart], single])
-    order = np.argsort(runs.source, kind="stable")
-    return dest[order], runs[order]
-
-
-def _read_segments(ranges: _Ranges, whole: U8, chunks: Chunks, spare_nbytes: int) -> tuple[_Segments, int]:
+def _read_segments(ranges: Wanted, whole: U8, chunks: Chunks, spare_nbytes: int) -> tuple[_Segments, int]:
     """Choose what to read and what to verify; returns that, and how many more bytes may be read in vain.
 
     ``whole`` says of each range whether its chunks must be verified at any cost.
@@ -254,15 +197,15 @@ def _read_segments(ranges: _Ranges, whole: U8, chunks: Chunks, spare_nbytes: int
     begin, end = ranges.chunk_begin[wanted], ranges.chunk_end[wanted]
     every = _Segments(Runs.single(begin, begin, end - begin), wanted, np.full(len(wanted), chunks.checked))
     if not chunks.checked:
-        return _loosened(ranges.union, every), ranges.needed_nbytes
+        return _loosened(ranges.fetched, every), ranges.needed_nbytes
     frames = int((begin[1:] - end[:-1])[np.diff(wanted) == 1].sum())
     left = max(ranges.needed_nbytes // WASTE, spare_nbytes) - frames
-    wasted = int((end - begin).sum()) - ranges.needed_nbytes
+    wasted = int((end - begin).sum()) - ranges.needed_nbytes - ranges.shared_nbytes
     if wasted <= left or wasted <= 0:
         return every, left - wasted
     must = ranges.coverage(whole.astype(np.int64))[wanted] > 0
-    verified, wasted = _choose(end - begin, _bytes_between(ranges.union, begin, end), must, left)
-    return _loosened(ranges.union, replace(every, verified=verified)), left - wasted
+    verified, wasted = _choose(end - begin, bytes_between(ranges.fetched, begin, end), must, left)
+    return _loosened(ranges.fetched, replace(every, verified=verified)), left - wasted
 
 
 def _lasts(starts: I64, count: int) -> I64:
@@ -270,36 +213,16 @@ def _lasts(starts: I64, count: int) -> I64:
     return np.append(starts[1:] - 1, count - 1)[: len(starts)]
 
 
-def _pieces(ranges: _Ranges, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
+def _pieces(ranges: Wanted, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
     """What each range has in each extent, ordered by extent: the numbers of both, and the part of the range."""
     runs = ranges.runs
-    which, extent = _pairs(
+    which, extent = pairs(
         np.searchsorted(end, runs.source, side="right"), np.searchsorted(begin, runs.end, side="left")
     )
     of, piece = runs[which].within(begin[extent], end[extent])
     which, extent = which[of], extent[of]
     order = np.lexsort((piece.source, extent))
     return which[order], extent[order], piece[order]
-
-
-def _pairs(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs ``(i, j)`` with ``low[i] <= j < high[i]``, as two columns."""
-    counts = high - low
-    which = np.repeat(np.arange(len(low)), counts)
-    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - low, counts)
-
-
-def _bytes_between(runs: Runs, low: I64, high: I64) -> I64:
-    """Number of bytes that disjoint, ascending runs have in each range from ``low`` to before ``high``."""
-    before = np.cumsum(runs.size) - runs.size
-
-    def below(position: I64) -> I64:
-        at = np.maximum(np.searchsorted(runs.source, position, side="right") - 1, 0)
-        step, length = runs.source_step[at], runs.length[at]
-        distance = np.maximum(np.minimum(position, runs.end[at]) - runs.source[at], 0)
-        return before[at] + distance // step * length + np.minimum(distance % step, length)
-
-    return below(high) - below(low)
 
 
 def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int) -> tuple[np.ndarray, int]:
@@ -315,7 +238,7 @@ def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int)
 
 def _loosened(wanted: Runs, every: _Segments) -> _Segments:
     """Chunks that are not verified are cut down to what is wanted of them."""
-    which, chunk = _pairs(
+    which, chunk = pairs(
         np.searchsorted(every.end, wanted.source, side="right"), np.searchsorted(every.begin, wanted.end, side="left")
     )
     loose = ~every.verified[chunk]
@@ -341,7 +264,7 @@ def _filled(segments: _Segments, left: int) -> tuple[_Segments, int]:
     return replace(segments, runs=Runs(*columns)), left - int(cost[cost <= left].max(initial=0))
 
 
-def _bridges(segments: _Segments, ranges: _Ranges, left: int) -> Bools:
+def _bridges(segments: _Segments, ranges: Wanted, left: int) -> Bools:
     """Mark the gaps between segments to read over: all frames, then the shortest gaps up to ``left`` bytes in total.
 
     A frame is the gap between two consecutive chunks that are both read whole. Where a segment has gaps itself, those

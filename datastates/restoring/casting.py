@@ -74,7 +74,7 @@ def run(casts: Sequence[Cast], executor: Executor) -> Tally:
         StorageError: Reading failed.
     """
     proven = _proven(casts)
-    tally, nbytes, reads = Tally(0, 0, 0, ()), 0, Reads(in_full=True)
+    tally, nbytes, reads = Tally(0, 0, 0, 0, ()), 0, Reads(in_full=True)
     landed: list[tuple[Any, Any]] = []
     for cast in casts:
         if not cast.sources:
@@ -168,6 +168,7 @@ def _flush(reads: Reads, executor: Executor, landed: Sequence[tuple[Any, Any]], 
     return Tally(
         before.needed_nbytes + now.needed_nbytes,
         before.read_nbytes + now.read_nbytes,
+        before.shared_nbytes + now.shared_nbytes,
         before.unverified_nbytes + now.unverified_nbytes,
         tuple(sorted({*before.unverified_keys, *now.unverified_keys})),
     )

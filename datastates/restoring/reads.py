@@ -41,12 +41,15 @@ class Tally:
     Attributes:
         needed_nbytes: Bytes of the files that were wanted; each is counted once.
         read_nbytes: Bytes that were read, as :meth:`datastates.executor.jobs.ReadJob.stats` counts them.
+        shared_nbytes: Bytes of those that lie between wanted rows of matrices. Storage reads them once for all ranks of
+            a host.
         unverified_nbytes: Wanted bytes that were read without a checksum over them.
         unverified_keys: Full keys of the arrays that have such bytes, sorted.
     """
 
     needed_nbytes: int
     read_nbytes: int
+    shared_nbytes: int
     unverified_nbytes: int
     unverified_keys: tuple[str, ...]
 
@@ -244,10 +247,10 @@ class Reads:
         for array, landing in self._copies:
             array_memory.assign(array, landing)
         stats = [job.stats() for job in self._jobs]
-        needed, read, unverified = (
-            sum(s[name] for s in stats) for name in ("bytes_needed", "bytes_read", "bytes_unverified")
+        needed, read, shared, unverified = (
+            sum(s[f"bytes_{which}"] for s in stats) for which in ("needed", "read", "shared", "unverified")
         )
-        return Tally(needed, read, unverified, tuple(sorted(self._loose)))
+        return Tally(needed, read, shared, unverified, tuple(sorted(self._loose)))
 
     def _wait(self) -> None:
         with contextlib.ExitStack() as running:  # waits for every job, even if another one fails

@@ -345,6 +345,7 @@ class Restore:
                 note_rewritten(taken.saved.rewritten)
         self._result.needed_nbytes = tally.needed_nbytes + converted.needed_nbytes
         self._result.read_nbytes = tally.read_nbytes + converted.read_nbytes
+        self._result.shared_nbytes = tally.shared_nbytes + converted.shared_nbytes
         return [*tally.unverified_keys, *converted.unverified_keys]
 
     def _compare_digests(self, doubtful: set[str], *, every: bool) -> list[str]:

@@ -60,22 +60,23 @@ void bind_plans(py::module_& module) {
              "runs_digest"_a);
     py::class_<ReadPlan, std::shared_ptr<ReadPlan>>(module, "ReadPlan")
         .def(py::init([](const py::array& dest_nbytes, const py::array& extent_offset,
-                         const py::array& extent_length, const py::array& extent_span,
-                         const py::array& span_offset, const py::array& span_length,
-                         const py::array& span_count, const py::array& span_step,
-                         const py::array& extent_piece, const py::array& piece_dest,
-                         const py::array& piece_dest_offset, const py::array& piece_extent_offset,
-                         const py::array& piece_length, const py::array& piece_count,
-                         const py::array& piece_extent_step, const py::array& piece_dest_step,
-                         const py::array& extent_check, const py::array& check_offset,
-                         const py::array& check_length, const py::array& check_crc,
-                         const py::array& check_record) {
+                         const py::array& extent_length, const py::array& extent_shared,
+                         const py::array& extent_span, const py::array& span_offset,
+                         const py::array& span_length, const py::array& span_count,
+                         const py::array& span_step, const py::array& extent_piece,
+                         const py::array& piece_dest, const py::array& piece_dest_offset,
+                         const py::array& piece_extent_offset, const py::array& piece_length,
+                         const py::array& piece_count, const py::array& piece_extent_step,
+                         const py::array& piece_dest_step, const py::array& extent_check,
+                         const py::array& check_offset, const py::array& check_length,
+                         const py::array& check_crc, const py::array& check_record) {
                  using U64 = std::uint64_t;
                  using I32 = std::int32_t;
                  const ReadPlanArrays arrays{
                      .dest_nbytes = elements<U64>(dest_nbytes, "dest_nbytes"),
                      .extent_offset = elements<U64>(extent_offset, "extent_offset"),
                      .extent_length = elements<U64>(extent_length, "extent_length"),
+                     .extent_shared = elements<std::uint8_t>(extent_shared, "extent_shared"),
                      .extent_span = elements<U64>(extent_span, "extent_span"),
                      .span_offset = elements<U64>(span_offset, "span_offset"),
                      .span_length = elements<U64>(span_length, "span_length"),
@@ -98,11 +99,12 @@ void bind_plans(py::module_& module) {
                  const py::gil_scoped_release release;
                  return std::make_shared<ReadPlan>(arrays);
              }),
-             py::kw_only(), "dest_nbytes"_a, "extent_offset"_a, "extent_length"_a, "extent_span"_a,
-             "span_offset"_a, "span_length"_a, "span_count"_a, "span_step"_a, "extent_piece"_a,
-             "piece_dest"_a, "piece_dest_offset"_a, "piece_extent_offset"_a, "piece_length"_a,
-             "piece_count"_a, "piece_extent_step"_a, "piece_dest_step"_a, "extent_check"_a,
-             "check_offset"_a, "check_length"_a, "check_crc"_a, "check_record"_a);
+             py::kw_only(), "dest_nbytes"_a, "extent_offset"_a, "extent_length"_a,
+             "extent_shared"_a, "extent_span"_a, "span_offset"_a, "span_length"_a, "span_count"_a,
+             "span_step"_a, "extent_piece"_a, "piece_dest"_a, "piece_dest_offset"_a,
+             "piece_extent_offset"_a, "piece_length"_a, "piece_count"_a, "piece_extent_step"_a,
+             "piece_dest_step"_a, "extent_check"_a, "check_offset"_a, "check_length"_a,
+             "check_crc"_a, "check_record"_a);
 }
 
 }  // namespace datastates::python

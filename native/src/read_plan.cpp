@@ -12,6 +12,7 @@ ReadPlan::ReadPlan(const ReadPlanArrays& arrays)
     const std::size_t c = arrays.check_offset.size();
     const std::size_t s = arrays.span_offset.size();
     require_size(arrays.extent_length.size(), m, "extent_length");
+    require_size(arrays.extent_shared.size(), m, "extent_shared");
     require_size(arrays.span_length.size(), s, "span_length");
     require_size(arrays.span_count.size(), s, "span_count");
     require_size(arrays.span_step.size(), s, "span_step");
@@ -41,7 +42,8 @@ ReadPlan::ReadPlan(const ReadPlanArrays& arrays)
                       .end_piece = arrays.extent_piece[i + 1],
                       .first_check = arrays.extent_check[i],
                       .end_check = arrays.extent_check[i + 1],
-                      .bytes = 0};
+                      .bytes = 0,
+                      .shared = arrays.extent_shared[i] != 0};
         require(extent.offset >= previous, "extents are not ascending", i);
         require(extent.offset < kLimit && extent.length < kLimit, "an extent is out of range", i);
         require(extent.length > 0, "extent_length is 0", i);

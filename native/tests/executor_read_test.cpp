@@ -37,13 +37,15 @@ std::shared_ptr<ReadPlan> one_extent(std::uint64_t offset, std::uint64_t length,
                                      const std::vector<std::uint64_t>& nbytes,
                                      const std::vector<std::uint64_t>& check_at,
                                      const std::vector<std::uint64_t>& check_nbytes,
-                                     const std::vector<std::uint32_t>& crc) {
+                                     const std::vector<std::uint32_t>& crc,
+                                     std::uint8_t shared = 0) {
     const std::vector<std::uint64_t> zero = {0, 0}, first_and_end = {0, 1}, pieces = {0, 2},
                                      checks = {0, crc.size()};
     const std::vector<std::int32_t> dest = {0, 1}, record(crc.size());
     return support::plan_of_single(ReadPlanArrays{.dest_nbytes = nbytes,
                                                   .extent_offset = {&offset, 1},
                                                   .extent_length = {&length, 1},
+                                                  .extent_shared = {&shared, 1},
                                                   .extent_span = first_and_end,
                                                   .span_offset = {zero.data(), 1},
                                                   .span_length = {&length, 1},
@@ -284,10 +286,12 @@ TEST(reads_what_is_equally_spaced) {
         const std::vector<std::uint32_t> crc = {
             crc32(0, all.subspan(kOffset + span_at[1], span_length[1]))};
         const std::vector<std::int32_t> record = {0};
+        const std::vector<std::uint8_t> direct = {0};
         const auto plan =
             std::make_shared<ReadPlan>(ReadPlanArrays{.dest_nbytes = nbytes,
                                                       .extent_offset = offset,
                                                       .extent_length = length,
+                                                      .extent_shared = direct,
                                                       .extent_span = two,
                                                       .span_offset = span_at,
                                                       .span_length = span_length,
@@ -371,6 +375,33 @@ TEST(nothing_is_put_in_place_unverified) {
                 CHECK(std::ranges::equal(first, std::span(expected).first(dests[0])));
                 CHECK(std::ranges::equal(second, std::span(expected).subspan(at[1], dests[1])));
             }
+        }
+    }
+}
+
+TEST(reads_shared_extents_into_the_page_cache) {
+    std::mt19937_64 random(15);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 1, std::size_t{4} << 20);
+        const Bytes bytes = support::random_bytes(random, 3000000);
+        support::write_file(dir / "f", bytes);
+        const File file = File::open(dir / "f", setup.direct);
+        if (!file.cached(0, bytes.size())) {
+            std::cout << "SKIPPED: the kernel does not tell what is cached\n" << std::flush;
+            continue;
+        }
+        const std::vector<std::uint64_t> dests = {2000000, 1000000}, at = {0, 2000000};
+        const std::vector<std::uint64_t> check_at = {0}, check_nbytes = {bytes.size()};
+        for (const std::uint8_t shared : {0, 1}) {
+            support::drop_cache(dir / "f");
+            const auto plan = one_extent(0, bytes.size(), at, dests, check_at, check_nbytes,
+                                         {crc32(0, bytes)}, shared);
+            Bytes first(dests[0]), second(dests[1]);
+            CHECK(executor->submit_read(dir / "f", plan, host_buffers(first, second))->wait());
+            CHECK(std::ranges::equal(first, std::span(bytes).first(dests[0])));
+            CHECK(std::ranges::equal(second, std::span(bytes).subspan(at[1])));
+            CHECK_EQ(file.cached(0, bytes.size()), shared == 1 || !file.direct());
         }
     }
 }

@@ -68,6 +68,7 @@ struct ReadArrays {
     U64 dest_nbytes{100};
     U64 extent_offset{5, 60};
     U64 extent_length{50, 50};
+    std::vector<std::uint8_t> extent_shared{0, 1};
     U64 extent_span{0, 1, 3};
     U64 span_offset{0, 0, 40};
     U64 span_length{50, 30, 10};
@@ -91,6 +92,7 @@ struct ReadArrays {
         return ReadPlan({.dest_nbytes = dest_nbytes,
                          .extent_offset = extent_offset,
                          .extent_length = extent_length,
+                         .extent_shared = extent_shared,
                          .extent_span = extent_span,
                          .span_offset = span_offset,
                          .span_length = span_length,
@@ -223,6 +225,7 @@ TEST(refuses_bad_write_plans) {
 
 TEST(refuses_bad_read_plans) {
     using A = ReadArrays;
+    refuses<A>([](A& a) { a.extent_shared = {0}; });
     refuses<A>([](A& a) { a.extent_span = {0, 1}; });
     refuses<A>([](A& a) { a.extent_span = {0, 0, 3}; });
     refuses<A>([](A& a) { a.extent_span = {0, 2, 3}; });
@@ -276,6 +279,7 @@ TEST(refuses_bad_rows) {
     A rows;
     rows.extent_offset = {5};
     rows.extent_length = {70};
+    rows.extent_shared = {0};
     rows.extent_span = {0, 2};
     rows.span_offset = {0, 50};
     rows.span_length = {6, 20};

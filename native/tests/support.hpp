@@ -320,10 +320,13 @@ inline WriteCase WriteCase::random(std::mt19937_64& random, std::uint64_t block_
     return make(std::move(sources), std::move(eager), block_bytes, 1 + (random() % 100000), random);
 }
 
-/// A plan of which each span and each piece is one stretch.
+/// A plan of which each span and each piece is one stretch. No extent is shared unless that is
+/// given.
 inline std::shared_ptr<datastates::ReadPlan> plan_of_single(datastates::ReadPlanArrays arrays) {
     const std::vector<std::uint64_t> ones(
         std::max(arrays.span_offset.size(), arrays.piece_dest.size()), 1);
+    const std::vector<std::uint8_t> none(arrays.extent_offset.size());
+    if (arrays.extent_shared.empty()) arrays.extent_shared = none;
     arrays.span_count = std::span(ones).first(arrays.span_offset.size());
     arrays.span_step = arrays.span_length;
     arrays.piece_count = std::span(ones).first(arrays.piece_dest.size());

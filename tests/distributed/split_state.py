@@ -57,6 +57,17 @@ class Split(StateProvider):
         return cls.grid(name, shapes, rank, ranks, mesh=(1, ranks))
 
     @classmethod
+    def planes(cls, name: str, shapes: dict[str, tuple[int, ...]], rank: int, ranks: int) -> Split:
+        """Split each tensor's last but one dimension evenly. Each tensor has two dimensions at least."""
+        parts = {}
+        for key, shape in shapes.items():
+            offset, size, d = [0] * len(shape), list(shape), len(shape) - 2
+            begin, end = even(shape[d], rank, ranks)
+            offset[d], size[d] = begin, end - begin
+            parts[key] = (shape, "box", (tuple(offset), tuple(size)))
+        return cls(name, parts)
+
+    @classmethod
     def grid(
         cls,
         name: str,

@@ -13,8 +13,8 @@ from datastates import _native
 
 none, one = np.zeros(0, np.uint64), np.zeros(1, np.uint64)
 plan = _native.ReadPlan(
-    dest_nbytes=none, extent_offset=none, extent_length=none, extent_span=one, span_offset=none, span_length=none,
-    span_count=none, span_step=none,
+    dest_nbytes=none, extent_offset=none, extent_length=none, extent_shared=none.astype(np.uint8),
+    extent_span=one, span_offset=none, span_length=none, span_count=none, span_step=none,
     extent_piece=one, piece_dest=none.astype(np.int32), piece_dest_offset=none, piece_extent_offset=none,
     piece_length=none, piece_count=none, piece_extent_step=none, piece_dest_step=none,
     extent_check=one, check_offset=none, check_length=none, check_crc=none.astype(np.uint32),

@@ -368,10 +368,17 @@ def test_ranges_with_a_stride_are_read_as_their_stretches_are(
     for plan in plans:
         check_plan(plan, dest, runs)
     strided, plain = plans
-    assert strided.unverified_nbytes == plain.unverified_nbytes
-    assert strided.unverified_dest.tolist() == plain.unverified_dest.tolist()
-    assert strided.check_crc.tolist() == plain.check_crc.tolist()
-    assert read_nbytes(strided) <= max(read_nbytes(plain), (1 + 1 / read.WASTE) * plain.needed_nbytes) or not checked
+    gap = step - length
+    narrow = int((gap * (count - 1))[gap <= np.maximum(PAGE - 1, length)].sum())
+    if not narrow:
+        assert strided.unverified_nbytes == plain.unverified_nbytes
+        assert strided.unverified_dest.tolist() == plain.unverified_dest.tolist()
+        assert strided.check_crc.tolist() == plain.check_crc.tolist()
+        assert not strided.extent_shared.any()
+    assert strided.shared_nbytes <= narrow
+    assert not plain.extent_shared.any()
+    expected = narrow + (1 + 1 / read.WASTE) * plain.needed_nbytes
+    assert read_nbytes(strided) <= max(read_nbytes(plain), expected) or not checked
 
 
 def columns_of_a_matrix(pitch: int, width: int) -> ReadPlan:
@@ -387,7 +394,16 @@ def columns_of_a_matrix(pitch: int, width: int) -> ReadPlan:
     return plan
 
 
-def test_columns_are_read_alone_and_planned_by_chunk() -> None:
-    for pitch, width in ((16384, 4096), (1024, 512)):
-        plan = columns_of_a_matrix(pitch, width)
-        assert read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes
+def test_columns_far_apart_are_read_alone() -> None:
+    plan = columns_of_a_matrix(16384, 4096)
+    assert read_nbytes(plan) <= (1 + 1 / read.WASTE) * plan.needed_nbytes
+    assert plan.unverified_nbytes > 0.9 * plan.needed_nbytes
+    assert not plan.extent_shared.any()
+
+
+@pytest.mark.parametrize(("pitch", "width"), [(1024, 512), (4096, 1024), (16384, 8192)])
+def test_columns_with_narrow_gaps_are_read_in_whole_chunks_that_ranks_share(pitch: int, width: int) -> None:
+    plan = columns_of_a_matrix(pitch, width)
+    assert read_nbytes(plan) == 64 * CHUNK
+    assert plan.unverified_nbytes == 0
+    assert plan.extent_shared.all()

@@ -124,6 +124,7 @@ struct ReadPlanArrays {
     std::span<const std::uint64_t> dest_nbytes{};
     std::span<const std::uint64_t> extent_offset{};
     std::span<const std::uint64_t> extent_length{};
+    std::span<const std::uint8_t> extent_shared{};
     std::span<const std::uint64_t> extent_span{};
     std::span<const std::uint64_t> span_offset{};
     std::span<const std::uint64_t> span_length{};
@@ -189,7 +190,10 @@ class ReadPlan {
         std::size_t first_piece, end_piece;
         std::size_t first_check, end_check;
         std::uint64_t bytes;  // in its spans
+        bool shared;          // other ranks of the host probably want the rest
         bool sparse() const { return bytes < length; }
+        /// Whether it is read through the page cache: many small reads, or reads that ranks share.
+        bool through_cache() const { return sparse() || shared; }
     };
 
     /// Throws Error "invalid" for arrays that disagree.

@@ -22,6 +22,8 @@ namespace datastates {
 namespace {
 
 constexpr mode_t kMode = 0644;
+// Devices take requests of this many bytes and more.
+constexpr std::uint64_t kRequest = std::uint64_t{512} << 10;
 
 // The following are defined here, so that the build does not depend on the system's headers.
 // The number of cachestat(2), since Linux 6.5, on all architectures but one.
@@ -147,9 +149,12 @@ bool File::cached(std::uint64_t offset, std::uint64_t length) const {
 }
 
 void File::will_need(std::uint64_t offset, std::uint64_t length) const {
-    // Advice: if it is ignored, the reads only take longer.
-    ::posix_fadvise(buffered_.get(), static_cast<off_t>(offset), static_cast<off_t>(length),
-                    POSIX_FADV_WILLNEED);
+    // The kernel reads no more for a call than the device takes in one request. This is only
+    // advice.
+    for (std::uint64_t at = 0; at < length; at += kRequest) {
+        ::posix_fadvise(buffered_.get(), static_cast<off_t>(offset + at),
+                        static_cast<off_t>(std::min(kRequest, length - at)), POSIX_FADV_WILLNEED);
+    }
 }
 
 bool File::allocate(std::uint64_t offset, std::uint64_t length) const {

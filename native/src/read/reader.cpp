@@ -126,7 +126,8 @@ bool Reader::start_next(ReadRun& run) {
     ReadState& job = *run.job;
     const ReadPlan::Extent& extent = job.plan().extents()[run.next];
     const bool cached = job.file().cached(extent.offset, extent.length);
-    if (job.filled() != nullptr && (cached || extent.sparse())) return true;
+    const bool through_cache = cached || extent.through_cache();
+    if (job.filled() != nullptr && through_cache) return true;
     const auto reading = std::make_shared<Reading>(Reading{.run = &run,
                                                            .index = run.next,
                                                            .block = std::nullopt,
@@ -138,8 +139,8 @@ bool Reader::start_next(ReadRun& run) {
     reading->track = tracks_.take();
     reading->begin = Clock::now();
     if (cached) run.stats.cached_bytes += extent.bytes;
-    if (extent.sparse() && !cached) job.file().will_need(extent.offset, extent.length);
-    if (extent.sparse() || cached) {
+    if (through_cache) {
+        if (!cached) job.file().will_need(extent.offset, extent.length);
         start_work(reading, true);
     } else {
         reads_.start(reading);

@@ -1,0 +1,120 @@
+"""What a restore wants of a file, in columns. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from datastates._base.columns import I32, I64, Bools
+from datastates._base.sizes import PAGE
+from datastates.planning.plans import Chunks
+from datastates.state import parts
+from datastates.state.runs import Runs
+
+GAP = 64 * 1024
+"""Longest gap in bytes between two wanted ranges that is read over, as that is cheaper than a second read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """The wanted ranges of a file, ascending.
+
+    Attributes:
+        runs: The ranges. One with gaps shares no byte of the file with another one, nor do the bytes in its gaps.
+        first, last: The numbers of the chunks that each intersects, from ``first`` to before ``last``.
+        chunk_begin, chunk_end: File offsets of each chunk.
+        union: What all ranges want together, each byte once.
+        fetched: The same with the bytes in narrow gaps.
+    """
+
+    runs: Runs
+    first: I64
+    last: I64
+    chunk_begin: I64
+    chunk_end: I64
+    union: Runs
+    fetched: Runs
+
+    @classmethod
+    def of(cls, runs: Runs, chunks: Chunks) -> Wanted:
+        """Take :func:`simplified` ranges of a file that has these chunks."""
+        chunk_begin = chunks.offset.astype(np.int64)
+        chunk_end = chunk_begin + chunks.length.astype(np.int64)
+        first = np.searchsorted(chunk_end, runs.source, side="right")
+        last = np.searchsorted(chunk_begin, runs.end, side="left")
+        gapped = runs.has_gaps
+        wide = gapped & (runs.source_step - runs.length > np.maximum(PAGE - 1, runs.length))
+        union = _union(runs, gapped)
+        fetched = union if wide.sum() == gapped.sum() else _union(runs, wide)
+        return cls(runs, first, last, chunk_begin, chunk_end, union, fetched)
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Bytes that are wanted."""
+        return int(self.union.size.sum())
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes in narrow gaps."""
+        return int(self.fetched.size.sum()) - self.needed_nbytes
+
+    def shared_between(self, low: I64, high: I64) -> I64:
+        """Number of bytes in narrow gaps in each range from ``low`` to before ``high``."""
+        return bytes_between(self.fetched, low, high) - bytes_between(self.union, low, high)
+
+    def coverage(self, weight: I64 | int = 1) -> I64:
+        """For each chunk, the sum of the weights of the ranges that intersect it."""
+        marks = np.zeros(len(self.chunk_begin) + 1, np.int64)
+        np.add.at(marks, self.first, weight)
+        np.add.at(marks, self.last, -weight)
+        return np.cumsum(marks[:-1])
+
+
+def simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
+    """The ranges that are not empty, ascending, and their destinations.
+
+    A range with gaps becomes many where its stretches or gaps are long, or where it overlaps another range.
+    """
+    kept = wanted.size > 0
+    dest, runs = dest[kept], wanted[kept]
+    order = np.argsort(runs.source, kind="stable")
+    dest, runs = dest[order], runs[order]
+    begin, furthest = runs.source, np.maximum.accumulate(runs.end)
+    overlaps = np.append(False, begin[1:] < furthest[:-1])[: len(begin)]
+    overlaps[:-1] |= runs.end[:-1] > begin[1:]
+    apart = runs.has_gaps & (overlaps | (runs.length >= GAP) | (runs.source_step - runs.length > GAP))
+    if not apart.any():
+        return dest, runs
+    which, single = runs[apart].stretches()
+    dest = np.append(dest[~apart], dest[apart][which])
+    runs = Runs.joined([runs[~apart], single])
+    order = np.argsort(runs.source, kind="stable")
+    return dest[order], runs[order]
+
+
+def _union(runs: Runs, gapped: Bools) -> Runs:
+    """What ascending runs have together, each byte once; those that are not ``gapped`` have the bytes in their gaps."""
+    begin, end = parts.union(runs.source[~gapped], runs.end[~gapped])
+    union = Runs.joined([runs[gapped], Runs.single(begin, begin, end - begin)])
+    return union[np.argsort(union.source, kind="stable")]
+
+
+def pairs(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All pairs ``(i, j)`` with ``low[i] <= j < high[i]``, as two columns."""
+    counts = high - low
+    which = np.repeat(np.arange(len(low)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - low, counts)
+
+
+def bytes_between(runs: Runs, low: I64, high: I64) -> I64:
+    """Number of bytes that disjoint, ascending runs have in each range from ``low`` to before ``high``."""
+    before = np.cumsum(runs.size) - runs.size
+
+    def below(position: I64) -> I64:
+        at = np.maximum(np.searchsorted(runs.source, position, side="right") - 1, 0)
+        step, length = runs.source_step[at], runs.length[at]
+        distance = np.maximum(np.minimum(position, runs.end[at]) - runs.source[at], 0)
+        return before[at] + distance // step * length + np.minimum(distance % step, length)
+
+    return below(high) - below(low)
