@@ -14,6 +14,7 @@ from datastates import _native
 from datastates._base import faults
 from datastates._base.columns import I32, U8, U64
 from datastates._base.sizes import CHUNK, PAGE
+from datastates.config import IoSettings
 from datastates.errors import ClosedError
 from datastates.executor.jobs import ReadJob, WriteJob
 from datastates.executor.native_errors import native_call
@@ -57,27 +58,23 @@ def _prepare_read(plan: ReadPlan) -> _native.ReadPlan:
 class Executor:
     """The native executor with its host cache. Thread-safe. After a fork, the child makes a new one at first use."""
 
-    def __init__(
-        self,
-        *,
-        host_cache: int,
-        block: int,
-        queue_depth: int,
-        io_backend: str,
-        direct_io: bool,
-        io_threads: int,
-        device_cache: int,
-    ) -> None:
+    def __init__(self, settings: IoSettings, host_cache: int) -> None:
+        """Begin with an empty host cache.
+
+        Args:
+            settings: The settings.
+            host_cache: Limit of the host cache in bytes, of at least two blocks.
+        """
+        self.block = int(settings.block)
         self._options: dict[str, Any] = {
-            "cache_bytes": host_cache // block * block,
-            "block_bytes": block,
-            "queue_depth": queue_depth,
-            "backend": io_backend,
-            "direct": direct_io,
-            "io_threads": io_threads,
-            "device_cache_bytes": device_cache,
+            "cache_bytes": host_cache // self.block * self.block,
+            "block_bytes": self.block,
+            "queue_depth": settings.queue_depth,
+            "backend": settings.io_backend,
+            "direct": settings.direct_io,
+            "io_threads": settings.io_threads,
+            "device_cache_bytes": settings.device_cache,
         }
-        self.block = block
         self._closed = False
         self._native: _native.Executor | None = native_call(lambda: _native.Executor(**self._options))
         _live.add(self)

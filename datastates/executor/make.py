@@ -17,15 +17,7 @@ def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
     cache = automatic_cache() if settings.host_cache == "auto" else settings.host_cache
     if nbytes is not None:
         cache = min(cache, -(-nbytes // settings.block) * settings.block)
-    return Executor(
-        host_cache=max(cache, 2 * settings.block),
-        block=settings.block,
-        queue_depth=settings.queue_depth,
-        io_backend=settings.io_backend,
-        direct_io=settings.direct_io,
-        io_threads=settings.io_threads,
-        device_cache=settings.device_cache,
-    )
+    return Executor(settings, max(cache, 2 * settings.block))
 
 
 def make_small_executor(settings: IoSettings, nbytes: int) -> Executor:
