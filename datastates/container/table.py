@@ -24,6 +24,8 @@ MAX_NDIM = 64
 
 WHOLE, BOX, FLAT = 0, 1, 2
 """Which part of its logical tensor a row is: all of it, a box, or a range of its flattened elements."""
+_NUMBERS = ("provider", "kind", "dtype", "record", "offset", "part", "ndim", "global_ndim", "digest", "digested")
+"""The columns that have one number for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +111,15 @@ class ShardTable:
         return len(self.keys)
 
     @cached_property
-    def starts(self) -> tuple[I64, I64, I64]:
+    def starts(self) -> tuple[I64, ...]:
         """For each row, where its entries begin in ``dims`` and ``strides``, in ``global_dims``, and in ``place``."""
+        return tuple(np.cumsum(n) - n for n in self._counts)
+
+    @cached_property
+    def _counts(self) -> tuple[I64, ...]:
+        """For each row, how many entries it has in ``dims`` and ``strides``, in ``global_dims``, and in ``place``."""
         ndim, global_ndim = self.ndim.astype(np.int64), self.global_ndim.astype(np.int64)
-        places = np.where(self.part == FLAT, 2, np.where(self.part == BOX, global_ndim, 0))
-        return tuple(np.cumsum(n) - n for n in (ndim, global_ndim, places))
+        return ndim, global_ndim, np.where(self.part == FLAT, 2, np.where(self.part == BOX, global_ndim, 0))
 
     @cached_property
     def packed_keys(self) -> PackedKeys:
@@ -138,42 +144,15 @@ class ShardTable:
     def rows(self, numbers: Sequence[int]) -> Iterator[Row]:
         """Rows as objects; many rows at once cost a few microseconds each."""
         chosen = np.asarray(numbers, np.int64)
-        at, global_at, place_at = (starts[chosen].tolist() for starts in self.starts)
-        columns = (
-            self.provider,
-            self.kind,
-            self.dtype,
-            self.record,
-            self.offset,
-            self.part,
-            self.ndim,
-            self.global_ndim,
-            self.digest,
-            self.digested,
-        )
-        described = zip(numbers, at, global_at, place_at, *(c[chosen].tolist() for c in columns), strict=True)
-        prefixes = [full_key(name, "") + "/" for name in self.providers]
-        if self.bare:
-            prefixes = [""]
-        for (
-            i,
-            begin,
-            global_begin,
-            place_begin,
-            provider,
-            kind,
-            dtype,
-            record,
-            offset,
-            part,
-            ndim,
-            global_ndim,
-            digest,
-            digested,
-        ) in described:
-            shape = tuple(self.dims[begin : begin + ndim].tolist())
-            stride = tuple(self.strides[begin : begin + ndim].tolist())
-            key = self.keys[i]
+        begins = zip(*[starts[chosen].tolist() for starts in self.starts], strict=True)
+        described = zip(*[getattr(self, name)[chosen].tolist() for name in _NUMBERS], strict=True)
+        prefixes = [""] if self.bare else [full_key(name, "") + "/" for name in self.providers]
+        keys, dims, strides = self.keys, self.dims, self.strides
+        for i, (begin, global_begin, place_begin), own in zip(numbers, begins, described, strict=True):
+            provider, kind, dtype, record, offset, part, ndim, global_ndim, digest, digested = own
+            shape = tuple(dims[begin : begin + ndim].tolist())
+            stride = tuple(strides[begin : begin + ndim].tolist())
+            key = keys[i]
             global_shape, box, flat = shape, (0,) * ndim, None
             if part != WHOLE:
                 global_shape = tuple(self.global_dims[global_begin : global_begin + global_ndim].tolist())
@@ -207,12 +186,7 @@ class ShardTable:
                 raise FormatError(f"index: a column has {len(column)} rows instead of {n}")
         if len(self.global_ndim) != n:
             raise FormatError("index: the global shapes do not match the rows")
-        places = np.where(self.part == FLAT, 2, np.where(self.part == BOX, self.global_ndim, 0))
-        lengths = (
-            int(self.ndim.sum(dtype=np.int64)),
-            int(self.global_ndim.sum(dtype=np.int64)),
-            int(places.sum(dtype=np.int64)),
-        )
+        lengths = tuple(int(counts.sum()) for counts in self._counts)
         if (len(self.dims), len(self.global_dims), len(self.place)) != lengths or len(self.strides) != lengths[0]:
             raise FormatError("index: the shapes do not match the rows")
         self._refuse(self.provider >= len(self.providers), "names no provider")
@@ -265,7 +239,7 @@ class ShardTable:
         globals_ = self.global_dims.astype(np.float64)
         owner = np.repeat(np.arange(n), self.global_ndim)
         of_box = box[owner]
-        begin = self.place.astype(np.float64)[np.repeat(box, np.where(flat, 2, np.where(box, self.global_ndim, 0)))]
+        begin = self.place.astype(np.float64)[np.repeat(box, self._counts[2])]
         beyond = begin + dims[box[row]] > globals_[of_box]
         self._refuse(np.bincount(owner[of_box], weights=beyond, minlength=n) > 0, "reaches beyond its logical tensor")
         i = np.flatnonzero(flat)
