@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, tensor
 from datastates.formats.torch_file import TorchFile
 from datastates.state import dtypes
+from datastates.state.flat_layout import FlatLayout, Slice
 from datastates.state.shards import Shard, StoredArray
 
 NAME = "a checkpoint of DeepSpeed with ZeRO"
@@ -119,35 +120,23 @@ def _number(stage: Any) -> int:
     return int(stage.arguments[0] if isinstance(stage, Unbuilt) else stage)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Elements ``begin`` to ``end - 1`` of a parameter, and where in a flat array the first of them would be."""
-
-    name: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    at: int
-
-
 def _parameters(stage: int, groups: Sequence[Shapes], optimizers: Sequence[TorchFile]) -> Iterator[Place]:
     """The parts of the parameters in the flat partitions of all ranks."""
     flats = [_flats(stage, one) for one in optimizers]
     shapes = [[(name, tuple(shape)) for name, shape in group.items()] for group in groups]
     for name, shape in (item for group in shapes for item in group):
-        if not prod(shape):  # no stretch holds any of it
+        if not prod(shape):  # no flat array holds any of it
             yield optimizers[0], flats[0][0], tensor(name, flats[0][0].dtype, (0,), of=shape, flat=(0, 0))
     if stage == 3:
         every = [item for group in shapes for item in group]
         for rank, file in enumerate(optimizers):
-            yield from _cut(file, flats[rank], _each_split(every, rank, len(optimizers)))
+            yield from _cut(file, flats[rank], FlatLayout.each_split(every, rank, len(optimizers)).slices)
         return
     for number, group in enumerate(shapes):
-        partitions = [one[number] for one in flats]
-        begin = 0
-        for file, flat in zip(optimizers, partitions, strict=True):
-            yield from _cut(file, [flat], [replace(one, at=one.at - begin) for one in _end_to_end(group)])
-            begin += flat.shape[0]
+        slices, begin = FlatLayout.concatenated(group, 0, 1).slices, 0
+        for file, partitions in zip(optimizers, flats, strict=True):
+            yield from _cut(file, [partitions[number]], slices, begin)
+            begin += partitions[number].shape[0]
 
 
 def _flats(stage: int, file: TorchFile) -> list[StoredArray]:
@@ -164,43 +153,18 @@ def _check_flat(file: TorchFile, array: Any) -> None:
         raise FormatError(f"{file.path}: the partition of a parameter is no flat array")
 
 
-def _end_to_end(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[_Stretch]:
-    """ZeRO-1 and ZeRO-2 lay the parameters of a group end to end; a rank has a partition of the whole."""
-    found, at = [], 0
-    for name, shape in shapes:
-        found.append(_Stretch(name, shape, 0, prod(shape), at))
-        at += prod(shape)
-    return found
-
-
-def _each_split(shapes: Sequence[tuple[str, tuple[int, ...]]], rank: int, ranks: int) -> list[_Stretch]:
-    """ZeRO-3 pads each parameter by itself, and cuts it into equal parts; those of a rank lie end to end."""
-    found, at = [], 0
-    for name, shape in shapes:
-        numel = prod(shape)
-        length = -(-numel // ranks)
-        found.append(_Stretch(name, shape, min(rank * length, numel), min((rank + 1) * length, numel), at))
-        at += length
-    return found
-
-
-def _cut(file: TorchFile, flats: Sequence[StoredArray], stretches: Sequence[_Stretch]) -> Iterator[Place]:
-    """The parts of stretches that lie in some flat arrays, which lie end to end."""
-    before = 0
+def _cut(file: TorchFile, flats: Sequence[StoredArray], slices: Sequence[Slice], begin: int = 0) -> Iterator[Place]:
+    """The parts of slices that some flat arrays hold, which lie end to end from element ``begin`` on."""
     for flat in flats:
-        for one in stretches:
-            at = one.at - before
-            low, high = max(at, 0), min(at + one.end - one.begin, flat.shape[0])
+        for piece in slices:
+            at = piece.at - begin
+            low, high = max(at, 0), min(at + piece.end - piece.begin, flat.shape[0])
             if low < high:
-                first = one.begin + low - at
-                yield file, flat, _part(one.name, one.shape, flat, first, first + high - low, low)
-        before += flat.shape[0]
-
-
-def _part(name: str, shape: tuple[int, ...], flat: StoredArray, begin: int, end: int, at: int) -> Shard:
-    """Elements ``begin`` to ``end - 1`` of a parameter, which begin at element ``at`` of a flat array."""
-    offset = (flat.offset + at) * dtypes.BY_NAME[flat.dtype].itemsize
-    return tensor(name, flat.dtype, (end - begin,), of=shape, flat=(begin, end), at=offset)
+                held = piece.begin + low - at, piece.begin + high - at
+                offset = (flat.offset + low) * dtypes.BY_NAME[flat.dtype].itemsize
+                name = str(piece.name)
+                yield file, flat, tensor(name, flat.dtype, (high - low,), of=piece.shape, flat=held, at=offset)
+        begin += flat.shape[0]
 
 
 def _frozen(stage: int, models: Sequence[TorchFile]) -> Iterator[Place]:
@@ -213,9 +177,8 @@ def _frozen(stage: int, models: Sequence[TorchFile]) -> Iterator[Place]:
                 yield file, array, _whole(name, array)
                 continue
             _check_flat(file, array)
-            yield from _cut(
-                file, [array], [replace(one, at=0) for one in _each_split([(name, tuple(shape))], rank, len(models))]
-            )
+            layout = FlatLayout.each_split([(name, shape)], rank, len(models))
+            yield from _cut(file, [array], layout.slices)
 
 
 def _whole(name: str, array: StoredArray) -> Shard:

@@ -9,8 +9,8 @@ from typing import Any
 
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
-from datastates.providers.optimizer.flat_layout import FlatLayout, Name, Slice
 from datastates.state import arrays, dtypes
+from datastates.state.flat_layout import FlatLayout, Name, Slice
 from datastates.state.keys import component
 from datastates.state.shards import ArrayRef, Buffer, Shard
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from datastates.providers.optimizer.flat_layout import Name
+from datastates.state.flat_layout import Name
 from datastates.state.keys import component
 from datastates.state.provider import Saved
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from datastates.container.pickle_writer import dumps
 from datastates.errors import ProviderError
-from datastates.providers.optimizer.flat_layout import Name
 from datastates.providers.optimizer.shares import Share, WholeParameter, key_of
 from datastates.providers.optimizer.spread import Knowledge, Spread
 from datastates.providers.optimizer.state_dict_tree import groups_of
 from datastates.providers.optimizer.stored_states import StoredStates
 from datastates.state import arrays, memory
+from datastates.state.flat_layout import Name
 from datastates.state.keys import component
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.repeated import Describer

@@ -21,10 +21,10 @@ from datastates.container.index import StoredObject
 from datastates.container.pickle_writer import body, dumps
 from datastates.container.table import Row, table_of
 from datastates.errors import FormatError
-from datastates.providers.optimizer.flat_layout import FlatLayout, Name
 from datastates.providers.optimizer.shares import key_of
 from datastates.restoring.provider_view import SavedState
 from datastates.restoring.stored import Head, Stored
+from datastates.state.flat_layout import FlatLayout, Name
 from datastates.state.parts import Part
 from datastates.state.shards import ArrayRef, full_key
 

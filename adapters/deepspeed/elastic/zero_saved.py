@@ -12,7 +12,7 @@ from datastates.adapters.deepspeed.elastic.zero_files import Arrays, Flat, Secti
 from datastates.container.file import Container
 from datastates.container.table import Row
 from datastates.errors import CheckpointNotFoundError, FormatError, RestoreError
-from datastates.providers.optimizer.flat_layout import Name
+from datastates.state.flat_layout import Name
 from datastates.state.shards import ArrayRef
 
 OPTIMIZER, FROZEN = "optimizer", "frozen"
