@@ -55,8 +55,6 @@ class FolderCheckpoints:
         """The last checkpoints that were begun: for each folder, the snapshots of this rank's large files."""
         self.sharded = ShardedFolders(settings, settings.rank_timeout)
         """Writes sharded state, where the framework saves such."""
-        self.last_failed = False
-        """Whether the checkpoint that ended last has failed. Set in the background, before what follows it."""
         self._kind = kind
         self._timeout = settings.rank_timeout
         self._world: World | None = None
@@ -111,7 +109,6 @@ class FolderCheckpoints:
             return b""
 
         def end(failure: BaseException | None) -> None:
-            self.last_failed = True
             try:
                 failure = spoiled or failure or _synced(folder.staged)
                 settle(world, f"{name}/end", failure, b"", publish)
@@ -122,7 +119,6 @@ class FolderCheckpoints:
                 raise
             finally:
                 folder.close()
-            self.last_failed = False
 
         self._begun.add(final)
         in_flight = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -141,6 +142,8 @@ class TorchFiles:
         self.settings = settings
         self.failures = 0
         """How many checkpoints have failed so far."""
+        self.last_failed = False
+        """Whether the checkpoint that ended last has failed. Set in the background, before what follows it."""
         self._engine: Engine | None = None
         self._process = os.getpid()
         self._under_way: list[Future[None]] = []
@@ -221,12 +224,16 @@ class TorchFiles:
         def end() -> None:
             for snapshot in snapshots or ():
                 snapshot.wait_ended()
+            is_save = snapshots is not None
+            self.last_failed |= is_save
             try:
                 act(next(filter(None, [snapshot.exception() for snapshot in snapshots or ()]), None))
             except Exception as error:
                 _log.warning("%s has failed: %s", name, error)
-                self.failures += snapshots is not None
+                self.failures += is_save
                 raise
+            if is_save:
+                self.last_failed = False
 
         if self._engine is None and snapshots is None:  # nothing is under way
             end()
@@ -236,6 +243,23 @@ class TorchFiles:
         self._under_way = [*(future for future in self._under_way if not future.done()), ended]
         if snapshots is not None:
             self._saves.append(ended)
+
+    def remove(self, path: Path) -> None:
+        """Delete a checkpoint once those begun before have ended; keep it if the last of them failed.
+
+        Args:
+            path: The file or folder.
+        """
+
+        def remove(_: BaseException | None) -> None:
+            if self.last_failed:
+                _log.warning("%s is kept: what was saved after it has failed", path)
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+        self.then(f"removing {path}", None, remove)
 
     def wait(self) -> None:
         """Wait until everything begun has ended; :meth:`begin` and :meth:`close` raise the failures."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ try:
 except ImportError:
     from lightning_fabric.plugins import CheckpointIO  # type: ignore[assignment]
 
-_log = logging.getLogger("datastates")
 _STATE = ("state_dict", "optimizer_states")
 _PENDING = re.compile(r"\.")
 """Beginning of the temporary name under which a checkpoint is written."""
@@ -67,7 +64,6 @@ class DataStatesCheckpointIO(CheckpointIO):
         self.files = TorchFiles(FileSettings.of(options))
         self.snapshots: dict[Path, Snapshot] = {}
         """The snapshots of the last checkpoints, by file. *Committed* means that the file is on stable storage."""
-        self._last_failed = False
         self._swept: set[Path] = set()
         self._thread = threading.get_ident()
 
@@ -112,7 +108,6 @@ class DataStatesCheckpointIO(CheckpointIO):
         self.snapshots = {p: s for p, s in self.snapshots.items() if not s.ended} | {final: snapshot}
 
         def name(failure: BaseException | None) -> None:
-            self._last_failed = True
             try:
                 if failure is not None:
                     raise failure
@@ -121,7 +116,6 @@ class DataStatesCheckpointIO(CheckpointIO):
             finally:
                 manifest.abandon(pending)
             files.sync_directory(final.parent)
-            self._last_failed = False
 
         self.files.then(f"the checkpoint {final}", [snapshot], name)
 
@@ -162,18 +156,8 @@ class DataStatesCheckpointIO(CheckpointIO):
         Args:
             path: The file or folder.
         """
-        file = _local(path)
-
-        def remove(_: BaseException | None) -> None:
-            if self._last_failed:
-                _log.warning("%s is kept: what was saved after it has failed", file)
-            elif file.is_dir() and not file.is_symlink():
-                shutil.rmtree(file)
-            else:
-                file.unlink(missing_ok=True)
-
         with _one_at_a_time:
-            self.files.then(f"removing {file}", None, remove)
+            self.files.remove(_local(path))
 
     def teardown(self) -> None:
         """Wait until all checkpoints have ended, then free threads and memory; a later save allocates them again.

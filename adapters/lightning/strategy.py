@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_others
 from datastates.saving.snapshot import Snapshot
 
-_log = logging.getLogger("datastates")
 _PROOF = "meta.pt"
 """A file that every sharded checkpoint of Lightning has."""
 _METHODS = ("save_checkpoint", "load_checkpoint", "remove_checkpoint", "optimizer_state", "lightning_module_state_dict")
@@ -109,14 +106,5 @@ class StrategyCheckpoints(FolderCheckpoints):
 
     def _remove_checkpoint(self, filepath: Any) -> None:
         """Replaces ``remove_checkpoint`` of the strategy: waits for what was begun, and keeps it if that has failed."""
-        if not self._strategy.is_global_zero:
-            return
-        folder = Path(os.fspath(filepath)).absolute()
-
-        def remove(_: BaseException | None) -> None:
-            if self.last_failed:
-                _log.warning("%s is kept: what was saved after it has failed", folder)
-            elif folder.is_dir():
-                shutil.rmtree(folder)
-
-        self.files.then(f"removing {folder}", None, remove)
+        if self._strategy.is_global_zero:
+            self.files.remove(Path(os.fspath(filepath)).absolute())
