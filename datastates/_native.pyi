@@ -1,9 +1,13 @@
 """The native core. It takes plans and pointers, and moves bytes without holding the GIL.
 
 Sizes and offsets are in bytes, times in seconds, checksums are CRC-32 as in ZIP. Arrays are one-dimensional,
-C-contiguous NumPy arrays of exactly the named dtype; any other array raises ``NativeError`` with code "invalid". Every
-object is thread-safe. A timeout is in seconds; None waits without limit. Waits with a timeout argument, and
-``WriteJob.finish`` while it waits, handle signals, so Ctrl-C ends them.
+C-contiguous NumPy arrays of exactly the named dtype; any other array raises DatastatesError. Every object is
+thread-safe. A timeout is in seconds; None waits without limit. Waits with a timeout argument, and ``WriteJob.finish``
+while it waits, handle signals, so Ctrl-C ends them.
+
+Errors are those of ``datastates.errors``: StorageError of the operating system, DeviceError of CUDA, FormatError for a
+file that ends early, ClosedError for what was closed or aborted, and DatastatesError for arguments and plans that
+contradict themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,31 +22,14 @@ _U32 = npt.NDArray[np.uint32]
 _I32 = npt.NDArray[np.int32]
 _U8 = npt.NDArray[np.uint8] | npt.NDArray[np.bool_]
 
-class NativeError(Exception):
-    """Every error of the native core; ``args[0]`` is the message.
-
-    Attributes:
-        code: "io", "cuda", "corrupt", "torn", "invalid", "cancelled" or "closed".
-        errno: The operating system's error number, 0 when there is none.
-        op: The operation that failed: "open", "write", "sync", "cuMemcpyDtoHAsync", ...
-        path: The file it failed on, or "".
-        record: ``check_record`` of the first checksum that does not match, else -1.
-    """
-
-    code: str
-    errno: int
-    op: str
-    path: str
-    record: int
-
 def crc32(data: Buffer, value: int = 0) -> int:
     """CRC-32 of ``data``, continued from ``value``."""
 
 def crc32_combine(first: int, second: int, second_length: int) -> int:
     """CRC-32 of A followed by B, from the CRC-32 of A, the CRC-32 of B, and B's length."""
 
-def crc32_shift(raw: _U32, nbytes: _U64) -> bytes:
-    """Shift each raw CRC-32 by ``nbytes`` zero bytes appended to its data; returns little-endian u32.
+def crc32_shift(raw: _U32, nbytes: _U64) -> _U32:
+    """Shift each raw CRC-32 by ``nbytes`` zero bytes appended to its data.
 
     A raw CRC-32 begins at 0 and is not inverted at the end, so it is linear in the data. The shift is linear in the raw
     CRC-32. The shift of 2**32 - 1 by n bytes is the inverted CRC-32 of n zero bytes.
@@ -59,8 +46,8 @@ class Digester:
     def update(self, data: Buffer) -> None:
         """Take the next bytes; those of the first call begin at offset 0."""
 
-    def finish(self) -> bytes:
-        """The digests of all bytes taken, as little-endian u32."""
+    def finish(self) -> _U32:
+        """The digests of all bytes taken."""
 
 def look(
     arrays: list[Any], memory_of: Callable[[Any], object] | None, plain: tuple[type, ...]
@@ -318,7 +305,7 @@ class Executor:
         """Begin to read a plan's extents in order, as far as blocks are free; the plan has no destinations.
 
         Nothing is read while another read-ahead is open. Extents in memory are not read. An extent whose read fails is
-        read again by the job. Raises ``NativeError`` "invalid" if the extents need more than half of the blocks.
+        read again by the job. Raises DatastatesError if the extents need more than half of the blocks.
         """
 
     def close(self) -> None:
@@ -366,19 +353,19 @@ class WriteJob:
     def torn(self) -> list[int]:
         """Numbers of the sources whose fingerprint changed or whose memory was gone. Valid once captured."""
 
-    def checksums(self) -> tuple[bytes, bytes]:
-        """CRC-32 of each source, and CRC-32 of each chunk of all sources end to end, as little-endian u32.
+    def checksums(self) -> tuple[_U32, _U32]:
+        """CRC-32 of each source, and CRC-32 of each chunk of all sources end to end.
 
-        Raises ``NativeError`` "invalid" before they are known.
+        Raises DatastatesError before they are known.
         """
 
-    def digests(self) -> bytes:
-        """The plan's digests, as little-endian u32. Raises ``NativeError`` "invalid" before they are known."""
+    def digests(self) -> _U32:
+        """The plan's digests. Raises DatastatesError before they are known."""
 
     def finish(self, tail: Buffer) -> None:
         """Wait until all extents are written, append ``tail``, cut the file to length, sync it and close it.
 
-        Raises the error of a failed job, "cancelled" after ``abort``, and "closed" after an earlier ``finish``.
+        Raises the error of a failed job, and ClosedError after ``abort`` or an earlier ``finish``.
         """
 
     def abort(self) -> None:
@@ -417,11 +404,11 @@ class ReadAhead:
 class ReadJob:
     """One container that is being read into its destinations. Destroying it stops it and waits."""
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, name_record: Callable[[int], str], timeout: float | None = None) -> bool:
         """Wait until everything is read, verified and in its destinations; False after ``timeout``.
 
-        Raises ``NativeError``: "corrupt" with ``record`` for the first bad checksum in the file, or for a file that
-        ends early; "io"; "cuda". Destinations may have been overwritten by then.
+        Raises CorruptError for the first bad checksum in the file, whose key ``name_record`` gives for its
+        ``check_record``. Destinations may have been overwritten by then.
         """
 
     def stats(self) -> dict[str, Any]:

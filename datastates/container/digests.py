@@ -35,7 +35,7 @@ _PIECE = 16 << 20
 
 def shift(raw: U32, nbytes: U64) -> U32:
     """For each raw CRC-32, what it becomes after ``nbytes`` more zero bytes."""
-    return np.frombuffer(checksums.crc32_shift(np.ascontiguousarray(raw), np.ascontiguousarray(nbytes)), "<u4")
+    return checksums.crc32_shift(np.ascontiguousarray(raw), np.ascontiguousarray(nbytes))
 
 
 def constants(nbytes: U64) -> U32:
@@ -130,7 +130,7 @@ class Contribution:
 
     def value(self) -> int:
         """The contribution, once all bytes have been given."""
-        return int(np.bitwise_xor.reduce(np.frombuffer(self._digester.finish(), "<u4")))
+        return int(np.bitwise_xor.reduce(self._digester.finish()))
 
 
 def digester(runs: DigestRuns) -> checksums.Digester:

@@ -1,4 +1,4 @@
-"""The interface to the native core, which carries out plans; its errors become those of :mod:`datastates.errors`."""
+"""The interface to the native core, which carries out plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from datastates._base.sizes import CHUNK, PAGE
 from datastates.config import IoSettings
 from datastates.errors import ClosedError
 from datastates.executor.jobs import ReadJob, WriteJob
-from datastates.executor.native_errors import native_call
 from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
 from datastates.state.shards import Buffer
 
@@ -38,7 +37,7 @@ def prepare_write(plan: WritePlan, literal: bytes | memoryview, runs: DigestRuns
         runs: The stretches of sources to digest.
 
     Raises:
-        NativeError: The plan contradicts itself.
+        DatastatesError: The plan contradicts itself.
     """
     return _native.WritePlan(
         **fields_of(plan, but=("order", "header_offset", "data_offset", "end")),
@@ -76,14 +75,14 @@ class Executor:
             "device_cache_bytes": settings.device_cache,
         }
         self._closed = False
-        self._native: _native.Executor | None = native_call(lambda: _native.Executor(**self._options))
+        self._native: _native.Executor | None = _native.Executor(**self._options)
         _live.add(self)
 
     def _core(self) -> _native.Executor:
         if self._closed:
             raise ClosedError("the executor is closed")
         if self._native is None:
-            self._native = native_call(lambda: _native.Executor(**self._options))
+            self._native = _native.Executor(**self._options)
         return self._native
 
     def _forget(self) -> None:
@@ -98,9 +97,8 @@ class Executor:
         Raises:
             DeviceError: There is no such device.
         """
-        core = self._core()
-        native_call(lambda: core.prepare_device(device))
-        native_call(lambda: core.reserve(nbytes))
+        self._core().prepare_device(device)
+        self._core().reserve(nbytes)
 
     def submit_write(self, path: Path, prepared: PreparedWrite, sources: Columns, witness: U8) -> WriteJob:
         """Start a write job; eager sources are captured when this returns. If it raises, it leaves no file.
@@ -111,8 +109,7 @@ class Executor:
             sources: The memory of the plan's sources. It must stay alive until it is captured or the job is aborted.
             witness: For each source, 1 to take the fingerprints that :meth:`WriteJob.torn` compares.
         """
-        core = self._core()
-        return WriteJob(native_call(lambda: core.submit_write(os.fsencode(path), prepared, *sources, witness)))
+        return self._core().submit_write(os.fsencode(path), prepared, *sources, witness)
 
     def submit_read(
         self,
@@ -131,8 +128,7 @@ class Executor:
             name_record: Gives the key of a record by its number, for errors.
             ahead: A read-ahead of the same file. Extents of it that are also in the plan are not read again.
         """
-        core, prepared = self._core(), _prepare_read(plan)
-        job = native_call(lambda: core.submit_read(os.fsencode(path), prepared, *dests, ahead))
+        job = self._core().submit_read(os.fsencode(path), _prepare_read(plan), *dests, ahead)
         return ReadJob(job, plan, name_record)
 
     def read_ahead(self, path: Path, plan: ReadPlan) -> ReadAhead:
@@ -146,8 +142,7 @@ class Executor:
             path: The container.
             plan: A plan without destinations, of at most :attr:`most_ahead` extents.
         """
-        core, prepared = self._core(), _prepare_read(plan)
-        return native_call(lambda: core.read_ahead(os.fsencode(path), prepared))
+        return self._core().read_ahead(os.fsencode(path), _prepare_read(plan))
 
     @property
     def most_ahead(self) -> int:

@@ -93,8 +93,7 @@ class _Digests:
     def problems(self, record_crc: U32, damaged: set[int]) -> Iterator[Problem]:
         """Digests that contradict the data that was read, except in records that are known to be damaged."""
         table, known = self._source.index.shards, self._plan.known
-        folded = np.frombuffer(self._digester.finish(), "<u4")
-        found = self._plan.contributions(record_crc, folded, table)
+        found = self._plan.contributions(record_crc, self._digester.finish(), table)
         wrong = (table.digested == 1) & ((known == 0) | (table.digest != found))
         sound = np.ones(len(record_crc), bool)
         sound[list(damaged)] = False

@@ -14,7 +14,7 @@ from datastates.commit.ending import Ending
 from datastates.container.pickle_writer import is_dialect
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
 from datastates.executor.executor import PreparedWrite
-from datastates.executor.jobs import WriteJob
+from datastates.executor.jobs import WriteJob, timeline
 from datastates.saving.collect import Collected, Structure
 from datastates.saving.frame import Frame
 from datastates.saving.snapshot import Snapshot
@@ -186,7 +186,7 @@ class Running:
 
     def _let_go(self) -> None:
         self._release()
-        self.snapshot.detach(self.job.stats(), self.job.timeline())
+        self.snapshot.detach(self.job.stats(), timeline(self.job))
 
     def _release(self) -> None:
         self.collected.release()

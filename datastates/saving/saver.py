@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from datastates._base import gc_pause
 from datastates.commit.ending import Ending
 from datastates.executor.executor import Executor
+from datastates.executor.jobs import timeline
 from datastates.saving.collect import Collected, Structure, collect
 from datastates.saving.frame import Framing
 from datastates.saving.running import Running, SavePlan, VersionWitness, _serialize
@@ -56,7 +58,7 @@ class Saver:
             versions = VersionWitness(collected)
             job = self._executor.submit_write(ending.path, planned.prepared, structure.columns, structure.witness)
             work = Running(collected, snapshot, planned, job, eager_objects, versions, ending)
-            snapshot.attach(work.gate, job.stats, job.timeline)
+            snapshot.attach(work.gate, job.stats, partial(timeline, job))
         except BaseException:
             if job is not None:
                 job.abort()

@@ -8,8 +8,9 @@ BytesView::BytesView(const pybind11::buffer& buffer) {
     }
 }
 
-pybind11::bytes to_bytes(std::span<const std::uint32_t> values) {
-    return {reinterpret_cast<const char*>(values.data()), values.size_bytes()};
+pybind11::array_t<std::uint32_t> to_array(std::span<const std::uint32_t> values) {
+    return pybind11::array_t<std::uint32_t>(static_cast<pybind11::ssize_t>(values.size()),
+                                            values.data());
 }
 
 }  // namespace datastates::python

@@ -50,7 +50,7 @@ class BytesView : Unmovable {
     Py_buffer view_{};
 };
 
-/// Little-endian u32 values as bytes.
-pybind11::bytes to_bytes(std::span<const std::uint32_t> values);
+/// A new array of the values.
+pybind11::array_t<std::uint32_t> to_array(std::span<const std::uint32_t> values);
 
 }  // namespace datastates::python

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "datastates/base/error.hpp"
 #include "datastates/checksum/digest.hpp"
 
 /// The parts of the Python module. Each adds its classes and functions to it.
@@ -13,6 +14,9 @@ namespace datastates::python {
 void bind_checksums(pybind11::module_& module);
 void bind_plans(pybind11::module_& module);
 void bind_executor(pybind11::module_& module);
+
+/// Raises CorruptError for a record whose bytes do not match their checksum.
+[[noreturn]] void raise_corrupt(const Error& error, const pybind11::object& key);
 
 /// Digest runs as columns. The arrays must outlive what is returned.
 DigestRunsArrays runs_arrays(std::uint64_t digests, const pybind11::array& offset,

@@ -19,7 +19,7 @@ using namespace py::literals;
 namespace datastates::python {
 namespace {
 
-py::bytes crc32_shift(const py::array& raw, const py::array& nbytes) {
+py::array_t<std::uint32_t> crc32_shift(const py::array& raw, const py::array& nbytes) {
     const auto raws = elements<std::uint32_t>(raw, "raw");
     const auto lengths = elements<std::uint64_t>(nbytes, "nbytes");
     if (raws.size() != lengths.size()) throw Error::invalid("raw and nbytes differ in length");
@@ -27,7 +27,7 @@ py::bytes crc32_shift(const py::array& raw, const py::array& nbytes) {
     for (std::size_t i = 0; i < raws.size(); ++i) {
         shifted[i] = Crc32Shift(lengths[i]).shift(raws[i]);
     }
-    return to_bytes(shifted);
+    return to_array(shifted);
 }
 
 /// A sweep that owns its runs and digests. Thread-safe, by a mutex.
@@ -99,7 +99,7 @@ void bind_checksums(py::module_& module) {
                 digester.update(view.bytes());
             },
             "data"_a)
-        .def("finish", [](Digester& digester) { return to_bytes(digester.finish()); });
+        .def("finish", [](Digester& digester) { return to_array(digester.finish()); });
 }
 
 }  // namespace datastates::python

@@ -122,12 +122,12 @@ void bind_jobs(py::module_& module) {
         .def("checksums",
              [](const WriteJob& job) {
                  if (!job.checksummed()) throw Error::invalid("checksums are not known yet");
-                 return py::make_tuple(to_bytes(job.source_crcs()), to_bytes(job.chunk_crcs()));
+                 return py::make_tuple(to_array(job.source_crcs()), to_array(job.chunk_crcs()));
              })
         .def("digests",
              [](const WriteJob& job) {
                  if (!job.checksummed()) throw Error::invalid("digests are not known yet");
-                 return to_bytes(job.digests());
+                 return to_array(job.digests());
              })
         .def(
             "finish",
@@ -146,10 +146,15 @@ void bind_jobs(py::module_& module) {
     py::class_<ReadJob>(module, "ReadJob", py::release_gil_before_calling_cpp_dtor())
         .def(
             "wait",
-            [](const ReadJob& job, const Timeout& timeout) {
-                return wait_interruptibly(timeout, [&](auto end) { return job.wait(end); });
+            [](const ReadJob& job, const py::function& name_record, const Timeout& timeout) {
+                try {
+                    return wait_interruptibly(timeout, [&](auto end) { return job.wait(end); });
+                } catch (const Error& error) {
+                    if (error.record() < 0) throw;
+                    raise_corrupt(error, name_record(error.record()));
+                }
             },
-            "timeout"_a = py::none())
+            "name_record"_a, "timeout"_a = py::none())
         .def("stats", &read_stats)
         .def("timeline", [](const ReadJob& job) { return spans(job.timeline()); });
     py::class_<ReadAhead>(module, "ReadAhead", py::release_gil_before_calling_cpp_dtor())

@@ -1,6 +1,5 @@
 #include <pybind11/stl.h>
 
-#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -23,28 +22,39 @@ namespace {
 
 using Frame = std::tuple<py::bytes, py::bytes, std::uint64_t, bool>;
 
-void raise_native_error(const Error& error, const py::object& type) {
-    py::object value = type(error.what());
-    value.attr("code") = std::string(to_string(error.code()));
-    value.attr("errno") = error.error_number();
-    value.attr("op") = error.op();
-    value.attr("path") = error.path();
-    value.attr("record") = error.record();
-    PyErr_SetObject(type.ptr(), value.ptr());
+/// The module with the errors of the package. It needs none of the package's other modules.
+py::module_ errors() { return py::module_::import("datastates.errors"); }
+
+/// The Python error for an error of the core.
+py::object to_python(const Error& error) {
+    const char* message = error.what();
+    switch (error.code()) {
+        case ErrorCode::cuda:
+            return errors().attr("DeviceError")(message);
+        case ErrorCode::corrupt:
+            return errors().attr("FormatError")(message);
+        case ErrorCode::closed:
+        case ErrorCode::cancelled:
+            return errors().attr("ClosedError")(message);
+        case ErrorCode::invalid:
+            return errors().attr("DatastatesError")(message);
+        case ErrorCode::io:
+        case ErrorCode::torn:
+            break;
+    }
+    return errors().attr("StorageError")(error.error_number(), error.op(), error.path(), message);
 }
 
-void bind_errors(py::module_& module) {
-    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
-    storage.call_once_and_store_result([&] {
-        return py::reinterpret_steal<py::object>(
-            PyErr_NewException("datastates._native.NativeError", nullptr, nullptr));
-    });
-    module.attr("NativeError") = storage.get_stored();
+void raise(const py::object& error) {
+    PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+}
+
+void bind_errors() {
     py::register_local_exception_translator([](std::exception_ptr caught) {
         try {
             if (caught) std::rethrow_exception(std::move(caught));
         } catch (const Error& error) {
-            raise_native_error(error, storage.get_stored());
+            raise(to_python(error));
         }
     });
 }
@@ -87,11 +97,17 @@ void bind_functions(py::module_& module) {
 
 }  // namespace
 
+void raise_corrupt(const Error& error, const py::object& key) {
+    const auto text = "{!r} in {} does not match its checksum"_s.format(key, error.path());
+    raise(errors().attr("CorruptError")(text, "key"_a = key, "path"_a = error.path()));
+    throw py::error_already_set();
+}
+
 }  // namespace datastates::python
 
 PYBIND11_MODULE(_native, module) {
     module.doc() = "The native core of datastates: the executor and its checksums.";
-    datastates::python::bind_errors(module);
+    datastates::python::bind_errors();
     datastates::python::bind_functions(module);
     datastates::python::bind_checksums(module);
     datastates::python::bind_plans(module);

@@ -143,7 +143,7 @@ def planned(shards: Sequence[Shard], record: Sequence[int], records: Sequence[by
     folded = digests.digester(plan.runs)
     folded.update(b"".join(records))
     crcs = np.array([zlib.crc32(r) for r in records], np.uint32)
-    return plan, plan.filled(crcs, np.frombuffer(folded.finish(), "<u4"), table)
+    return plan, plan.filled(crcs, folded.finish(), table)
 
 
 def shard(key: str, shape: tuple[int, ...], stride: tuple[int, ...], at: int = 0, **part: Any) -> Shard:

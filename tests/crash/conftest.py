@@ -18,6 +18,7 @@ from by_path import module_at
 import datastates as ds
 from datastates import _native
 from datastates.commit import directories, retention
+from datastates.errors import DatastatesError
 from datastates.formats.own_verify import verify_container
 from datastates.restoring.stored import open_checkpoint
 
@@ -37,7 +38,7 @@ def backend(request: pytest.FixtureRequest) -> str:
             _native.Executor(
                 cache_bytes=2 << 20, block_bytes=1 << 20, queue_depth=2, backend="io_uring", direct=False, io_threads=1
             )
-        except _native.NativeError as error:
+        except DatastatesError as error:
             pytest.skip(f"io_uring is not allowed here: {error}")
     return str(request.param)
 

@@ -35,7 +35,6 @@ PROVIDERS = {"errors", "_base", "state", "container", "protocol"}
 NATIVE = {
     "executor.executor",
     "executor.jobs",
-    "executor.native_errors",
     "container.checksums",
     "container.pickle_native",
     "state.tensor_scan",

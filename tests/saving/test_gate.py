@@ -53,7 +53,7 @@ def each_backend(request: pytest.FixtureRequest) -> dict[str, Any]:
                 direct=False,
                 io_threads=1,
             )
-        except _native.NativeError as error:
+        except DatastatesError as error:
             pytest.skip(f"io_uring is not allowed here: {error}")
     return {**OPTIONS, "io_backend": request.param}
 
