@@ -18,10 +18,10 @@ from datastates.providers.optimizer.state_dict_tree import (
     of_live_names,
     other_shapes,
     sharded_parameters,
-    state_key,
     states_left_out,
     with_all_states,
 )
+from datastates.providers.optimizer.stored_states import state_key
 from datastates.providers.wrap.replicated import ReplicatedProvider
 from datastates.state import arrays, dtensors, memory
 from datastates.state.dressed import beside, take_attributes

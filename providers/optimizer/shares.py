@@ -9,15 +9,10 @@ from typing import Any
 
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
+from datastates.providers.optimizer.stored_states import state_key
 from datastates.state import arrays, dtypes
 from datastates.state.flat_layout import FlatLayout, Name, Slice
-from datastates.state.keys import component
 from datastates.state.shards import ArrayRef, Buffer, Shard
-
-
-def key_of(name: Name, state: str) -> str:
-    """The key of one state of one parameter, as in a nested optimizer state dict."""
-    return f"state/{component(name)}/{component(state)}"
 
 
 class Share(ABC):
@@ -127,7 +122,7 @@ class Partition(Share):
     def shards(self, state: str, array: Shard) -> list[Shard]:
         """Flat ranges, in buffers without padding; or, of a scalar, one for each parameter that begins here."""
         if array.shape == ():
-            return [replace(array, key=key_of(name, state)) for name in self.layout.owned]
+            return [replace(array, key=state_key(name, state)) for name in self.layout.owned]
         self._check(state, array)
         assert array.buffer is not None
         assert array.dtype is not None
@@ -141,7 +136,7 @@ class Partition(Share):
 
     def destinations(self, state: str, array: Any) -> list[Shard]:
         """Views of the live array without its padding; a scalar as it is."""
-        whole = arrays.destination(key_of(self.scalar_source, state), array)
+        whole = arrays.destination(state_key(self.scalar_source, state), array)
         if whole.shape == ():
             return [whole]
         self._check(state, whole)
@@ -203,11 +198,11 @@ class WholeParameter(Share):
 
     def shards(self, state: str, array: Shard) -> list[Shard]:
         """The array as it is."""
-        return [replace(array, key=key_of(self.name, state))]
+        return [replace(array, key=state_key(self.name, state))]
 
     def destinations(self, state: str, array: Any) -> list[Shard]:
         """The array as it is."""
-        return [arrays.destination(key_of(self.name, state), array)]
+        return [arrays.destination(state_key(self.name, state), array)]
 
     def is_scalar(self, state: str, stored: Mapping[Name, ArrayRef]) -> bool:
         """Whether the stored array has no dimension."""
@@ -225,7 +220,7 @@ class WholeParameter(Share):
 def _part(piece: Slice, state: str, array: Shard, buffer: Buffer | None, buffer_offset: int) -> Shard:
     return replace(
         array,
-        key=key_of(piece.name, state),
+        key=state_key(piece.name, state),
         shape=(piece.end - piece.begin,),
         stride=(1,),
         global_shape=piece.shape,

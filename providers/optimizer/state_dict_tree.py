@@ -6,16 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from datastates._base.loaded import loaded
-from datastates.providers.optimizer.stored_states import StoredStates
+from datastates.providers.optimizer.stored_states import StoredStates, state_key
 from datastates.state import dtensors, memory
 from datastates.state.keys import component, join
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef
-
-
-def state_key(parameter: object, state: str) -> str:
-    """The key of one state of one parameter."""
-    return join(join("state", parameter), state)
 
 
 def group_differences(stored: Any, live: Any) -> dict[str, str]:

@@ -10,10 +10,10 @@ import numpy as np
 
 from datastates.container.pickle_writer import dumps
 from datastates.errors import ProviderError
-from datastates.providers.optimizer.shares import Share, WholeParameter, key_of
+from datastates.providers.optimizer.shares import Share, WholeParameter
 from datastates.providers.optimizer.spread import Knowledge, Spread
 from datastates.providers.optimizer.state_dict_tree import groups_of
-from datastates.providers.optimizer.stored_states import StoredStates
+from datastates.providers.optimizer.stored_states import StoredStates, state_key
 from datastates.state import arrays, memory
 from datastates.state.flat_layout import Name
 from datastates.state.keys import component
@@ -187,7 +187,7 @@ class ShardedZeroProvider(StateProvider):
         if described is None:
             for number, state, value in found:
                 if arrays.kind_of(value) is None:
-                    key = key_of(self._shares[number].scalar_source, state)
+                    key = state_key(self._shares[number].scalar_source, state)
                     raise ProviderError(f"{key!r} is a {type(value).__name__}, which cannot be shared out over ranks")
             described = self._describer.describe(tags, values, lazy)
         if not isinstance(described, Shards):
@@ -277,12 +277,12 @@ class ShardedZeroProvider(StateProvider):
                 name = share.scalar_source if share.scalar_source in refs else next(iter(refs))
                 value = memory.empty(refs[name])
                 if value.ndim:
-                    found.mismatched[key_of(name, state)] = f"an array of shape {tuple(value.shape)}, not a number"
+                    found.mismatched[state_key(name, state)] = f"an array of shape {tuple(value.shape)}, not a number"
                     continue
-                found.want([arrays.destination(key_of(name, state), value)])
+                found.want([arrays.destination(state_key(name, state), value)])
                 # one number serves the whole share; the others are read, too, so that none counts as unexpected
                 others = [n for n in share.held if n in refs and n != name]
-                found.want(arrays.destination(key_of(n, state), memory.empty(refs[n])) for n in others)
+                found.want(arrays.destination(state_key(n, state), memory.empty(refs[n])) for n in others)
             states[state] = value
         if not states and found.parameters.isdisjoint(share.names):
             found.missing += [f"state/{component(name)}" for name in share.names]

@@ -21,7 +21,7 @@ from datastates.container.index import StoredObject
 from datastates.container.pickle_writer import body, dumps
 from datastates.container.table import Row, table_of
 from datastates.errors import FormatError
-from datastates.providers.optimizer.shares import key_of
+from datastates.providers.optimizer.stored_states import state_key
 from datastates.restoring.provider_view import SavedState
 from datastates.restoring.stored import Head, Stored
 from datastates.state.flat_layout import FlatLayout, Name
@@ -165,7 +165,7 @@ class Section:
 
     def key(self, parameter: Name, state: str) -> str:
         """The full key of one state of one parameter."""
-        return full_key(self.name, key_of(parameter, state))
+        return full_key(self.name, state_key(parameter, state))
 
     def describe(self, key: str) -> Row | None:
         """A row without elements that describes the logical tensor of a full key; the row itself for a number."""
@@ -280,7 +280,7 @@ class ZeroFiles(Stored):
     def every_key(self, provider: str) -> list[str]:
         """The keys of all arrays of a provider, within it; opens no file."""
         section = self._sections[provider]
-        return [key_of(tensor.name, tensor.state) for tensor in section.tensors.values()]
+        return [state_key(tensor.name, tensor.state) for tensor in section.tensors.values()]
 
     def strangers(self, wanted: U64, providers: Any) -> list[str]:
         """Full keys that these providers have and no rank wants."""
