@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from datastates._base.loaded import loaded
-from datastates.ranks.place import Place
+from datastates.ranks.keys import Place
 from datastates.ranks.store_calls import StoreCalls
 
 

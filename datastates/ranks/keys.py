@@ -1,9 +1,10 @@
-"""Keys with values in a store that all ranks reach: what boards and openings need of it."""
+"""Keys with values in a store that all ranks of a framework reach: what boards and openings need of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 
 class Keys(Protocol):
@@ -37,3 +38,16 @@ class Keys(Protocol):
 
     def close(self) -> None:
         """End the calls. Later ones raise UnreachableError."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A store of keys that all ranks of a framework reach."""
+
+    rank: int
+    size: int
+    """The number of ranks, at least 2."""
+    store: Any
+    """An object that exists as long as the store does, and can be referenced weakly."""
+    keys: Callable[[float], Keys]
+    """Connects to the store. The argument: seconds to wait for an answer before the server counts as gone."""

@@ -15,8 +15,8 @@ from datastates.errors import SettingsError
 from datastates.ranks import jax_keys, torch_keys
 from datastates.ranks.board_world import BoardWorld, Decide, token_of
 from datastates.ranks.join import join
+from datastates.ranks.keys import Place
 from datastates.ranks.openings import Openings
-from datastates.ranks.place import Place
 from datastates.ranks.polling import slowest
 from datastates.ranks.store_board import StoreBoard
 
