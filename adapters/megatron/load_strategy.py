@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from typing_extensions import Unpack
 
+from datastates._base import paths
 from datastates.adapters.dcp import DataStatesStorageReader
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
-from datastates.adapters.megatron.paths import local
 from datastates.ranks.together import settle
 from datastates.ranks.world import world_of
 from datastates.restoring.reads import Tally
@@ -75,7 +75,8 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
             CommitError: Another rank could not load its part. A rank that could not raises its own error.
             ValueError: ``checkpoint_dir`` is the address of a store instead of a file path.
         """
-        directory, error, loaded = local(checkpoint_dir), None, {}
+        paths.refuse_address(checkpoint_dir)
+        directory, error, loaded = Path(checkpoint_dir), None, {}
         gate.pass_all()  # tensors may be overwritten from here on: pending snapshots capture them first
         try:
             loaded = self._load(sharded_state_dict, directory)

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from typing_extensions import Unpack
 
+from datastates._base import paths
 from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.adapters.dcp.save.async_save import refusing, session_of
 from datastates.adapters.dcp.save.staging import Lazy, Staged, is_large
 from datastates.adapters.dcp.save.writer import WriterOptions
 from datastates.adapters.megatron.async_request import request
-from datastates.adapters.megatron.paths import local
 from datastates.saving.snapshot import Snapshot
 
 
@@ -107,7 +108,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
 
     def _begin(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Snapshot:
         with refusing(self._writer):
-            directory = local(checkpoint_dir)
+            paths.refuse_address(checkpoint_dir)
+        directory = Path(checkpoint_dir)
         session = session_of(self._writer, directory)
         turn = session.reserve()
         found = re.search(r"(\d+)\Z", directory.name)
