@@ -135,7 +135,3 @@ def _print_differences(found: Comparison, a: str, b: str) -> None:
         f"{found.equal} alike, {len(found.contents)} of other contents, {len(found.descriptions)} of another type or "
         f"shape, {only} in one of them only"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
