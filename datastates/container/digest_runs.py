@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,9 @@ from datastates._base.columns import I64, Bools
 from datastates.container.table import BOX, FLAT, Row, ShardTable
 from datastates.planning.plans import DigestRuns
 from datastates.state import dtypes
+from datastates.state.runs import grid
+from datastates.state.strides import row_major
+from datastates.state.tensor_scan import contiguous
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +67,8 @@ class Places:
         digest = np.repeat(np.arange(len(rows)), stretches)
         within = np.arange(len(digest)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
         begin = np.repeat(self.begin[rows], stretches)
-        begin[stretches[digest] > 1] += _joined([_stretches(self.table.row(i)) for i in rows[stretches > 1]])
+        apart = [_stretches(self.table.row(i)) for i in rows[stretches > 1]]
+        begin[stretches[digest] > 1] += np.concatenate([np.zeros(0, np.int64), *apart])
         row = rows[digest]
         place = offset[digest] + within * length[digest]
         order = np.lexsort((place, source[digest]))
@@ -85,11 +88,8 @@ def places_of(table: ShardTable) -> Places:
     """Find the places of all rows of a table that has been checked."""
     n = len(table)
     at, global_at, place_at = table.starts
-    numel, in_order = np.ones(n, np.int64), np.ones(n, bool)
-    for rows, columns in _by_ndim(np.arange(n), table.ndim, at):
-        shape, stride = table.dims[columns].astype(np.int64), table.strides[columns].astype(np.int64)
-        numel[rows] = shape.prod(axis=1)
-        in_order[rows] = ((shape == 1) | (stride == _inner(shape))).all(axis=1) | (shape == 0).any(axis=1)
+    numel, in_order = contiguous(table.ndim, table.dims, table.strides)
+    in_order |= numel == 0
     total, run, step = numel.copy(), numel.copy(), numel.copy()
     begin, count = np.zeros(n, np.int64), np.ones(n, np.int64)
     flat = np.flatnonzero(table.part == FLAT)
@@ -145,12 +145,5 @@ def _last(marked: Bools) -> I64:
 def _stretches(row: Row) -> I64:
     """Where each stretch of a box begins in the logical tensor, in bytes from the begin of the first stretch."""
     partial = [d for d, (a, b) in enumerate(zip(row.shape, row.global_shape, strict=True)) if a != b]
-    begin = np.zeros(1, np.int64)
-    for d in range(partial[-2]):
-        inner = math.prod(row.global_shape[d + 1 :]) * row.dtype.itemsize
-        begin = (begin[:, None] + np.arange(row.shape[d]) * inner).reshape(-1)
-    return begin
-
-
-def _joined(parts: list[I64]) -> I64:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    outer = partial[-2]
+    return grid(row.shape[:outer], row_major(row.global_shape)[:outer]) * row.dtype.itemsize
