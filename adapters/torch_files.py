@@ -47,7 +47,8 @@ class FileSettings(IoSettings):
     """Settings of checkpoints: the fields of :class:`~datastates.config.IoSettings`, and these."""
 
     on_error: Literal["raise", "warn"] = Field(
-        "raise", description="Raise the failure of a checkpoint at a later save or at the end, or only log it."
+        "raise",
+        description="Raise a failure of a checkpoint at a later save or at the end, on all its ranks, or only log it.",
     )
     max_in_flight: int = Field(
         2, ge=1, le=64, description="Checkpoints that may be under way at once; a further save waits."

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
-from datastates.config import IoSettings, from_environment
+from datastates.adapters.torch_files import FileSettings
+from datastates.config import from_environment
 from datastates.errors import SettingsError
 
 ENTRY = "datastates_ckpt"
 
 
-class DeepSpeedSettings(IoSettings):
-    """Settings of DeepSpeed's checkpoints: the fields of :class:`~datastates.config.IoSettings`, and these.
+class DeepSpeedSettings(FileSettings):
+    """Settings of DeepSpeed's checkpoints: those of :class:`~datastates.adapters.torch_files.FileSettings`, and these.
 
     In the JSON file, ``true``, ``null`` and ``{}`` mean the defaults.
     """
@@ -21,14 +22,6 @@ class DeepSpeedSettings(IoSettings):
     enabled: bool = Field(True, description="false: save as DeepSpeed's own torch engine does, without this package.")
     host_cache_size: float | None = Field(
         None, gt=0, description="GiB of host memory that checkpoints stream through; in the place of host_cache."
-    )
-    on_error: Literal["raise", "warn"] = Field(
-        "raise",
-        description="Raise the failure of a checkpoint at a later save_checkpoint() or at destroy(), on all ranks, or "
-        "only log it.",
-    )
-    max_in_flight: int = Field(
-        2, ge=1, le=64, description="Checkpoints that may be under way at once; a further save_checkpoint() waits."
     )
     rank_timeout: float = Field(
         600.0,
