@@ -12,6 +12,7 @@ from datastates import _native
 from datastates.container.pickle_writer import array_frame
 from datastates.container.rows import StoredRows
 from datastates.container.table import KINDS
+from datastates.planning.plans import fields_of
 from datastates.state import dtypes
 from datastates.state.shards import ArrayRef
 
@@ -36,14 +37,7 @@ def read_plain(opcodes: bytes, rows: StoredRows) -> tuple[object] | None:
         kinds=KINDS,
         dtypes=_DTYPES,
         frames=[(*array_frame(d), d.itemsize, dtypes.pickled(d).storage is not None) for d in dtypes.ALL],
-        kind=columns.kind,
-        dtype=columns.dtype,
-        record=columns.record,
-        record_nbytes=columns.record_nbytes,
-        offset=columns.offset,
-        ndim=columns.ndim,
-        dims=columns.dims,
-        strides=columns.strides,
+        **fields_of(columns, but=("whole", "file_offset")),
         reference=ArrayRef,
         ordered_dict=collections.OrderedDict,
     )

@@ -167,6 +167,6 @@ class ReadPlan:
     unverified_dest: I32
 
 
-def fields_of(plan: WritePlan | ReadPlan | DigestRuns, *, but: Collection[str]) -> dict[str, Any]:
-    """The fields of a plan by name, as the native core takes them, without those that it does not take (``but``)."""
+def fields_of(plan: Any, *, but: Collection[str]) -> dict[str, Any]:
+    """The fields of a dataclass by name, as the native core takes them, but for those that it does not take."""
     return {field.name: getattr(plan, field.name) for field in fields(plan) if field.name not in but}
