@@ -60,9 +60,7 @@ def nest_of(index: Index) -> Nest | None:
 
 def stored_array(row: Row, record_nbytes: int) -> StoredArray:
     """Where a row's elements are, as ``data.pkl`` says it."""
-    itemsize = row.dtype.itemsize
-    elements = record_nbytes // itemsize
-    return StoredArray(str(row.record), row.dtype.name, row.offset // itemsize, row.shape, row.stride, elements)
+    return StoredArray.within(row.record, record_nbytes, row.dtype.name, row.offset, row.shape, row.stride)
 
 
 def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[bytes, int]:

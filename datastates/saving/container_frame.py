@@ -24,7 +24,6 @@ from datastates.planning import write
 from datastates.planning.plans import WritePlan
 from datastates.saving.collect import Structure
 from datastates.saving.frame import Objects, Tail
-from datastates.state.dtypes import BY_NAME
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
 
@@ -154,12 +153,5 @@ def _nest(structure: Structure, record: Sequence[int]) -> Nest:
 def _stored(shard: Shard, record: int) -> StoredArray:
     assert shard.dtype is not None
     assert shard.buffer is not None
-    itemsize = BY_NAME[shard.dtype].itemsize
-    return StoredArray(
-        record=str(record),
-        dtype=shard.dtype,
-        offset=shard.buffer_offset // itemsize,
-        shape=shard.shape,
-        stride=shard.stride,
-        elements=shard.buffer.nbytes // itemsize,
-    )
+    nbytes, offset = shard.buffer.nbytes, shard.buffer_offset
+    return StoredArray.within(record, nbytes, shard.dtype, offset, shard.shape, shard.stride)

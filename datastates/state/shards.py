@@ -54,6 +54,14 @@ class StoredArray:
     elements: int
     requires_grad: bool = False
 
+    @classmethod
+    def within(
+        cls, record: int, nbytes: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> StoredArray:
+        """An array that begins ``offset`` bytes into a record of ``nbytes``."""
+        itemsize = dtypes.BY_NAME[dtype].itemsize
+        return cls(str(record), dtype, offset // itemsize, shape, stride, nbytes // itemsize)
+
 
 HOST = -1
 """The device number of host memory; GPUs count from 0."""
