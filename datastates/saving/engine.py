@@ -289,11 +289,7 @@ def take_one(
     try:
         collected = collect(providers, rank=world.rank, ranks=world.size)
         executor = make_executor(settings, collected.structure.nbytes)
-    except BaseException as error:
-        ballot.decline(error)
-        raise
-    engine = Engine(executor, world, threads=1, auto_gate=auto_gate)
-    try:
+        engine = Engine(executor, world, threads=1, auto_gate=auto_gate)
         taken = engine.take(collected, ballot, place, begin=begin)
     except BaseException as error:
         ballot.decline(error)
