@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterable
@@ -103,14 +104,10 @@ class StoreBoard:
 
     def close(self, *, given_up: bool) -> None:
         """Close the calls of the store; on rank 0, delete the run's name first."""
-        try:
+        with contextlib.closing(self._keys), contextlib.ExitStack() as leaving:
+            leaving.callback(self._leave, given_up)
             if self._rank == 0 and self._run is not None:
                 self._keys.delete(f"{self._space}/run")
-        finally:
-            try:
-                self._leave(given_up)
-            finally:
-                self._keys.close()
 
 
 def _number(head: bytes) -> int:

@@ -17,7 +17,7 @@ from torch.futures import Future
 from typing_extensions import Unpack
 
 from datastates._base import paths
-from datastates._base.files import read_bytes
+from datastates._base.files import length, read_bytes
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.loading import Loading, Place
 from datastates.adapters.dcp.load.own_file import OwnFile
@@ -26,7 +26,7 @@ from datastates.adapters.dcp.load.stock_file import StockFile
 from datastates.config import IoOptions, IoSettings
 from datastates.container import archive
 from datastates.container.file import open_container
-from datastates.errors import FormatError, StorageError
+from datastates.errors import FormatError
 from datastates.executor.make import make_executor
 from datastates.restoring.reads import Tally
 from datastates.saving import gate
@@ -156,10 +156,7 @@ class DataStatesStorageReader(FileSystemReader):
         return files
 
     def _open(self, path: Path, needed: Sequence[Place], claims: ClaimedMemory) -> OwnFile | StockFile:
-        try:
-            nbytes = path.stat().st_size
-        except OSError as error:
-            raise StorageError(error.errno or 0, "stat", str(path)) from error
+        nbytes = length(path)
         last, place = max(needed, key=lambda one: one[1].offset + one[1].length)
         if (end := place.offset + place.length) > nbytes:
             raise FormatError(
