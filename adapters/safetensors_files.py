@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from datastates.commit.ending import FileEnding, identity_alone
 from datastates.errors import ProviderError
 from datastates.saving.engine import Engine
 from datastates.saving.safetensors_frame import SafetensorsFraming
@@ -59,5 +58,5 @@ class SafetensorsWriter:
         Raises:
             ProviderError: Tensors share memory, or the format cannot hold one; the message names it.
         """
-        collected = self._saver.collect([_Tensors(self._kind, tensors)])
-        return self._engine.take_file(self._saver, collected, FileEnding(path, identity_alone(attempt)), 0, begin=begin)
+        provider = _Tensors(self._kind, tensors)
+        return self._engine.take_file(self._saver, [provider], path, attempt=attempt, begin=begin)

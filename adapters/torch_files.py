@@ -16,7 +16,6 @@ import torch
 from pydantic import Field
 
 from datastates.adapters.safetensors_files import SafetensorsWriter
-from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoOptions, IoSettings
 from datastates.container import archive
 from datastates.container.file import open_container
@@ -107,9 +106,7 @@ class StateWriter:
         """
         self._held.state, self._held.lazy = state, lazy
         try:
-            collected = self._saver.collect([self._held])
-            ending = FileEnding(path, identity_alone(attempt))
-            return self._engine.take_file(self._saver, collected, ending, 0, begin=begin)
+            return self._engine.take_file(self._saver, [self._held], path, attempt=attempt, begin=begin)
         finally:
             self._held.state, self._held.lazy = None, lambda *_: False
 

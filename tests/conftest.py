@@ -20,7 +20,6 @@ import pytest
 
 from datastates import _native
 from datastates._base import faults
-from datastates.commit.ending import FileEnding
 from datastates.config import IoSettings
 from datastates.executor.make import make_executor
 from datastates.providers import from_state_dict
@@ -90,7 +89,7 @@ WriteFile = Callable[..., Snapshot]
 def write_file() -> WriteFile:
     """Return a function that begins to write a value as a single container file; it returns the ``Snapshot``.
 
-    ``write_file(path, value, nested=False, engine=None, attempt="0123abcd", step=0)``. Without ``engine`` it makes an
+    ``write_file(path, value, nested=False, engine=None, attempt="0123abcd")``. Without ``engine`` it makes an
     engine and closes it before it returns: the file is then complete, or its write has failed.
     """
 
@@ -101,15 +100,13 @@ def write_file() -> WriteFile:
         nested: bool = False,
         engine: Engine | None = None,
         attempt: str = "0123abcd",
-        step: int = 0,
     ) -> Snapshot:
         settings = IoSettings(host_cache="8MiB", block="1MiB")
         used = engine or Engine(make_executor(settings), SoloWorld(), threads=1, auto_gate=False)
         saver = Saver(used.executor, ContainerFraming(bare=True, nested=nested))
-        ending = FileEnding(path, {"step": 0, "rank": 0, "world_size": 1, "attempt": attempt})
         try:
-            collected = saver.collect([from_state_dict("file", value)])
-            return used.take_file(saver, collected, ending, step, begin=time.monotonic())
+            provider = from_state_dict("file", value)
+            return used.take_file(saver, [provider], path, attempt=attempt, begin=time.monotonic())
         finally:
             if engine is None:
                 used.close()

@@ -9,10 +9,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from datastates.commit import manifest
 from datastates.commit.ballot import Ballot
-from datastates.commit.ending import CheckpointEnding, Ending, FileEnding
+from datastates.commit.ending import CheckpointEnding, Ending, FileEnding, identity_alone
 from datastates.config import IoSettings
 from datastates.errors import DeviceError, StorageError
 from datastates.executor.executor import Executor
@@ -122,12 +123,15 @@ class Engine:
         snapshot.called()
         return snapshot
 
-    def take_file(self, saver: Saver, collected: Collected, ending: FileEnding, step: int, *, begin: float) -> Snapshot:
-        """Write a single container file, ended by ``ending``; otherwise as :meth:`take`."""
-        snapshot = Snapshot(step, collected.structure.nbytes, begin)
-        snapshot.path = ending.path
+    def take_file(
+        self, saver: Saver, providers: Sequence[StateProvider], path: Path, *, attempt: str, begin: float
+    ) -> Snapshot:
+        """Write a single file, whose identity names an ``attempt``; otherwise as :meth:`take`."""
+        collected = saver.collect(providers)
+        snapshot = Snapshot(0, collected.structure.nbytes, begin)
+        snapshot.path = path
         try:
-            self._take(saver, collected, snapshot, lambda: ending)
+            self._take(saver, collected, snapshot, lambda: FileEnding(path, identity_alone(attempt)))
         except (StorageError, DeviceError) as error:
             snapshot.fail(error)
         snapshot.called()

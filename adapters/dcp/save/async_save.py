@@ -7,7 +7,7 @@ import copy
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,9 @@ class Session:
         staged.snapshot.path = path
         try:
             writer = copy.copy(self._writer)  # another save may set another directory before this one begins
-            self._engine.take_later(staged.snapshot, _Once(partial(self._begin, staged, writer, path, planner, turn)))
+            # emptied by the call: frames that live on must not keep the state alive
+            begin = [partial(self._begin, staged, writer, path, planner, turn)]
+            self._engine.take_later(staged.snapshot, lambda: begin.pop()())
         except BaseException as error:
             staged.give_up(error)
             turn.after.set()
@@ -225,21 +227,6 @@ class Session:
     def close_later(self) -> None:
         """Leave the other ranks, in the background, once the saves in flight have ended."""
         self._engine.close_later()
-
-
-class _Once:
-    """A callable for one call, which forgets what it holds: frames of its caller may live on, and keep it alive."""
-
-    def __init__(self, begin: Callable[[], Running]) -> None:
-        self._begin: Callable[[], Running] | None = begin
-
-    def __call__(self) -> Running:
-        begin, self._begin = self._begin, None
-        assert begin is not None
-        try:
-            return begin()
-        finally:
-            del begin
 
 
 def _lazy(state_dict: dict[str, Any], chosen: Lazy) -> Lazy:
