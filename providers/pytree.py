@@ -6,18 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from datastates._base import gc_pause
 from datastates.errors import ProviderError
+from datastates.providers.nested.known_leaves import KnownLeaves
 from datastates.providers.nested.pairing import pair
+from datastates.providers.nested.stored_leaves import KEY_DATA, KEY_NAME, is_array, is_static, nested_leaves
 from datastates.providers.nested.taken_apart import is_inner
 from datastates.providers.nested.tree import TreeProvider
 from datastates.state import arrays, dtensors, jax_arrays, memory
 from datastates.state.depth import deeper
-from datastates.state.landings import Landing, describes, stand_in, why_not_made
+from datastates.state.landings import Landing, describes, why_not_made
 from datastates.state.provider import Saved
-from datastates.state.pytrees import Leaves, Path, Step, find, key_of, leaves_of, nested
-from datastates.state.shards import ArrayRef, Shard, object_shard
-
-_DATA, _NAME = Step("key_data", False), Step("impl", False)
+from datastates.state.pytrees import Leaves, Path, find, key_of, leaves_of
+from datastates.state.shards import ArrayRef, Shard, Shards, object_shard
 
 
 def from_pytree(
@@ -62,6 +63,7 @@ class PytreeProvider(TreeProvider):
         super().__init__(name)
         self._tree = tree
         self._get, self._set = get, set
+        self._known: KnownLeaves | None = None
         self._landings: dict[int, Landing] = {}  # during restore(): those that destinations() made
 
     @property
@@ -84,22 +86,41 @@ class PytreeProvider(TreeProvider):
                 raise ProviderError(f"{key_of(path)!r} describes an array, and has no contents to save")
             if dtensors.is_dtensor(leaf):
                 raise ProviderError(f"{key_of(path)!r} is a DTensor, which is restored in place: use from_state_dict")
-        return _nested(leaves)
+        return nested_leaves(leaves)
 
     def is_lazy(self, key: str, array: object) -> bool:
         """Whether it is no NumPy array."""
         del key
         return arrays.is_lazy_kind(array)
 
+    @gc_pause.paused()
     def shards(self) -> Sequence[Shard]:
         """A shard for each box of an array, and the object of the rest.
 
         In a program of several processes, arrays that are not JAX's are taken to be the same in all of them.
         """
+        tree = self.tree
+        if self._known is not None and (again := self._known.again(tree)) is not None:
+            return again
+        self._known = None
         shards, every = super().shards(), jax_arrays.processes()
-        if not every:
-            return shards
-        return [s if s.is_object or s.kind == "jax" else replace(s, replicas=every) for s in shards]
+        if every:
+            shards = [s if s.is_object or s.kind == "jax" else replace(s, replicas=every) for s in shards]
+        if self._form is not None and not isinstance(shards, Shards):
+            self._known = KnownLeaves.of(tree, self._form.skeleton, shards[:-1])
+        return shards if self._known is None else self._known.again(tree) or shards
+
+    def knowledge(self) -> object:
+        """The containers, and the types, shapes and shardings of the arrays."""
+        inner = super().knowledge()
+        return None if inner is None and self._known is None else (inner, self._known)
+
+    def learn(self, knowledge: object) -> None:
+        """Take what an earlier provider found out."""
+        assert isinstance(knowledge, tuple)
+        inner, self._known = knowledge
+        if inner is not None:
+            super().learn(inner)
 
     @deeper()
     def destinations(self, saved: Saved) -> Sequence[Shard]:
@@ -116,7 +137,7 @@ class PytreeProvider(TreeProvider):
         """A landing for each array that both have."""
         leaves = leaves_of(self.tree)
         stands: dict[int, tuple[object, object]] = {}  # by the id of a stand-in: itself and what it stands for
-        live = _nested(leaves, stands)
+        live = nested_leaves(leaves, stands)
         found = pair(stored, live, saved.arrays())
         mismatched, names = dict(found.mismatched), _names(leaves)
         for key, theirs, ours in found.leaves:
@@ -148,13 +169,13 @@ class PytreeProvider(TreeProvider):
     def _restored(self, value: Any, path: Path, leaf: Any) -> Any:
         """The leaf for a new tree; the old one where nothing of it was restored."""
         if jax_arrays.is_key(leaf):
-            data = self._array(value, (*path, _DATA))
+            data = self._array(value, (*path, KEY_DATA))
             return leaf if data is None else jax_arrays.as_keys(data, jax_arrays.key_name(leaf))
-        if _is_array(leaf):
+        if is_array(leaf):
             array = self._array(value, path)
             return leaf if array is None else array
         try:
-            found = leaf if _is_static(leaf) else find(value, path)
+            found = leaf if is_static(leaf) else find(value, path)
         except KeyError:
             return leaf
         return leaf if isinstance(found, ArrayRef) else found  # a reference stands for what is not selected
@@ -171,46 +192,10 @@ class PytreeProvider(TreeProvider):
         return landing.assemble()
 
 
-def _is_array(leaf: object) -> bool:
-    return arrays.kind_of(leaf) is not None or describes(leaf)
-
-
-def _is_static(leaf: object) -> bool:
-    """Whether a leaf belongs to the program, such as the activation function that a module of equinox has."""
-    return callable(leaf) and not _is_array(leaf)
-
-
-def _nested(leaves: Leaves, stands: dict[int, tuple[object, object]] | None = None) -> object:
-    """The leaves that are stored, with the numbers of typed random keys beside their implementation's name.
-
-    Args:
-        leaves: The tree.
-        stands: Gets what describes an array, which an array without memory of its own then stands for.
-    """
-    paths: list[Path] = []
-    values: list[object] = []
-
-    def add(path: Path, value: Any) -> None:
-        if stands is not None and describes(value):
-            stand = stand_in(value)
-            stands[id(stand)] = stand, value
-            value = stand
-        paths.append(path)
-        values.append(value)
-
-    for path, leaf in zip(leaves.paths, leaves.values, strict=True):
-        if jax_arrays.is_key(leaf):
-            add((*path, _NAME), jax_arrays.key_name(leaf))
-            add((*path, _DATA), jax_arrays.key_data(leaf))
-        elif not _is_static(leaf):
-            add(path, leaf)
-    return nested(paths, values)
-
-
 def _names(leaves: Leaves) -> dict[str, str]:
     """The keys of the names of the implementations of random keys, each with the key of the numbers."""
     pairs = zip(leaves.paths, leaves.values, strict=True)
-    return {key_of((*path, _NAME)): key_of((*path, _DATA)) for path, leaf in pairs if jax_arrays.is_key(leaf)}
+    return {key_of((*path, KEY_NAME)): key_of((*path, KEY_DATA)) for path, leaf in pairs if jax_arrays.is_key(leaf)}
 
 
 def _shards(key: str, into: object) -> list[Shard]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from datastates._base import gc_pause
-from datastates._base.columns import I64, U8
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
 from datastates.executor.executor import Columns, columns
 from datastates.planning import owners
+from datastates.saving.structure import Structure
 from datastates.state import dtensors, jax_arrays, versions
 from datastates.state.dtypes import BY_NAME
 from datastates.state.parts import overlap
@@ -24,71 +23,13 @@ from datastates.state.shards import HOST, Buffer, Shard, Shards, full_key, objec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Structure:
-    """What the providers described, without the contents. Successive snapshots of the same state share it.
-
-    Attributes:
-        names: The names that the providers are stored under.
-        layouts: For each provider, the layout of its :class:`~datastates.state.shards.Shards`; None if it returned a
-            plain list.
-        arrays: Array shards, each with its provider's number.
-        buffers: The distinct buffers that the arrays lie in.
-        source: For each array shard, the number of its buffer.
-        eager: For each buffer, whether it must be captured before ``snapshot()`` returns.
-        witness: For each buffer, 1 where a lazy array lies in it, else 0.
-        columns: The buffers in the form that the executor takes.
-        devices: The CUDA devices that the buffers are on, ascending.
-        nbytes: Bytes of all buffers.
-        counted: Numbers of the lazy array shards whose changes torch counts.
-        addresses: For each of ``counted``, the address of its first element.
-        donatable: Numbers of the array shards in device memory that a computation may take over before the capture.
-    """
-
-    names: tuple[str, ...]
-    layouts: tuple[tuple[Shard, ...] | None, ...]
-    arrays: list[tuple[int, Shard]]
-    buffers: list[Buffer]
-    source: list[int]
-    eager: list[bool]
-    witness: U8
-    columns: Columns
-    devices: list[int]
-    nbytes: int
-    counted: I64
-    addresses: I64
-    donatable: list[int]
-
-    def key(self, i: int) -> str:
-        """The full key of an array shard."""
-        provider, shard = self.arrays[i]
-        return full_key(self.names[provider], shard.key)
-
-    @property
-    def holds_state(self) -> bool:
-        """Whether its shards keep live arrays, as those of plain lists do. It then serves one snapshot only."""
-        return None in self.layouts
-
-    def without_state(self) -> Structure:
-        """The structure to keep for the next snapshot: without shards and buffers if these keep live arrays."""
-        return replace(self, names=(), arrays=[], buffers=[]) if self.holds_state else self
-
-    @gc_pause.paused()
-    def plan_key(self) -> tuple[Any, ...]:
-        """A key that is equal for two structures that can share a plan. It has everything but the memory addresses."""
-        rows = tuple(
-            (p, s.key, s.kind, s.dtype, s.shape, s.stride, s.global_shape, s.offset, s.flat, s.buffer_offset)
-            for p, s in self.arrays
-        )
-        return self.names, rows, tuple(self.source), tuple(self.eager), tuple(b.nbytes for b in self.buffers)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Collected:
     """What the providers described for one snapshot. It keeps the state alive until :meth:`release`.
 
     Attributes:
         providers: The providers, in the caller's order.
         structure: The arrays; it may be that of an earlier snapshot.
+        columns: The structure's buffers where they lie now.
         described: What each provider returned, which keeps the memory alive.
         sources: For each array shard, the live array.
         memory: Objects that keep the arrays' memory alive, even if an array is given other memory.
@@ -97,6 +38,7 @@ class Collected:
 
     providers: list[StateProvider]
     structure: Structure
+    columns: Columns
     described: list[Sequence[Shard]]
     sources: list[object]
     memory: list[object]
@@ -169,12 +111,14 @@ def collect(
         raise ProviderError(f"two shards have the key {full_key(chosen[p].name, key)!r}")
     names = tuple(stored_name(p, rank, ranks) for p in chosen)
     layouts = tuple(shards.layout if isinstance(shards, Shards) else None for shards in described)
-    structure = last
-    if last is None or names != last.names or None in layouts or not all(map(operator.is_, layouts, last.layouts)):
+    structure, columns = last, None
+    if last is not None and last.serves(names, layouts):
+        columns = last.columns_now(described)
+    if structure is None or columns is None:
         structure = _structure(names, layouts, described, sources, rank if ranks > 1 else None)
-    assert structure is not None
+        columns = structure.columns
     _check_objects(keys, structure)
-    return Collected(chosen, structure, described, sources, memory, objects)
+    return Collected(chosen, structure, columns, described, sources, memory, objects)
 
 
 @gc_pause.paused()
@@ -211,6 +155,7 @@ def _structure(
     counted = [i for i, yes in enumerate(versioned) if yes and rows[i][1].lazy]
     _, addresses = versions.witness([sources[i] for i in counted])
     nbytes = sum(b.nbytes for b in buffers)
+    placed = [(i, number) for i, number in enumerate(source) if i not in left and buffers[number].nbytes]
     return Structure(
         names=names,
         layouts=layouts,
@@ -220,6 +165,7 @@ def _structure(
         eager=eager,
         witness=witness,
         columns=columns(buffers),
+        placed=(np.array([i for i, _ in placed], np.int64), np.array([number for _, number in placed], np.int64)),
         devices=sorted({b.device for b in buffers} - {HOST}),
         nbytes=nbytes,
         counted=np.array(counted, np.int64),
@@ -235,7 +181,10 @@ def _checked_rows(
 ) -> list[tuple[int, Shard]]:
     rows: list[tuple[int, Shard]] = []
     for p, (shards, layout) in enumerate(zip(described, layouts, strict=True)):
-        own = [shard for shard in (shards if layout is None else layout) if not shard.is_object]
+        if isinstance(shards, Shards) and shards.addresses is not None:
+            own = [shards.placed(i) for i in range(len(shards.layout))]
+        else:
+            own = [shard for shard in (shards if layout is None else layout) if not shard.is_object]
         _check_keys(names[p], own)
         for shard in own:
             _check_buffer(names[p], shard)

@@ -22,8 +22,8 @@ from datastates.executor.executor import PreparedWrite, prepare_write
 from datastates.executor.jobs import WriteJob
 from datastates.planning import write
 from datastates.planning.plans import WritePlan
-from datastates.saving.collect import Structure
 from datastates.saving.frame import Objects, Tail
+from datastates.saving.structure import Structure
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
 

@@ -11,7 +11,7 @@ from datastates.commit.ending import Identity
 from datastates.executor.executor import PreparedWrite
 from datastates.executor.jobs import WriteJob
 from datastates.planning.plans import WritePlan
-from datastates.saving.collect import Structure
+from datastates.saving.structure import Structure
 from datastates.state.provider import Encoder
 from datastates.state.shards import Shard
 

@@ -15,9 +15,10 @@ from datastates.container.pickle_writer import is_dialect
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
 from datastates.executor.executor import PreparedWrite
 from datastates.executor.jobs import WriteJob, timeline
-from datastates.saving.collect import Collected, Structure
+from datastates.saving.collect import Collected
 from datastates.saving.frame import Frame
 from datastates.saving.snapshot import Snapshot
+from datastates.saving.structure import Structure
 from datastates.state import streams
 from datastates.state import versions as array_versions
 from datastates.state.provider import Encoder

@@ -10,10 +10,11 @@ from datastates._base import gc_pause
 from datastates.commit.ending import Ending
 from datastates.executor.executor import Executor
 from datastates.executor.jobs import timeline
-from datastates.saving.collect import Collected, Structure, collect
+from datastates.saving.collect import Collected, collect
 from datastates.saving.frame import Framing
 from datastates.saving.running import Running, SavePlan, VersionWitness, _serialize
 from datastates.saving.snapshot import Snapshot
+from datastates.saving.structure import Structure
 from datastates.state.provider import StateProvider
 from datastates.state.repeated import Knowledge
 
@@ -56,7 +57,7 @@ class Saver:
             structure = collected.structure
             planned = self._planned(structure)
             versions = VersionWitness(collected)
-            job = self._executor.submit_write(ending.path, planned.prepared, structure.columns, structure.witness)
+            job = self._executor.submit_write(ending.path, planned.prepared, collected.columns, structure.witness)
             work = Running(collected, snapshot, planned, job, eager_objects, versions, ending)
             snapshot.attach(work.gate, job.stats, partial(timeline, job))
         except BaseException:

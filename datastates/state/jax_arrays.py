@@ -74,14 +74,21 @@ def held(array: Any) -> list[Held]:
         every = sorted({device.process_index for device in array.sharding.device_set})
         part = HeldPart(shape, (0,) * len(shape), None, alike or (tuple(every) if len(every) > 1 else ()))
         return [Held(np.empty(shape, array.dtype), part)]
-    first: dict[tuple[int, ...], Held] = {}
-    owners = holders(array.sharding, shape)
-    for shard in array.addressable_shards:
-        begin = origin(shard.index)
-        if begin not in first:
-            first[begin] = Held(shard.data, HeldPart(shape, begin, None, alike or owners[begin]))
-    if not first:  # processes outside of the array's mesh hold an empty vector
+    owners, shards = holders(array.sharding, shape), array.addressable_shards
+    if not shards:  # processes outside of the array's mesh hold an empty vector
         return [Held(np.empty(0, array.dtype), HeldPart(shape, None, (0, 0), ()))]
+    begins = ((number, origin(shards[number].index)) for number in boxes(array))
+    return [Held(shards[n].data, HeldPart(shape, begin, None, alike or owners[begin])) for n, begin in begins]
+
+
+def boxes(array: Any) -> list[int]:
+    """Which of an array's addressable shards are its boxes: each once, in ascending order of where they begin.
+
+    Arrays of one sharding and shape have the same.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    for number, shard in enumerate(array.addressable_shards):
+        first.setdefault(origin(shard.index), number)
     return [first[begin] for begin in sorted(first)]
 
 

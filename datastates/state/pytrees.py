@@ -49,6 +49,16 @@ def leaves_of(tree: object) -> Leaves:
     return Leaves([path for path, _ in found], [leaf for _, leaf in found], lambda values: _rebuilt(tree, iter(values)))
 
 
+def flatten(tree: object) -> tuple[list[Any], object] | None:
+    """The leaves of a tree in the order of :func:`leaves_of`, and its containers, which can be compared with others.
+
+    Returns:
+        None where JAX is not imported.
+    """
+    jax: Any = loaded("jax")
+    return None if jax is None else jax.tree_util.tree_flatten(tree)
+
+
 def _step(tree_util: Any, entry: Any) -> Step:
     if isinstance(entry, tree_util.SequenceKey):
         return Step(entry.idx, True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
-from datastates._base.columns import I64
+from datastates._base.columns import I64, U64
 from datastates.state import dtypes, keys
 from datastates.state.parts import Part
 
@@ -193,7 +193,8 @@ class Shards(Described):
     """Array shards, whose layout is kept apart from the live arrays, then object shards.
 
     A provider that returns the same ``layout`` object again states that only the contents of its arrays have changed:
-    no key, type, shape, address or stream. The next snapshot then skips the inspection of the arrays.
+    no key, type, shape, address or stream. The next snapshot then skips the inspection of the arrays. With
+    ``addresses``, the addresses may have changed, too.
 
     Attributes:
         layout: The array shards without ``source``, and with buffers without ``owner``, so it keeps no memory alive.
@@ -201,6 +202,8 @@ class Shards(Described):
         versions: torch's version counter of each array's changes in place; -1 for an array without one.
         memory: Objects that keep the memory of all arrays alive, even if an array is given other memory. None if the
             snapshot is to ask the arrays for them.
+        addresses: Where each array begins now; its buffer begins there, too. ``memory`` then has an object for each.
+            None if they are where the layout says.
         objects: The object shards.
     """
 
@@ -212,6 +215,7 @@ class Shards(Described):
         *,
         versions: I64,
         memory: Sequence[object] | None = None,
+        addresses: U64 | None = None,
     ) -> None:
         """Take the parts; ``layout``, ``sources`` and ``versions`` have the same length."""
         super().__init__(len(layout), objects)
@@ -219,17 +223,36 @@ class Shards(Described):
         self.sources = sources
         self.versions = versions
         self.memory = memory
+        self.addresses = addresses
+
+    def but(self, *, layout: tuple[Shard, ...] | None = None, objects: Sequence[Shard] | None = None) -> Shards:
+        """The same arrays with another layout, or beside other objects."""
+        return Shards(
+            self.layout if layout is None else layout,
+            self.sources,
+            self.objects if objects is None else objects,
+            versions=self.versions,
+            memory=self.memory,
+            addresses=self.addresses,
+        )
 
     @property
     def keys(self) -> Sequence[str]:
         """The keys of the array shards."""
         return [shard.key for shard in self.layout]
 
+    def placed(self, i: int) -> Shard:
+        """The array shard of that number, where it is now, without its live array."""
+        shard = self.layout[i]
+        if self.addresses is None:
+            return shard
+        return replace(shard, buffer=shard.buffer and replace(shard.buffer, pointer=int(self.addresses[i])))
+
     def array(self, i: int) -> Shard:
         """The array shard of that number, with its live array."""
-        shard, source = self.layout[i], self.sources[i]
-        buffer = shard.buffer and replace(shard.buffer, owner=source)
-        return replace(shard, source=source, buffer=buffer)
+        shard, source = self.placed(i), self.sources[i]
+        owner = self.memory[i] if self.addresses is not None and self.memory is not None else source
+        return replace(shard, source=source, buffer=shard.buffer and replace(shard.buffer, owner=owner))
 
 
 def object_shard(key: str = "", *, lazy: bool = False, source: object = None) -> Shard:

@@ -30,9 +30,7 @@ def _plain_attributes(values: Sequence[object]) -> list[dict[str, Any]] | None:
 def _with(shards: Sequence[Shard], rest: object) -> Sequence[Shard]:
     """Array shards, then the object shard of the rest."""
     objects = [object_shard(source=rest)]
-    if isinstance(shards, Shards):
-        return Shards(shards.layout, shards.sources, objects, versions=shards.versions, memory=shards.memory)
-    return [*shards, *objects]
+    return shards.but(objects=objects) if isinstance(shards, Shards) else [*shards, *objects]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -86,7 +86,7 @@ class ReplicatedProvider(StateProvider):
         if marked is None or marked.layout is not shards.layout or marked.ranks != ranks:
             marked = _Marked(shards.layout, ranks, tuple(self._mark(shard, ranks) for shard in shards.layout))
             self._marked = marked
-        return Shards(marked.shards, shards.sources, shards.objects, versions=shards.versions, memory=shards.memory)
+        return shards.but(layout=marked.shards)
 
     def _current_ranks(self) -> tuple[int, ...]:
         """The ranks that hold the arrays, ascending; empty where this is the only one."""

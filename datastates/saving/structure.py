@@ -1,0 +1,103 @@
+"""The structure of a state: what the providers described of it, without the contents."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from datastates._base import gc_pause
+from datastates._base.columns import I64, U8
+from datastates.executor.executor import Columns
+from datastates.state.shards import Buffer, Shard, Shards, full_key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """What the providers described, without the contents. Successive snapshots of the same state share it.
+
+    Attributes:
+        names: The names that the providers are stored under.
+        layouts: For each provider, the layout of its :class:`~datastates.state.shards.Shards`; None if it returned a
+            plain list.
+        arrays: Array shards, each with its provider's number.
+        buffers: The distinct buffers that the arrays lie in.
+        source: For each array shard, the number of its buffer.
+        eager: For each buffer, whether it must be captured before ``snapshot()`` returns.
+        witness: For each buffer, 1 where a lazy array lies in it, else 0.
+        columns: The buffers in the form that the executor takes, as they were when the structure was made.
+        placed: Numbers of the array shards that have memory to write, and of the buffers that these lie in.
+        devices: The CUDA devices that the buffers are on, ascending.
+        nbytes: Bytes of all buffers.
+        counted: Numbers of the lazy array shards whose changes torch counts.
+        addresses: For each of ``counted``, the address of its first element.
+        donatable: Numbers of the array shards in device memory that a computation may take over before the capture.
+    """
+
+    names: tuple[str, ...]
+    layouts: tuple[tuple[Shard, ...] | None, ...]
+    arrays: list[tuple[int, Shard]]
+    buffers: list[Buffer]
+    source: list[int]
+    eager: list[bool]
+    witness: U8
+    columns: Columns
+    placed: tuple[I64, I64]
+    devices: list[int]
+    nbytes: int
+    counted: I64
+    addresses: I64
+    donatable: list[int]
+
+    def key(self, i: int) -> str:
+        """The full key of an array shard."""
+        provider, shard = self.arrays[i]
+        return full_key(self.names[provider], shard.key)
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether its shards keep live arrays, as those of plain lists do. It then serves one snapshot only."""
+        return None in self.layouts
+
+    def serves(self, names: tuple[str, ...], layouts: tuple[tuple[Shard, ...] | None, ...]) -> bool:
+        """Whether providers of these names with these layouts described it, apart from addresses."""
+        return names == self.names and None not in layouts and all(map(operator.is_, layouts, self.layouts))
+
+    def columns_now(self, described: Sequence[Sequence[Shard]]) -> Columns | None:
+        """The buffers where they lie now; None if arrays share memory in another way than when the structure was made.
+
+        Args:
+            described: What the providers described, with the layouts of this structure.
+        """
+        if all(not isinstance(shards, Shards) or shards.addresses is None for shards in described):
+            return self.columns
+        then, devices, streams = self.columns
+        rows, buffers = self.placed
+        before, now, first = then[buffers], then[buffers], 0
+        for shards in described:
+            assert isinstance(shards, Shards)
+            if shards.addresses is not None:
+                begin, end = np.searchsorted(rows, (first, first + len(shards.layout)))
+                now[begin:end] = shards.addresses[rows[begin:end] - first]
+            first += len(shards.layout)
+        pointers = then.copy()
+        pointers[buffers] = now
+        if (pointers[buffers] != now).any() or len(np.unique(now)) != len(np.unique(before)):
+            return None
+        return pointers, devices, streams
+
+    def without_state(self) -> Structure:
+        """The structure to keep for the next snapshot: without shards and buffers if these keep live arrays."""
+        return replace(self, names=(), arrays=[], buffers=[]) if self.holds_state else self
+
+    @gc_pause.paused()
+    def plan_key(self) -> tuple[Any, ...]:
+        """A key that is equal for two structures that can share a plan. It has everything but the memory addresses."""
+        rows = tuple(
+            (p, s.key, s.kind, s.dtype, s.shape, s.stride, s.global_shape, s.offset, s.flat, s.buffer_offset)
+            for p, s in self.arrays
+        )
+        return self.names, rows, tuple(self.source), tuple(self.eager), tuple(b.nbytes for b in self.buffers)
