@@ -8,6 +8,7 @@ such reference is held, because it may make the computation fail: :func:`is_gone
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,14 @@ from typing import Any
 import numpy as np
 
 from datastates._base.loaded import loaded
+from datastates._base.sizes import LARGE_RECORD, PAGE
 from datastates.errors import ProviderError
 from datastates.state.parts import HeldPart
 from datastates.state.shards import HOST
 
 Box = tuple[slice, ...]
+XLA_ALIGNMENT = 64
+"""Alignment in bytes from which on arrays of the CPU may lie in memory that XLA did not allocate."""
 
 
 def is_array(value: object) -> bool:
@@ -148,11 +152,20 @@ def landings(like: Any) -> list[tuple[HeldPart, Any]]:
     """
     shape = tuple(like.shape)
     if like.sharding is None or 0 in shape:
-        return [(HeldPart(shape, (0,) * len(shape), None, ()), np.empty(shape, like.dtype))]
+        return [(HeldPart(shape, (0,) * len(shape), None, ()), _empty(shape, like.dtype))]
     begins = _boxes(like.sharding, shape)
     if not begins:
         return [(HeldPart(shape, None, (0, 0), ()), np.empty(0, like.dtype))]
-    return [(HeldPart(shape, begin, None, ()), np.empty(begins[begin], like.dtype)) for begin in sorted(begins)]
+    return [(HeldPart(shape, begin, None, ()), _empty(begins[begin], like.dtype)) for begin in sorted(begins)]
+
+
+def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Host memory that XLA's CPU client takes over without a copy, and that direct I/O can read into if it is large."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    alignment = PAGE if nbytes >= LARGE_RECORD else XLA_ALIGNMENT
+    block = np.empty(nbytes + alignment, np.uint8)
+    begin = -block.ctypes.data % alignment
+    return block[begin : begin + nbytes].view(dtype).reshape(shape)
 
 
 @functools.lru_cache(maxsize=4096)

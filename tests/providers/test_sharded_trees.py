@@ -87,6 +87,33 @@ def test_a_restore_reads_what_it_needs(tmp_path: Path) -> None:
     assert all(np.array_equal(provider.tree[key], whole) for key, whole in values.items())
 
 
+def test_restored_arrays_lie_in_the_memory_that_was_read_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_into: list[int] = []
+
+    def landings(like: Any) -> Any:
+        found = original(like)
+        read_into.extend(memory.ctypes.data for _, memory in found)
+        return found
+
+    original = jax_arrays.landings
+    monkeypatch.setattr(jax_arrays, "landings", landings)
+    copies = NamedSharding(mesh_of((2, 4)), PartitionSpec("b"))  # two devices have each box
+    saved = {"large": np.random.default_rng(0).random((256, 512), np.float32), "small": np.arange(8, dtype=np.int8)}
+    ds.snapshot([from_pytree("s", saved)], tmp_path / "c").wait_committed()
+    like = {key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=copies) for key, x in saved.items()}
+    state = ds.load(tmp_path / "c", like={"s": like})["s"]
+    shards = [shard for array in state.values() for shard in array.addressable_shards]
+    assert {shard.data.unsafe_buffer_pointer() for shard in shards} == set(read_into)
+    assert len(shards) == 2 * len(read_into)
+    assert [address % 4096 for address in read_into[:4]] == [0] * 4  # direct I/O can read into it
+    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)
+    for key, array in state.items():
+        first = array.addressable_data(0) + 0
+        now = doubled(array)
+        assert np.array_equal(now, saved[key] * 2)
+        assert np.array_equal(first, saved[key][: len(first)])
+
+
 def test_random_keys_are_sharded_like_arrays(tmp_path: Path) -> None:
     sharding = NamedSharding(mesh_of((4,)), PartitionSpec("a"))
     keys = jax.device_put(jax.random.split(jax.random.key(0), 8), sharding)
