@@ -109,7 +109,7 @@ class Reads:
     def _add_alike(self, queue: ReadQueue, row: Row, shard: Shard) -> None:
         place = arrays.place(shard, row.stride)
         if place is None:
-            landing = array_memory.empty(reference(row))
+            landing = array_memory.empty(replace(reference(row), kind=shard.kind))  # which it is copied to
             self._copies.append((shard.source, landing))
             place = replace(arrays.memory(landing), nbytes=span(row.shape, row.stride) * row.dtype.itemsize)
         offset = int(queue.source.data_offset[row.record]) + row.offset

@@ -27,7 +27,8 @@ def jax() -> Any:
 
 
 def of_torch(path: Path) -> Path:
-    state = {"w": torch().from_numpy(WORDS.copy()), "h": torch().from_numpy(WORDS.copy()).bfloat16(), "n": 5}
+    words = torch().from_numpy(WORDS.copy())
+    state = {"w": words, "h": words.bfloat16(), "t": words.bfloat16().t(), "n": 5}
     ds.snapshot([from_state_dict("s", state)], path).wait_committed()
     return path
 
@@ -85,17 +86,24 @@ def test_torch_restores_what_jax_saved(tmp_path: Path) -> None:
     assert live["n"] == 5
 
 
+def test_torch_restores_an_array_of_numpy_in_another_order(tmp_path: Path) -> None:
+    ds.snapshot([from_state_dict("s", {"h": np.asfortranarray(HALVES)})], tmp_path / "c").wait_committed()
+    live = {"h": torch().zeros(3, 4).bfloat16()}
+    ds.restore([from_state_dict("s", live)], tmp_path / "c")
+    assert live["h"].tolist() == WORDS.tolist()
+
+
 RESTORES = """
 import sys
 import jax
 import datastates as ds
 from datastates.providers import from_pytree
 zeros = jax.numpy.zeros((3, 4))
-provider = from_pytree("s", {"w": zeros, "h": zeros.astype("bfloat16"), "n": 0})
+provider = from_pytree("s", {"w": zeros, "h": zeros.astype("bfloat16"), "t": zeros.T.astype("bfloat16"), "n": 0})
 ds.restore([provider], sys.argv[1])
 tree = provider.tree
-assert [type(tree[key]) for key in ("w", "h")] == [type(zeros)] * 2
-assert tree["w"].tolist() == tree["h"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+assert [type(tree[key]) for key in ("w", "h", "t")] == [type(zeros)] * 3
+assert tree["w"].tolist() == tree["h"].tolist() == tree["t"].T.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 assert tree["n"] == 5
 assert "torch" not in sys.modules
 """
