@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datastates.commit import directories, manifest
+from datastates._base import paths
+from datastates._base.paths import PathLike
+from datastates.commit import directories, health, manifest
 from datastates.config import RankSettings
 from datastates.errors import CheckpointNotFoundError, RestoreError
 from datastates.executor.executor import Executor
@@ -94,6 +97,20 @@ def of_step(opened: Opened, path: Path, step: int | None) -> Opened:
         of = "no step that it names" if saved is None else f"step {saved}"
         raise CheckpointNotFoundError(f"{path} is of {of}, not of step {step}")
     return opened
+
+
+@contextlib.contextmanager
+def opened(path: PathLike, step: int | None) -> Iterator[Opened]:
+    """The checkpoint that a path means, of any format, protected from deletion.
+
+    If the newest checkpoint of a directory is damaged, the error names an older one that looks whole.
+    """
+    given, wish = paths.local(path), None if step is None else checked_step(step)
+    with (
+        recognise.kept(given, wish) as (kind, found),
+        health.advice(found, "take it with step={step}" if found != given and wish is None else None),
+    ):
+        yield of_step(kind.open(found), found, wish)
 
 
 def restore_by(

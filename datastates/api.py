@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from datastates import _calls
 from datastates._base import paths
 from datastates._base.paths import PathLike
-from datastates.commit import directories, health, retention
+from datastates.commit import directories, retention
 from datastates.commit.ballot import Ballot
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.executor.make import make_executor, make_small_executor
@@ -23,7 +23,7 @@ from datastates.exporting.export import Exported, cast_type
 from datastates.exporting.safetensors_layout import parse_size
 from datastates.exporting.target import is_file, refuse_existing
 from datastates.formats import recognise
-from datastates.formats.format import Format, Opened
+from datastates.formats.format import Format
 from datastates.ranks.together import meet
 from datastates.ranks.world import World
 from datastates.restoring.comparison import Comparison
@@ -37,7 +37,8 @@ from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, tell
 from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
 from datastates.saving.target import Target
-from datastates.state.devices import Device, cuda_device
+from datastates.state.devices import Device
+from datastates.state.into import Framework, Into
 from datastates.state.provider import StateProvider
 
 
@@ -228,6 +229,7 @@ def load(
     *,
     step: int | None = None,
     like: Mapping[str, Any] | None = None,
+    framework: Framework | None = None,
     device: Device = "cpu",
     trust: Trust = (),
     **options: Unpack[IoOptions],
@@ -245,19 +247,24 @@ def load(
             the step that it must have; None accepts any.
         like: For each provider to read, by its name, a tree of arrays or ``jax.ShapeDtypeStruct`` as
             :func:`~datastates.providers.from_pytree` takes it. Only what this process holds of them is read.
+        framework: ``"pt"`` for tensors of torch, ``"np"`` for NumPy arrays, as in ``safetensors.safe_open``. ``"np"``
+            imports no torch; parameters, and tensors that require a gradient, are then plain arrays. None: an array
+            that came from torch is a tensor if torch is installed, which is then imported, and a NumPy array if not;
+            all others are NumPy arrays.
         device: Where torch tensors are read to: ``"cpu"``, or a CUDA device such as ``"cuda"``, ``"cuda:1"`` or ``1``.
             What goes to a device needs no host memory but the host cache.
         trust: As for :meth:`Checkpointer.restore`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
     Returns:
-        The value of each provider, by the name that it is stored under. An array that came from torch is a torch tensor
-        on ``device`` if torch is installed. All others are NumPy arrays, in host memory. For a checkpoint of another
-        format: the tensors by name, or the value of a file of ``torch.save``; one that is no dict is under the key
-        ``""``. With ``like``, its trees with new arrays: of its types, on its devices, and with its shardings.
+        The value of each provider, by the name that it is stored under. Torch tensors are on ``device``, NumPy arrays
+        in host memory, if need be of a type of ml_dtypes. For a checkpoint of another format: the tensors by name, or
+        the value of a file of ``torch.save``; one that is no dict is under the key ``""``. With ``like``, its trees
+        with new arrays: of its types, on its devices, and with its shardings.
 
     Raises:
-        ValueError: There is no such device, or ``like`` is given with one or for another format.
+        ValueError: There is no such framework or device, a device is given with ``"np"``, or ``like`` is given with a
+            framework or a device, or for another format.
         RestoreError: The checkpoint does not fit ``like``; the message has each key with both values.
         TrustError: An object needs a class that is not trusted.
         CorruptError: A tensor or object does not match its checksum; the message names it.
@@ -265,29 +272,16 @@ def load(
         StorageError: A file is missing or cannot be read.
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
         SettingsError: An option is unknown or impossible.
-        ImportError: An element type needs torch or ml_dtypes and neither is installed.
+        ImportError: An element type needs torch or ml_dtypes and neither is installed, the framework lacks it, or an
+            object is of torch and ``framework`` is ``"np"``. The message names it.
     """
-    settings, target = IoSettings.of(options), cuda_device(device)
+    settings, into = IoSettings.of(options), Into.of(framework, device)
     if like is not None:
-        if target is not None:
-            raise ValueError(f"device: {device!r:.80} beside like=, whose arrays say where they belong")
+        if into != Into():
+            raise ValueError(f"like: its arrays say what they are, beside framework={framework!r}, device={device!r}")
         return _calls.load_like(paths.local(path), like, lambda n: make_executor(settings, n), step=step, trust=trust)
-    with _opened(path, step) as found:
-        return found.load(lambda n: make_executor(settings, n), trust=trust, device=target)
-
-
-@contextlib.contextmanager
-def _opened(path: PathLike, step: int | None) -> Iterator[Opened]:
-    """The checkpoint that a path means, of any format, protected from deletion.
-
-    If the newest checkpoint of a directory is damaged, the error names an older one that looks whole.
-    """
-    given, wish = paths.local(path), None if step is None else _calls.checked_step(step)
-    with (
-        recognise.kept(given, wish) as (kind, found),
-        health.advice(found, "take it with step={step}" if found != given and wish is None else None),
-    ):
-        yield _calls.of_step(kind.open(found), found, wish)
+    with _calls.opened(path, step) as found:
+        return found.load(lambda n: make_executor(settings, n), trust=trust, into=into)
 
 
 def export(
@@ -352,7 +346,7 @@ def export(
         raise ValueError(f"shard_size: {to.name} is one file; give a folder for several")
     nbytes = None if shard_size is None else parse_size(str(shard_size))
     refuse_existing(to)
-    with _opened(source, step) as found:
+    with _calls.opened(source, step) as found:
         return exporting.export(
             found.tensors,
             found.format,
@@ -368,7 +362,12 @@ def export(
 
 
 def open(
-    path: PathLike, *, step: int | None = None, device: Device = "cpu", **options: Unpack[IoOptions]
+    path: PathLike,
+    *,
+    step: int | None = None,
+    framework: Framework | None = None,
+    device: Device = "cpu",
+    **options: Unpack[IoOptions],
 ) -> Checkpoint:
     """Open a checkpoint to read single arrays: a mapping of full keys to arrays, each read when it is accessed.
 
@@ -378,6 +377,7 @@ def open(
     Args:
         path: As for :func:`load`.
         step: As for :func:`load`.
+        framework: As for :func:`load`.
         device: As for :func:`load`.
         **options: Fields of :class:`~datastates.config.IoSettings`.
 
@@ -385,14 +385,14 @@ def open(
         The mapping; close it, or use it in a ``with`` block.
 
     Raises:
-        ValueError: There is no such device.
+        ValueError: There is no such framework or device, or a device is given with ``"np"``.
         FormatError: A file is damaged. If it belongs to the newest of several checkpoints, the message names an older
             one that looks whole.
         StorageError: A file is missing or cannot be read.
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
         SettingsError: An option is unknown or impossible.
     """
-    settings, target = IoSettings.of(options), cuda_device(device)
+    settings, into = IoSettings.of(options), Into.of(framework, device)
     with contextlib.ExitStack() as reading:
-        found = reading.enter_context(_opened(path, step))
-        return Checkpoint(found.tensors, partial(make_small_executor, settings), reading.pop_all(), target)
+        found = reading.enter_context(_calls.opened(path, step))
+        return Checkpoint(found.tensors, partial(make_small_executor, settings), reading.pop_all(), into)

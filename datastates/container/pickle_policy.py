@@ -29,17 +29,22 @@ class TorchName:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
 
-def torch_global(name: str) -> Any:
-    """The attribute of torch with that name; where torch is not installed, a tuple's maker or a :class:`TorchName`."""
+
+def torch_if(wanted: bool) -> Any:
+    """The module torch; None if it is not wanted, or not installed."""
+    if not wanted:
+        return None
     try:
         import torch
     except ImportError:
-        return _size if name == "Size" else TorchName(name)
-    return getattr(torch, name)
+        return None
+    return torch
 
 
-def _size(sizes: Any) -> tuple[int, ...]:
+def size(sizes: Any) -> tuple[int, ...]:
     """What stands for ``torch.Size`` where torch is not installed."""
     if not are_sizes(sizes):
         raise FormatError("a shape is not made of sizes")
@@ -227,7 +232,9 @@ _LAYOUTS = [f"torch.{n}" for n in ("strided", "sparse_coo", "sparse_csr", "spars
 def _layout(name: Any) -> Any:
     if name not in _LAYOUTS:
         raise FormatError("not a layout of torch")
-    return torch_global(name.removeprefix("torch."))
+    import torch
+
+    return getattr(torch, name.removeprefix("torch."))
 
 
 def _are_tensors(values: Any) -> bool:
@@ -320,7 +327,7 @@ BUILT_LATE = {
 """Functions that need torch or their arrays' elements: they are called only once the arrays have been read."""
 _FUNCTIONS = (
     *(_encode, _bytearray, numpy_dtype, _rebuild_numpy, _numpy_scalar),
-    *(_size, _layout, _sparse, _meta, _generator),
+    *(size, _layout, _sparse, _meta, _generator),
 )
 
 

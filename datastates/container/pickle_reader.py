@@ -88,12 +88,15 @@ class _Reader(_PurePython):  # type: ignore[misc]
         getattr(pickle, name)[0]: _PurePython.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
     }
 
-    def __init__(self, data: bytes, resolve: Callable[[StoredArray], object], trust: Collection[str] | str) -> None:
+    def __init__(
+        self, data: bytes, resolve: Callable[[StoredArray], object], trust: Collection[str] | str, *, with_torch: bool
+    ) -> None:
         self._data = data
         self._file = io.BytesIO(data)
         super().__init__(self._file)
         self._resolve = resolve
         self.trust = trust
+        self._with_torch = with_torch
         self._rebuilds = [getattr(self, name) for name in _REBUILDS.values()]
         self._foreign: dict[int, Any] = {}
         """By id: what trusted names stand for, and what calls of these have made. Only these are unrestricted."""
@@ -216,9 +219,9 @@ class _Reader(_PurePython):  # type: ignore[misc]
         if full in _REBUILDS:
             return getattr(self, _REBUILDS[full])
         if module == "torch" and (name in dtypes.BY_STORAGE or name in dtypes.TORCH):
-            return pickle_policy.torch_global(name) if name in dtypes.TORCH else pickle_policy.TorchName(name)
+            return self._of_torch(name) if name in dtypes.TORCH else pickle_policy.TorchName(name)
         if full in _OF_TORCH:
-            return pickle_policy.torch_global(name) if name in ("Size", "device") else pickle_policy.TorchName(name)
+            return self._of_torch(name) if name in ("Size", "device") else pickle_policy.TorchName(name)
         if full in pickle_policy.BUILT_LATE or self.trust == "all" or full in self.trust:
             return self._other_class(module, name)
         own = own_classes.find(module, name)
@@ -226,11 +229,21 @@ class _Reader(_PurePython):  # type: ignore[misc]
             return self._own_class(own)
         raise TrustError(full)
 
+    def _of_torch(self, name: str) -> Any:
+        """A type, a shape's class or the class of devices, or what stands for it without torch."""
+        if (torch := pickle_policy.torch_if(self._with_torch)) is not None:
+            return getattr(torch, name)
+        if name == "device":
+            return self._other_class("torch", name)
+        return pickle_policy.size if name == "Size" else pickle_policy.TorchName(name)
+
     def _own_class(self, kind: type) -> type:
         return kind
 
     def _other_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
+        if module.partition(".")[0] == "torch" and pickle_policy.torch_if(self._with_torch) is None:
+            raise ImportError(f"{full} is built by torch only, which is not installed, or not wanted: framework='np'")
         if full in pickle_policy.BUILT_LATE:
             return pickle_policy.BUILT_LATE[full]
         try:
@@ -436,6 +449,7 @@ def loads(
     resolve: Callable[[StoredArray], object] = _no_arrays,
     *,
     trust: Collection[str] | str = (),
+    with_torch: bool = True,
 ) -> Any:
     """Read a pickle back without running code from it.
 
@@ -443,14 +457,16 @@ def loads(
         data: A whole pickle stream.
         resolve: Supplies the object that stands for each stored array.
         trust: ``"all"``, or the classes and functions, as ``module.qualname``, that may be used beside the safe ones.
+        with_torch: Whether to import torch where it is installed, to build what is of torch. Without it, a shape is a
+            tuple, and a :class:`~datastates.container.pickle_policy.TorchName` stands for an element type.
 
     Raises:
         TrustError: It needs a class that is not trusted.
         FormatError: It is not a pickle of this dialect.
-        ImportError: ``resolve`` raised it.
+        ImportError: ``resolve`` raised it, or an object is of torch, which is not installed or not wanted.
         TypeError: ``trust`` is neither ``"all"`` nor a list of names.
     """
-    return _read(_Reader(data, resolve, trust))
+    return _read(_Reader(data, resolve, trust, with_torch=with_torch))
 
 
 def structure(data: bytes, resolve: Callable[[StoredArray], object], *, trust: Collection[str] | str = ()) -> Any:
@@ -462,10 +478,14 @@ def structure(data: bytes, resolve: Callable[[StoredArray], object], *, trust: C
 
 
 def survey(
-    data: bytes, resolve: Callable[[StoredArray], object], *, trust: Collection[str] | str = ()
+    data: bytes,
+    resolve: Callable[[StoredArray], object],
+    *,
+    trust: Collection[str] | str = (),
+    with_torch: bool = True,
 ) -> tuple[Any, bool]:
     """What :func:`structure` gives, and whether it is complete, so that nothing is left to be built."""
-    reader = _Surveyor(data, resolve, trust)
+    reader = _Surveyor(data, resolve, trust, with_torch=with_torch)
     return _read(reader), reader.complete
 
 

@@ -19,7 +19,7 @@ _MORE = ("FRAME", "MEMOIZE", "SHORT_BINUNICODE", "STACK_GLOBAL", "BINBYTES", "SH
 
 class _Reader(_Surveyor):
     def __init__(self, data: bytes, classes: Mapping[str, type], constant: Callable[[str], str | None]) -> None:
-        super().__init__(data, _no_arrays, "all")
+        super().__init__(data, _no_arrays, "all", with_torch=False)
         self._classes = classes
         self._constant = constant
         self._kept: object = self  # stands for nothing

@@ -16,6 +16,7 @@ from datastates.errors import FormatError
 from datastates.formats.archives import DATA, PICKLE, Archive, open_archive
 from datastates.restoring.provider_view import Trust, naming
 from datastates.state import dtypes, memory
+from datastates.state.into import Into
 from datastates.state.shards import ArrayRef, StoredArray
 
 
@@ -52,12 +53,14 @@ class ArchivedObject:
         one, two = (read_bytes(each.path)(each.offset, each.nbytes) for each in (self, other))
         return one == two
 
-    def survey(self, resolve: Callable[[StoredArray], object], trust: Trust = "all") -> tuple[Any, bool]:
+    def survey(
+        self, resolve: Callable[[StoredArray], object], trust: Trust = "all", *, with_torch: bool = True
+    ) -> tuple[Any, bool]:
         """Read it as :func:`datastates.container.pickle_reader.survey` does."""
         with naming(str(self.path)):
-            return pickle_reader.survey(self._archive.read(PICKLE), resolve, trust=trust)
+            return pickle_reader.survey(self._archive.read(PICKLE), resolve, trust=trust, with_torch=with_torch)
 
-    def load(self, trust: Trust, device: Any) -> Any:
+    def load(self, trust: Trust, into: Into) -> Any:
         """Build it, with its arrays, which are verified.
 
         Raises:
@@ -71,7 +74,7 @@ class ArchivedObject:
                 if (name := DATA + record.encode()) not in self._archive.nbytes:
                     raise FormatError(f"storage {record!r} is missing")
                 data = self._archive.read(name)
-                blocks[record] = memory.allocate("torch", len(data), device)
+                blocks[record] = into.allocate("torch", len(data))
                 memory.assign(blocks[record], np.frombuffer(data, np.uint8).copy())
             return blocks[record]
 
@@ -81,10 +84,10 @@ class ArchivedObject:
             at = stored.offset * dtypes.BY_NAME[stored.dtype].itemsize
             if at + memory.nbytes_of(ref) > block.nbytes:
                 raise FormatError("a tensor reaches beyond its storage")
-            return memory.with_grad(memory.view(block, ref, at), stored.requires_grad)
+            return memory.with_grad(into.view(block, ref, at), stored.requires_grad)
 
         with naming(str(self.path)):
-            return pickle_reader.loads(self._archive.read(PICKLE), array, trust=trust)
+            return pickle_reader.loads(self._archive.read(PICKLE), array, trust=trust, with_torch=into.with_torch)
 
     def verify(self) -> None:
         """Read all of its records; raises FormatError where one does not match its checksum."""

@@ -130,7 +130,7 @@ def find_tensor(read: Read, nbytes: int) -> ArchivedTensor | None:
 @functools.lru_cache(1024)  # many tensors have the same pickle
 def _unpickled(pickle: bytes) -> StoredArray | None:
     try:
-        found = pickle_reader.loads(pickle, lambda array: array)
+        found = pickle_reader.loads(pickle, lambda array: array, with_torch=False)
     except FormatError:  # a subclass of tensors, say
         return None
     return found if isinstance(found, StoredArray) else None

@@ -11,6 +11,7 @@ from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.format import Problem
 from datastates.formats.torch_file import TorchFile
 from datastates.restoring.provider_view import Trust
+from datastates.state.into import Into
 
 
 class Composite(Foreign):
@@ -36,10 +37,10 @@ class Composite(Foreign):
         self._weights = weights
         self._others = others
 
-    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
         """Read the weights by full key, and the value of each other file by the file's stem."""
-        found = self._weights.load(executor, trust=trust, device=device)
-        return found | {k: file.load(executor, trust=trust, device=device) for k, file in self._others.items()}
+        found = self._weights.load(executor, trust=trust, into=into)
+        return found | {k: file.load(executor, trust=trust, into=into) for k, file in self._others.items()}
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
         """As the weights and the other files are verified."""

@@ -22,6 +22,7 @@ from datastates.formats.loading import read_all
 from datastates.formats.record_file import Record
 from datastates.restoring.provider_view import Trust
 from datastates.state import dtypes
+from datastates.state.into import Into
 from datastates.state.shards import Shard
 from datastates.state.strides import span
 
@@ -58,13 +59,13 @@ class DcpCheckpoint(Foreign):
                 raise FormatError(f"{path / dcp_metadata.FILE} names {name!r}, which is no file beside it")
         super().__init__(format, path, [DcpFile(path / name, chunks) for name, chunks in sorted(by_file.items())])
 
-    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
         """Read all tensors and objects, by full key."""
         blobs = [(key, blob) for file in self.files for key, blob in file.blobs.items()]
         for _, blob in blobs:
-            blob.survey(_nothing, trust)
-        found = read_all(self, executor, device)
-        return found | {key: blob.load(trust, device) for key, blob in blobs}
+            blob.survey(_nothing, trust, with_torch=into.with_torch)
+        found = read_all(self, executor, into)
+        return found | {key: blob.load(trust, into) for key, blob in blobs}
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
         """As of other formats, and compare each object with its checksum."""

@@ -18,6 +18,7 @@ from datastates.formats.format import Problem
 from datastates.formats.loading import read_all
 from datastates.restoring.proof import crc_of_record
 from datastates.restoring.provider_view import Trust
+from datastates.state.into import Into
 from datastates.state.parts import Part, uncovered
 
 
@@ -122,10 +123,10 @@ class Foreign:
 
     # --- all of it
 
-    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
         """Read all tensors into new memory, by full key."""
         del trust  # nothing of it is pickled
-        return read_all(self, executor, device)
+        return read_all(self, executor, into)
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from datastates.executor.executor import Executor
 from datastates.restoring.provider_view import Trust
 from datastates.restoring.sources import TensorFile, Tensors
+from datastates.state.into import Into
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,13 @@ class Opened(Protocol):
     def proof(self) -> str:
         """What :meth:`verify` has proven when it finds nothing, as the end of a sentence."""
 
-    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
         """Read all of it into new memory, and verify what has checksums.
 
         Args:
             executor: Makes an executor for reading so many bytes.
             trust: Classes that pickled objects may have, as ``module.qualname``, or ``"all"``.
-            device: The CUDA device for arrays of torch; None for host memory.
+            into: Whose arrays to read into.
 
         Raises:
             DatastatesError: As for :func:`datastates.load`.

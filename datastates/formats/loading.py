@@ -12,7 +12,8 @@ from datastates.executor.executor import Executor
 from datastates.restoring.proof import check_block, check_parts
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import TensorFile, Tensors
-from datastates.state import arrays, memory
+from datastates.state import arrays
+from datastates.state.into import Into
 from datastates.state.shards import ArrayRef
 
 Place = tuple[int, int]
@@ -25,10 +26,10 @@ class Blocks:
     Tensors that are views of one record share its memory, as they did when they were saved.
     """
 
-    def __init__(self, device: Any) -> None:
-        """Begin without records. ``device`` is a CUDA device; None is host memory."""
+    def __init__(self, into: Into) -> None:
+        """Begin without records. ``into`` says whose arrays to read into."""
         self.reads = Reads(in_full=True)
-        self._device = device
+        self._into = into
         self._blocks: dict[Place, tuple[TensorFile, Any]] = {}
         self._views: dict[tuple[object, ...], Any] = {}
 
@@ -40,12 +41,12 @@ class Blocks:
         """
         place = id(source), record, offset, ref.dtype, ref.shape, ref.stride
         if place not in self._views:
-            self._views[place] = memory.view(self._block(source, record), ref, offset)
+            self._views[place] = self._into.view(self._block(source, record), ref, offset)
         return self._views[place]
 
     def _block(self, source: TensorFile, record: int) -> Any:
         if (id(source), record) not in self._blocks:
-            block = memory.allocate("torch", int(source.record_nbytes[record]), self._device)
+            block = self._into.allocate("torch", int(source.record_nbytes[record]))
             self.reads.add_memory(source, int(source.data_offset[record]), arrays.memory(block))
             self._blocks[id(source), record] = source, block
         return self._blocks[id(source), record][1]
@@ -63,7 +64,7 @@ class Blocks:
             check_block(source, record, block)
 
 
-def read_all(tensors: Tensors, executor: Callable[[int], Executor], device: Any) -> dict[str, Any]:
+def read_all(tensors: Tensors, executor: Callable[[int], Executor], into: Into) -> dict[str, Any]:
     """Read all tensors of a checkpoint into new memory, by full key, and verify those that have checksums.
 
     Raises:
@@ -74,14 +75,14 @@ def read_all(tensors: Tensors, executor: Callable[[int], Executor], device: Any)
     """
     found: dict[str, Any] = {}
     assembled: list[tuple[str, Sequence[tuple[TensorFile, Row]]]] = []
-    blocks = Blocks(device)
+    blocks = Blocks(into)
     keys = list(tensors.keys)
     for key, (row, sources) in zip(keys, tensors.whole(keys), strict=True):
         if len(sources) == 1 and row.flat is None:
             source, one = sources[0]
             found[key] = blocks.view(source, one.record, reference(one), one.offset)
             continue
-        found[key] = memory.empty(logical(row), device)
+        found[key] = into.empty(logical(row))
         live = arrays.array_shard(key, found[key])
         for source, part in sources:
             blocks.reads.add(source, part, live)

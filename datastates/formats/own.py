@@ -17,6 +17,7 @@ from datastates.formats.own_verify import verify_catalog, verify_container
 from datastates.restoring import loading
 from datastates.restoring.provider_view import Trust
 from datastates.restoring.stored import Head, Stored, open_all
+from datastates.state.into import Into
 
 NAME = "a checkpoint of datastates"
 _HEAD, _TAIL = 64, 4096
@@ -59,9 +60,9 @@ class OwnCheckpoint:
         """Every byte has a checksum, or follows from others."""
         return "every byte is as written"
 
-    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
         """Read all of it, as :func:`datastates.restoring.loading.load` does."""
-        return loading.load(self._path, executor, trust=trust, device=device)
+        return loading.load(self._path, executor, trust=trust, into=into)
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
         """Compare every byte with a checksum, or with what the rest of the checkpoint implies."""

@@ -21,6 +21,7 @@ from datastates.formats.nested import arrays_in, has_other, is_built
 from datastates.formats.record_file import Record
 from datastates.restoring.provider_view import Trust, naming
 from datastates.state import dtypes, memory
+from datastates.state.into import Into
 from datastates.state.keys import join
 from datastates.state.shards import ArrayRef, StoredArray
 from datastates.state.strides import span
@@ -79,7 +80,7 @@ class TorchFile(ForeignFile):
             data = [(number, names[i]) for number, i in enumerate(order) if names[i].startswith(DATA)]
             self._numbers = {name.removeprefix(DATA).decode("utf-8", "replace"): number for number, name in data}
             self._records = [records[i] for i in order]
-            self.value, _ = self._survey(_itself)
+            self.value, _ = self._survey(_itself, with_torch=False)
             found = list(arrays_in(self.value, prefix))
             tensors = [(self._numbers[a.record], _described(key, a)) for key, a in found]
         super().__init__(path, nbytes, self._records, tensors, self._entries(prefix))
@@ -88,9 +89,15 @@ class TorchFile(ForeignFile):
         """The number of the record that an array of the value lies in."""
         return self._numbers[array.record]
 
-    def _survey(self, resolve: Callable[[StoredArray], object], trust: Trust = "all") -> tuple[Any, bool]:
+    def _survey(
+        self, resolve: Callable[[StoredArray], object], trust: Trust = "all", *, with_torch: bool = True
+    ) -> tuple[Any, bool]:
         """The value, without objects that only code of their classes could build, and whether it has none of those."""
-        return pickle_reader.survey(self._pickle, lambda stored: resolve(self._checked(stored)), trust=trust)
+
+        def checked(stored: StoredArray) -> object:
+            return resolve(self._checked(stored))
+
+        return pickle_reader.survey(self._pickle, checked, trust=trust, with_torch=with_torch)
 
     def _checked(self, stored: StoredArray) -> StoredArray:
         """An array of the pickle, after a check that its storage is there."""
@@ -121,7 +128,7 @@ class TorchFile(ForeignFile):
         item = self._surveyed[1][key]
         return item, is_built(item)
 
-    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> Any:
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> Any:
         """Read and verify the file, and build its value; the arguments are those of ``Opened.load``.
 
         Raises:
@@ -130,7 +137,7 @@ class TorchFile(ForeignFile):
             FormatError: An object cannot be built.
             StorageError: Reading failed.
         """
-        blocks = Blocks(device)
+        blocks = Blocks(into)
 
         def array(stored: StoredArray) -> Any:
             stored = self._checked(stored)
@@ -140,9 +147,11 @@ class TorchFile(ForeignFile):
             return memory.with_grad(made, stored.requires_grad)
 
         with naming(str(self.path)):
-            value, complete = self._survey(array, trust)
+            value, complete = self._survey(array, trust, with_torch=into.with_torch)
             blocks.fill(executor)
-            return value if complete else pickle_reader.loads(self._pickle, array, trust=trust)
+            if complete:
+                return value
+            return pickle_reader.loads(self._pickle, array, trust=trust, with_torch=into.with_torch)
 
 
 class TorchCheckpoint(Foreign):
@@ -150,9 +159,9 @@ class TorchCheckpoint(Foreign):
 
     files: Sequence[TorchFile]
 
-    def load(self, executor: Callable[[int], Executor], *, trust: Trust, device: Any) -> dict[str, Any]:
+    def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
         """The value of the file; one that is no dict is under the empty key."""
-        value = self.files[0].load(executor, trust=trust, device=device)
+        value = self.files[0].load(executor, trust=trust, into=into)
         return value if isinstance(value, dict) else {"": value}
 
 

@@ -25,6 +25,7 @@ from datastates.restoring.provider_view import Trust, naming, place_in_pickle
 from datastates.restoring.reads import Reads
 from datastates.restoring.stored import open_all
 from datastates.state import arrays, memory
+from datastates.state.into import Into
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef, StoredArray, full_key
 
@@ -38,7 +39,7 @@ def load(
     executor: Callable[[int], Executor],
     *,
     trust: Trust,
-    device: Any = None,
+    into: Into = Into(),  # noqa: B008 - it is frozen
     place: Callable[[Any], Any] = lambda block: block,
 ) -> dict[str, Any]:
     """Read a checkpoint directory, or one container file, as nested arrays and objects.
@@ -47,7 +48,7 @@ def load(
         path: A checkpoint directory, a directory of them (the newest is read), or one container file.
         executor: Makes an executor for reading so many bytes.
         trust: As for :func:`datastates.load`.
-        device: The CUDA device for arrays of torch; None for host memory.
+        into: Whose arrays to read into.
         place: Given the byte array that a record with torch tensors is about to be read into, returns the array to use
             instead. It is used only if there is a single container, in which each tensor is one part.
 
@@ -58,20 +59,20 @@ def load(
     sources = open_all(path)
     pickles = [(source, list(_pieces(source, _read_pickle(source)))) for source in sources]
     apart = len(sources) == 1 and not sources[0].index.shards.by_key.repeated
-    blocks = _Records(sources[0], device, place) if apart else _Tensors(sources, device)
+    blocks = _Records(sources[0], into, place) if apart else _Tensors(sources, into)
     with contextlib.closing(blocks):
         blocks.start(executor)
         # an untrusted or damaged object stops the reads
         for source, pieces in pickles:
             for piece in pieces:
                 with naming(str(source.path)):
-                    piece.survey(source, blocks, trust)
+                    piece.survey(source, blocks, trust, into)
         blocks.finish()
     built = []
     for source, pieces in pickles:
         for piece in pieces:
             with naming(str(source.path)):
-                built.append(piece.built(source, blocks, trust))
+                built.append(piece.built(source, blocks, trust, into))
     result: dict[str, Any] = built[0] if built else {}
     for more in built[1:]:
         result = _merged(result, more)
@@ -96,13 +97,14 @@ class _Piece:
     value: Any = None
     complete: bool = False
 
-    def survey(self, source: Container, blocks: _Blocks, trust: Trust) -> None:
+    def survey(self, source: Container, blocks: _Blocks, trust: Trust, into: Into) -> None:
         """Read it before its arrays, natively if it is plain; raises as :func:`load` does."""
         if (name := self.provider) is not None:
             self.complete = self._read_natively(source, name, blocks)
         if not self.complete:
             stream = pickle_writer.stream(self.opcodes)
-            self.value, self.complete = pickle_reader.survey(stream, blocks.of(source), trust=trust)
+            resolve = blocks.of(source)
+            self.value, self.complete = pickle_reader.survey(stream, resolve, trust=trust, with_torch=into.with_torch)
         if self.whole and not isinstance(self.value, dict):
             raise FormatError(f"data.pkl holds a {type(self.value).__name__}, not a mapping of providers")
 
@@ -118,11 +120,12 @@ class _Piece:
         except Exception as error:  # for example a parameter of integers that is said to require a gradient
             raise FormatError(f"objects cannot be decoded: {type(error).__name__}: {error}") from error
 
-    def built(self, source: Container, blocks: _Blocks, trust: Trust) -> dict[str, Any]:
+    def built(self, source: Container, blocks: _Blocks, trust: Trust, into: Into) -> dict[str, Any]:
         """The values by provider, now that all arrays are read."""
         value = self.value
         if not self.complete:
-            value = pickle_reader.loads(pickle_writer.stream(self.opcodes), blocks.of(source), trust=trust)
+            stream = pickle_writer.stream(self.opcodes)
+            value = pickle_reader.loads(stream, blocks.of(source), trust=trust, with_torch=into.with_torch)
         return value if self.whole or self.provider is None else {self.provider: value}
 
 
@@ -192,23 +195,24 @@ class _Blocks(ABC):
 class _Tensors(_Blocks):
     """Every logical tensor in new memory, to be filled from the parts of all containers."""
 
-    def __init__(self, sources: Sequence[Container], device: Any) -> None:
+    def __init__(self, sources: Sequence[Container], into: Into) -> None:
         super().__init__()
         self._reads = [Reads(in_full=True)]
         self._arrays: dict[str, Any] = {}
         self._keys: dict[int, dict[DataPlace, str]] = {id(source): {} for source in sources}
         self._places: dict[tuple[int, str], DataPlace] = {}
         tensors = combine([source.index.shards for source in sources])
-        if device is not None:
+        if into.device is not None:
             wholes = (logical(tensor.parts[0][2]) for tensor in tensors.values())
-            memory.reserve(sum(memory.nbytes_of(ref) for ref in wholes if ref.kind == "torch"), device)
+            on_device = (memory.nbytes_of(ref) for ref in wholes if into.kind(ref.kind) == "torch")
+            memory.reserve(sum(on_device), into.device)
         for key, tensor in tensors.items():
             if not tensor.is_complete:
                 raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
             # as many elements as the tensor has, but not all of them: some are there twice
             if len(tensor.parts) > 1 and uncovered(Part.whole(tensor.shape), [row.part for _, _, row in tensor.parts]):
                 raise FormatError(f"{key!r} has parts that overlap")
-            self._arrays[key] = memory.empty(logical(tensor.parts[0][2]), device)
+            self._arrays[key] = into.empty(logical(tensor.parts[0][2]))
             live = arrays.array_shard(key, self._arrays[key])
             for number, _, row in tensor.parts:
                 place = self._places[id(sources[number]), key] = place_of(row)
@@ -233,16 +237,17 @@ class _Tensors(_Blocks):
 class _Records(_Blocks):
     """Every record of one container in new memory, and the arrays that are views of it."""
 
-    def __init__(self, source: Container, device: Any, place: Callable[[Any], Any]) -> None:
+    def __init__(self, source: Container, into: Into, place: Callable[[Any], Any]) -> None:
         super().__init__()
         self._source = source
-        self._device = device
+        self._into = into
         self._place = place
         self._table = table = source.index.shards
         self._numbers = dict(zip(table.by_key, range(len(table)), strict=True))
         self._record, self._offset = table.record.tolist(), table.offset.tolist()
         # a block from torch can be viewed as arrays of both kinds, so torch, the last in order, wins a record of both
-        self._kinds = dict(sorted(zip(self._record, (KINDS[kind] for kind in table.kind.tolist()), strict=True)))
+        kinds = (into.kind(KINDS[kind]) for kind in table.kind.tolist())
+        self._kinds = dict(sorted(zip(self._record, kinds, strict=True)))
         self._blocks: list[Any] = []
         self._made: dict[tuple[object, ...], Any] = {}
 
@@ -265,7 +270,7 @@ class _Records(_Blocks):
         """The array of a row; tied ones are the same object."""
         place = self._record[number], self._offset[number], ref.dtype, ref.shape, ref.stride
         if place not in self._made:
-            self._made[place] = memory.view(self._blocks[self._record[number]], ref, self._offset[number])
+            self._made[place] = self._into.view(self._blocks[self._record[number]], ref, self._offset[number])
         return self._made[place]
 
     def start(self, executor: Callable[[int], Executor]) -> None:
@@ -273,8 +278,8 @@ class _Records(_Blocks):
         index = self._source.index
         sizes, offsets = index.records.nbytes.tolist(), index.records.data_offset.tolist()
         made, begin = executor(sum(sizes)), 0
-        if self._device is not None:
-            memory.reserve(sum(n for r, n in enumerate(sizes) if self._kinds.get(r) == "torch"), self._device)
+        if self._into.device is not None:
+            memory.reserve(sum(n for r, n in enumerate(sizes) if self._kinds.get(r) == "torch"), self._into.device)
         while begin < len(sizes):
             reads, nbytes = Reads(), 0
             self._reads.append(reads)
@@ -287,7 +292,7 @@ class _Records(_Blocks):
             reads.start(made)
 
     def _allocate(self, kind: str, nbytes: int) -> Any:
-        block = memory.allocate(kind, nbytes, self._device)
+        block = self._into.allocate(kind, nbytes)
         return self._place(block) if kind == "torch" else block
 
 

@@ -21,6 +21,7 @@ from datastates.restoring.proof import check_block, check_parts
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import TensorFile, Tensors
 from datastates.state import arrays, memory
+from datastates.state.into import Into
 from datastates.state.strides import span
 
 _SMALL_READ = 4 * CHUNK
@@ -39,7 +40,7 @@ class Checkpoint(Mapping[str, Any]):
     """
 
     def __init__(
-        self, stored: Tensors, executor: Callable[[int], Executor], reading: contextlib.ExitStack, device: Any = None
+        self, stored: Tensors, executor: Callable[[int], Executor], reading: contextlib.ExitStack, into: Into
     ) -> None:
         """Take an opened checkpoint.
 
@@ -47,11 +48,11 @@ class Checkpoint(Mapping[str, Any]):
             stored: The checkpoint.
             executor: Makes an executor for reads of up to so many bytes.
             reading: Protects the checkpoint from deletion until it is closed.
-            device: The CUDA device for arrays of torch; None for host memory.
+            into: Whose arrays to read into.
         """
         self._stored = stored
         self._reading = reading
-        self._device = device
+        self._into = into
         self._make_executor = executor
         self._executor: Executor | None = None
         self._closed = False
@@ -108,7 +109,7 @@ class Checkpoint(Mapping[str, Any]):
             raise ClosedError(f"{self._stored.path} is closed: {key!r} can no longer be read")
         if len(sources) == 1 and row.flat is None:
             return self._read_whole(*sources[0])
-        array = memory.empty(logical(row), self._device)
+        array = self._into.empty(logical(row))
         live = arrays.array_shard(key, array)
         reads = Reads(in_full=True)
         for source, part in sources:
@@ -140,7 +141,7 @@ class Checkpoint(Mapping[str, Any]):
         return f"{digest_of(contributed, nbytes):08x}"
 
     def _read_whole(self, source: TensorFile, row: Row) -> Any:
-        block = memory.allocate(row.kind, span(row.shape, row.stride) * row.dtype.itemsize, self._device)
+        block = self._into.allocate(row.kind, span(row.shape, row.stride) * row.dtype.itemsize)
         if block.nbytes <= _SMALL_READ:
             memory.assign(block, np.array(source.read_row(row)))
         else:
@@ -148,7 +149,7 @@ class Checkpoint(Mapping[str, Any]):
             reads.add_memory(source, int(source.data_offset[row.record]) + row.offset, arrays.memory(block))
             self._run(reads, row.key, [(source, row)])
             check_block(source, row.record, block)
-        return memory.view(block, reference(row), 0)
+        return self._into.view(block, reference(row), 0)
 
     def _run(self, reads: Reads, key: str, sources: Sequence[tuple[TensorFile, Row]]) -> None:
         with self._lock:

@@ -48,13 +48,13 @@ def view(block: Any, ref: ArrayRef, offset: int) -> Any:
         offset: Where the array begins in the block, in bytes.
 
     Raises:
-        ImportError: The element type needs torch or ml_dtypes and neither is installed.
+        ImportError: The element type needs torch or ml_dtypes and neither is installed, or the library lacks it.
     """
     itemsize = dtypes.BY_NAME[ref.dtype].itemsize
     if ref.kind == "torch" and kind_of(block) == "torch":
         import torch
 
-        made = torch.empty(0, dtype=getattr(torch, ref.dtype), device=block.device)
+        made = torch.empty(0, dtype=_torch_dtype(torch, ref), device=block.device)
         return made.set_(block.untyped_storage(), offset // itemsize, ref.shape, ref.stride)
     if kind_of(block) == "torch":
         block = block.numpy()
@@ -92,11 +92,19 @@ def empty(ref: ArrayRef, device: Any = None) -> Any:
     return with_grad(view(block, ref, 0), ref.requires_grad)
 
 
+def _torch_dtype(torch: Any, ref: ArrayRef) -> Any:
+    # torch has names for types that it has no arrays of, such as int4
+    if not dtypes.BY_NAME[ref.dtype].in_torch or not hasattr(torch, ref.dtype):
+        raise ImportError(f"{ref.key!r} is of type {ref.dtype}, which torch {torch.__version__} lacks")
+    return getattr(torch, ref.dtype)
+
+
 def _host_dtype(ref: ArrayRef) -> Any:
     dtype = dtypes.BY_NAME[ref.dtype]
     name = dtype.numpy
     if name is None:
-        raise ImportError(f"{ref.key!r} is of type {ref.dtype}, which NumPy lacks: install torch")
+        hint = "install torch" if ref.kind == "torch" else "it is read as an array of torch only"
+        raise ImportError(f"{ref.key!r} is of type {ref.dtype}, which NumPy lacks: {hint}")
     if name != ref.dtype:
         return np.dtype(name)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,96 @@ def test_torch_restores_an_array_of_numpy_in_another_order(tmp_path: Path) -> No
     live = {"h": torch().zeros(3, 4).bfloat16()}
     ds.restore([from_state_dict("s", live)], tmp_path / "c")
     assert live["h"].tolist() == WORDS.tolist()
+
+
+AS_NUMPY = """
+import sys
+import datastates as ds
+path, device = sys.argv[1:]
+with ds.open(path, framework="np") as opened:
+    assert {type(array).__name__ for array in opened.values()} == {"ndarray"}
+    assert {array.dtype.name for array in opened.values()} == {"float32", "bfloat16", "uint16"}
+    assert opened["s/w"].tolist() == opened["s/h"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert opened["s/t"].tolist() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+state = ds.load(path, framework="np")["s"]
+assert {type(state[key]).__name__ for key in "whtpu"} == {"ndarray"}
+assert state["w"].tolist() == state["t"].T.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+assert (state["p"].tolist(), state["u"].tolist(), state["n"]) == ([1, 1], [1, 1], 5)
+assert (type(state["size"]), state["size"], repr(state["dtype"])) == (tuple, (3,), "torch.bfloat16")
+try:
+    ds.load(device, framework="np")
+    raise AssertionError("an object of torch was built")
+except ImportError as error:
+    assert "torch.device is built by torch only" in str(error)
+assert not {"torch", "jax"} & set(sys.modules)
+"""
+
+
+def test_what_torch_saved_becomes_arrays_of_numpy_and_torch_is_not_imported(tmp_path: Path) -> None:
+    words = torch().from_numpy(WORDS.copy())
+    state = {"w": words, "h": words.bfloat16(), "t": words.bfloat16().t(), "u": torch().ones(2, dtype=torch().uint16)}
+    state |= {"p": torch().nn.Parameter(torch().ones(2)), "n": 5}
+    state |= {"size": torch().Size([3]), "dtype": torch().bfloat16}
+    ds.snapshot([from_state_dict("s", state)], tmp_path / "c").wait_committed()
+    torch().save({"device": torch().device("cpu"), "w": words}, tmp_path / "device.pt")
+    run(AS_NUMPY, tmp_path / "c", tmp_path / "device.pt")
+
+
+@pytest.mark.parametrize("save", [of_jax, of_numpy])
+def test_what_others_saved_becomes_tensors_of_torch(save: Any, tmp_path: Path) -> None:
+    path = save(tmp_path / "c")
+    with ds.open(path, framework="pt") as opened:
+        tensors = [opened["s/w"], opened["s/h"]]
+    state = ds.load(path, framework="pt")["s"]
+    for words, halves in (tensors, (state["w"], state["h"])):
+        assert [words.dtype, halves.dtype] == [torch().float32, torch().bfloat16]
+        assert words.tolist() == halves.tolist() == WORDS.tolist()
+    assert state["n"] == 5
+
+
+def test_both_kinds_of_several_ranks(tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        state = {"w": torch().ones(2)} if rank else {"w": np.zeros(2, np.float32)}
+        provider = from_state_dict(f"s{rank}", state)
+        ds.snapshot([provider], tmp_path / "c", rank=rank, world_size=2).wait_committed()
+
+    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for framework, kind in (("np", np.ndarray), ("pt", torch().Tensor)):
+        found = ds.load(tmp_path / "c", framework=framework)  # type: ignore[arg-type]
+        assert {type(found[name]["w"]) for name in ("s0", "s1")} == {kind}
+        assert [found[name]["w"].tolist() for name in ("s0", "s1")] == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("call", [ds.load, ds.open])
+def test_frameworks_that_cannot_be_are_refused_by_name(call: Any, tmp_path: Path) -> None:
+    path = of_numpy(tmp_path / "c")
+    with pytest.raises(ValueError, match="framework: 'jax' is neither 'pt' nor 'np'"):
+        call(path, framework="jax")
+    for device in ("cuda", 0):
+        with pytest.raises(ValueError, match=f"device: {device!r} beside framework='np'"):
+            call(path, framework="np", device=device)
+    call(path, framework="np", device="cpu:0")
+    if call is ds.load:
+        with pytest.raises(ValueError, match="like: its arrays say what they are, beside framework='np'"):
+            call(path, framework="np", like={})
+
+
+def test_types_that_a_framework_lacks_are_refused_by_name(tmp_path: Path) -> None:
+    ds.snapshot([from_state_dict("s", {"i": WORDS.astype(ml_dtypes.int4)})], tmp_path / "n").wait_committed()
+    state = {"c": torch().ones(2, dtype=torch().uint8).view(torch().bits8)}
+    ds.snapshot([from_state_dict("s", state)], tmp_path / "t").wait_committed()
+    for name, framework, said in (
+        ("n", "pt", "'s/i' is of type int4, which torch"),
+        ("t", "np", "'s/c' is of .* NumPy"),
+    ):
+        with pytest.raises(ImportError, match=said):
+            ds.load(tmp_path / name, framework=framework)  # type: ignore[arg-type]
+        with ds.open(tmp_path / name, framework=framework) as opened, pytest.raises(ImportError, match=said):  # type: ignore[arg-type]
+            dict(opened)
 
 
 RESTORES = """

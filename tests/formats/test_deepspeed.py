@@ -103,11 +103,16 @@ class TestDeepSpeed:
         written = load_file(tmp_path / "out.safetensors")
         assert all(torch.equal(tensor, found[key]) for key, tensor in written.items())
 
-    def test_without_torch_they_are_arrays(self, saved: Path) -> None:
+    @pytest.mark.parametrize(
+        ("before", "how"), [("sys.modules['torch'] = None", ""), ("", ", framework='np'")], ids=["absent", "unwanted"]
+    )
+    def test_without_torch_they_are_arrays(self, saved: Path, before: str, how: str) -> None:
         code = (
-            "import sys; sys.modules['torch'] = None\n"
+            f"import sys; {before}\n"
             "import datastates as ds\n"
-            "with ds.open(sys.argv[1]) as opened: print(opened['hidden.weight'].tolist())\n"
+            f"with ds.open(sys.argv[1]{how}) as opened: print(opened['hidden.weight'].tolist())\n"
+            f"assert {{type(array).__name__ for array in ds.load(sys.argv[1]{how}).values()}} == {{'ndarray'}}\n"
+            "assert not sys.modules.get('torch')\n"
         )
         done = subprocess.run(
             [sys.executable, "-c", code, saved / "torch-3"], capture_output=True, text=True, check=False

@@ -1,0 +1,70 @@
+"""What a checkpoint is read into: arrays of which library, and on which device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from datastates.state import memory
+from datastates.state.devices import Device, cuda_device
+from datastates.state.shards import ArrayRef
+
+Framework: TypeAlias = Literal["pt", "np"]
+"""The library of the arrays, by the names of ``safetensors.safe_open``: torch's or NumPy's."""
+_KINDS = {"pt": "torch", "np": "numpy"}
+
+
+@dataclass(frozen=True, slots=True)
+class Into:
+    """New memory for what is read.
+
+    Attributes:
+        framework: The library of all arrays. None: torch for those that came from torch, where it is installed, and
+            NumPy for all others.
+        device: The CUDA device of torch's arrays; None for host memory.
+    """
+
+    framework: Framework | None = None
+    device: Any = None
+
+    @classmethod
+    def of(cls, framework: Framework | None, device: Device) -> Into:
+        """Check what the user gave.
+
+        Raises:
+            TypeError, ValueError: There is no such framework or device, or a device beside the CPU for NumPy's arrays.
+            ImportError: torch is wanted and not installed.
+        """
+        if framework not in (None, *_KINDS):
+            raise ValueError(f"framework: {framework!r:.40} is neither 'pt' nor 'np'")
+        if framework == "np":
+            if str(device).partition(":")[0] != "cpu":
+                raise ValueError(f"device: {device!r:.80} beside framework='np', whose arrays are in host memory")
+            return cls(framework)
+        if framework == "pt":
+            try:
+                import torch  # noqa: F401
+            except ImportError as error:
+                raise ImportError("framework: 'pt' needs torch, which is not installed") from error
+        return cls(framework, cuda_device(device))
+
+    @property
+    def with_torch(self) -> bool:
+        """Whether torch may be imported to build what is read."""
+        return self.framework != "np"
+
+    def kind(self, saved: str) -> str:
+        """The library of the array for one that was saved of a library."""
+        return saved if self.framework is None else _KINDS[self.framework]
+
+    def allocate(self, saved: str, nbytes: int) -> Any:
+        """Allocate bytes for arrays that were saved of a library; see :func:`datastates.state.memory.allocate`."""
+        return memory.allocate(self.kind(saved), nbytes, self.device)
+
+    def view(self, block: Any, ref: ArrayRef, offset: int) -> Any:
+        """View what :meth:`allocate` returned as an array; see :func:`datastates.state.memory.view`."""
+        return memory.view(block, replace(ref, kind=self.kind(ref.kind)), offset)
+
+    def empty(self, ref: ArrayRef) -> Any:
+        """Allocate an array for a stored one; see :func:`datastates.state.memory.empty`."""
+        return memory.empty(replace(ref, kind=self.kind(ref.kind)), self.device)
