@@ -31,6 +31,7 @@ from datastates.restoring.scope import Scope
 from datastates.restoring.sources import Tensors
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
+from datastates.state.pytrees import is_leaf
 
 
 def open_world(settings: RankSettings, directory: Path) -> World:
@@ -190,14 +191,17 @@ def load_like(
 
     if not isinstance(like, Mapping):
         raise TypeError(f"like: a tree for each provider's name is wanted, not a {type(like).__name__}")
-    if recognise.other(path) is not None:
-        raise ValueError(f"like: {path} is no checkpoint of this package; load() and open() give its arrays")
-    providers = [from_pytree(name, tree) for name, tree in like.items()]
+    other = recognise.other(path)
+    # the names in a file of safetensors, say: no provider's name is in front of them
+    is_bare = other is not None and all(is_leaf(tree) for tree in like.values())
+    trees = {"like": dict(like)} if is_bare else like
+    providers = [from_pytree(name, tree) for name, tree in trees.items()]
     restored = restore_by(
         path,
         providers,
         lambda attempt: meeting_of(SoloWorld(), "load", attempt),
         executor,
+        other=other,
         step=step,
         keys=None,
         rename={},
@@ -210,7 +214,8 @@ def load_like(
     )
     if restored is None:
         directories.refuse_absence(path, None)
-    return {provider.name: provider.tree for provider in providers}
+    found: dict[str, Any] = {provider.name: provider.tree for provider in providers}
+    return found["like"] if is_bare else found
 
 
 def compare_by(

@@ -246,7 +246,9 @@ def load(
         step: In a directory of checkpoints, the step to read; None reads the newest. For a single checkpoint or file,
             the step that it must have; None accepts any.
         like: For each provider to read, by its name, a tree of arrays or ``jax.ShapeDtypeStruct`` as
-            :func:`~datastates.providers.from_pytree` takes it. Only what this process holds of them is read.
+            :func:`~datastates.providers.from_pytree` takes it. Only what this process holds of them is read. In a
+            checkpoint of another format, arrays are found by their names, as :func:`restore` finds them; ``like`` may
+            then also be a dict of arrays by these names.
         framework: ``"pt"`` for tensors of torch, ``"np"`` for NumPy arrays, as in ``safetensors.safe_open``. ``"np"``
             imports no torch; parameters, and tensors that require a gradient, are then plain arrays. None: an array
             that came from torch is a tensor if torch is installed, which is then imported, and a NumPy array if not;
@@ -263,8 +265,8 @@ def load(
         with new arrays: of its types, on its devices, and with its shardings.
 
     Raises:
-        ValueError: There is no such framework or device, a device is given with ``"np"``, or ``like`` is given with a
-            framework or a device, or for another format.
+        ValueError: There is no such framework or device, or a device is given with ``"np"``, or one of them with
+            ``like``.
         RestoreError: The checkpoint does not fit ``like``; the message has each key with both values.
         TrustError: An object needs a class that is not trusted.
         CorruptError: A tensor or object does not match its checksum; the message names it.

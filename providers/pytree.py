@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from datastates.state import arrays, dtensors, jax_arrays, memory
 from datastates.state.depth import deeper
 from datastates.state.landings import Landing, describes, why_not_made
 from datastates.state.provider import Saved
-from datastates.state.pytrees import Leaves, Path, find, key_of, leaves_of
+from datastates.state.pytrees import Leaves, Path, find, key_of, leaves_of, nested
 from datastates.state.shards import ArrayRef, Shard, Shards, object_shard
 
 
@@ -84,8 +84,7 @@ class PytreeProvider(TreeProvider):
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
             if describes(leaf):
                 raise ProviderError(f"{key_of(path)!r} describes an array, and has no contents to save")
-            if dtensors.is_dtensor(leaf):
-                raise ProviderError(f"{key_of(path)!r} is a DTensor, which is restored in place: use from_state_dict")
+            _refuse_dtensor(path, leaf)
         return nested_leaves(leaves)
 
     def is_lazy(self, key: str, array: object) -> bool:
@@ -160,6 +159,28 @@ class PytreeProvider(TreeProvider):
         finally:
             self._landings = {}
 
+    def arrays_by_name(self, refuse: Callable[[str, str], None]) -> Sequence[Shard]:
+        """New memory for each array. A typed random key gets the numbers of a stored one, of its own implementation."""
+        shards: list[Shard] = []
+        for path, like in _arrays(leaves_of(self.tree)):
+            _refuse_dtensor(path, like)
+            if (flaw := why_not_made(like)) is None:
+                shards += Landing.of(like).shards(key_of(path))
+            else:
+                refuse(key_of(path), flaw)
+        return shards
+
+    def take_arrays(self, shards: Sequence[Shard]) -> None:
+        """Put the restored arrays into a new tree, and hand that over."""
+        parts: dict[str, list[Shard]] = {}
+        for shard in shards:
+            parts.setdefault(shard.key, []).append(shard)
+        arrays = [(path, like, key_of(path)) for path, like in _arrays(leaves_of(self.tree))]
+        found = [(path, Landing.filled(like, parts[key])) for path, like, key in arrays if key in parts]
+        memory = [landing.parts[0][1] for _, landing in found]  # which stands for the array
+        by_memory = {id(first): landing for first, (_, landing) in zip(memory, found, strict=True)}
+        self.restore(object_shard(source=by_memory), nested([path for path, _ in found], memory))
+
     def accept(self, value: Any) -> None:
         """Put the restored leaves into a new tree, and hand that over."""
         leaves = leaves_of(self.tree)
@@ -190,6 +211,20 @@ class PytreeProvider(TreeProvider):
         if landing is None:
             return None if isinstance(found, ArrayRef) else found  # a tensor that torch has dressed anew
         return landing.assemble()
+
+
+def _refuse_dtensor(path: Path, leaf: object) -> None:
+    if dtensors.is_dtensor(leaf):
+        raise ProviderError(f"{key_of(path)!r} is a DTensor, which is restored in place: use from_state_dict")
+
+
+def _arrays(leaves: Leaves) -> Iterator[tuple[Path, Any]]:
+    """The arrays among the leaves and what describes arrays, each with its path; of random keys, the numbers."""
+    for path, leaf in zip(leaves.paths, leaves.values, strict=True):
+        if jax_arrays.is_key(leaf):
+            yield (*path, KEY_DATA), jax_arrays.key_data(leaf)
+        elif is_array(leaf):
+            yield path, leaf
 
 
 def _names(leaves: Leaves) -> dict[str, str]:

@@ -146,6 +146,10 @@ class Compared(ABC):
         del row, shard
         return None
 
+    @abstractmethod
+    def hand_over(self) -> None:
+        """Give the provider its arrays, now that they are filled, if no object of it has them."""
+
     @property
     def restored(self) -> Sequence[Shard]:
         """The array shards that are restored, also those that are converted."""

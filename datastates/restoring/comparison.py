@@ -37,11 +37,11 @@ class Comparison:
 
     @classmethod
     def of(cls, path: Path, result: Restored, restored: list[str], nbytes: int) -> Comparison:
-        """Take what a restore has found before it reads."""
+        """Take what a restore has found before it reads. A key of several parts is in ``restored`` several times."""
         return cls(
             path,
             result.step,
-            tuple(restored),
+            tuple(dict.fromkeys(restored)),
             result.cast_keys,
             tuple(result.missing_keys),
             tuple(result.unexpected_keys),

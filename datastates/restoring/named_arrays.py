@@ -17,8 +17,7 @@ from datastates.state.shards import Shard, full_key
 class NamedArrays(Compared):
     """The arrays of one provider whose keys differ from those of the checkpoint.
 
-    The provider is not asked to restore anything: its arrays are written in place, and its other values stay as they
-    are.
+    The provider is not asked to restore any object: its other values than arrays stay as they are.
     """
 
     def __init__(
@@ -36,6 +35,7 @@ class NamedArrays(Compared):
         super().__init__(stored, provider.name, cut=cut, cast=cast)
         self._provider = provider
         self._live = live
+        self._refused: dict[str, str] = {}
 
     def stored_key(self, key: str) -> str:
         """The full key in the checkpoint of an array that it has, by its key within the provider."""
@@ -50,15 +50,25 @@ class NamedArrays(Compared):
 
         It may have one of several arrays that are the same memory, as tied weights are: none of these is missing then.
         """
-        shards = [shard for shard in self._provider.shards() if not shard.is_object and not is_inner(shard.key)]
+        every = self._provider.arrays_by_name(self._refuse)
+        shards = [shard for shard in every if not shard.is_object and not is_inner(shard.key)]
         found = [shard for shard in shards if self._has(shard.key)]
         places = {_place(shard) for shard in found if self._takes(shard.key)}
-        live, stored = {full_key(self.name, shard.key) for shard in shards}, self._live.of_provider(self.name)
+        lacking = (s.key for s in shards if not self._has(s.key) and _place(s) not in places)
+        live = {shard.key for shard in shards} | self._refused.keys()
         self.report(
-            missing=[s.key for s in shards if not self._has(s.key) and _place(s) not in places],
-            unexpected=[key.removeprefix(f"{self.name}/") for key in stored if key not in live],
+            missing=list(dict.fromkeys(lacking)),  # several shards may be parts of one array
+            unexpected=[key for key in self._live.of_provider(self.name) if key not in live],
+            mismatched={key: why for key, why in self._refused.items() if self._has(key)},
         )
         return found
+
+    def hand_over(self) -> None:
+        """Give the provider its arrays."""
+        self._provider.take_arrays(self.restored)
+
+    def _refuse(self, key: str, why: str) -> None:
+        self._refused[key] = why
 
     def _has(self, key: str) -> bool:
         return full_key(self.name, key) in self._live.stored

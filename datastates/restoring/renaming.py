@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from datastates.errors import RestoreError
+from datastates.state.shards import full_key
 
 Rename = str | re.Pattern[str]
 Renames = Mapping[Rename, str]
@@ -49,7 +50,7 @@ class LiveKeys:
     Attributes:
         stored: The full key in the checkpoint, by the full key in the live state.
         live: The inverse.
-        providers: Names of the providers that lose or get an array by a rename.
+        providers: Names of the providers that lose or get an array by a rename, as keys begin with them.
     """
 
     def __init__(self, stored: Iterable[str], renames: Renames, providers: Sequence[str] = ()) -> None:
@@ -65,14 +66,15 @@ class LiveKeys:
             RestoreError: A rename matches nothing, or two arrays would get one key.
         """
         self.stored: dict[str, str] = {}
-        self.providers: set[str] = set(providers)
+        names = [full_key(name, "") for name in providers]
+        self.providers: set[str] = set(names)
         used = set()
         for key in stored:
             live, by = renamed(key, renames)
             if by is not None:
                 used.add(by)
-            if len(providers) == 1 and not live.startswith(f"{providers[0]}/"):
-                live = f"{providers[0]}/{live}"
+            if len(names) == 1 and not live.startswith(f"{names[0]}/"):
+                live = f"{names[0]}/{live}"
             if live in self.stored:
                 raise RestoreError(f"rename: {self.stored[live]!r} and {key!r} would both be {live!r}")
             self.stored[live] = key
@@ -83,6 +85,12 @@ class LiveKeys:
             if old not in used:
                 raise RestoreError(f"rename: no array of the checkpoint matches {as_text(old)!r}")
 
+    def concerns(self, name: str) -> bool:
+        """Whether the arrays of a provider are found by their names alone."""
+        return full_key(name, "") in self.providers
+
     def of_provider(self, name: str) -> list[str]:
-        """The full keys in the live state of the arrays that belong to a provider."""
-        return [key for key in self.stored if key.startswith(f"{name}/")]
+        """The keys, within a provider, of the arrays that belong to it. One array may be all of the provider."""
+        begin = full_key(name, "")
+        whole = [""] if begin in self.stored else []
+        return whole + [key[len(begin) + 1 :] for key in self.stored if key.startswith(f"{begin}/")]

@@ -173,7 +173,7 @@ class Restore:
             self._live_keys = LiveKeys(self._stored.keys, self._scope.rename, named)
         rank, ranks = self._meeting.rank, self._ranks
         for provider in walk_unique(self._providers):
-            if self._live_keys is not None and (self._own is None or provider.name in self._live_keys.providers):
+            if self._live_keys is not None and (self._own is None or self._live_keys.concerns(provider.name)):
                 self._take_by_name(provider, self._live_keys)
                 continue
             assert self._own is not None
@@ -309,7 +309,7 @@ class Restore:
         if self._live_keys is not None:
             taken, stored = set(wanted.tolist()), self._live_keys.stored
             named = [t.saved.name for t in self._taken if isinstance(t.saved, NamedArrays)]
-            ours = (key for name in named for key in self._live_keys.of_provider(name))
+            ours = (full_key(name, key) for name in named for key in self._live_keys.of_provider(name))
             found += [key for key in ours if key_hash(stored[key]) not in taken]
         return found if self._selection is None else [key for key in found if self._selection.takes(key)]
 
@@ -380,6 +380,8 @@ class Restore:
             if o.saved.cut is not None:
                 value = o.saved.cut.prune(value, key)
             o.provider.restore(o.shard, value)
+        for taken in self._taken:
+            taken.saved.hand_over()
         self._note_parts()
 
     def _note_parts(self) -> None:

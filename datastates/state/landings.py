@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,11 @@ class Landing:
         shape = tuple(like.shape)
         whole = HeldPart(shape, (0,) * len(shape), None, ())
         return cls(like, [(whole, _empty(like))])
+
+    @classmethod
+    def filled(cls, like: Any, shards: Sequence[Shard]) -> Landing:
+        """The memory again from what :meth:`shards` gave."""
+        return cls(like, [(HeldPart(s.global_shape, s.offset, s.flat, ()), s.source) for s in shards])
 
     def shards(self, key: str) -> list[Shard]:
         """The destinations of a restore, all of one key."""

@@ -163,5 +163,5 @@ def why_not_writable(array: Any) -> str | None:
     if isinstance(array, np.ndarray):
         return None if array.flags.writeable else "the live array is read-only"
     if kind_of(array) == "jax":
-        return "the live array is of JAX, which from_pytree alone replaces, under its own key"
+        return "the live array is of JAX, which from_pytree alone replaces"
     return None

@@ -173,6 +173,30 @@ class StateProvider(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has object shards but no restore()")
 
+    def arrays_by_name(self, refuse: Callable[[str, str], None]) -> Sequence[Shard]:
+        """The arrays to restore where each is found by its name alone; by default those of :meth:`shards`.
+
+        So it is for a checkpoint of another format and under ``restore(rename=...)``. The provider must set
+        :attr:`takes_parts`. Its objects are then neither asked for nor restored.
+
+        Args:
+            refuse: Called with the key of an array that cannot be restored, and a sentence that says why. That array is
+                no destination.
+
+        Returns:
+            The shards, which are compared with the checkpoint by the engine.
+        """
+        del refuse
+        return self.shards()
+
+    def take_arrays(self, shards: Sequence[Shard]) -> None:
+        """Take the arrays that were restored by name; by default nothing, as live arrays are written in place.
+
+        Args:
+            shards: Those of :meth:`arrays_by_name` that the checkpoint has, filled.
+        """
+        del shards
+
 
 def walk_unique(providers: Sequence[StateProvider]) -> Iterator[StateProvider]:
     """Iterate over providers, and check each one.

@@ -59,6 +59,11 @@ def flatten(tree: object) -> tuple[list[Any], object] | None:
     return None if jax is None else jax.tree_util.tree_flatten(tree)
 
 
+def is_leaf(tree: object) -> bool:
+    """Whether a tree is one leaf."""
+    return leaves_of(tree).paths == [()]
+
+
 def _step(tree_util: Any, entry: Any) -> Step:
     if isinstance(entry, tree_util.SequenceKey):
         return Step(entry.idx, True)

@@ -75,6 +75,20 @@ class CompositeProvider(StateProvider):
         child, own = _origin(shard)
         child.restore(own, value)
 
+    def arrays_by_name(self, refuse: Callable[[str, str], None]) -> Sequence[Shard]:
+        """The arrays of all children; the child's name is put in front of each key."""
+        found: list[Shard] = []
+        for child in self._children:
+            by_name = child.arrays_by_name(lambda key, why, child=child: refuse(_key(child, key), why))  # type: ignore[misc]
+            found += [_adopt(child, shard) for shard in by_name]
+        return found
+
+    def take_arrays(self, shards: Sequence[Shard]) -> None:
+        """Hand to each child its own arrays."""
+        for child in self._children:
+            own = [replace(s, key=key) for s in shards for key in _own_keys(child, [s.key])]
+            child.take_arrays(own)
+
 
 def _key(child: StateProvider, key: str) -> str:
     return f"{component(child.name)}/{key}" if key else component(child.name)

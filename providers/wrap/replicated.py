@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from datastates._base.loaded import loaded
@@ -128,3 +128,11 @@ class ReplicatedProvider(StateProvider):
     def restore(self, shard: Shard, value: object) -> None:
         """Hand the object to the provider."""
         self._provider.restore(shard, value)
+
+    def arrays_by_name(self, refuse: Callable[[str, str], None]) -> Sequence[Shard]:
+        """The provider's arrays: every rank restores all of them."""
+        return self._provider.arrays_by_name(refuse)
+
+    def take_arrays(self, shards: Sequence[Shard]) -> None:
+        """Hand the arrays to the provider."""
+        self._provider.take_arrays(shards)

@@ -190,19 +190,30 @@ import jax
 import datastates as ds
 from datastates.providers import from_pytree
 zeros = jax.numpy.zeros((3, 4))
-provider = from_pytree("s", {"w": zeros, "h": zeros.astype("bfloat16"), "t": zeros.T.astype("bfloat16"), "n": 0})
+live = {"w": zeros, "h": zeros.astype("bfloat16"), "t": zeros.T.astype("bfloat16"), "n": 0}
+provider = from_pytree("s", live)
 ds.restore([provider], sys.argv[1])
-tree = provider.tree
-assert [type(tree[key]) for key in ("w", "h", "t")] == [type(zeros)] * 3
-assert tree["w"].tolist() == tree["h"].tolist() == tree["t"].T.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-assert tree["n"] == 5
+assert provider.tree["n"] == 5
+others = [ds.load(path, like={"s": live})["s"] for path in sys.argv[2:]]
+for tree in (provider.tree, *others):
+    assert [type(tree[key]) for key in ("w", "h", "t")] == [type(zeros)] * 3
+    values = [tree["w"].tolist(), tree["h"].tolist(), tree["t"].T.tolist()]
+    assert values == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]] * 3
+cast = from_pytree("s", {**live, "w": zeros.astype("bfloat16"), "h": zeros})
+ds.restore([cast], sys.argv[2], cast=True)
+assert cast.tree["w"].tolist() == cast.tree["h"].tolist() == values[0]
 assert "torch" not in sys.modules
 """
 
 
 def test_jax_restores_what_torch_saved_without_torch(tmp_path: Path) -> None:
     jax()
-    run(RESTORES, of_torch(tmp_path / "c"))
+    words = torch().from_numpy(WORDS.copy())
+    state = {"s": {"w": words, "h": words.bfloat16(), "t": words.bfloat16().t()}}
+    torch().save(state, tmp_path / "file.pt")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    dcp.save(state["s"], checkpoint_id=tmp_path / "dcp", no_dist=True)
+    run(RESTORES, of_torch(tmp_path / "c"), tmp_path / "file.pt", tmp_path / "dcp")
 
 
 def test_what_is_opened_goes_to_the_other_framework_without_a_copy(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ VALUES = {
     "grid": _random.integers(0, 100, (512, 512)).astype(np.int16),
 }
 """The logical arrays. The sum of the first is exact."""
+FOLDER = {"rows": VALUES["rows"], "wide": np.arange(16 << 16, dtype=np.float32).reshape(16, 1 << 16)}
+"""What is in a folder of safetensors. Half a row of the second array is longer than a gap that is read along."""
 RATES = np.arange(100.0)
 """An array of NumPy that all processes hold alike."""
 
@@ -52,11 +54,21 @@ def described(shape: tuple[int, ...]) -> dict[str, Any]:
     return {**arrays, "step": 0}
 
 
-def wrong(found: dict[str, Any]) -> list[str]:
+def described_folder() -> dict[str, Any]:
+    """The arrays of the folder without contents: one is cut by rows over all devices, the other one by columns."""
+    mesh = Mesh(np.array(jax.devices()), ("a",))
+    specs = {"rows": PartitionSpec("a"), "wide": PartitionSpec(None, "a")}
+    return {
+        key: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, specs[key]))
+        for key, array in FOLDER.items()
+    }
+
+
+def wrong(found: dict[str, Any], saved: dict[str, np.ndarray[Any, Any]] | None = None) -> list[str]:
     """The keys whose values are not those that were saved, on this process's devices."""
     return [
         key
-        for key, whole in {**VALUES, "step": np.array(7)}.items()
+        for key, whole in (saved or {**VALUES, "step": np.array(7)}).items()
         if (
             found[key] != whole
             if key == "step"

@@ -12,6 +12,7 @@ from typing import Any
 import jax_meshes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import datastates as ds
 from datastates.commit import directories
@@ -74,6 +75,15 @@ def restore_mesh(shape):
     report("mesh", step=result.step, wrong=wrong, **sizes)
 
 
+def restore_folder():
+    provider = from_pytree("s", jax_meshes.described_folder())
+    result = ds.restore([provider], DIRECTORY.with_name("folder"))
+    wrong = jax_meshes.wrong(provider.tree, jax_meshes.FOLDER)
+    alone = ds.load(DIRECTORY.with_name("folder"), like=jax_meshes.described_folder())
+    wrong += jax_meshes.wrong(alone, jax_meshes.FOLDER)
+    report("folder", wrong=wrong, needed=result.needed_nbytes, read=result.read_nbytes)
+
+
 def all_are_here(name):
     client.wait_at_barrier(name, 60_000)
 """
@@ -112,6 +122,7 @@ report("pending", committed=pending.committed)  # and the process ends, without 
 
 RANK_1_IS_KILLED = f"""{HEAD}
 restore_mesh((2, 4))
+restore_folder()
 ckpt = ds.Checkpointer(DIRECTORY, rank_timeout=3, **OPTIONS)
 restore(ckpt)
 if RANK == 1:
@@ -158,6 +169,12 @@ def reports_of(output: str) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def runs(module_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("jax") / "ckpts"
+    folder = root.with_name("folder")
+    folder.mkdir()
+    for key, array in jax_meshes.FOLDER.items():
+        save_file({key: array}, folder / f"{key}.safetensors")
+    index = {"weight_map": {key: f"{key}.safetensors" for key in jax_meshes.FOLDER}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     told, committed, statuses = [], [], []
     for script, may_fail in ((SAVES, ()), (RANK_1_IS_KILLED, [1]), (RANK_0_IS_KILLED, [0, 1])):
         done = module_ranks(2, script, root, imported=IMPORTED, may_fail=may_fail, XLA_FLAGS=DEVICES)
@@ -236,6 +253,14 @@ def test_two_processes_restore_onto_another_mesh(runs: Runs) -> None:
     for told in runs.rank_1_is_killed:
         read = told["mesh"]["read"] - told["mesh"]["shared"]
         assert told["mesh"]["needed"] <= read <= 1.05 * told["mesh"]["needed"]
+
+
+def test_two_processes_read_only_their_boxes_of_a_folder_of_hugging_face(runs: Runs) -> None:
+    half = sum(array.nbytes for array in jax_meshes.FOLDER.values()) // 2
+    for told in runs.rank_1_is_killed:
+        assert told["folder"]["wrong"] == []
+        assert told["folder"]["needed"] == half
+        assert told["folder"]["read"] <= 1.05 * half
 
 
 @pytest.mark.parametrize("shape", [(8,), (4, 2), (1,)])
