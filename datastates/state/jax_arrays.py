@@ -178,7 +178,22 @@ def _boxes(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple
 
 
 def assemble(like: Any, filled: Sequence[tuple[HeldPart, Any]]) -> Any:
-    """An array like another one, from the memory that :func:`landings` gave, which must not be used afterwards."""
+    """An array like another one, from the memory that :func:`landings` gave, which must not be used afterwards.
+
+    Its type is weak if that of the other one is: compiled functions tell the two apart.
+    """
+    made = _assembled(like, filled)
+    return _weak(made) if getattr(like, "weak_type", False) else made
+
+
+def _weak(array: Any) -> Any:
+    """The array with a weak type, over the same memory."""
+    boxes = [shard.data for shard in array.addressable_shards]
+    # not by setting the attribute, as unpickling does: a compiled function would still take its type for a strong one
+    return type(array)(array.aval.update(weak_type=True), array.sharding, boxes, committed=array.committed)
+
+
+def _assembled(like: Any, filled: Sequence[tuple[HeldPart, Any]]) -> Any:
     jax: Any = loaded("jax")
     if like.sharding is None or not getattr(like, "committed", True):
         ((_, host),) = filled

@@ -298,6 +298,37 @@ def test_descriptions_of_arrays_are_restored_into_and_not_saved(tmp_path: Path) 
     assert (provider.tree["w"] == saved["w"]).all()
 
 
+def test_weak_types_are_those_of_the_tree_so_that_no_step_is_compiled_anew(tmp_path: Path) -> None:
+    compiled = []
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: Any) -> Any:
+        compiled.append(0)
+        return jax.tree.map(lambda x: x * 2, state)
+
+    by_rows = jax.sharding.NamedSharding(jax.make_mesh((8,), ("a",)), jax.P("a"))
+    state = {"rate": jnp.asarray(1.5), "rows": jax.device_put(jnp.full(16, 1.5), by_rows), "strong": jnp.ones(3)}
+    state |= {"empty": jnp.full((0, 3), 1.5)}
+    weak = {"rate": True, "rows": True, "strong": False, "empty": True}
+    assert {key: array.weak_type for key, array in state.items()} == weak
+    ds.snapshot([from_pytree("s", state)], tmp_path / "c").wait_committed()
+    described = jax.eval_shape(lambda: jax.tree.map(lambda x: x, state))
+    described["rows"] = state["rows"]
+    provider = from_pytree("s", {**state, "strong": np.zeros(3, np.float32)})
+    ds.restore([provider], tmp_path / "c")
+    for found in (ds.load(tmp_path / "c", like={"s": state})["s"], ds.load(tmp_path / "c", like={"s": described})["s"]):
+        assert {key: array.weak_type for key, array in found.items()} == weak
+        assert all((found[k].sharding, found[k].committed) == (a.sharding, a.committed) for k, a in state.items())
+        assert (found["rate"] * jnp.ones(1, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert isinstance(provider.tree["strong"], np.ndarray)
+    step(jax.tree.map(jnp.copy, state))
+    doubled = step(found)
+    assert len(compiled) == 1
+    assert found["rows"].is_deleted()
+    assert doubled["rate"] == 3.0
+    assert doubled["rows"].tolist() == [3.0] * 16
+
+
 def test_torch_and_jax_restore_each_others_states(tmp_path: Path) -> None:
     import torch
 
