@@ -201,6 +201,17 @@ def test_misfits_of_other_formats_are_named(folder: Path, change: Any, said: str
         ds.load(folder, like={name: leaf for name, leaf in like.items() if leaf is not None})
 
 
+def test_an_export_for_torch_has_the_boxes_of_a_process_as_one_tensor(tmp_path: Path) -> None:
+    arrays = {
+        name: jax.device_put(np.asarray(tensor.float()), described(name).sharding) for name, tensor in LLAMA.items()
+    }
+    ds.snapshot([from_pytree("m", arrays)], tmp_path / "c").wait_committed()
+    ds.export(tmp_path / "c", tmp_path / "w.pt")
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert found.keys() == LLAMA.keys()
+    assert all(torch.equal(found[name], tensor.float()) for name, tensor in LLAMA.items())
+
+
 def test_trees_are_restored_under_other_names(saved: Path) -> None:
     live = {"v": jnp.zeros((64, 16)), "n": 7, "key": jax.random.key(0)}
     inner = from_pytree("t", live)
