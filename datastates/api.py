@@ -38,7 +38,7 @@ from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
 from datastates.saving.target import Target
 from datastates.state.devices import Device
-from datastates.state.into import Framework, Into
+from datastates.state.into import AS_SAVED, Framework, Into
 from datastates.state.provider import StateProvider
 
 
@@ -279,7 +279,7 @@ def load(
     """
     settings, into = IoSettings.of(options), Into.of(framework, device)
     if like is not None:
-        if into != Into():
+        if into != AS_SAVED:
             raise ValueError(f"like: its arrays say what they are, beside framework={framework!r}, device={device!r}")
         return _calls.load_like(paths.local(path), like, lambda n: make_executor(settings, n), step=step, trust=trust)
     with _calls.opened(path, step) as found:

@@ -131,7 +131,7 @@ def find_tensor(read: Read, nbytes: int) -> ArchivedTensor | None:
 def _unpickled(pickle: bytes) -> StoredArray | None:
     try:
         found = pickle_reader.loads(pickle, lambda array: array, with_torch=False)
-    except FormatError:  # a subclass of tensors, say
+    except (FormatError, ImportError):  # a subclass of tensors, or a sparse one, which only torch builds
         return None
     return found if isinstance(found, StoredArray) else None
 

@@ -25,7 +25,7 @@ from datastates.restoring.provider_view import Trust, naming, place_in_pickle
 from datastates.restoring.reads import Reads
 from datastates.restoring.stored import open_all
 from datastates.state import arrays, memory
-from datastates.state.into import Into
+from datastates.state.into import AS_SAVED, Into
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef, StoredArray, full_key
 
@@ -39,7 +39,7 @@ def load(
     executor: Callable[[int], Executor],
     *,
     trust: Trust,
-    into: Into = Into(),  # noqa: B008 - it is frozen
+    into: Into = AS_SAVED,
     place: Callable[[Any], Any] = lambda block: block,
 ) -> dict[str, Any]:
     """Read a checkpoint directory, or one container file, as nested arrays and objects.

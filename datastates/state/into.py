@@ -63,8 +63,16 @@ class Into:
 
     def view(self, block: Any, ref: ArrayRef, offset: int) -> Any:
         """View what :meth:`allocate` returned as an array; see :func:`datastates.state.memory.view`."""
-        return memory.view(block, replace(ref, kind=self.kind(ref.kind)), offset)
+        return memory.view(block, self._of(ref), offset)
 
     def empty(self, ref: ArrayRef) -> Any:
         """Allocate an array for a stored one; see :func:`datastates.state.memory.empty`."""
-        return memory.empty(replace(ref, kind=self.kind(ref.kind)), self.device)
+        return memory.empty(self._of(ref), self.device)
+
+    def _of(self, ref: ArrayRef) -> ArrayRef:
+        kind = self.kind(ref.kind)
+        return ref if kind == ref.kind else replace(ref, kind=kind)
+
+
+AS_SAVED = Into()
+"""Host memory of the library that each array came from, if that is torch's or NumPy's."""

@@ -129,6 +129,7 @@ def test_what_torch_saved_becomes_arrays_of_numpy_and_torch_is_not_imported(tmp_
 
 @pytest.mark.parametrize("save", [of_jax, of_numpy])
 def test_what_others_saved_becomes_tensors_of_torch(save: Any, tmp_path: Path) -> None:
+    torch()
     path = save(tmp_path / "c")
     with ds.open(path, framework="pt") as opened:
         tensors = [opened["s/w"], opened["s/h"]]
@@ -140,6 +141,8 @@ def test_what_others_saved_becomes_tensors_of_torch(save: Any, tmp_path: Path) -
 
 
 def test_both_kinds_of_several_ranks(tmp_path: Path) -> None:
+    torch()
+
     def save(rank: int) -> None:
         state = {"w": torch().ones(2)} if rank else {"w": np.zeros(2, np.float32)}
         provider = from_state_dict(f"s{rank}", state)
@@ -157,7 +160,9 @@ def test_both_kinds_of_several_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", [ds.load, ds.open])
-def test_frameworks_that_cannot_be_are_refused_by_name(call: Any, tmp_path: Path) -> None:
+def test_frameworks_that_cannot_be_are_refused_by_name(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = of_numpy(tmp_path / "c")
     with pytest.raises(ValueError, match="framework: 'jax' is neither 'pt' nor 'np'"):
         call(path, framework="jax")
@@ -165,6 +170,10 @@ def test_frameworks_that_cannot_be_are_refused_by_name(call: Any, tmp_path: Path
         with pytest.raises(ValueError, match=f"device: {device!r} beside framework='np'"):
             call(path, framework="np", device=device)
     call(path, framework="np", device="cpu:0")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "torch", None)
+        with pytest.raises(ImportError, match="framework: 'pt' needs torch, which is not installed"):
+            call(path, framework="pt")
     if call is ds.load:
         with pytest.raises(ValueError, match="like: its arrays say what they are, beside framework='np'"):
             call(path, framework="np", like={})

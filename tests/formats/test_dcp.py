@@ -19,7 +19,7 @@ import datastates as ds
 from datastates.cli import commands
 from datastates.errors import CorruptError, DatastatesError, FormatError, StorageError, TrustError
 from datastates.formats.archived_object import ArchivedObject
-from datastates.state.into import Into
+from datastates.state.into import AS_SAVED
 
 SHARDED = """
 import sys
@@ -190,6 +190,8 @@ def test_diff_compares_objects(tmp_path: Path) -> None:
 def test_tensors_of_an_object_share_their_storage(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
     torch.save([whole, whole[2:]], tmp_path / "object.pt")
-    first, second = ArchivedObject(tmp_path / "object.pt", 0, (tmp_path / "object.pt").stat().st_size).load((), Into())
+    first, second = ArchivedObject(tmp_path / "object.pt", 0, (tmp_path / "object.pt").stat().st_size).load(
+        (), AS_SAVED
+    )
     second[0] = 9
     assert first[2] == 9
