@@ -20,7 +20,6 @@ from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_others
-from datastates.adapters.sharded_folders import on_device
 from datastates.adapters.stand_ins import Function, standing_in, writing_tensors
 from datastates.adapters.torch_files import is_optimizer_state, no_buffer_of
 from datastates.saving.snapshot import Snapshot
@@ -64,7 +63,6 @@ def attach(accelerator: Any, **options: Unpack[FolderOptions]) -> AcceleratorChe
         (attached, "attach() has been called for it already"),
         (kind in _ADVICE, f"with {kind.value}, {_ADVICE.get(kind)}"),
         (not fsdp and kind not in _ALONE, f"{kind.value} is not supported"),
-        (fsdp and not accelerator.is_fsdp2, "FSDP of version 1 is not supported: set fsdp_version=2"),
         (
             fsdp and plugin and plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT,
             "FSDP with whole state dicts is not supported: set state_dict_type='SHARDED_STATE_DICT'",
@@ -152,9 +150,7 @@ class AcceleratorCheckpoints(FolderCheckpoints):
             stack.enter_context(writing_tensors(_SAVE_FILE, folder, self.tensor_writer(modules, snapshots)))
             stack.enter_context(standing_in(checkpointing, "save", instead_of_save))
             if accelerator.distributed_type == DistributedType.FSDP:
-                plugin = accelerator.state.fsdp_plugin
-                stack.enter_context(on_device(plugin))
-                stack.enter_context(self.sharded.writing(folder, modules, snapshots))
+                stack.enter_context(self.sharded.writing_for(accelerator, folder, modules, snapshots))
             stack.enter_context(_named_by_hand(accelerator.project_configuration))
             self._stock_save(str(folder), *words, **options)
 

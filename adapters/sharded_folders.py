@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from datastates.adapters.dcp import DataStatesStorageWriter, async_save
+from datastates.adapters.dcp import DataStatesStorageWriter
+from datastates.adapters.dcp.save.async_save import session_of
 from datastates.adapters.dcp.save.staging import is_large
 from datastates.adapters.stand_ins import Function, standing_in
 from datastates.adapters.torch_files import Lazy, no_buffer_of
@@ -30,13 +32,16 @@ class ShardedFolders:
         self._is_lazy: Lazy = is_large
 
     @contextlib.contextmanager
-    def writing(self, folder: Path, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot]) -> Iterator[None]:
+    def writing(
+        self, folder: Path, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot], *, fsdp1: bool = False
+    ) -> Iterator[None]:
         """A context in which what ``torch.distributed.checkpoint`` saves to ``folder`` or below is written lazily.
 
         Args:
             folder: The folder of the checkpoint.
             modules: The models, whose buffers are copied.
             snapshots: The list that takes the folders' snapshots.
+            fsdp1: Whether FSDP of version 1 made the state dicts. It copies every shard, so no optimizer waits.
         """
         no_buffer = no_buffer_of(modules)
         self._is_lazy = lambda name, tensor: is_large(name, tensor) and no_buffer(name, tensor)
@@ -49,13 +54,30 @@ class ShardedFolders:
                 if place is None or not (path := Path(place)).is_relative_to(folder):
                     return stock(state_dict, **options)
                 writer = self._writer(str(path.relative_to(folder)))
-                snapshots.append(async_save(state_dict, path, storage_writer=writer, planner=options.get("planner")))
+                session = session_of(writer, path)
+                snapshots.append(
+                    session.save(state_dict, path, options.get("planner") or DefaultSavePlanner(), owned=fsdp1)
+                )
                 return None
 
             return save
 
         with standing_in(dcp, "save", instead_of_save):
             yield
+
+    @contextlib.contextmanager
+    def writing_for(
+        self, accelerator: Any, folder: Path, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot]
+    ) -> Iterator[None]:
+        """As :meth:`writing`, for accelerate's FSDP. Shards of FSDP2, which are not copies, stay on the device."""
+        config = accelerator.state.fsdp_plugin.state_dict_config
+        offloads = config.offload_to_cpu
+        config.offload_to_cpu = offloads and not accelerator.is_fsdp2
+        try:
+            with self.writing(folder, modules, snapshots, fsdp1=not accelerator.is_fsdp2):
+                yield
+        finally:
+            config.offload_to_cpu = offloads
 
     def _writer(self, name: str) -> DataStatesStorageWriter:
         """The writer of what has that path in each checkpoint: it keeps plans and pinned memory."""
@@ -69,14 +91,3 @@ class ShardedFolders:
         """Wait for what is in flight, and free threads and memory."""
         while self._writers:
             self._writers.popitem()[1].close()
-
-
-@contextlib.contextmanager
-def on_device(plugin: Any) -> Iterator[None]:
-    """A context in which accelerate does not copy state dicts to the host; ``plugin`` is that for FSDP."""
-    config = plugin.state_dict_config
-    offloads, config.offload_to_cpu = config.offload_to_cpu, False
-    try:
-        yield
-    finally:
-        config.offload_to_cpu = offloads

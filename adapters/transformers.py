@@ -17,7 +17,6 @@ from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings
-from datastates.adapters.sharded_folders import on_device
 from datastates.adapters.stand_ins import writing_tensors
 from datastates.adapters.torch_files import is_optimizer_state
 from datastates.saving.snapshot import Snapshot
@@ -65,7 +64,6 @@ def attach(trainer: Any, **options: Unpack[FolderOptions]) -> TrainerCheckpoints
         (attached, "attach() has been called for it already"),
         (unknown, f"this version of transformers ({transformers.__version__}) has no {', '.join(unknown)}"),
         (trainer.is_deepspeed_enabled, 'with DeepSpeed, give its JSON file the entry "datastates_ckpt" instead'),
-        (fsdp and not trainer.accelerator.is_fsdp2, "FSDP of version 1 is not supported: set fsdp_version to 2"),
         (
             fsdp and trainer.accelerator.state.fsdp_plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT,
             "FSDP with whole state dicts is not supported: set state_dict_type to SHARDED_STATE_DICT",
@@ -140,8 +138,7 @@ class TrainerCheckpoints(FolderCheckpoints):
             trainer.store_flos()
         module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         if trainer.is_fsdp_enabled:
-            plugin = trainer.accelerator.state.fsdp_plugin
-            with on_device(plugin), self.sharded.writing(folder, [module], snapshots):
+            with self.sharded.writing_for(trainer.accelerator, folder, [module], snapshots):
                 trainer._save_optimizer_and_scheduler(str(folder))  # and the model
         elif args.should_save:
             if hasattr(module, "peft_config"):

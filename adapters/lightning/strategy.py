@@ -1,4 +1,4 @@
-"""Lightning's ``ModelParallelStrategy``: its sharded checkpoints, written while training goes on."""
+"""Lightning's ``ModelParallelStrategy`` and ``FSDPStrategy``: sharded checkpoints, written while training goes on."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from datastates.saving.snapshot import Snapshot
 
 _PROOF = "meta.pt"
 """A file that every sharded checkpoint of Lightning has."""
-_METHODS = ("save_checkpoint", "load_checkpoint", "remove_checkpoint", "optimizer_state", "lightning_module_state_dict")
+_METHODS = ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
+_STATE_DICTS = ("optimizer_state", "lightning_module_state_dict")
 _ON_DEVICE = StateDictOptions(full_state_dict=False, cpu_offload=False)
 
 
 def attach(strategy: Any, **options: Unpack[FolderOptions]) -> StrategyCheckpoints:
-    """Let a ``ModelParallelStrategy`` save its sharded checkpoints lazily.
+    """Let a ``ModelParallelStrategy`` or an ``FSDPStrategy`` save its sharded checkpoints lazily.
 
     Checkpoints are Lightning's folders, which it reads with or without this package. A folder gets its name once
     everything in it is on stable storage. ``fit`` ends once all of them have.
 
     Args:
-        strategy: A ``ModelParallelStrategy``, before it is given to the ``Trainer``. On several ranks, all must attach.
+        strategy: The strategy, before it is given to the ``Trainer``. On several ranks, all must attach.
         **options: Fields of :class:`~datastates.adapters.folders.FolderSettings`.
 
     Returns:
@@ -40,27 +41,41 @@ def attach(strategy: Any, **options: Unpack[FolderOptions]) -> StrategyCheckpoin
     settings = FolderSettings.of(options)
     kind = type(strategy).__name__
     known = [base.__name__ for base in type(strategy).__mro__]
+    fsdp1 = "FSDPStrategy" in known
     for refused, why in (
         (
             isinstance(getattr(getattr(strategy, "save_checkpoint", None), "__self__", None), StrategyCheckpoints),
             "attach() has been called for it already",
         ),
-        ("FSDPStrategy" in known, "use ModelParallelStrategy, which shards by FSDP2"),
-        ("ModelParallelStrategy" not in known, "give DataStatesCheckpointIO to the Trainer's plugins instead"),
-        (not getattr(strategy, "_save_distributed_checkpoint", False), "set save_distributed_checkpoint=True"),
+        (fsdp1 and getattr(strategy, "_state_dict_type", None) != "sharded", 'set state_dict_type="sharded"'),
+        (
+            not fsdp1 and "ModelParallelStrategy" not in known,
+            "give DataStatesCheckpointIO to the Trainer's plugins instead",
+        ),
+        (
+            not fsdp1 and not getattr(strategy, "_save_distributed_checkpoint", False),
+            "set save_distributed_checkpoint=True",
+        ),
     ):
         if refused:
             raise ValueError(f"{kind} cannot save lazily: {why}")
-    return StrategyCheckpoints(strategy, settings)
+    return StrategyCheckpoints(strategy, settings, fsdp1=fsdp1)
 
 
 class StrategyCheckpoints(FolderCheckpoints):
     """The checkpoints that a strategy has begun; :func:`attach` makes it. Used on the training thread."""
 
-    def __init__(self, strategy: Any, settings: FolderSettings) -> None:
-        """Replace the methods with which the strategy saves, loads and removes."""
+    def __init__(self, strategy: Any, settings: FolderSettings, *, fsdp1: bool) -> None:
+        """Replace the methods with which the strategy saves, loads and removes.
+
+        Args:
+            strategy: The strategy.
+            settings: The settings.
+            fsdp1: Whether it shards by FSDP of version 1, whose state dicts are copies: the strategy makes them itself.
+        """
         super().__init__(settings, "lightning")
         self._strategy = strategy
+        self._fsdp1 = fsdp1
         self._stock_save, self._stock_load = strategy.save_checkpoint, strategy.load_checkpoint
         teardown = strategy.teardown
 
@@ -71,7 +86,7 @@ class StrategyCheckpoints(FolderCheckpoints):
                 teardown()
 
         strategy.teardown = close_and_tear_down
-        for name in _METHODS:
+        for name in _METHODS if fsdp1 else (*_METHODS, *_STATE_DICTS):
             setattr(strategy, name, getattr(self, f"_{name}"))
 
     def _lightning_module_state_dict(self) -> dict[str, Any]:
@@ -94,7 +109,7 @@ class StrategyCheckpoints(FolderCheckpoints):
 
         def write(folder: Path, snapshots: list[Snapshot]) -> None:
             check()
-            with self.sharded.writing(folder, [self._strategy.model], snapshots):
+            with self.sharded.writing(folder, [self._strategy.model], snapshots, fsdp1=self._fsdp1):
                 self._stock_save(checkpoint, folder, storage_options)
 
         self.save(final, write, check=check)

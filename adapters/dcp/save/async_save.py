@@ -125,13 +125,15 @@ class Session:
         self._before = threading.Event()
         self._before.set()
 
-    def save(self, state_dict: dict[str, Any], path: Path, planner: SavePlanner, step: int) -> Snapshot:
-        """Begin a save; see :func:`async_save`."""
+    def save(
+        self, state_dict: dict[str, Any], path: Path, planner: SavePlanner, step: int = 0, *, owned: bool = False
+    ) -> Snapshot:
+        """Begin a save; see :func:`async_save`, and for ``owned`` :class:`Staged`."""
         turn = self.reserve()
         try:
             lazy = _lazy(state_dict, self._writer.lazy)
             plain = {key: v.state_dict() if isinstance(v, Stateful) else v for key, v in state_dict.items()}
-            staged = Staged(plain, lazy, step=step, grace=float("inf"))
+            staged = Staged(plain, lazy, step=step, grace=float("inf"), owned=owned)
         except BaseException as error:
             self.decline(turn, error)
             raise

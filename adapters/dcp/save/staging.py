@@ -53,6 +53,7 @@ class Staged:
         step: int = 0,
         grace: float = GRACE,
         kept: Sequence[tuple[str, torch.Tensor]] | None = None,
+        owned: bool = False,
     ) -> None:
         """Copy what may change at any time. The gate guards the rest from now on.
 
@@ -62,10 +63,12 @@ class Staged:
             step: A number for the snapshot.
             grace: Seconds in which :meth:`saved_by` must be called.
             kept: The live tensors in the state dict, by name. If given, nothing is copied.
+            owned: Sharded tensors are copies that nothing else refers to. All others are copied, so no optimizer waits.
         """
         begin = time.monotonic()
         self._kept: list[tuple[str, torch.Tensor]] = list(kept or ())
         self._devices: set[torch.device] = set()
+        self._owned = owned
         self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
         self._tensors = [tensor for _, tensor in self._kept]
         self._before = array_versions.witness(self._tensors)
@@ -77,7 +80,8 @@ class Staged:
         self._streams = _side_streams(self._devices | {tensor.device for tensor in self._tensors})
         self.snapshot = Snapshot(step, sum(tensor.nbytes for tensor in self._tensors), begin)
         self.snapshot.attach(self.wait_begun, dict, list)
-        gate.guard(self.snapshot, automatic=True)
+        if not owned:
+            gate.guard(self.snapshot, automatic=True)
         self.snapshot.called()
 
     def _copied(self, path: str, value: Any, lazy: Lazy) -> Any:
@@ -86,7 +90,7 @@ class Staged:
             return value
         if isinstance(value, torch.Tensor):
             local = dtensors.local(value)
-            if _is_watched(local) and lazy(path, local):
+            if _is_watched(local) and (local is not value if self._owned else lazy(path, local)):
                 self._kept.append((path, local))
                 return value
             self._devices.add(local.device)

@@ -1,4 +1,4 @@
-"""A tiny model trained by accelerate's loop. As a program (FOLDER STEPS [stock] [fsdp]) it resumes what is there."""
+"""A tiny model trained by accelerate's loop. As a program (FOLDER STEPS [stock] [fsdp1|fsdp2]) it resumes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from datastates.adapters.accelerate import AcceleratorCheckpoints, attach
 
@@ -35,30 +36,36 @@ class Net(torch.nn.Module):
 class Loop:
     """A training loop as accelerate's users write it."""
 
-    def __init__(self, project: Path, *, lazy: bool = True, fsdp: bool = False, **configuration: Any) -> None:
+    def __init__(self, project: Path, *, lazy: bool = True, fsdp: int = 0, **configuration: Any) -> None:
         AcceleratorState._reset_state(True)
         set_seed(3)
         config = ProjectConfiguration(project_dir=str(project), automatic_checkpoint_naming=True, **configuration)
         self.accelerator = Accelerator(cpu=True, project_config=config)
         if fsdp:
-            self._use_fsdp()
+            self._use_fsdp(fsdp)
         self.checkpoints: AcceleratorCheckpoints | None = attach(self.accelerator, **OPTIONS) if lazy else None
         net = Net()
+        if fsdp == 1:  # it replaces the parameters, and the optimizer must have the new ones
+            net = self.accelerator.prepare(net)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        self.net, self.optimizer, self.schedule = self.accelerator.prepare(net, optimizer, schedule)
+        if fsdp == 1:
+            self.net, (self.optimizer, self.schedule) = net, self.accelerator.prepare(optimizer, schedule)
+        else:
+            self.net, self.optimizer, self.schedule = self.accelerator.prepare(net, optimizer, schedule)
         self.step = 0
         self.losses: list[float] = []
         self.accelerator.register_for_checkpointing(self)
 
-    def _use_fsdp(self) -> None:
+    def _use_fsdp(self, version: int) -> None:
         """What the constructor does with a plugin for FSDP, but accelerate takes it on GPUs only."""
         state = self.accelerator.state
         state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
+            fsdp_version=version, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
         )
         state.device_mesh = None
+        state.device = torch.device("cpu")  # FSDP of version 1 does not take cpu:0 for it
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -90,11 +97,17 @@ class Loop:
         self.accelerator.load_state(folder)
         del self.losses[:]
 
+    def whole(self) -> dict[str, torch.Tensor]:
+        """The model's whole tensors, on all ranks."""
+        if isinstance(self.net, FSDP):
+            with FSDP.summon_full_params(self.net, writeback=False):
+                named = [*self.net.named_parameters(), *self.net.named_buffers()]
+                return {name.replace("_fsdp_wrapped_module.", ""): tensor.detach().clone() for name, tensor in named}
+        state = self.accelerator.unwrap_model(self.net).state_dict()
+        return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+
     def end(self) -> None:
-        state = {
-            name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            for name, tensor in self.accelerator.unwrap_model(self.net).state_dict().items()
-        }
+        state = self.whole()
         if self.accelerator.is_main_process:
             torch.save(state, Path(self.accelerator.project_dir) / "end.pt")
         self.accelerator.end_training()
@@ -102,7 +115,7 @@ class Loop:
 
 if __name__ == "__main__":
     project, steps, *words = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    loop = Loop(project, lazy="stock" not in words, fsdp="fsdp" in words, total_limit=2)
+    loop = Loop(project, lazy="stock" not in words, fsdp=2 * ("fsdp2" in words) + ("fsdp1" in words), total_limit=2)
     there = (project / "checkpoints").exists() and any((project / "checkpoints").iterdir())
     if there:
         loop.resume()

@@ -1,4 +1,4 @@
-"""A small module sharded by FSDP2, trained by Lightning on several ranks (arguments: DIRECTORY STEPS [stock])."""
+"""A small module sharded by FSDP, trained by Lightning on several ranks (arguments: DIRECTORY STEPS [stock])."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
@@ -28,6 +29,22 @@ class Sharded(Module):
         mesh = self.device_mesh["data_parallel"]
         fully_shard(self.net, mesh=mesh)
         self.register_buffer("spread", distribute_tensor(torch.arange(8.0), mesh))
+
+
+class Wrapped(Module):
+    """For FSDP of version 1, which takes no DTensors. The strategy wraps it."""
+
+    def __init__(self, width: int = 1024) -> None:
+        super().__init__(width)
+        self.net[1] = torch.nn.LayerNorm(width)
+        self.register_buffer("spread", torch.arange(8.0))
+
+
+class OnCpus(FSDPStrategy):
+    """Lightning wraps for GPUs only, and refuses an ``FSDPStrategy`` on CPUs, but no subclass of it."""
+
+    def _setup_model(self, model: Any) -> Any:
+        return FSDP(model, device_id=self.root_device, **self.kwargs)
 
 
 def trainer(
@@ -49,6 +66,10 @@ def trainer(
 
 def strategy() -> ModelParallelStrategy:
     return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+
+
+def fsdp1() -> FSDPStrategy:
+    return OnCpus(auto_wrap_policy={torch.nn.Linear}, state_dict_type="sharded", process_group_backend="gloo")
 
 
 def leave() -> None:

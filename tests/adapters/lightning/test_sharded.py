@@ -1,4 +1,4 @@
-"""Sharded checkpoints of Lightning's ``ModelParallelStrategy``: lazily captured, and Lightning's own folders."""
+"""Sharded checkpoints of Lightning's strategies for FSDP: lazily captured, and Lightning's own folders."""
 
 from __future__ import annotations
 
@@ -85,6 +85,44 @@ leave()
 
 
 @pytest.mark.long
+def test_copies_of_fsdp1_are_written_through_updates_and_lightning_resumes_bit_for_bit(
+    ranks: Any, tmp_path: Path
+) -> None:
+    script = """
+class Watch(pl.Callback):
+    found = []
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == BATCHES:
+            _native.arm_fault("capture", "fail", 1)  # nothing is captured while this is armed
+        if trainer.global_step == BATCHES + 1:
+            self.found += [s.captured for each in checkpoints.snapshots.values() for s in each]
+            _native.clear_faults()
+
+def train(steps, strategy, folder, *callbacks, ckpt_path=None):
+    torch.manual_seed(7)
+    made, module = trainer(folder, steps, strategy), Wrapped()
+    made.callbacks[:0] = callbacks
+    made.fit(module, data(), ckpt_path=ckpt_path)
+    with FSDP.summon_full_params(made.strategy.model, writeback=False):
+        return module.losses, [t.detach().clone() for t in (*module.parameters(), *module.buffers())]
+
+chosen, watch = fsdp1(), Watch()
+checkpoints = attach(chosen, **OPTIONS)
+train(2 * BATCHES + 1, chosen, directory / "ours", watch)
+assert watch.found == [False], watch.found
+(folder,) = (directory / "ours").iterdir()
+assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+losses, state = train(2 * BATCHES + 3, fsdp1(), directory / "stock")
+resumed, end = train(2 * BATCHES + 3, fsdp1(), directory / "resumed", ckpt_path=folder)
+assert resumed == {step: loss for step, loss in losses.items() if step >= 2 * BATCHES} and len(resumed) == 3
+assert len(end) == len(state) == 7 and all(map(torch.equal, end, state))
+leave()
+"""
+    begin = BEGIN.replace("chosen = strategy()\ncheckpoints = attach(chosen, **OPTIONS)\n", "")
+    run(ranks, begin + script, tmp_path / "run")
+
+
+@pytest.mark.long
 def test_what_fails_on_one_rank_fails_on_all_and_the_last_one_stays(ranks: Any, tmp_path: Path) -> None:
     script = """
 class Fail(pl.Callback):
@@ -143,7 +181,7 @@ def test_what_it_cannot_do_is_refused() -> None:
 
     for strategy, hint in (
         (DDPStrategy(), "DataStatesCheckpointIO"),
-        (FSDPStrategy(), "use ModelParallelStrategy"),
+        (FSDPStrategy(), 'state_dict_type="sharded"'),
         (ModelParallelStrategy(save_distributed_checkpoint=False), "save_distributed_checkpoint=True"),
     ):
         with pytest.raises(ValueError, match=hint):

@@ -19,6 +19,7 @@ from by_path import module_at
 from datastates import _native
 from datastates.commit import manifest, retention
 from datastates.errors import SettingsError, StorageError
+from datastates.testing.equality import difference
 
 torch = pytest.importorskip("torch")
 load_file = pytest.importorskip("safetensors.torch").load_file
@@ -106,7 +107,7 @@ def test_sharded_state_is_the_trainers_and_resumes_bit_for_bit(ranks: Any, tmp_p
     options = {"timeout": 200, "imported": IMPORTED, "TOKENIZERS_PARALLELISM": "false"}
     runs: dict[str, Any] = {}
     for saves, loads in (("ours", "stock"), ("stock", "ours")):
-        words = {"ours": ("fsdp",), "stock": ("fsdp", "stock")}
+        words = {"ours": ("fsdp2",), "stock": ("fsdp2", "stock")}
         arguments = (HERE / "training.py", tmp_path / saves, 12)
         (first, *_) = ranks(2, *arguments, *words[saves], **options)
         runs[saves] = said(first)["losses"]
@@ -121,6 +122,23 @@ def test_sharded_state_is_the_trainers_and_resumes_bit_for_bit(ranks: Any, tmp_p
     assert "pytorch_model_fsdp_0/.metadata" in runs["ours files"]
     assert runs["ours"] == runs["stock"]
     assert runs["ours files"] == runs["stock files"]
+
+
+@pytest.mark.long
+def test_shards_of_fsdp1_are_those_that_the_trainer_saves(ranks: Any, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    options = {"timeout": 200, "imported": IMPORTED, "TOKENIZERS_PARALLELISM": "false"}
+    for name, words in (("ours", ("fsdp1",)), ("stock", ("fsdp1", "stock"))):
+        ranks(2, HERE / "training.py", tmp_path / name, 5, *words, **options)
+    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
+        found = []
+        for name in ("ours", "stock"):
+            dcp_to_torch_save(tmp_path / name / "checkpoint-5" / folder, tmp_path / f"{name}.pt")  # by torch's reader
+            found.append(torch.load(tmp_path / f"{name}.pt", weights_only=True))
+        assert difference(*found) is None
+        ((kind, state),) = found[0].items()
+        assert len(state["state"] if kind == "optimizer" else state) > 10
 
 
 @pytest.mark.long
@@ -343,7 +361,7 @@ def test_what_it_cannot_do_is_refused(training: ModuleType, tmp_path: Path) -> N
     whole = training.FullyShardedDataParallelPlugin(fsdp_version=1).state_dict_type
     for name, version, hint in (
         ("is_deepspeed_enabled", 2, "datastates_ckpt"),
-        ("is_fsdp_enabled", 1, "fsdp_version"),
+        ("is_fsdp_enabled", 1, "SHARDED_STATE_DICT"),
         ("is_fsdp_enabled", 2, "SHARDED_STATE_DICT"),
     ):
         refused = training.trainer(tmp_path, 5)

@@ -1,4 +1,4 @@
-"""A tiny language model trained by a Trainer. As a program (DIRECTORY STEPS [stock] [fsdp]) it resumes from there."""
+"""A tiny language model trained by a Trainer. As a program (DIRECTORY STEPS [stock] [fsdp1|fsdp2]) it resumes."""
 
 from __future__ import annotations
 
@@ -35,20 +35,23 @@ class Data(torch.utils.data.Dataset[Any]):
 
 
 class Sharded(transformers.Trainer):  # type: ignore[misc, name-defined]
-    """A Trainer with FSDP2 on CPUs: accelerate takes FSDP on GPUs only, so its state is set by hand."""
+    """A Trainer with FSDP on CPUs: accelerate takes FSDP on GPUs only, so its state is set by hand."""
+
+    VERSION: int
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         state = self.accelerator.state
         state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
+            fsdp_version=self.VERSION, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
         )
         state.device_mesh = None
+        state.device = torch.device("cpu")  # FSDP of version 1 does not take cpu:0 for it
         self.is_fsdp_enabled = True
 
 
-def trainer(directory: Path, steps: int, model: Any = None, *, fsdp: bool = False, **changed: Any) -> Any:
+def trainer(directory: Path, steps: int, model: Any = None, *, fsdp: int = 0, **changed: Any) -> Any:
     transformers.set_seed(3)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -70,6 +73,7 @@ def trainer(directory: Path, steps: int, model: Any = None, *, fsdp: bool = Fals
         "save_total_limit": 2,
         **changed,
     }
+    Sharded.VERSION = fsdp
     return (Sharded if fsdp else transformers.Trainer)(
         model or transformers.LlamaForCausalLM(config),
         transformers.TrainingArguments(str(directory), **arguments),
@@ -84,7 +88,7 @@ def losses(trained: Any) -> dict[str, float]:
 
 if __name__ == "__main__":
     directory, steps, *words = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    made = trainer(directory, steps, fsdp="fsdp" in words)
+    made = trainer(directory, steps, fsdp=2 * ("fsdp2" in words) + ("fsdp1" in words))
     if "stock" not in words:
         attach(made, **OPTIONS)
     there = get_last_checkpoint(directory) if directory.exists() else None
