@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -14,6 +15,9 @@ from datastates.errors import StorageError
 
 ABSENT = (errno.ENOENT, errno.ESTALE)
 """What system calls report of a file that another process has deleted; the second one on NFS."""
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
+"""What file systems report of a way to rename that they lack."""
 
 
 @contextlib.contextmanager
@@ -65,6 +69,41 @@ def make_directory(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         path.mkdir(exist_ok=True)
     sync_directory(path.parent)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file to a name that nothing has; raises StorageError (EEXIST) where something has it.
+
+    NFS knows no such rename: the file gets a second name there, and loses the first. Where there are no hard links
+    either, as in some object stores that are mounted, what is made between a look and the rename is replaced.
+    """
+    with syscall("rename", target):
+        try:
+            _rename_noreplace(source, target)
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                raise
+        else:
+            return
+        try:
+            os.link(source, target)
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                raise
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+            os.rename(source, target)
+        else:
+            os.unlink(source)
+
+
+def _rename_noreplace(source: Path, target: Path) -> None:
+    """The system call ``renameat2`` with ``RENAME_NOREPLACE``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):  # glibc before 2.28
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE):
+        raise OSError(error := ctypes.get_errno(), os.strerror(error), str(target))
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ from datastates.restoring.sources import Tensors
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """The types that floating-point tensors can be cast to: the usual short names, and torch's."""
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+"""What a rename reports if something has the name: a file, a folder that is not empty, a file in a folder's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +125,9 @@ def export(
         copier = Copier(origins, made, direct_io=direct_io, progress=lambda nbytes: progress(nbytes, total))
         for file in planned:
             copier.copy(pending.file(file.name), file)
-        if is_file(target):
-            _move_out(pending, target)
-        else:
-            if len(planned) > 1:
-                files.write_file(pending.file(layout.INDEX), layout.index_of(planned))
-            manifest.publish(pending, lambda: target)
+        if len(planned) > 1:
+            files.write_file(pending.file(layout.INDEX), layout.index_of(planned))
+        _publish(pending, target)
     providers = {key.partition("/")[0] for key in chosen}
     return Exported(
         source,
@@ -174,12 +174,23 @@ def _pending(target: Path) -> Iterator[manifest.Pending]:
         raise
 
 
+def _publish(pending: manifest.Pending, target: Path) -> None:
+    """Give the target its name; raises FileExistsError if something has got that name meanwhile."""
+    try:
+        if is_file(target):
+            _move_out(pending, target)
+        else:
+            manifest.publish(pending, lambda: target)
+    except StorageError as error:
+        if error.errno in _TAKEN:
+            refuse_existing(target)
+        raise
+
+
 def _move_out(pending: manifest.Pending, target: Path) -> None:
     """Move the only file of a partial folder beside the folder, and remove the folder."""
-    refuse_existing(target)
     written = pending.directory / target.name
-    with files.syscall("rename", target):
-        os.rename(written, target)
+    files.rename_new(written, target)
     try:
         files.sync_directory(target.parent)
     except StorageError:

@@ -1,8 +1,9 @@
-"""Making directories that other ranks make at the same time."""
+"""Making directories that other ranks make at the same time, and renames that replace nothing."""
 
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,27 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
         files.make_directory(tmp_path / "a" / "b")
     assert caught.value.errno == errno.ENOTDIR
     assert str(tmp_path / "a") in str(caught.value)
+
+
+@pytest.mark.parametrize("lacking", [(), ("noreplace",), ("noreplace", "link")])
+def test_a_file_gets_a_name_that_is_free_or_none(
+    lacking: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM if lacking[-1] == "link" else errno.EINVAL, "not offered")
+
+    if lacking:
+        monkeypatch.setattr(files, "_rename_noreplace", refuse)
+    if "link" in lacking:
+        monkeypatch.setattr(os, "link", refuse)
+    for name in ("new", "other"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(StorageError, match="other") as caught:
+        files.rename_new(tmp_path / "new", tmp_path / "other")
+    assert (caught.value.errno, caught.value.operation) == (errno.EEXIST, "rename")
+    assert (tmp_path / "other").read_text() == "other"
+    files.rename_new(tmp_path / "new", tmp_path / "free")
+    assert sorted(os.listdir(tmp_path)) == ["free", "other"]
+    with pytest.raises(StorageError) as caught:
+        files.rename_new(tmp_path / "new", tmp_path / "gone")
+    assert caught.value.errno == errno.ENOENT

@@ -260,6 +260,31 @@ def test_a_full_disk_leaves_nothing(
     ds.export(saved[0], tmp_path / target, **how)
 
 
+@pytest.mark.parametrize("target", ["out", "out.pt"])
+@pytest.mark.parametrize("as_folder", [False, True], ids=["file", "folder"])
+def test_what_is_made_at_the_target_meanwhile_stays(
+    saved: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    as_folder: bool,
+) -> None:
+    plain = faults.hit
+
+    def hit(point: str, path: str) -> None:
+        plain(point, path)
+        if point == "manifest.rename":  # nothing is checked between this and the system call
+            made = tmp_path / target / "other" if as_folder else tmp_path / target
+            made.parent.mkdir(exist_ok=True)
+            made.write_text("precious")
+
+    monkeypatch.setattr(faults, "hit", hit)
+    with pytest.raises(FileExistsError, match=re.escape(str(tmp_path / target))):
+        ds.export(saved[0], tmp_path / target)
+    assert (tmp_path / target / "other" if as_folder else tmp_path / target).read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == [target, "saved"]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_killed_export_leaves_nothing_that_looks_whole(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, ranks: Callable[..., Any], target: str
