@@ -6,7 +6,7 @@ import contextlib
 import errno
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,15 +163,23 @@ def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], d
 
 @contextlib.contextmanager
 def _pending(target: Path) -> Iterator[manifest.Pending]:
-    """A partial folder beside the target; it is removed if the export fails."""
+    """A partial folder beside the target. If the export fails, it is removed, with parents that were made for it."""
     for left in retention.debris_of(target) if target.parent.is_dir() else []:
         retention.clear(left)
-    pending = manifest.begin(target)
-    try:
+    missing = [folder for folder in target.parents if not folder.exists()]
+    with contextlib.ExitStack() as after_failure:
+        after_failure.callback(_remove_empty, missing)
+        pending = manifest.begin(target)
+        after_failure.callback(manifest.abandon, pending)
         yield pending
-    except BaseException:
-        manifest.abandon(pending)
-        raise
+        after_failure.pop_all()
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove those of folders, the deepest first, that are there and in which nothing is."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _publish(pending: manifest.Pending, target: Path) -> None:

@@ -239,8 +239,7 @@ def test_a_full_disk_leaves_nothing(
     points, how = ("write", "sync", "rename", "sync_directory"), {"keys": "model/[!o]*", **TARGETS[target]}
     for point in points:  # they only count
         faults.arm(Fault(f"manifest.{point}", "kill", nth=sys.maxsize))
-    (tmp_path / "counted").mkdir()
-    ds.export(saved[0], tmp_path / "counted" / target, **how)
+    ds.export(saved[0], tmp_path / "counted" / "folder" / target, **how)
     counts = {point: faults._hits[f"manifest.{point}"] for point in points}
     shutil.rmtree(tmp_path / "counted")
     assert counts["write"] > 10
@@ -253,7 +252,7 @@ def test_a_full_disk_leaves_nothing(
             faults.clear()
             faults.arm(Fault(f"manifest.{point}", "fail", errno.ENOSPC, nth))
             with pytest.raises(StorageError) as caught:
-                ds.export(saved[0], tmp_path / target, **how)
+                ds.export(saved[0], tmp_path / "new" / "folder" / target, **how)
             assert (caught.value.errno, caught.value.operation) == (errno.ENOSPC, point)
             assert str(caught.value.filename).startswith(str(tmp_path))
             assert os.listdir(tmp_path) == ["saved"]
@@ -309,6 +308,19 @@ def test_an_export_that_is_killed_after_its_commit_is_whole(
     (process,) = ranks(1, KILLED, saved[0], tmp_path / "out", "{}", **killed)
     assert process.returncode == -signal.SIGKILL
     assert load_file(tmp_path / "out" / "model.safetensors")["scalar"] == 3
+
+
+def test_a_failed_export_leaves_parents_in_which_something_was_made(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(*_: object) -> None:
+        (tmp_path / "new" / "theirs").touch()
+        raise StorageError(errno.ENOSPC, "write", "there")
+
+    monkeypatch.setattr(copying.Copier, "copy", copy)
+    with pytest.raises(StorageError):
+        ds.export(saved[0], tmp_path / "new" / "folder" / "out.pt")
+    assert os.listdir(tmp_path / "new") == ["theirs"]
 
 
 def test_targets_that_cannot_be_made_are_named(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
