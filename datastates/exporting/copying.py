@@ -36,6 +36,8 @@ BUFFERS = 3
 """Windows of a file that are under way at once: one is read, one is checked, one is written."""
 ALIGNMENT = 16
 """Alignment in bytes of elements before a cast."""
+_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
+"""What file systems report that open a file for direct I/O and refuse the transfer. The native core knows the same."""
 MOST_MEMORY = 48 << 20
 """Bytes of all windows that are under way, with what is cast for them."""
 
@@ -206,7 +208,7 @@ class Copier:
             with files.syscall("truncate", path):
                 os.ftruncate(fd, plan.end)
             if file.tail_nbytes:
-                _write_through_cache(fd)  # it begins on any byte
+                _write_through_cache(fd)  # the tail begins on any byte
                 _write(fd, path, np.frombuffer(file.encode_tail(sums.in_file), np.uint8), plan.end)
                 self._progress(file.tail_nbytes)
             with files.syscall("sync", path):
@@ -284,7 +286,13 @@ def _write(fd: int, path: Path, data: Any, offset: int) -> None:
     at = 0
     while at < len(data):
         with files.syscall("write", path):
-            count = os.pwrite(fd, data[at:], offset + at)
+            try:
+                count = os.pwrite(fd, data[at:], offset + at)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT_IO or not _is_direct(fd):
+                    raise
+                _write_through_cache(fd)
+                continue
         if not count:
             raise StorageError(errno.ENOSPC, "write", str(path))
         at += count
@@ -318,8 +326,12 @@ def _as_bytes(array: Any) -> Any:
     return array.reshape(-1).view(np.uint8)
 
 
+def _is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
 def _write_through_cache(fd: int) -> None:
-    """Write through the page cache from now on: what follows lies on no boundary of pages."""
+    """Write through the page cache from now on."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 

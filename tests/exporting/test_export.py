@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -257,6 +258,32 @@ def test_a_full_disk_leaves_nothing(
             assert str(caught.value.filename).startswith(str(tmp_path))
             assert os.listdir(tmp_path) == ["saved"]
     ds.export(saved[0], tmp_path / target, **how)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_may_refuse_direct_io_at_the_first_transfer(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    plain, refused = os.pwrite, []
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(code, "refused")
+        return plain(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    ds.export(saved[0], tmp_path / "out", direct_io=True)
+    assert refused == [0]
+    assert holds(tmp_path / "out", {k: v for k, v in saved[1].items() if k != "head"})
+
+    def refuse(fd: int, *_: object) -> int:
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(os, "pwrite", refuse)  # through the page cache, too
+    with pytest.raises(StorageError) as caught:
+        ds.export(saved[0], tmp_path / "again", direct_io=True)
+    assert caught.value.errno == code
 
 
 @pytest.mark.parametrize("target", ["out", "out.pt"])
