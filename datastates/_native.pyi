@@ -148,7 +148,7 @@ class WritePlan:
         self,
         *,
         source_nbytes: _U64,
-        chunk_bytes: int = 262144,
+        chunk_bytes: int,
         literal: Buffer,
         extent_offset: _U64,
         extent_length: _U64,

@@ -47,6 +47,13 @@ bool wait_interruptibly(const Timeout& timeout, Wait&& wait) {
     }
 }
 
+/// A method that waits as a job's method does.
+auto waiting(bool (WriteJob::*wait)(Deadline) const) {
+    return [wait](const WriteJob& job, const Timeout& timeout) {
+        return wait_interruptibly(timeout, [&](auto end) { return (job.*wait)(end); });
+    };
+}
+
 Buffers make_buffers(const py::array& ptr, const py::array& device, const py::array& stream) {
     return {.address = copy_elements<std::uint64_t>(ptr, "ptr"),
             .device = copy_elements<std::int32_t>(device, "device"),
@@ -91,26 +98,9 @@ void bind_jobs(py::module_& module) {
     // Destroying a job waits for threads.
     py::class_<WriteJob>(module, "WriteJob", py::release_gil_before_calling_cpp_dtor())
         .def_property_readonly("made", &WriteJob::made)
-        .def(
-            "wait_made",
-            [](const WriteJob& job, const Timeout& timeout) {
-                return wait_interruptibly(timeout, [&](auto end) { return job.wait_made(end); });
-            },
-            "timeout"_a = py::none())
-        .def(
-            "wait_captured",
-            [](const WriteJob& job, const Timeout& timeout) {
-                return wait_interruptibly(timeout,
-                                          [&](auto end) { return job.wait_captured(end); });
-            },
-            "timeout"_a = py::none())
-        .def(
-            "wait_checksummed",
-            [](const WriteJob& job, const Timeout& timeout) {
-                return wait_interruptibly(timeout,
-                                          [&](auto end) { return job.wait_checksummed(end); });
-            },
-            "timeout"_a = py::none())
+        .def("wait_made", waiting(&WriteJob::wait_made), "timeout"_a = py::none())
+        .def("wait_captured", waiting(&WriteJob::wait_captured), "timeout"_a = py::none())
+        .def("wait_checksummed", waiting(&WriteJob::wait_checksummed), "timeout"_a = py::none())
         .def(
             "gate",
             [](const WriteJob& job, const Streams& streams, const Timeout& timeout) {
