@@ -30,6 +30,9 @@ from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStager, DataStatesStorageReader, DataStatesStorageWriter
 from states import SMALL, loaded, problems, same
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+from in_ranks import arm, end, fault, rank, say
+
 TOKENS = 48
 
 
@@ -56,22 +59,6 @@ def begin() -> None:
     warnings.filterwarnings("ignore", "Detected an existing checkpoint")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-
-
-def end() -> None:
-    """Wait for the other ranks, and exit without the interpreter's shutdown, in which torch may abort."""
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def rank() -> int:
-    return dist.get_rank()
-
-
-def say(word: str, value: Any) -> None:
-    """Tell the test a value, under a word."""
-    print(json.dumps({"word": word, "value": value}), flush=True)
 
 
 def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -140,19 +127,3 @@ def whole(content: Any) -> Any:
     if isinstance(content, dict):
         return {key: whole(value) for key, value in content.items()}
     return content
-
-
-def arm(point: str, action: str, value: int = 0) -> None:
-    """Break every system call of a point of the native core, from now on."""
-    _native.arm_fault(point, action, value)
-
-
-@contextlib.contextmanager
-def fault(point: str, action: str, value: int = 0, *, on: int | None = None) -> Iterator[None]:
-    """Break or slow every system call of a point of the native core, on one rank or on all."""
-    if on is None or on == rank():
-        arm(point, action, value)
-    try:
-        yield
-    finally:
-        _native.clear_faults()

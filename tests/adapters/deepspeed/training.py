@@ -1,4 +1,5 @@
 """What the tests train with DeepSpeed, and how they compare states. Each script begins by importing all of this."""
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ from datastates._base import faults
 from datastates.adapters.deepspeed import load_checkpoint
 from datastates.errors import RestoreError
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+from in_ranks import PATIENCE, arm, end, fault, rank, say, together, wait_for
+
 OURS: dict[str, Any] = {"host_cache_size": 0.0625}
 TORCH = "torch"
 ROWS = 4
 TOKENS = 48
-# how long a test waits for a condition, in seconds
-PATIENCE = 60.0
 
 
 class Net(torch.nn.Module):
@@ -59,22 +61,6 @@ class Net(torch.nn.Module):
 def begin() -> None:
     """Join the other ranks."""
     deepspeed.init_distributed()
-
-
-def end() -> None:
-    """Wait for the other ranks, and exit without the interpreter's shutdown, in which torch may abort."""
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def rank() -> int:
-    return dist.get_rank()
-
-
-def say(word: str, value: Any) -> None:
-    """Tell the test a value, under a word."""
-    print(json.dumps({"word": word, "value": value}), flush=True)
 
 
 def engine(stage: int = 2, entry: Any = OURS, dtype: str = "bf16", *, model: Any = None, **changed: Any) -> Any:
@@ -118,9 +104,9 @@ def step(trained: Any, number: int) -> float:
     return float(loss.detach())
 
 
-def steps(trained: Any, first: int, end: int) -> list[float]:
+def steps(trained: Any, first: int, last: int) -> list[float]:
     """Train on several micro-batches; returns their losses."""
-    return [step(trained, number) for number in range(first, end)]
+    return [step(trained, number) for number in range(first, last)]
 
 
 # --- what a state is
@@ -243,44 +229,10 @@ def refused(trained: Any, directory: Path, why: str) -> None:
 # --- time and faults
 
 
-def together(action: Any) -> Any:
-    """Let rank 0 do something, while the others wait."""
-    result = action() if rank() == 0 else None
-    dist.barrier()
-    return result
-
-
-def wait_for(condition: Any, what: str) -> None:
-    """Wait until a condition holds; fails the rank if it does not in time."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain: {what}"
-        time.sleep(0.005)
-
-
 def latest(directory: Path) -> str | None:
     """The tag of the newest complete checkpoint."""
     file = directory / "latest"
     return file.read_text() if file.exists() else None
-
-
-def arm(point: str, action: str, value: int = 0, nth: int = 1) -> None:
-    """Arm a fault point from its nth hit on."""
-    if "." in point:
-        faults.arm(faults.Fault(point, action, value, nth))
-    else:
-        _native.arm_fault(point, action, value, nth)
-
-
-@contextlib.contextmanager
-def fault(point: str, action: str, value: int = 0, *, on: int | None = None) -> Iterator[None]:
-    """Break or slow every system call of a point of the native core, on one rank or on all."""
-    if on is None or on == rank():
-        _native.arm_fault(point, action, value)
-    try:
-        yield
-    finally:
-        _native.clear_faults()
 
 
 @contextlib.contextmanager

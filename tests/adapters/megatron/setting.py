@@ -36,6 +36,9 @@ from datastates._base import faults
 from datastates.adapters.megatron import DataStatesLoadStrategy, DataStatesSaveStrategy, install
 from datastates.errors import CommitError, CorruptError, StorageError, TornSnapshotError
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+from in_ranks import PATIENCE, arm, end, fault, rank, say, together, wait_for
+
 # Megatron's save calls these even without a GPU; they are set here, as a worker that it spawns imports this, too
 torch.cuda.current_device = lambda: "cpu"
 torch.cuda.synchronize = lambda *_: None
@@ -43,44 +46,11 @@ torch.cuda.set_device = lambda *_: None
 torch.cuda.device_count = lambda: 1
 
 LAYERS, WIDTH = 4, 64
-# how long a test waits for a condition, in seconds
-PATIENCE = 60.0
 
 
 def begin() -> None:
     """Join the other ranks."""
     dist.init_process_group("gloo")
-
-
-def end() -> None:
-    """Wait for the other ranks, and exit without the interpreter's shutdown, in which torch may abort."""
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def rank() -> int:
-    return dist.get_rank()
-
-
-def say(word: str, value: Any) -> None:
-    """Tell the test a value, under a word."""
-    print(json.dumps({"word": word, "value": value}), flush=True)
-
-
-def together(action: Any) -> Any:
-    """Let rank 0 do something, while the others wait."""
-    result = action() if rank() == 0 else None
-    dist.barrier()
-    return result
-
-
-def wait_for(condition: Any, what: str) -> None:
-    """Wait until a condition holds; fails the rank if it does not in time."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain: {what}"
-        time.sleep(0.005)
 
 
 # --- a state, as each rank of a layout holds it
@@ -262,22 +232,3 @@ class Ours:
 
     save = DataStatesSaveStrategy
     load = DataStatesLoadStrategy
-
-
-# --- faults
-
-
-@contextlib.contextmanager
-def fault(point: str, action: str, value: int = 0, *, on: int | None = None) -> Iterator[None]:
-    """Break or slow every system call of a point of the native core, on one rank or on all."""
-    if on is None or on == rank():
-        native.arm_fault(point, action, value)
-    try:
-        yield
-    finally:
-        native.clear_faults()
-
-
-def arm(point: str, action: str, value: int = 0, nth: int = 1) -> None:
-    """Arm a fault point of the Python code."""
-    faults.arm(faults.Fault(point, action, value, nth))
