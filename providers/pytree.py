@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,7 @@ class PytreeProvider(TreeProvider):
         self._tree = tree
         self._get, self._set = get, set
         self._known: KnownLeaves | None = None
-        self._landings: dict[int, Landing] = {}  # during restore(): those that destinations() made
+        self._landed: _Landed | None = None  # during restore(): what destinations() made
 
     @property
     def tree(self) -> Any:
@@ -128,9 +128,9 @@ class PytreeProvider(TreeProvider):
             saved.report(mismatched={"": "was not saved as a nested value"})
             return []
         found = self.match(saved.structure(""), saved)
-        landings = [into for _, into in found if isinstance(into, Landing)]
-        by_memory = {id(memory): landing for landing in landings for _, memory in landing.parts}
-        return [*(shard for key, into in found for shard in _shards(key, into)), object_shard(source=by_memory)]
+        landings = {key: into for key, into in found if isinstance(into, Landing)}
+        rest = object_shard(source=_Landed(landings, saved.arrays(), saved.restored_keys))
+        return [*(shard for key, into in found for shard in _shards(key, into)), rest]
 
     def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
         """A landing for each array that both have."""
@@ -152,12 +152,12 @@ class PytreeProvider(TreeProvider):
 
     def restore(self, shard: Shard, value: object) -> None:
         """Hand the whole value to :meth:`accept`, with the memory that belongs to the destination."""
-        assert isinstance(shard.source, dict)
-        self._landings = shard.source
+        assert isinstance(shard.source, _Landed)
+        self._landed = shard.source
         try:
             super().restore(shard, value)
         finally:
-            self._landings = {}
+            self._landed = None
 
     def arrays_by_name(self, refuse: Callable[[str, str], None]) -> Sequence[Shard]:
         """New memory for each array. A typed random key gets the numbers of a stored one, of its own implementation."""
@@ -177,9 +177,10 @@ class PytreeProvider(TreeProvider):
             parts.setdefault(shard.key, []).append(shard)
         arrays = [(path, like, key_of(path)) for path, like in _arrays(leaves_of(self.tree))]
         found = [(path, Landing.filled(like, parts[key])) for path, like, key in arrays if key in parts]
+        landings = {key_of(path): landing for path, landing in found}
         memory = [landing.parts[0][1] for _, landing in found]  # which stands for the array
-        by_memory = {id(first): landing for first, (_, landing) in zip(memory, found, strict=True)}
-        self.restore(object_shard(source=by_memory), nested([path for path, _ in found], memory))
+        landed = _Landed(landings, landings, lambda: landings)
+        self.restore(object_shard(source=landed), nested([path for path, _ in found], memory))
 
     def accept(self, value: Any) -> None:
         """Put the restored leaves into a new tree, and hand that over."""
@@ -207,10 +208,37 @@ class PytreeProvider(TreeProvider):
             found = find(value, path)
         except KeyError:
             return None
-        landing = self._landings.get(id(found))
-        if landing is None:
-            return None if isinstance(found, ArrayRef) else found  # a tensor that torch has dressed anew
-        return landing.assemble()
+        assert self._landed is not None
+        return None if isinstance(found, ArrayRef) else self._landed.array(key_of(path), found)
+
+
+class _Landed:
+    """The memory that a restore reads into, for each array of the live tree.
+
+    Arrays that were one when they were saved are one array in the restored value. In the live tree each may have
+    devices and a sharding of its own. So each has memory of its own, which is found by its key.
+    """
+
+    def __init__(
+        self, landings: Mapping[str, Landing], stored: Collection[str], restored: Callable[[], Collection[str]]
+    ) -> None:
+        """Take the memory of each key, the keys that are stored, and what tells the keys that were restored."""
+        self._landings = landings
+        self._stored = stored
+        self._restored_keys = restored
+        self._memory = {id(memory): landing for landing in landings.values() for _, memory in landing.parts}
+        self._restored: Collection[str] | None = None
+
+    def array(self, key: str, found: Any) -> Any:
+        """The new array of a key; None if it was not restored. ``found`` is what the restored value has there."""
+        if self._restored is None:
+            self._restored = self._restored_keys()
+        by_place = self._memory.get(id(found))
+        if by_place is None:
+            return found  # a tensor that torch has dressed anew
+        if key in self._landings:
+            return self._landings[key].assemble() if key in self._restored else None
+        return None if key in self._stored else by_place.assemble()  # what is stored under another key has no landing
 
 
 def _refuse_dtensor(path: Path, leaf: object) -> None:

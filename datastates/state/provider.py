@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from datastates.state.shards import ArrayLeaf, ArrayRef, Shard, StoredArray
@@ -55,6 +55,10 @@ class Saved(ABC):
             unexpected: Keys that only the checkpoint has.
             mismatched: For each key that differs, a sentence that says how.
         """
+
+    @abstractmethod
+    def restored_keys(self) -> Collection[str]:
+        """Keys of the destinations that have been restored, for :meth:`StateProvider.restore`. Unknown before."""
 
     @abstractmethod
     def structure(self, key: str) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from datastates.state.keys import component
@@ -138,6 +138,9 @@ class _Part(Saved):
             unexpected=[_key(self._child, k) for k in unexpected],
             mismatched={_key(self._child, k): what for k, what in (mismatched or {}).items()},
         )
+
+    def restored_keys(self) -> Collection[str]:
+        return _own_keys(self._child, self._saved.restored_keys())
 
     def structure(self, key: str) -> object:
         return self._saved.structure(_key(self._child, key))

@@ -133,6 +133,9 @@ class Merged(Saved):
     def report(self, **differences: Any) -> None:
         self.reported += [(k, v) for k, v in differences.items() if v]
 
+    def restored_keys(self) -> Sequence[str]:
+        return self.every_key()
+
     def structure(self, key: str) -> object:
         return self.value
 

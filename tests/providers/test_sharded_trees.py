@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: sharded arrays were NOT tested")
+import jax.numpy as jnp  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
@@ -112,6 +113,25 @@ def test_restored_arrays_lie_in_the_memory_that_was_read_into(tmp_path: Path, mo
         now = doubled(array)
         assert np.array_equal(now, saved[key] * 2)
         assert np.array_equal(first, saved[key][: len(first)])
+
+
+def test_arrays_that_were_one_are_restored_each_as_it_is_wanted(tmp_path: Path) -> None:
+    one = jnp.arange(8.0)
+    ds.snapshot([from_pytree("s", [one, one, one])], tmp_path / "c").wait_committed()
+    by_rows = NamedSharding(mesh_of((8,)), PartitionSpec("a"))
+    like = [jax.ShapeDtypeStruct((8,), jnp.float32, sharding=by_rows), jnp.zeros(8), np.zeros(8, np.float32)]
+    found = ds.load(tmp_path / "c", like={"s": like})["s"]
+    assert [found[0].sharding, found[1].sharding, type(found[2])] == [by_rows, like[1].sharding, np.ndarray]
+    assert all(np.array_equal(array, one) for array in found)
+    live = [jnp.zeros(8, jnp.int32), jnp.zeros(8), jnp.zeros(7)]
+    provider = from_pytree("s", live)
+    result = ds.restore([provider], tmp_path / "c", strict=False)
+    assert list(result.mismatched_keys) == ["s/0", "s/2"]
+    assert [now is was for now, was in zip(provider.tree, live, strict=True)] == [True, False, True]
+    assert np.array_equal(provider.tree[1], one)
+    provider.tree = live = [jnp.zeros(8), jnp.zeros(8), jnp.zeros(8)]
+    ds.restore([provider], tmp_path / "c", keys="s/1")
+    assert [now is was for now, was in zip(provider.tree, live, strict=True)] == [True, False, True]
 
 
 def test_random_keys_are_sharded_like_arrays(tmp_path: Path) -> None:

@@ -144,6 +144,9 @@ class InMemory(Saved):
         self.unexpected += unexpected
         self.mismatched |= mismatched or {}
 
+    def restored_keys(self) -> Sequence[str]:
+        return self.every_key()
+
     def structure(self, key: str) -> object:
         return self._objects[key]
 
