@@ -10,6 +10,7 @@ from datastates._base import gc_pause
 from datastates.errors import ProviderError
 from datastates.providers.nested.known_leaves import KnownLeaves
 from datastates.providers.nested.pairing import pair
+from datastates.providers.nested.scalars import array_of, as_stored, holds, is_number
 from datastates.providers.nested.stored_leaves import KEY_DATA, KEY_NAME, is_array, is_static, nested_leaves
 from datastates.providers.nested.taken_apart import is_inner
 from datastates.providers.nested.tree import TreeProvider
@@ -136,7 +137,7 @@ class PytreeProvider(TreeProvider):
         """A landing for each array that both have."""
         leaves = leaves_of(self.tree)
         stands: dict[int, tuple[object, object]] = {}  # by the id of a stand-in: itself and what it stands for
-        live = nested_leaves(leaves, stands)
+        live = nested_leaves(as_stored(leaves, stored), stands)
         found = pair(stored, live, saved.arrays())
         mismatched, names = dict(found.mismatched), _names(leaves)
         for key, theirs, ours in found.leaves:
@@ -195,7 +196,12 @@ class PytreeProvider(TreeProvider):
             return leaf if data is None else jax_arrays.as_keys(data, jax_arrays.key_name(leaf))
         if is_array(leaf):
             array = self._array(value, path)
-            return leaf if array is None else array
+            if arrays.kind_of(array) is not None:
+                return array
+            return array_of(leaf, array) if holds(leaf, array) else leaf
+        if is_number(leaf):
+            number = self._array(value, path)
+            return leaf if number is None else number.item() if arrays.kind_of(number) is not None else number
         try:
             found = leaf if is_static(leaf) else find(value, path)
         except KeyError:

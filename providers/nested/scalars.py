@@ -1,0 +1,65 @@
+"""Numbers that are arrays without dimensions on the other side, as a step counter that a compiled step has made one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from datastates.providers.nested.stored_leaves import is_array
+from datastates.state import memory
+from datastates.state.landings import Landing, why_not_made
+from datastates.state.pytrees import Leaves, Path, find
+from datastates.state.shards import ArrayRef
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number of Python or of NumPy."""
+    return type(value) in _NUMBERS or isinstance(value, np.number | np.bool_)
+
+
+def as_stored(leaves: Leaves, stored: object) -> Leaves:
+    """The leaves with an array in the place of each number that was saved as one, and the other way round.
+
+    Args:
+        leaves: The live tree.
+        stored: The stored value, with an ArrayRef for each array.
+    """
+    pairs = zip(leaves.paths, leaves.values, strict=True)
+    return replace(leaves, values=[_as_stored(stored, path, leaf) for path, leaf in pairs])
+
+
+def _as_stored(stored: object, path: Path, leaf: Any) -> Any:
+    if not is_number(leaf) and (not is_array(leaf) or tuple(leaf.shape)):
+        return leaf
+    try:
+        theirs = find(stored, path)
+    except KeyError:
+        return leaf
+    if is_number(leaf) and type(theirs) is ArrayRef and not theirs.shape:
+        return memory.empty(replace(theirs, kind="numpy", requires_grad=False))
+    return theirs if holds(leaf, theirs) else leaf
+
+
+def holds(like: Any, number: Any) -> bool:
+    """Whether an array of one element, of JAX or NumPy, has a number's type and range. Python's have no width."""
+    if not is_number(number) or not is_array(like) or tuple(like.shape) or why_not_made(like) is not None:
+        return False
+    if isinstance(number, np.generic) or not isinstance(like.dtype, np.dtype):
+        return bool(like.dtype == getattr(number, "dtype", None))
+    try:
+        found = np.array(number).astype(like.dtype).item()
+    except OverflowError:
+        return False
+    return type(found) is type(number) and (type(number) is not int or found == number)
+
+
+def array_of(like: Any, number: Any) -> Any:
+    """An array like another one, of its library, on its devices and with its sharding, that has a number in it."""
+    landing = Landing.of(like)
+    for _, into in landing.parts:
+        into[...] = number
+    return landing.assemble()
