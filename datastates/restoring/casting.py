@@ -165,13 +165,7 @@ def _flush(reads: Reads, executor: Executor, landed: Sequence[tuple[Any, Any]], 
     now = reads.run(executor)
     for destination, landing in landed:
         memory.convert(destination, landing)
-    return Tally(
-        before.needed_nbytes + now.needed_nbytes,
-        before.read_nbytes + now.read_nbytes,
-        before.shared_nbytes + now.shared_nbytes,
-        before.unverified_nbytes + now.unverified_nbytes,
-        tuple(sorted({*before.unverified_keys, *now.unverified_keys})),
-    )
+    return before + now
 
 
 def _piece(cast: Cast, begin: tuple[int, ...], size: tuple[int, ...]) -> Shard:

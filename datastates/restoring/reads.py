@@ -53,6 +53,16 @@ class Tally:
     unverified_nbytes: int
     unverified_keys: tuple[str, ...]
 
+    def __add__(self, other: Tally) -> Tally:
+        """What both read together."""
+        return Tally(
+            self.needed_nbytes + other.needed_nbytes,
+            self.read_nbytes + other.read_nbytes,
+            self.shared_nbytes + other.shared_nbytes,
+            self.unverified_nbytes + other.unverified_nbytes,
+            tuple(sorted({*self.unverified_keys, *other.unverified_keys})),
+        )
+
 
 class Reads:
     """Reads of arrays from files. They go straight into the live memory if its layout allows, else through a copy.

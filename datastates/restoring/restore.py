@@ -339,14 +339,13 @@ class Restore:
                 self._filled = [o.saved.fill(o.shard.key, o.targets) for o in self._objects]
             finally:
                 tally = self._reads.finish()
-            converted = casting.run(casts, executor)
+            tally += casting.run(casts, executor)
         finally:
             for taken in self._taken:
                 note_rewritten(taken.saved.rewritten)
-        self._result.needed_nbytes = tally.needed_nbytes + converted.needed_nbytes
-        self._result.read_nbytes = tally.read_nbytes + converted.read_nbytes
-        self._result.shared_nbytes = tally.shared_nbytes + converted.shared_nbytes
-        return [*tally.unverified_keys, *converted.unverified_keys]
+        counts = tally.needed_nbytes, tally.read_nbytes, tally.shared_nbytes
+        self._result.needed_nbytes, self._result.read_nbytes, self._result.shared_nbytes = counts
+        return list(tally.unverified_keys)
 
     def _compare_digests(self, doubtful: set[str], *, every: bool) -> list[str]:
         """Compare the digests of what was restored with the saved ones; returns the keys that cannot be compared.

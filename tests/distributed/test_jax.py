@@ -71,7 +71,7 @@ def restore_mesh(shape):
     provider = from_pytree("s", jax_meshes.described(shape))
     result = ds.restore([provider], DIRECTORY.with_name("mesh"), verify="digest")
     wrong = jax_meshes.wrong(provider.tree)
-    sizes = {"needed": result.needed_nbytes, "read": result.read_nbytes, "shared": result.shared_nbytes}
+    sizes = dict(needed=result.needed_nbytes, read=result.read_nbytes, shared=result.shared_nbytes)
     report("mesh", step=result.step, wrong=wrong, **sizes)
 
 
