@@ -18,21 +18,15 @@ namespace datastates::python {
 /// also passes for u8). Throws Error "invalid" for any other array, so that nothing is converted
 /// silently. The span is valid as long as the array. Needs the GIL.
 template <typename T>
-std::span<const T> elements(const pybind11::array& array, const std::string& name) {
+std::span<const T> elements(const pybind11::array& array, const char* name) {
     const bool same = pybind11::isinstance<pybind11::array_t<T>>(array) ||
                       (sizeof(T) == 1 && array.dtype().kind() == 'b');
     if (!same || array.ndim() != 1 || (array.flags() & pybind11::array::c_style) == 0) {
-        throw Error::invalid(name + " must be a contiguous 1-d array of " +
+        throw Error::invalid(std::string(name) + " must be a contiguous 1-d array of " +
                              std::string(pybind11::str(pybind11::dtype::of<T>())) + ", not " +
                              std::string(pybind11::str(array.dtype())));
     }
     return {static_cast<const T*>(array.data()), static_cast<std::size_t>(array.size())};
-}
-
-/// The elements of the array that a call was given under a name.
-template <typename T>
-std::span<const T> column(const pybind11::kwargs& given, const std::string& name) {
-    return elements<T>(given[name.c_str()].cast<pybind11::array>(), name);
 }
 
 template <typename T>

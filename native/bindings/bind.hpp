@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <string>
 
 #include "datastates/base/error.hpp"
 #include "datastates/checksum/digest.hpp"
@@ -19,8 +18,10 @@ void bind_executor(pybind11::module_& module);
 /// Raises CorruptError for a record whose bytes do not match their checksum.
 [[noreturn]] void raise_corrupt(const Error& error, const pybind11::object& key);
 
-/// The digest runs among a call's columns, whose names begin with `prefix`, and their `digests`.
-/// The arrays must outlive what is returned.
-DigestRunsArrays runs_arrays(const pybind11::kwargs& given, const std::string& prefix);
+/// Digest runs as columns. The arrays must outlive what is returned.
+DigestRunsArrays runs_arrays(std::uint64_t digests, const pybind11::array& offset,
+                             const pybind11::array& length, const pybind11::array& run_length,
+                             const pybind11::array& after, const pybind11::array& step,
+                             const pybind11::array& digest);
 
 }  // namespace datastates::python

@@ -57,15 +57,18 @@ class Digester {
 
 }  // namespace
 
-DigestRunsArrays runs_arrays(const py::kwargs& given, const std::string& prefix) {
+DigestRunsArrays runs_arrays(std::uint64_t digests, const py::array& offset,
+                             const py::array& length, const py::array& run_length,
+                             const py::array& after, const py::array& step,
+                             const py::array& digest) {
     using U64 = std::uint64_t;
-    return {.digests = given["digests"].cast<U64>(),
-            .offset = column<U64>(given, prefix + "offset"),
-            .length = column<U64>(given, prefix + "length"),
-            .run_length = column<U64>(given, prefix + "run_length"),
-            .after = column<U64>(given, prefix + "after"),
-            .step = column<U64>(given, prefix + "step"),
-            .digest = column<std::uint32_t>(given, prefix + "digest")};
+    return {.digests = digests,
+            .offset = elements<U64>(offset, "runs_offset"),
+            .length = elements<U64>(length, "runs_length"),
+            .run_length = elements<U64>(run_length, "runs_run_length"),
+            .after = elements<U64>(after, "runs_after"),
+            .step = elements<U64>(step, "runs_step"),
+            .digest = elements<std::uint32_t>(digest, "runs_digest")};
 }
 
 void bind_checksums(py::module_& module) {
@@ -80,9 +83,14 @@ void bind_checksums(py::module_& module) {
     module.def("crc32_combine", &crc32_combine, "first"_a, "second"_a, "second_length"_a);
     module.def("crc32_shift", &crc32_shift, "raw"_a, "nbytes"_a);
     py::class_<Digester>(module, "Digester")
-        .def(py::init([](const py::kwargs& given) {
-            return std::make_unique<Digester>(runs_arrays(given, ""));
-        }))
+        .def(py::init([](std::uint64_t digests, const py::array& offset, const py::array& length,
+                         const py::array& run_length, const py::array& after, const py::array& step,
+                         const py::array& digest) {
+                 return std::make_unique<Digester>(
+                     runs_arrays(digests, offset, length, run_length, after, step, digest));
+             }),
+             py::kw_only(), "digests"_a, "offset"_a, "length"_a, "run_length"_a, "after"_a,
+             "step"_a, "digest"_a)
         .def(
             "update",
             [](Digester& digester, const py::buffer& data) {
