@@ -81,8 +81,8 @@ def plan_read(
     than the stretches beside it. Extents of which more than one byte in :data:`WASTE` lies in such gaps are shared:
     they are read through the page cache, so that storage reads them once for all ranks of a host.
 
-    Of chunks without checksums only the wanted bytes are read. There the budget for gaps is the number of wanted bytes:
-    half of the columns of a matrix, for example, are many short stretches, whose cost is their number.
+    Of chunks without checksums only the wanted bytes and narrow gaps are read. There the budget for other gaps is the
+    number of wanted bytes: the cost of many short stretches is their number.
 
     A large record that can be read straight into its destination has extents of its own. Small stretches share an
     extent, even with gaps between them that are not read. The rows of a part of a matrix stay one range with a stride.

@@ -40,8 +40,8 @@ class Renewed:
         """What :func:`datastates.state.arrays.shards_of` found out, for :meth:`again`.
 
         Returns:
-            None if an array is of another library than JAX and NumPy or in device memory, or a shard shares its buffer
-            with others or has gaps.
+            None if an array is neither of JAX nor of NumPy, or lies in device memory. None, too, if a shard has gaps
+            or shares its buffer with others.
         """
         if not all(type(value) is np.ndarray or jax_arrays.is_array(value) for value in values):
             return None

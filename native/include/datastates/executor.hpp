@@ -167,7 +167,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
                                          ReadAhead* ahead = nullptr);
     /// Begins to read a plan's extents in order, until a job takes them. It stops at the first
     /// extent that finds no free block, and reads nothing while another read-ahead is open. It
-    /// leaves out sparse extents and extents that are in memory already: reading these later takes
+    /// leaves out extents that are sparse, shared or in memory already: reading these later takes
     /// no longer. It drops extents that fail; the job reads them again and reports the error.
     /// Throws Error "invalid" for a plan with destinations, or with more extents than half of the
     /// cache's blocks: other jobs need the rest.

@@ -22,8 +22,9 @@ namespace datastates {
 /// those before it have begun: many files are read as fast as one.
 ///
 /// The thread chooses how each extent is read. The backend reads extents from storage. Workers read
-/// extents that are in memory already (page cache, tmpfs) and sparse ones; they also verify every
-/// extent, fill host destinations, and start the copies to devices. The thread is no background
+/// extents that are in memory already (page cache, tmpfs), and sparse and shared ones, through the
+/// page cache. They also verify every extent, fill host destinations, and start the copies to
+/// devices. The thread is no background
 /// thread (see work_in_background), because it has to keep the workers busy.
 ///
 /// It cannot deadlock: its own reads and copies need no block but the one that they hold, and a
