@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 from datastates.state import memory
@@ -43,7 +44,7 @@ class Into:
             return cls(framework)
         if framework == "pt":
             try:
-                import torch  # noqa: F401
+                import_module("torch")
             except ImportError as error:
                 raise ImportError("framework: 'pt' needs torch, which is not installed") from error
         return cls(framework, cuda_device(device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from datastates.state.keys import component
 from datastates.state.provider import Encoder, Saved, StateProvider, walk_unique
@@ -79,7 +80,7 @@ class CompositeProvider(StateProvider):
         """The arrays of all children; the child's name is put in front of each key."""
         found: list[Shard] = []
         for child in self._children:
-            by_name = child.arrays_by_name(lambda key, why, child=child: refuse(_key(child, key), why))  # type: ignore[misc]
+            by_name = child.arrays_by_name(partial(_refuse_of, child, refuse))
             found += [_adopt(child, shard) for shard in by_name]
         return found
 
@@ -92,6 +93,10 @@ class CompositeProvider(StateProvider):
 
 def _key(child: StateProvider, key: str) -> str:
     return f"{component(child.name)}/{key}" if key else component(child.name)
+
+
+def _refuse_of(child: StateProvider, refuse: Callable[[str, str], None], key: str, why: str) -> None:
+    refuse(_key(child, key), why)
 
 
 def _own_keys(child: StateProvider, keys: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 
 import datastates as ds
 from datastates.providers import from_pytree, from_state_dict
+from datastates.state.into import Framework
 
 WORDS = np.arange(12, dtype=np.float32).reshape(3, 4)
 HALVES = WORDS.astype(ml_dtypes.bfloat16)
@@ -153,8 +154,9 @@ def test_both_kinds_of_several_ranks(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for framework, kind in (("np", np.ndarray), ("pt", torch().Tensor)):
-        found = ds.load(tmp_path / "c", framework=framework)  # type: ignore[arg-type]
+    kinds: dict[Framework, type] = {"np": np.ndarray, "pt": torch().Tensor}
+    for framework, kind in kinds.items():
+        found = ds.load(tmp_path / "c", framework=framework)
         assert {type(found[name]["w"]) for name in ("s0", "s1")} == {kind}
         assert [found[name]["w"].tolist() for name in ("s0", "s1")] == [[0, 0], [1, 1]]
 
@@ -183,13 +185,14 @@ def test_types_that_a_framework_lacks_are_refused_by_name(tmp_path: Path) -> Non
     ds.snapshot([from_state_dict("s", {"i": WORDS.astype(ml_dtypes.int4)})], tmp_path / "n").wait_committed()
     state = {"c": torch().ones(2, dtype=torch().uint8).view(torch().bits8)}
     ds.snapshot([from_state_dict("s", state)], tmp_path / "t").wait_committed()
-    for name, framework, said in (
-        ("n", "pt", "'s/i' is of type int4, which torch"),
-        ("t", "np", "'s/c' is of .* NumPy"),
-    ):
+    refused: dict[Framework, tuple[str, str]] = {
+        "pt": ("n", "'s/i' is of type int4, which torch"),
+        "np": ("t", "'s/c' is of .* NumPy"),
+    }
+    for framework, (name, said) in refused.items():
         with pytest.raises(ImportError, match=said):
-            ds.load(tmp_path / name, framework=framework)  # type: ignore[arg-type]
-        with ds.open(tmp_path / name, framework=framework) as opened, pytest.raises(ImportError, match=said):  # type: ignore[arg-type]
+            ds.load(tmp_path / name, framework=framework)
+        with ds.open(tmp_path / name, framework=framework) as opened, pytest.raises(ImportError, match=said):
             dict(opened)
 
 
