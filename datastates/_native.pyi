@@ -129,14 +129,14 @@ def arm_fault(point: str, action: str, value: int = 0, nth: int = 1, count: int 
             (the device cache), host_read (capturing host memory by process_vm_readv), or capture (of an extent whose
             sources are all lazy, which is put off while the point fails).
         action: "fail" with errno ``value``, "short" (about half the bytes), "eintr", "kill" (SIGKILL to this process),
-            or "delay" (``value`` milliseconds).
+            or "delay" (``value`` milliseconds, or until the faults are cleared).
         value: See ``action``.
         nth: The passage of the point, counted from 1, that triggers first.
         count: Number of times that the point triggers; 0 for no limit, but once for "eintr".
     """
 
 def clear_faults() -> None:
-    """Disarm every fault point."""
+    """Disarm every fault point, and end the delays under way."""
 
 def cuda_device_count() -> int:
     """Number of CUDA devices that the driver shows; 0 without a driver."""

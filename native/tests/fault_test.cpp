@@ -4,7 +4,9 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <csignal>
+#include <thread>
 
 #include "check.hpp"
 #include "datastates/base/error.hpp"
@@ -51,6 +53,17 @@ TEST(delays) {
     const auto start = Clock::now();
     CHECK(!fault::hit(Point::open));
     CHECK(seconds_since(start) >= 0.03);
+}
+
+TEST(clearing_ends_a_delay) {
+    const support::FaultScope scope;
+    fault::arm("open", "delay", 3'600'000, 1, 1);
+    std::thread clearing([] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        fault::clear();
+    });
+    CHECK(!fault::hit(Point::open));
+    clearing.join();
 }
 
 TEST(kills) {

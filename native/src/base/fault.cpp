@@ -1,6 +1,7 @@
 #include "datastates/base/fault.hpp"
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -42,6 +43,15 @@ std::size_t index_of(const std::array<std::string_view, N>& names, std::string_v
 
 std::mutex mutex;
 std::array<std::optional<Rule>, kPoints.size()> rules;
+std::atomic<std::uint64_t> clears{0};
+
+/// Sleeps until the time is over, or until the faults are cleared once more than `cleared` times.
+void delay(std::chrono::milliseconds time, std::uint64_t cleared) {
+    const auto end = std::chrono::steady_clock::now() + time;
+    while (clears.load() == cleared && std::chrono::steady_clock::now() < end) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
 
 }  // namespace
 
@@ -51,8 +61,10 @@ std::atomic<bool> armed{false};
 
 std::optional<Outcome> hit_armed(Point point) {
     Rule triggered{};
+    std::uint64_t cleared = 0;
     {
         const std::scoped_lock lock(mutex);
+        cleared = clears.load();
         auto& slot = rules.at(static_cast<std::size_t>(point));
         if (!slot) return std::nullopt;
         Rule& rule = *slot;
@@ -74,7 +86,7 @@ std::optional<Outcome> hit_armed(Point point) {
             static_cast<void>(std::raise(SIGKILL));
             return std::nullopt;
         case Action::delay:
-            std::this_thread::sleep_for(std::chrono::milliseconds(triggered.value));
+            delay(std::chrono::milliseconds(triggered.value), cleared);
             return std::nullopt;
     }
     return std::nullopt;
@@ -100,6 +112,7 @@ void clear() {
     const std::scoped_lock lock(mutex);
     rules.fill(std::nullopt);
     detail::armed.store(false, std::memory_order_relaxed);
+    ++clears;
 }
 
 }  // namespace datastates::fault

@@ -35,14 +35,14 @@ struct Outcome {
 };
 
 /// Arms `point` with an action: "fail" with errno `value`, "short", "eintr" (fail with EINTR),
-/// "kill" (SIGKILL to this process) or "delay" (sleep `value` milliseconds). It takes effect from
-/// the `nth` hit on (1-based), `count` times; 0 means for ever, but once for "eintr". Arming a
-/// point again replaces its action. Thread-safe. Throws Error "invalid" for an unknown point or
-/// action, for `nth` 0, and for "fail" without an errno.
+/// "kill" (SIGKILL to this process) or "delay" (sleep `value` milliseconds, or until `clear`). It
+/// takes effect from the `nth` hit on (1-based), `count` times; 0 means for ever, but once for
+/// "eintr". Arming a point again replaces its action. Thread-safe. Throws Error "invalid" for an
+/// unknown point or action, for `nth` 0, and for "fail" without an errno.
 void arm(std::string_view point, std::string_view action, long value, std::uint64_t nth,
          std::uint64_t count);
 
-/// Disarms every point. Thread-safe.
+/// Disarms every point, and ends the delays under way. Thread-safe.
 void clear();
 
 namespace detail {
