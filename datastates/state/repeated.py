@@ -25,6 +25,7 @@ class Known:
     lazy: Sequence[bool]
     places: bytes
     specs: list[object] | None
+    negatable: list[int]
     streams: set[tuple[str, int, int]]
     layout: tuple[Shard, ...]
 
@@ -37,7 +38,7 @@ class Known:
             and lazy == self.lazy
             and seen.places == self.places
             and seen.specs == self.specs
-            and not tensor_scan.any_negated(values)
+            and not tensor_scan.any_negated([values[i] for i in self.negatable])
             and all(array_streams.current_stream(kind, device) == stream for kind, device, stream in self.streams)
         )
 
@@ -80,7 +81,8 @@ class Describer:
                 layout[i] = replace(s, source=None, buffer=s.buffer and replace(s.buffer, owner=None))
             shards = tuple(shard for shard in layout if shard is not None)
             streams = {(s.kind, s.buffer.device, s.buffer.stream) for s in shards if s.buffer is not None}
-        self.known = Known(list(keys), list(lazy), seen.places, seen.specs, streams, shards)
+        negatable = tensor_scan.negatable(values)
+        self.known = Known(list(keys), list(lazy), seen.places, seen.specs, negatable, streams, shards)
         return Shards(shards, values, versions=seen.versions, memory=seen.memory)
 
 
