@@ -30,6 +30,7 @@ MACHINES = {
     "cpu": "CPU machine",
     "cpu-pwrite": "CPU machine, with and without io_uring",
     "cpu-reshard": "CPU machine, what other ranks saved",
+    "cpu-reshard-large": "CPU machine, 4.4 GB that other ranks saved",
     "cpu-files": "CPU machine, many files",
     "cpu-export": "CPU machine, export of weights",
     "cpu-meshes": "CPU machine, JAX's sharded trees",
