@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from datastates._base import locks
+from datastates._base import files, locks
 from datastates.saving.snapshot import Snapshot
 
 _log = logging.getLogger("datastates")
@@ -24,12 +24,8 @@ def wait_for(token: str) -> None:
     Megatron calls this in a process that it forked or spawned. An error would stop a persistent worker, for which all
     ranks would then wait forever. Megatron does not notice an error in a forked process.
     """
-    with contextlib.suppress(OSError):
-        fd = os.open(token, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError), files.opened(token, os.O_RDONLY) as fd:
+        fcntl.flock(fd, fcntl.LOCK_SH)
 
 
 def token(snapshot: Snapshot) -> str:

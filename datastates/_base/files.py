@@ -49,14 +49,20 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(path, onerror=tolerate)
 
 
+@contextlib.contextmanager
+def opened(path: Path | str, flags: int) -> Iterator[int]:
+    """Open a file or folder that is there, with the flags of ``os.open``; yields the descriptor. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def sync_directory(path: Path) -> None:
     """Sync a directory, so that the names in it are on stable storage; raises StorageError."""
-    with syscall("sync_directory", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    with syscall("sync_directory", path), opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        os.fsync(fd)
 
 
 def make_directory(path: Path) -> None:

@@ -255,13 +255,9 @@ def abandon(pending: Pending) -> None:
             path.unlink()
     pending.close()
     # other ranks may still be writing, or about to begin: the last one to give up removes the directory
-    with contextlib.suppress(OSError):
-        lock = os.open(pending.directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if locks.try_lock(lock) is not False and os.listdir(pending.directory) == [LOCK]:
-                shutil.rmtree(pending.directory, ignore_errors=True)
-        finally:
-            os.close(lock)
+    with contextlib.suppress(OSError), files.opened(pending.directory / LOCK, os.O_RDWR) as lock:
+        if locks.try_lock(lock) is not False and os.listdir(pending.directory) == [LOCK]:
+            shutil.rmtree(pending.directory, ignore_errors=True)
 
 
 def open(path: Path) -> Manifest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import struct
@@ -10,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from datastates._base.files import opened
 from datastates._base.sizes import PAGE
 from datastates.container.table import Row
 from datastates.restoring.sources import TensorFile
@@ -79,22 +79,12 @@ class Sharing:
                 return
             # another file system, or one without reflinks; another failure comes again when the range is written
             try:
-                with _opened(one.path) as source:
+                with opened(one.path, os.O_RDONLY) as source:  # anew: those of all ranks, kept open, would be too many
                     clone(source, one.offset, one.nbytes, self._target, one.at)
             except OSError:
                 self._refused = True
             else:
                 yield one.at, one.at + one.nbytes
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Open a file for one stretch: files that stay open, one for each rank, would be too many."""
-    source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield source
-    finally:
-        os.close(source)
 
 
 def clone(source: int, offset: int, nbytes: int, target: int, at: int) -> None:

@@ -203,14 +203,9 @@ def _clear(root: Path, run: str) -> None:
 
 def _is_alive(folder: Path) -> bool:
     """Whether rank 0 of a run still lives. Always False where the file system has no locks."""
-    try:
-        lock = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
+    with contextlib.suppress(OSError), files.opened(folder / _ALIVE, os.O_RDWR) as lock:
         return locks.try_lock(lock, fcntl.LOCK_SH) is False
-    finally:
-        os.close(lock)
+    return False
 
 
 def _answer(file: Path) -> None:
