@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from datastates._base import paths
@@ -123,11 +124,11 @@ def restore_by(
     *,
     other: Format | None = None,
     step: Any,
-    fallback: bool,
-    strict: bool,
-    keys: Any,
-    rename: Any,
-    cast: bool,
+    fallback: bool = False,
+    strict: bool = True,
+    keys: Any = None,
+    rename: Any = MappingProxyType({}),
+    cast: bool = False,
     **how: Any,
 ) -> Restored | None:
     """Restore; the common part of :func:`datastates.restore` and :meth:`datastates.Checkpointer.restore`.
@@ -203,11 +204,6 @@ def load_like(
         executor,
         other=other,
         step=step,
-        keys=None,
-        rename={},
-        cast=False,
-        fallback=False,
-        strict=True,
         trust=trust,
         verify="checksum",
         replicas="read",
@@ -231,7 +227,7 @@ def compare_by(
     cast: bool,
     trust: Trust,
 ) -> Comparison:
-    """Find out what :func:`restore_by` would do, whose arguments these are; raises as it does."""
+    """Find out what :func:`restore_by` would do; arguments and errors are those of that function."""
     try:
         providers = _kept(providers)
         wish, scope = None if step is None else checked_step(step), Scope.of(keys, rename, cast)

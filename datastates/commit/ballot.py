@@ -129,9 +129,9 @@ class Ballot:
                     raise CommitError(f"rank 0 needed {seconds:.3g} s to commit, and is given {timeout:.3g} s")
                 return path
 
-            votes = {rank: Vote.decode(vote) for rank, vote in data.items()}
-            if text := _skipped(votes):
-                return _SKIPPED + text.encode(errors="replace")
+            votes = _decoded(data)
+            if answer := _declined(votes):
+                return answer
             committed.append(self._commit(votes, pending, target_in_time))
             retain()
             return _COMMITTED + str(committed[0]).encode("utf-8", "surrogateescape")
@@ -160,10 +160,9 @@ class Ballot:
         vote = Vote(self.step, error=text, skipped=isinstance(error, SnapshotSkippedError))
         if self.ranks > 1:
             with contextlib.suppress(Exception):  # the caller reports this rank's own error
-                self._world.agree(self._name, vote.encode(), _refuse)
+                self._world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
 
     def _commit(self, votes: dict[int, Vote], pending: manifest.Pending, target: Callable[[], Path]) -> Path:
-        _refuse_failed(votes)
         containers = tuple(
             manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
             for rank, v in sorted(votes.items())
@@ -181,33 +180,28 @@ class Ballot:
         return manifest.commit(pending, made, target)
 
 
-def _refuse(data: dict[int, bytes]) -> bytes:
-    votes = {rank: Vote.decode(vote) for rank, vote in data.items()}
-    if text := _skipped(votes):
-        return _SKIPPED + text.encode(errors="replace")
-    _refuse_failed(votes)
-    raise AssertionError("a rank that has failed says so")
+def _decoded(data: dict[int, bytes]) -> dict[int, Vote]:
+    return {rank: Vote.decode(vote) for rank, vote in data.items()}
 
 
-def _skipped(votes: dict[int, Vote]) -> str:
-    """Why ranks took no part; empty if a rank has failed, or all took part."""
-    failed = {rank: vote for rank, vote in votes.items() if vote.error}
-    return _reasons(failed) if all(vote.skipped for vote in failed.values()) else ""
+def _declined(votes: dict[int, Vote]) -> bytes:
+    """The answer where ranks took no part, and none has failed; empty if all took part.
 
-
-def _reasons(failed: dict[int, Vote]) -> str:
-    return "; ".join(f"rank {rank}: {vote.error}" for rank, vote in sorted(failed.items()))
-
-
-def _refuse_failed(votes: dict[int, Vote]) -> None:
-    failed = {rank: vote for rank, vote in votes.items() if vote.error}
+    Raises:
+        CommitError: A rank has failed, or the ranks took a snapshot of different steps.
+    """
+    failed = {rank: vote for rank, vote in sorted(votes.items()) if vote.error}
+    reasons = "; ".join(f"rank {rank}: {vote.error}" for rank, vote in failed.items())
+    if not all(vote.skipped for vote in failed.values()):
+        raise CommitError(reasons)
     if failed:
-        raise CommitError(_reasons(failed))
+        return _SKIPPED + reasons.encode(errors="replace")
     steps = {vote.step for vote in votes.values()}
     if len(steps) > 1:
         ranks = {step: [r for r, v in sorted(votes.items()) if v.step == step] for step in sorted(steps)}
         said = ", ".join(f"step {step} on {rank_names(who)}" for step, who in ranks.items())
         raise CommitError(f"the ranks took a snapshot of different steps: {said}")
+    return b""
 
 
 def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifest.CatalogEntry:

@@ -130,9 +130,9 @@ def decode(data: bytes, path: str) -> Manifest:
         checksum = fields.pop("crc32")
         if fields["format"] not in (1, 2):
             raise FormatError(f"{path}: a manifest of format {fields['format']!r:.40}; this reads 1 and 2")
-        if checksum != _checksum(fields) or encode(Manifest.model_validate_json(json.dumps(fields))) != data:
+        if checksum != _checksum(fields) or encode(made := Manifest.model_validate_json(json.dumps(fields))) != data:
             raise FormatError(f"{path}: the manifest does not match its checksum")
-        return Manifest.model_validate_json(json.dumps(fields))
+        return made
     except ValidationError as error:
         first = error.errors()[0]
         raise FormatError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

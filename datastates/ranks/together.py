@@ -71,7 +71,7 @@ def meet(world: World, name: str, path: Path, prepare: Callable[[], None]) -> No
 
 
 def is_told(error: DatastatesError) -> bool:
-    """Whether the coordinator answered with this error, or can no longer decide. If False, it may still commit."""
+    """Whether an error settles the outcome: the coordinator sent it, or cannot decide any more. Else it may commit."""
     if isinstance(error, RanksMissingError):
         return error.undecided or 0 not in error.ranks
     return not isinstance(error, (UnreachableError, StorageError))
