@@ -19,7 +19,7 @@ from torch.distributed.fsdp import StateDictType
 from typing_extensions import Unpack
 
 from datastates._base import paths
-from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_others
+from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.adapters.stand_ins import Function, standing_in, writing_tensors
 from datastates.adapters.torch_files import is_optimizer_state, no_buffer_of
 from datastates.saving.snapshot import Snapshot
@@ -57,10 +57,8 @@ def attach(accelerator: Any, **options: Unpack[FolderOptions]) -> AcceleratorChe
     settings = FolderSettings.of(options)
     kind, plugin = accelerator.distributed_type, getattr(accelerator.state, "fsdp_plugin", None)
     fsdp = kind == DistributedType.FSDP
-    attached = isinstance(getattr(accelerator.save_state, "__self__", None), AcceleratorCheckpoints)
     each_node = accelerator.project_configuration.save_on_each_node and accelerator.num_processes > 1
-    for refused, why in (
-        (attached, "attach() has been called for it already"),
+    reasons = (
         (kind in _ADVICE, f"with {kind.value}, {_ADVICE.get(kind)}"),
         (not fsdp and kind not in _ALONE, f"{kind.value} is not supported"),
         (
@@ -69,9 +67,8 @@ def attach(accelerator: Any, **options: Unpack[FolderOptions]) -> AcceleratorChe
         ),
         (each_node, "save_on_each_node: each node would have a folder of its own"),
         (not hasattr(other, "safe_save_file"), f"this version of accelerate is not known: {accelerate.__version__}"),
-    ):
-        if refused:
-            raise ValueError(f"{type(accelerator).__name__} cannot save lazily: {why}")
+    )
+    refuse_to_attach(accelerator, "save_state", reasons)
     return AcceleratorCheckpoints(accelerator, settings)
 
 
@@ -82,22 +79,10 @@ class AcceleratorCheckpoints(FolderCheckpoints):
         """Replace the methods with which the accelerator saves, loads and ends."""
         super().__init__(settings, "accelerate")
         self._accelerator = accelerator
-        self._stock_save, self._stock_load = accelerator.save_state, accelerator.load_state
-        end_training = accelerator.end_training
-
-        def close_and_end() -> None:
-            try:
-                self.close()
-            finally:
-                end_training()
-
-        accelerator.save_state, accelerator.load_state = self._save_state, self._load_state
-        accelerator.end_training = close_and_end
-
-    def _load_state(self, input_dir: str | os.PathLike[str] | None = None, *words: Any, **options: Any) -> None:
-        """Replaces ``Accelerator.load_state``."""
-        self.wait()  # what is loaded is copied over the state, and the last folder may not have its name yet
-        self._stock_load(input_dir, *words, **options)
+        self._stock_save = accelerator.save_state
+        accelerator.save_state = self._save_state
+        accelerator.load_state = self.waiting_before(accelerator.load_state)
+        accelerator.end_training = self.closing_before(accelerator.end_training)
 
     def _save_state(self, output_dir: str | os.PathLike[str] | None = None, *words: Any, **options: Any) -> Path:
         """Replaces ``Accelerator.save_state``; returns the path that the folder will have."""
@@ -108,8 +93,7 @@ class AcceleratorCheckpoints(FolderCheckpoints):
                 raise ValueError("save_state: output_dir is missing, and automatic_checkpoint_naming is off")
             paths.refuse_address(output_dir)
             final = Path(output_dir).absolute()
-            check = partial(refuse_others, final, _PROOF)
-            self.save(final, partial(self._write, check, words, options), check=check)
+            self.save(final, partial(self._write, words, options), proof=_PROOF)
             return final
         project = Path(accelerator.project_dir).absolute()
         root = project / "checkpoints"
@@ -118,17 +102,11 @@ class AcceleratorCheckpoints(FolderCheckpoints):
             raise ValueError(f"{final} already exists. Set save_iteration of the project configuration to go on from")
         limit = config.total_limit
         # not in the same folder: load_state takes any folder there for a checkpoint
-        self.save(
-            final,
-            partial(self._write, lambda: None, words, options),
-            retain=lambda: _rotate(root, limit),
-            room=project,
-        )
+        self.save(final, partial(self._write, words, options), retain=lambda: _rotate(root, limit), room=project)
         return final
 
-    def _write(self, check: Any, words: Any, options: Any, folder: Path, snapshots: list[Snapshot]) -> None:
+    def _write(self, words: Any, options: Any, folder: Path, snapshots: list[Snapshot]) -> None:
         """Write the small files now, as accelerate does, and begin to write the large ones."""
-        check()
         accelerator = self._accelerator
         modules = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
         is_lazy = no_buffer_of(modules)

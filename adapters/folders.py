@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import Field
 
 from datastates._base import files
 from datastates.adapters.sharded_folders import ShardedFolders
-from datastates.adapters.stand_ins import Write
+from datastates.adapters.stand_ins import Function, Write
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of
 from datastates.commit import manifest, retention
 from datastates.errors import CommitError
@@ -67,7 +69,7 @@ class FolderCheckpoints:
         final: Path,
         write: Callable[[Path, list[Snapshot]], None],
         *,
-        check: Callable[[], None] = lambda: None,
+        proof: str | None = None,
         retain: Callable[[], None] = lambda: None,
         room: Path | None = None,
     ) -> None:
@@ -76,12 +78,14 @@ class FolderCheckpoints:
         Args:
             final: The folder that the checkpoint is to be, in the place of one that is there.
             write: Called with the folder to write into, and a list that takes the snapshots of files under way.
-            check: Called on rank 0 before the folder gets its name; what it raises makes the checkpoint fail.
+            proof: The name of a file that every checkpoint has. A folder that is there without it is no checkpoint, and
+                is not replaced. None: whatever is there is replaced.
             retain: Called on rank 0 after that, to delete old ones. An OSError of it is logged.
             room: Where the folder lies until it gets its name; by default beside ``final``.
 
         Raises:
             DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed; nothing is begun.
+            CommitError: The folder is not replaced. The other ranks hear of it.
             Exception: What ``write`` raises. The other ranks hear of it.
         """
         name = f"{self._kind}/{self._number}"
@@ -94,13 +98,14 @@ class FolderCheckpoints:
         spoiled: Exception | None = None
         try:
             folder.begin()
+            folder.refuse_others(proof)
             write(folder.staged, snapshots)
         except Exception as error:  # the other ranks must not wait for this one
             spoiled = error
 
         def publish(votes: dict[int, bytes]) -> bytes:
             del votes
-            check()
+            folder.refuse_others(proof)
             folder.publish()
             try:
                 retain()
@@ -149,6 +154,26 @@ class FolderCheckpoints:
         """Wait until every checkpoint has ended: it has its name, or has failed."""
         self.files.wait()
 
+    def waiting_before(self, stock: Function) -> Function:
+        """A function that waits as :meth:`wait`, and then calls one of the framework that reads or loads."""
+
+        def wait_and_call(*words: Any, **options: Any) -> Any:
+            self.wait()  # what is loaded is copied over the state, and the last folder may not have its name yet
+            return stock(*words, **options)
+
+        return wait_and_call
+
+    def closing_before(self, stock: Function) -> Function:
+        """A function that closes the checkpoints, and then calls one of the framework that ends the training."""
+
+        def close_and_call() -> None:
+            try:
+                self.close()
+            finally:
+                stock()
+
+        return close_and_call
+
     def close(self) -> None:
         """Wait until every checkpoint has ended, then free threads and memory; the next one allocates them again.
 
@@ -174,18 +199,18 @@ class FolderCheckpoints:
         return self._world
 
 
-def refuse_others(final: Path, proof: str) -> None:
-    """Raise CommitError if a folder is there that is no checkpoint: it would be replaced as a whole.
+def refuse_to_attach(saves: Any, method: str, reasons: Iterable[tuple[object, str]]) -> None:
+    """Raise ValueError if ``attach()`` was called before for an object, or if its checkpoints cannot be saved lazily.
 
     Args:
-        final: The folder.
-        proof: The name of a file that every checkpoint has.
+        saves: The framework's object that saves.
+        method: The name of a method of it that ``attach()`` replaces.
+        reasons: Whether each reason holds against it, and what the message says then.
     """
-    if final.exists() and (not final.is_dir() or ((there := os.listdir(final)) and proof not in there)):
-        raise CommitError(
-            f"{final} holds other files, and a checkpoint takes the place of the whole folder: save to another one, "
-            "and add no files to it before it has its name"
-        )
+    attached = isinstance(getattr(getattr(saves, method, None), "__self__", None), FolderCheckpoints)
+    for holds, why in ((attached, "attach() has been called for it already"), *reasons):
+        if holds:
+            raise ValueError(f"{type(saves).__name__} cannot save lazily: {why}")
 
 
 class _Folder:
@@ -200,6 +225,17 @@ class _Folder:
     def begin(self) -> None:
         """Make the folder, with the lock that says that it is not abandoned."""
         self._pending = manifest.begin(self.staged.with_name(f".{self.final.name}"), self._attempt)
+
+    def refuse_others(self, proof: str | None) -> None:
+        """Raise CommitError if something without the file ``proof`` has the final name: it would be replaced."""
+        final = self.final
+        if proof is None or not final.exists():
+            return
+        if not final.is_dir() or ((there := os.listdir(final)) and proof not in there):
+            raise CommitError(
+                f"{final} holds other files, and a checkpoint takes the place of the whole folder: save to another "
+                "one, and add no files to it before it has its name"
+            )
 
     def publish(self) -> None:
         """Give it its final name, in the place of a folder that has it."""
@@ -252,14 +288,9 @@ def _synced(folder: Path) -> BaseException | None:
     """Put a folder and its files on stable storage; returns the error that prevented it, or None."""
     try:
         for path in (folder, *folder.rglob("*")):
-            try:
-                fd = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:  # a temporary file of another rank, which is still writing
-                continue
-            try:
+            # what is gone was a temporary file of another rank, which is still writing
+            with contextlib.suppress(FileNotFoundError), files.opened(path, os.O_RDONLY) as fd:
                 os.fsync(fd)
-            finally:
-                os.close(fd)
     except OSError as error:
         return error
     return None

@@ -16,7 +16,7 @@ from transformers import trainer_callback, trainer_utils
 from typing_extensions import Unpack
 
 from datastates._base import paths
-from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings
+from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.adapters.stand_ins import writing_tensors
 from datastates.adapters.torch_files import is_optimizer_state
 from datastates.saving.snapshot import Snapshot
@@ -59,9 +59,7 @@ def attach(trainer: Any, **options: Unpack[FolderOptions]) -> TrainerCheckpoints
     unknown = [name for name in _METHODS if not hasattr(trainer, name)]
     unknown += [f"{module.__name__}.{name}" for name, module in _SAVE_FILE.items() if not hasattr(module, name)]
     args, fsdp = trainer.args, trainer.is_fsdp_enabled
-    attached = isinstance(getattr(getattr(trainer, "_save_checkpoint", None), "__self__", None), TrainerCheckpoints)
-    for refused, why in (
-        (attached, "attach() has been called for it already"),
+    reasons = (
         (unknown, f"this version of transformers ({transformers.__version__}) has no {', '.join(unknown)}"),
         (trainer.is_deepspeed_enabled, 'with DeepSpeed, give its JSON file the entry "datastates_ckpt" instead'),
         (
@@ -75,9 +73,8 @@ def attach(trainer: Any, **options: Unpack[FolderOptions]) -> TrainerCheckpoints
         ),
         (args.push_to_hub, "push_to_hub copies files before they are written"),
         (args.save_on_each_node and args.world_size > 1, "save_on_each_node: each node would have a folder of its own"),
-    ):
-        if refused:
-            raise ValueError(f"{type(trainer).__name__} cannot save lazily: {why}")
+    )
+    refuse_to_attach(trainer, "_save_checkpoint", reasons)
     return TrainerCheckpoints(trainer, settings)
 
 
@@ -98,13 +95,8 @@ class TrainerCheckpoints(FolderCheckpoints):
         """Replace the methods with which the Trainer saves."""
         super().__init__(settings, "trainer")
         self._trainer = trainer
-        load_best = trainer._load_best_model
-
-        def wait_and_load_best() -> None:
-            self.wait()
-            load_best()
-
-        trainer._save_checkpoint, trainer._load_best_model = self._save_checkpoint, wait_and_load_best
+        trainer._save_checkpoint = self._save_checkpoint
+        trainer._load_best_model = self.waiting_before(trainer._load_best_model)
         trainer.add_callback(_AtEnd(self))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

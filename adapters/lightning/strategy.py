@@ -10,12 +10,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from typing_extensions import Unpack
 
 from datastates._base import paths
-from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_others
+from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.saving.snapshot import Snapshot
 
 _PROOF = "meta.pt"
 """A file that every sharded checkpoint of Lightning has."""
-_METHODS = ("save_checkpoint", "load_checkpoint", "remove_checkpoint")
+_METHODS = ("save_checkpoint", "remove_checkpoint")
 _STATE_DICTS = ("optimizer_state", "lightning_module_state_dict")
 _ON_DEVICE = StateDictOptions(full_state_dict=False, cpu_offload=False)
 
@@ -39,14 +39,9 @@ def attach(strategy: Any, **options: Unpack[FolderOptions]) -> StrategyCheckpoin
             message says which.
     """
     settings = FolderSettings.of(options)
-    kind = type(strategy).__name__
     known = [base.__name__ for base in type(strategy).__mro__]
     fsdp1 = "FSDPStrategy" in known
-    for refused, why in (
-        (
-            isinstance(getattr(getattr(strategy, "save_checkpoint", None), "__self__", None), StrategyCheckpoints),
-            "attach() has been called for it already",
-        ),
+    reasons = (
         (fsdp1 and getattr(strategy, "_state_dict_type", None) != "sharded", 'set state_dict_type="sharded"'),
         (
             not fsdp1 and "ModelParallelStrategy" not in known,
@@ -56,9 +51,8 @@ def attach(strategy: Any, **options: Unpack[FolderOptions]) -> StrategyCheckpoin
             not fsdp1 and not getattr(strategy, "_save_distributed_checkpoint", False),
             "set save_distributed_checkpoint=True",
         ),
-    ):
-        if refused:
-            raise ValueError(f"{kind} cannot save lazily: {why}")
+    )
+    refuse_to_attach(strategy, "save_checkpoint", reasons)
     return StrategyCheckpoints(strategy, settings, fsdp1=fsdp1)
 
 
@@ -76,16 +70,9 @@ class StrategyCheckpoints(FolderCheckpoints):
         super().__init__(settings, "lightning")
         self._strategy = strategy
         self._fsdp1 = fsdp1
-        self._stock_save, self._stock_load = strategy.save_checkpoint, strategy.load_checkpoint
-        teardown = strategy.teardown
-
-        def close_and_tear_down() -> None:
-            try:
-                self.close()
-            finally:
-                teardown()
-
-        strategy.teardown = close_and_tear_down
+        self._stock_save = strategy.save_checkpoint
+        strategy.load_checkpoint = self.waiting_before(strategy.load_checkpoint)
+        strategy.teardown = self.closing_before(strategy.teardown)
         for name in _METHODS if fsdp1 else (*_METHODS, *_STATE_DICTS):
             setattr(strategy, name, getattr(self, f"_{name}"))
 
@@ -104,20 +91,11 @@ class StrategyCheckpoints(FolderCheckpoints):
         paths.refuse_address(filepath)
         final = Path(os.fspath(filepath)).absolute()
 
-        def check() -> None:
-            refuse_others(final, _PROOF)
-
         def write(folder: Path, snapshots: list[Snapshot]) -> None:
-            check()
             with self.sharded.writing(folder, [self._strategy.model], snapshots, fsdp1=self._fsdp1):
                 self._stock_save(checkpoint, folder, storage_options)
 
-        self.save(final, write, check=check)
-
-    def _load_checkpoint(self, checkpoint_path: Any, *words: Any, **options: Any) -> Any:
-        """Replaces ``load_checkpoint`` of the strategy: what is loaded is copied over the state."""
-        self.wait()
-        return self._stock_load(checkpoint_path, *words, **options)
+        self.save(final, write, proof=_PROOF)
 
     def _remove_checkpoint(self, filepath: Any) -> None:
         """Replaces ``remove_checkpoint`` of the strategy: waits for what was begun, and keeps it if that has failed."""
