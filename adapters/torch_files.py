@@ -1,4 +1,4 @@
-"""Saves whole state dicts as files that ``torch.load`` reads, while training goes on. For frameworks that do so."""
+"""Saves whole state dicts for ``torch.load``, and tensors as safetensors, while training goes on. For frameworks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from typing import Any, Literal, NoReturn
 import torch
 from pydantic import Field
 
-from datastates.adapters.safetensors_files import SafetensorsWriter
 from datastates.config import IoOptions, IoSettings
 from datastates.container import archive
 from datastates.container.file import open_container
-from datastates.errors import FormatError, SnapshotAbandonedError
-from datastates.executor.make import make_executor
+from datastates.errors import FormatError, ProviderError, SnapshotAbandonedError
+from datastates.executor.make import make_executor, prepare
 from datastates.providers.nested.tree import TreeProvider
 from datastates.ranks.world import SoloWorld
 from datastates.restoring import loading
@@ -28,10 +27,13 @@ from datastates.restoring.provider_view import Trust
 from datastates.saving import gate
 from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.engine import Engine
+from datastates.saving.frame import Framing
+from datastates.saving.safetensors_frame import SafetensorsFraming
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
-from datastates.state import dtensors
-from datastates.state.provider import Saved
+from datastates.state import arrays, dtensors, keys
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.shards import Shard
 
 _log = logging.getLogger("datastates")
 _WORD = 8
@@ -61,19 +63,19 @@ class FileOptions(IoOptions, total=False):
     max_in_flight: int
 
 
-class _Held(TreeProvider):
+class _StateDict(TreeProvider):
     """A state dict on its way into a file. The framework that saved it restores it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, state: Any, lazy: Lazy) -> None:
         super().__init__(name)
-        self.state: Any = None
-        self.lazy: Lazy = lambda *_: False
+        self._state = state
+        self._lazy = lazy
 
     def value(self) -> object:
-        return self.state
+        return self._state
 
     def is_lazy(self, key: str, array: object) -> bool:
-        return isinstance(array, torch.Tensor) and self.lazy(key, array)
+        return isinstance(array, torch.Tensor) and self._lazy(key, array)
 
     def match(self, stored: object, saved: Saved) -> NoReturn:
         raise NotImplementedError(f"{self.name!r}: its framework puts it back")
@@ -82,33 +84,18 @@ class _Held(TreeProvider):
         raise NotImplementedError(f"{self.name!r}: its framework puts it back")
 
 
-class StateWriter:
-    """Writes the state dicts of one kind of file, and keeps their plan from one file to the next. Not thread-safe."""
+class _Tensors(StateProvider):
+    """Tensors by name, each contiguous in memory of its own. The framework that saved them restores them."""
 
-    def __init__(self, engine: Engine, kind: str) -> None:
-        """Write with that engine. ``kind`` names files that have the same structure in each checkpoint."""
-        self._engine = engine
-        self._held = _Held(kind)
-        self._saver = Saver(engine.executor, ContainerFraming(bare=True))
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(name)
+        self._tensors = tensors
 
-    def write(self, state: Any, path: Path, lazy: Lazy, *, attempt: str, begin: float) -> Snapshot:
-        """Begin to write a file; returns its snapshot once everything that is not lazy is copied.
-
-        Args:
-            state: Nested dicts, lists and tuples, with tensors in them.
-            path: The file, under a temporary name.
-            lazy: Which tensors are captured while training goes on.
-            attempt: A name that all files of one checkpoint share.
-            begin: When the user's call began, on the monotonic clock.
-
-        Raises:
-            ProviderError: Something in ``state`` does not pickle; the message names it.
-        """
-        self._held.state, self._held.lazy = state, lazy
-        try:
-            return self._engine.take_file(self._saver, [self._held], path, attempt=attempt, begin=begin)
-        finally:
-            self._held.state, self._held.lazy = None, lambda *_: False
+    def shards(self) -> Sequence[Shard]:
+        try:  # one by one: tensors of one storage are written apart
+            return [arrays.array_shard(keys.component(n), t, lazy=True) for n, t in self._tensors.items()]
+        except TypeError as error:
+            raise ProviderError(str(error)) from error
 
 
 def buffer_storages(module: torch.nn.Module) -> frozenset[int]:
@@ -155,8 +142,7 @@ class TorchFiles:
         # a thread for each file in flight: with fewer, the gate would wait for the storage of others
         self._engine = Engine(make_executor(self.settings), SoloWorld(), threads=1024, auto_gate=True)
         self._process = os.getpid()
-        self._writers: dict[str, StateWriter] = {}
-        self._tensor_writers: dict[tuple[object, ...], SafetensorsWriter] = {}
+        self._savers: dict[tuple[object, ...], Saver] = {}
         # one thread: checkpoints end in the order in which they began; its exit hook waits for them
         self._in_order = ThreadPoolExecutor(1, thread_name_prefix="datastates-files")
         return self._engine
@@ -176,12 +162,26 @@ class TorchFiles:
         if failure is not None and self.settings.on_error == "raise":
             raise failure
 
-    def write(self, kind: str, state: Any, path: Path, lazy: Lazy) -> Snapshot:
-        """Begin to write one file of a ``kind``, as :meth:`StateWriter.write` does."""
-        begin, engine = time.monotonic(), self._start()
-        if kind not in self._writers:
-            self._writers[kind] = StateWriter(engine, kind)
-        return self._writers[kind].write(state, path, lazy, attempt=secrets.token_hex(4), begin=begin)
+    def prepare(self) -> None:
+        """Allocate threads now, and the host cache as :func:`datastates.executor.make.prepare` does."""
+        prepare(self._start().executor, self.settings)
+
+    def write(self, kind: str, state: Any, path: Path, lazy: Lazy, *, attempt: str | None = None) -> Snapshot:
+        """Begin to write a state dict as a file for ``torch.load``; returns once everything that is not lazy is copied.
+
+        Args:
+            kind: Names files that have the same structure in each checkpoint: they share a plan.
+            state: Nested dicts, lists and tuples, with tensors in them.
+            path: The file, under a temporary name.
+            lazy: Which tensors are captured while training goes on.
+            attempt: A name that all files of one checkpoint share; by default a new one.
+
+        Raises:
+            ProviderError: Something in ``state`` does not pickle; the message names it.
+        """
+        begin, provider = time.monotonic(), _StateDict(kind, state, lazy)
+        attempt = attempt or secrets.token_hex(4)
+        return self._take((_StateDict, kind), ContainerFraming(bare=True), provider, path, attempt, begin)
 
     def write_tensors(
         self, tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str], lazy: Lazy
@@ -197,14 +197,21 @@ class TorchFiles:
         Raises:
             ProviderError: Tensors share memory, or the format cannot hold one; the message names it.
         """
-        begin, engine = time.monotonic(), self._start()
-        kind = (path.name, *sorted(metadata.items()))
-        if kind not in self._tensor_writers:
-            self._tensor_writers[kind] = SafetensorsWriter(engine, path.name, metadata)
+        begin = time.monotonic()
         # a fingerprint begins on a word of the file: it may see nothing of a tensor that is smaller
         watched = {n for n, t in tensors.items() if t.nbytes >= _WORD and lazy(n, t)}
         own = {n: (t if n in watched else t.detach().clone()).contiguous() for n, t in tensors.items()}
-        return self._tensor_writers[kind].write(own, path, attempt=secrets.token_hex(4), begin=begin)
+        kind, provider = (_Tensors, path.name, *sorted(metadata.items())), _Tensors(path.name, own)
+        return self._take(kind, SafetensorsFraming(metadata), provider, path, secrets.token_hex(4), begin)
+
+    def _take(
+        self, kind: tuple[Any, ...], framing: Framing, provider: StateProvider, path: Path, attempt: str, begin: float
+    ) -> Snapshot:
+        """Begin to write a file, with the plan of the last one of its kind if the structure is the same."""
+        engine = self._start()
+        if kind not in self._savers:
+            self._savers[kind] = Saver(engine.executor, framing)
+        return engine.take_file(self._savers[kind], [provider], path, attempt=attempt, begin=begin)
 
     def then(
         self, name: str, snapshots: Sequence[Snapshot] | None, act: Callable[[BaseException | None], None]

@@ -26,7 +26,7 @@ from datastates.errors import (
     SnapshotRefusedError,
     SnapshotSkippedError,
 )
-from datastates.executor.make import make_executor
+from datastates.executor.make import make_executor, prepare
 from datastates.ranks.together import meet
 from datastates.restoring.provider_view import Trust
 from datastates.restoring.renaming import Renames
@@ -38,7 +38,6 @@ from datastates.saving.engine import Engine
 from datastates.saving.snapshot import Snapshot
 from datastates.saving.target import Target
 from datastates.saving.termination import Termination
-from datastates.state import streams
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
@@ -104,9 +103,7 @@ class Checkpointer:
             auto_gate=self.settings.auto_gate,
             ended=self._call_back,
         )
-        device = streams.current_device()
-        if device is not None and self.settings.host_cache != "auto":
-            self._engine.executor.prepare(device, self.settings.host_cache)
+        prepare(executor, self.settings)
         self._retention = threading.Lock()
         self._order = directories.Order(self.directory)
         self._taken: list[Snapshot] = []

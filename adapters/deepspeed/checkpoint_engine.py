@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,11 @@ from datastates.adapters.deepspeed import binding
 from datastates.adapters.deepspeed.lazy import lazy_in
 from datastates.adapters.deepspeed.save import Save, begin_file, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
-from datastates.adapters.torch_files import StateWriter, buffer_storages
+from datastates.adapters.torch_files import TorchFiles, buffer_storages
 from datastates.commit import manifest
 from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
-from datastates.executor.make import make_executor
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.saving import gate
-from datastates.saving.engine import Engine
-from datastates.state import streams
 
 _log = logging.getLogger("datastates")
 
@@ -68,9 +64,8 @@ class CheckpointEngine:
         self._opened: Save | None = None
         self._spoiled: Exception | None = None
         self._context: tuple[Any, Path | None] | None = None
-        self._writers: dict[str, StateWriter] = {}
+        self._files = TorchFiles(self.settings)
         self._swept: set[Path] = set()
-        self._engine: Engine | None = None
         self._world: World = SoloWorld()
         self._closed = False
         self._process = os.getpid()
@@ -78,12 +73,7 @@ class CheckpointEngine:
         self._ending = ThreadPoolExecutor(1, thread_name_prefix="datastates-deepspeed")
         if self.settings.enabled:
             self._world = world_of(None, None, Path("deepspeed"), self.settings.rank_timeout)
-            executor = make_executor(self.settings)
-            device = streams.current_device()
-            if device is not None and self.settings.host_cache != "auto":
-                executor.prepare(device, self.settings.host_cache)
-            # a thread for each file in flight: with fewer, a gate would wait for the storage of others
-            self._engine = Engine(executor, SoloWorld(), threads=1024, auto_gate=True)
+            self._files.prepare()
             atexit.register(self._close_at_exit)
 
     # --- saving
@@ -168,18 +158,14 @@ class CheckpointEngine:
     def _begin_file(self, state_dict: dict[Any, Any], path: str) -> None:
         if not isinstance(state_dict, dict):
             raise TypeError(f"{path}: a state dict is wanted, not a {type(state_dict).__name__}")
-        called = time.monotonic()
-        assert self._engine is not None
         # a file outside of a checkpoint is saved alone: other ranks need not save anything
         save = self._opened or Save("alone", "", None, SoloWorld())
         final = Path(path).absolute()
-        writer = self._writers.get(final.name)
-        if writer is None:
-            writer = self._writers[final.name] = StateWriter(self._engine, final.name.removesuffix(".pt"))
         buffers = buffer_storages(self._context[0].module) if self._context else frozenset()
         lazy, pending = lazy_in(state_dict, buffers), begin_file(final)
         try:
-            taken = writer.write(state_dict, pending.files[0], lazy, attempt=save.attempt, begin=called)
+            kind = final.name.removesuffix(".pt")
+            taken = self._files.write(kind, state_dict, pending.files[0], lazy, attempt=save.attempt)
         except BaseException:
             manifest.abandon(pending)
             raise
@@ -315,8 +301,7 @@ class CheckpointEngine:
             self.wait()
         finally:
             self._ending.shutdown(wait=True)
-            if self._engine is not None:
-                self._engine.close()
+            self._files.close()
             self._world.close()
 
     def _close_at_exit(self) -> None:

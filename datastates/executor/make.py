@@ -5,6 +5,7 @@ from __future__ import annotations
 from datastates.config import IoSettings
 from datastates.executor.cache_size import automatic_cache
 from datastates.executor.executor import Executor
+from datastates.state import streams
 
 
 def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
@@ -23,3 +24,10 @@ def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
 def make_small_executor(settings: IoSettings, nbytes: int) -> Executor:
     """Make an executor for reads of one array at a time, of ``nbytes`` in all: its host cache is a few blocks."""
     return make_executor(settings, min(nbytes, (settings.queue_depth + 1) * settings.block))
+
+
+def prepare(executor: Executor, settings: IoSettings) -> None:
+    """Begin to allocate and page-lock the host cache, where CUDA is in use and the settings give a size."""
+    device = streams.current_device()
+    if device is not None and settings.host_cache != "auto":
+        executor.prepare(device, settings.host_cache)

@@ -245,12 +245,14 @@ with fault("write", "delay", 300):
     trained.save_checkpoint(sys.argv[1])
     child = os.fork()
     if child == 0:
-        try:
-            ours(trained).wait()
-        except SnapshotAbandonedError:
-            ours(trained).close()
-            os._exit(0)
-        os._exit(1)
+        for call in (ours(trained).wait, lambda: ours(trained).save({"n": 1}, sys.argv[1] + "/alone.pt")):
+            try:
+                call()
+            except SnapshotAbandonedError:
+                continue
+            os._exit(1)
+        ours(trained).close()
+        os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     ours(trained).wait()
 assert latest(Path(sys.argv[1])) == "global_step1"
