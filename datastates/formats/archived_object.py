@@ -15,7 +15,7 @@ from datastates.container.object_entry import ObjectEntry
 from datastates.errors import FormatError
 from datastates.formats.archives import DATA, PICKLE, Archive, open_archive
 from datastates.restoring.provider_view import Trust, naming
-from datastates.state import dtypes, memory
+from datastates.state import memory
 from datastates.state.into import Into
 from datastates.state.shards import ArrayRef, StoredArray
 
@@ -81,10 +81,9 @@ class ArchivedObject:
         def array(stored: StoredArray) -> Any:
             block = block_of(stored.record)
             ref = ArrayRef(stored.record, "torch", stored.dtype, stored.shape, stored.stride)
-            at = stored.offset * dtypes.BY_NAME[stored.dtype].itemsize
-            if at + memory.nbytes_of(ref) > block.nbytes:
+            if stored.begin + memory.nbytes_of(ref) > block.nbytes:
                 raise FormatError("a tensor reaches beyond its storage")
-            return memory.with_grad(into.view(block, ref, at), stored.requires_grad)
+            return memory.with_grad(into.view(block, ref, stored.begin), stored.requires_grad)
 
         with naming(str(self.path)):
             return pickle_reader.loads(self._archive.read(PICKLE), array, trust=trust, with_torch=into.with_torch)

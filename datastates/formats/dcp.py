@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from datastates.formats.archived_object import ArchivedObject
 from datastates.formats.archives import find_tensor
 from datastates.formats.dcp_metadata import Chunk
 from datastates.formats.foreign import Foreign
-from datastates.formats.foreign_file import ForeignFile, tensor
+from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.format import Problem
 from datastates.formats.loading import read_all
 from datastates.formats.record_file import Record
 from datastates.restoring.provider_view import Trust
-from datastates.state import dtypes
 from datastates.state.into import Into
 from datastates.state.shards import Shard
 from datastates.state.strides import span
@@ -63,7 +63,7 @@ class DcpCheckpoint(Foreign):
         """Read all tensors and objects, by full key."""
         blobs = [(key, blob) for file in self.files for key, blob in file.blobs.items()]
         for _, blob in blobs:
-            blob.survey(_nothing, trust, with_torch=into.with_torch)
+            blob.survey(lambda stored: stored, trust, with_torch=into.with_torch)
         found = read_all(self, executor, into)
         return found | {key: blob.load(trust, into) for key, blob in blobs}
 
@@ -121,15 +121,7 @@ def _found(chunk: Chunk, read: Callable[[int, int], bytes]) -> tuple[Record, Sha
     array = found.array
     if (array.dtype, array.shape) != (chunk.dtype, chunk.shape):
         raise FormatError(f"it is of type {array.dtype} and shape {array.shape}, which the metadata does not say")
-    itemsize = dtypes.BY_NAME[array.dtype].itemsize
     if span(array.shape, array.stride) < math.prod(array.shape):
         raise FormatError("its elements overlap")
-    shard = tensor(
-        chunk.key, array.dtype, array.shape, array.stride, of=chunk.of, begin=chunk.begin, at=array.offset * itemsize
-    )
+    shard = replace(whole(chunk.key, array), global_shape=chunk.of, offset=chunk.begin)
     return Record(chunk.offset + found.offset, found.nbytes, found.crc), shard
-
-
-def _nothing(stored: Any) -> object:
-    """Stands for an array of an object that is only looked into."""
-    return stored

@@ -17,7 +17,7 @@ from datastates._base.files import length, read_bytes
 from datastates.container.pickle_reader import Unbuilt
 from datastates.errors import FormatError, StorageError
 from datastates.formats.foreign import Foreign
-from datastates.formats.foreign_file import ForeignFile, tensor
+from datastates.formats.foreign_file import ForeignFile, tensor, whole
 from datastates.formats.torch_file import TorchFile
 from datastates.state import dtypes
 from datastates.state.flat_layout import FlatLayout, Slice
@@ -96,7 +96,7 @@ def _open(folder: Path) -> Foreign:
         what = f"{folder} is of {ranks} ranks: {name} is {'missing' if lost else 'of another checkpoint'}"
         raise StorageError(errno.ENOENT, "open", str(folder / name), what)
     optimizers = [first, *(TorchFile(folder / by_rank[rank]) for rank in range(1, ranks))]
-    models = [TorchFile(folder / _model(stage, rank)) for rank in range(ranks if stage == 3 else 1)]
+    models = [TorchFile(folder / model_file(stage, rank)) for rank in range(ranks if stage == 3 else 1)]
     model = models[0].value
     if not isinstance(model["module"], dict):
         raise FormatError(f"{folder} is of a pipeline, whose parameters only DeepSpeed puts together")
@@ -111,7 +111,8 @@ def _open(folder: Path) -> Foreign:
     return Foreign(NAME, folder, files, step if type(step) is int else None)
 
 
-def _model(stage: int, rank: int) -> str:
+def model_file(stage: int, rank: int) -> str:
+    """The name of the file with a rank's module; with ZeRO-1 and ZeRO-2, one file for all ranks."""
     return f"{f'zero_pp_rank_{rank}_mp_rank_00' if stage == 3 else 'mp_rank_00'}_model_states.pt"
 
 
@@ -174,16 +175,11 @@ def _frozen(stage: int, models: Sequence[TorchFile]) -> Iterator[Place]:
         for name, shape in shapes.items():
             array = file.value["frozen_param_fragments"][name]
             if stage < 3:
-                yield file, array, _whole(name, array)
+                yield file, array, whole(name, array)
                 continue
             _check_flat(file, array)
             layout = FlatLayout.each_split([(name, shape)], rank, len(models))
             yield from _cut(file, [array], layout.slices)
-
-
-def _whole(name: str, array: StoredArray) -> Shard:
-    at = array.offset * dtypes.BY_NAME[array.dtype].itemsize
-    return tensor(name, array.dtype, array.shape, array.stride, at=at)
 
 
 def _shared(names: Mapping[str, str], places: Sequence[Place]) -> Iterator[Place]:
@@ -199,7 +195,7 @@ def _of_module(stage: int, file: TorchFile, known: Collection[str]) -> Iterator[
     buffers = set(file.value["buffer_names"])
     for name, array in file.value["module"].items():
         if name not in known and (stage < 3 or name in buffers) and isinstance(array, StoredArray):
-            yield file, array, _whole(name, array)
+            yield file, array, whole(name, array)
 
 
 def _file(file: TorchFile, places: Sequence[Place]) -> ForeignFile:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from datastates.container.logical import contributed
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
 from datastates.executor.executor import Executor
@@ -113,9 +112,7 @@ class Foreign:
 
     def digest(self, full: str) -> int | None:
         """What all parts of a tensor contribute to its digest; None if a part has no checksum to tell."""
-        digests = [row.digest for _, row in self._parts([full])[full]]
-        known = [digest for digest in digests if digest is not None]
-        return functools.reduce(operator.xor, known, 0) if known and len(known) == len(digests) else None
+        return contributed([row for _, row in self._parts([full])[full]])
 
     def objects(self) -> list[str]:
         """Full keys of what is no tensor."""

@@ -16,7 +16,7 @@ from datastates.container.table import MAX_NDIM, Row, ShardTable, table_of
 from datastates.errors import CorruptError, FormatError
 from datastates.formats.record_file import Record, RecordFile, overlap
 from datastates.state import dtypes
-from datastates.state.shards import Shard
+from datastates.state.shards import Shard, StoredArray
 from datastates.state.strides import row_major, span
 
 _LARGEST = 2**62
@@ -59,6 +59,11 @@ def tensor(
         flat=flat,
         buffer_offset=at,
     )
+
+
+def whole(key: str, array: StoredArray) -> Shard:
+    """Describe a whole tensor of a file, as ``torch.save`` stored it."""
+    return tensor(key, array.dtype, array.shape, array.stride, at=array.begin)
 
 
 class ForeignFile(RecordFile):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 from pathlib import Path
 
-from datastates._base.files import length, read_bytes
 from datastates.errors import FormatError, StorageError
 from datastates.formats import safetensors_file, torch_file
 from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.foreign_file import ForeignFile
+from datastates.formats.json_field import read_field
 from datastates.formats.torch_file import TorchFile
 
 NAME = "a folder of Hugging Face weights"
@@ -73,13 +72,8 @@ def _found(path: Path) -> Path | None:
 
 def _read_index(path: Path) -> dict[str, str]:
     """The file of each tensor."""
-    if (nbytes := length(path)) > _MOST_INDEX:
-        raise FormatError(f"{path} has {nbytes} bytes, too many for an index")
-    try:
-        weights = json.loads(read_bytes(path)(0, nbytes))["weight_map"]
-        names = {Path(name).name for name in weights.values()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{path} is no index: {type(error).__name__}: {error}") from error
-    if not names or not names.issuperset(weights.values()):
-        raise FormatError(f"{path}: an index names files beside it, and at least one")
+    weights = read_field(path, "weight_map", "index of weights", most=_MOST_INDEX)
+    names = weights.values() if isinstance(weights, dict) else ()
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise FormatError(f"{path} is no index of weights: an index names files beside it, and at least one")
     return dict(weights)

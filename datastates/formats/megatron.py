@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from datastates._base.files import length, read_bytes
 from datastates.errors import FormatError
 from datastates.formats import dcp
 from datastates.formats.composite import Composite
+from datastates.formats.json_field import read_field
 from datastates.formats.torch_file import TorchFile
 
 NAME = "a checkpoint of Megatron-Core (torch_dist)"
@@ -31,10 +30,7 @@ def open(path: Path) -> Composite:
         StorageError: A file is missing or cannot be read; the message names it.
     """
     file = path / _DESCRIPTION
-    try:
-        backend = json.loads(read_bytes(file)(0, min(length(file), _MOST)))["sharded_backend"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"{file} is no description of a checkpoint: {type(error).__name__}: {error}") from error
+    backend = read_field(file, "sharded_backend", "description of a checkpoint", most=_MOST)
     if backend != "torch_dist":
         raise FormatError(f"{file}: the checkpoint is of the backend {backend!r:.40}, and only torch_dist is read")
     others = {"common": TorchFile(path / _COMMON, "common")} if (path / _COMMON).is_file() else {}

@@ -15,7 +15,7 @@ from datastates.errors import FormatError
 from datastates.executor.executor import Executor
 from datastates.formats.archives import DATA, PICKLE, Archive, open_archive
 from datastates.formats.foreign import Foreign
-from datastates.formats.foreign_file import ForeignFile, tensor
+from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.loading import Blocks
 from datastates.formats.nested import arrays_in, has_other, is_built
 from datastates.formats.record_file import Record
@@ -80,9 +80,9 @@ class TorchFile(ForeignFile):
             data = [(number, names[i]) for number, i in enumerate(order) if names[i].startswith(DATA)]
             self._numbers = {name.removeprefix(DATA).decode("utf-8", "replace"): number for number, name in data}
             self._records = [records[i] for i in order]
-            self.value, _ = self._survey(_itself, with_torch=False)
+            self.value, _ = self._survey(lambda stored: stored, with_torch=False)
             found = list(arrays_in(self.value, prefix))
-            tensors = [(self._numbers[a.record], _described(key, a)) for key, a in found]
+            tensors = [(self._numbers[a.record], whole(key, a)) for key, a in found]
         super().__init__(path, nbytes, self._records, tensors, self._entries(prefix))
 
     def number(self, array: StoredArray) -> int:
@@ -142,8 +142,7 @@ class TorchFile(ForeignFile):
         def array(stored: StoredArray) -> Any:
             stored = self._checked(stored)
             ref = ArrayRef(stored.record, "torch", stored.dtype, stored.shape, stored.stride)
-            offset = stored.offset * dtypes.BY_NAME[stored.dtype].itemsize
-            made = blocks.view(self, self._numbers[stored.record], ref, offset)
+            made = blocks.view(self, self._numbers[stored.record], ref, stored.begin)
             return memory.with_grad(made, stored.requires_grad)
 
         with naming(str(self.path)):
@@ -163,15 +162,6 @@ class TorchCheckpoint(Foreign):
         """The value of the file; one that is no dict is under the empty key."""
         value = self.files[0].load(executor, trust=trust, into=into)
         return value if isinstance(value, dict) else {"": value}
-
-
-def _itself(stored: StoredArray) -> StoredArray:
-    return stored
-
-
-def _described(key: str, array: StoredArray) -> Any:
-    at = array.offset * dtypes.BY_NAME[array.dtype].itemsize
-    return tensor(key, array.dtype, array.shape, array.stride, at=at)
 
 
 def _archive(path: Path, nbytes: int) -> Archive:

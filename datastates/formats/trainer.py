@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 from pathlib import Path
 
-from datastates._base.files import length, read_bytes
-from datastates.errors import FormatError, StorageError
+from datastates.errors import StorageError
 from datastates.formats import hugging_face
 from datastates.formats.composite import Composite
+from datastates.formats.json_field import read_field
 from datastates.formats.torch_file import TorchFile
 
 NAME = "a checkpoint of a Trainer"
@@ -36,12 +35,7 @@ def open(path: Path) -> Composite:
     if not hugging_face.recognises(path):
         what = f"{path} has no weights in the files of one rank: neither model.safetensors nor pytorch_model.bin"
         raise StorageError(errno.ENOENT, "open", str(path), what)
-    if (nbytes := length(file)) > _MOST_STATE:
-        raise FormatError(f"{file} has {nbytes} bytes, too many for the state of a Trainer")
-    try:
-        step = json.loads(read_bytes(file)(0, nbytes))["global_step"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"{file} is no state of a Trainer: {type(error).__name__}: {error}") from error
+    step = read_field(file, "global_step", "state of a Trainer", most=_MOST_STATE)
     found = sorted(other for glob in _OTHERS for other in path.glob(glob) if other.is_file())
     others = {other.stem: TorchFile(other, other.stem) for other in found}
     return Composite(NAME, path, hugging_face.open(path), others, step if type(step) is int else None)

@@ -62,6 +62,11 @@ class StoredArray:
         itemsize = dtypes.BY_NAME[dtype].itemsize
         return cls(str(record), dtype, offset // itemsize, shape, stride, nbytes // itemsize)
 
+    @property
+    def begin(self) -> int:
+        """Bytes from the beginning of the record to the array's first element."""
+        return self.offset * dtypes.BY_NAME[self.dtype].itemsize
+
 
 HOST = -1
 """The device number of host memory; GPUs count from 0."""

@@ -123,7 +123,7 @@ class StockFile(RecordFile):
         if number is None or place.transform_descriptors:
             return None
         record = self._records[number]
-        array, dtype = record.array, dtypes.BY_NAME[record.array.dtype]
+        array = record.array
         if item.type == LoadItemType.BYTE_IO:
             data = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
             reads.add(self, self._row(number, array.shape, array.stride), arrays.destination(record.key, data))
@@ -135,7 +135,7 @@ class StockFile(RecordFile):
             return None  # not the tensor that the checkpoint's metadata describes
         if tuple(item.lengths) == array.shape and record.is_filled and record.crc is not None:
             return self._queue_whole(reads, number, item, planner)
-        row = self._row(number, array.shape, array.stride, array.offset * dtype.itemsize)
+        row = self._row(number, array.shape, array.stride, array.begin)
         return queue_box(reads, self, row, item, planner, self._claims)
 
     def _queue_whole(self, reads: Reads, number: int, item: ReadItem, planner: LoadPlanner) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from datastates.adapters.deepspeed.elastic.zero_files import Arrays, Flat, Secti
 from datastates.container.file import Container
 from datastates.container.table import Row
 from datastates.errors import CheckpointNotFoundError, FormatError, RestoreError
+from datastates.formats.deepspeed import model_file
 from datastates.state.flat_layout import Name
 from datastates.state.shards import ArrayRef
 
@@ -83,8 +84,7 @@ class SavedZero:
 
     def model_path(self, rank: int) -> Path:
         """The file with a rank's module; with ZeRO-1 and ZeRO-2, one file for all ranks."""
-        name = f"zero_pp_rank_{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-        return self.path / f"{name}_model_states.pt"
+        return self.path / model_file(self.stage, rank)
 
     def _open(self, path: Path) -> StateFile:
         opened = StateFile(path)

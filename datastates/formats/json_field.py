@@ -1,0 +1,31 @@
+"""Reads one field of a JSON file that another tool wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from datastates._base.files import length, read_bytes
+from datastates.errors import FormatError
+
+
+def read_field(path: Path, field: str, what: str, *, most: int) -> Any:
+    """The value of a field of the outermost object.
+
+    Args:
+        path: The file.
+        field: The name of the field.
+        what: What the file should be, for messages.
+        most: Longest file in bytes that is read.
+
+    Raises:
+        FormatError: The file is longer, is no JSON, or has no such field; the message names it.
+        StorageError: It cannot be read.
+    """
+    if (nbytes := length(path)) > most:
+        raise FormatError(f"{path} is no {what}: it has {nbytes} bytes, too many")
+    try:
+        return json.loads(read_bytes(path)(0, nbytes))[field]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(f"{path} is no {what}: {type(error).__name__}: {error}") from error
