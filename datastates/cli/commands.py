@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from datastates._base import paths
 from datastates.cli import export
@@ -22,6 +23,7 @@ from datastates.formats import own, recognise
 STATUS = (
     """exit status: 0 all is well; 1 something is damaged or differs; 2 a wrong call, or nothing there to look at"""
 )
+_SOURCE = "a checkpoint, a directory of them (the newest), or a file or folder of another format"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,30 +46,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="datastates", description="Look at checkpoints.", epilog=STATUS)
     parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('datastates')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run, name, argument, what in (
-        (ls, "ls", "PATH", "list the checkpoints in a directory, and what interrupted runs left there"),
-        (inspect, "inspect", "PATH", "show what a checkpoint holds: keys, types, shapes, sizes, places"),
-        (_verify, "verify", "PATH", "read every byte of a checkpoint and check it; exit 1 when one is wrong"),
-    ):
-        command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", epilog=STATUS)
-        target = (
-            "a directory of checkpoints, or a checkpoint"
-            if name == "ls"
-            else "a checkpoint, a directory of them (the newest), or a file or folder of another format"
-        )
-        command.add_argument("path", metavar=argument, type=_path, help=target)
-        command.add_argument("--json", action="store_true", help="print JSON for programs")
-        if name == "inspect":
-            command.add_argument("--keys", metavar="GLOB", default="*", help="only keys that match, as of a shell")
-        command.set_defaults(run=run)
+    what = "list the checkpoints in a directory, and what interrupted runs left there"
+    command = _add(commands, "ls", ls, what)
+    command.add_argument("path", metavar="PATH", type=_path, help="a directory of checkpoints, or a checkpoint")
+    what = "show what a checkpoint holds: keys, types, shapes, sizes, places"
+    command = _add(commands, "inspect", inspect, what)
+    command.add_argument("path", metavar="PATH", type=_path, help=_SOURCE)
+    command.add_argument("--keys", metavar="GLOB", default="*", help="only keys that match, as of a shell")
+    what = "read every byte of a checkpoint and check it; exit 1 when one is wrong"
+    command = _add(commands, "verify", _verify, what)
+    command.add_argument("path", metavar="PATH", type=_path, help=_SOURCE)
     what = "compare two checkpoints by their digests; exit 1 when they differ, 2 when they cannot be compared"
-    diff = commands.add_parser("diff", help=what, description=what[0].upper() + what[1:] + ".", epilog=STATUS)
+    command = _add(commands, "diff", _diff, what)
     for name in ("A", "B"):
-        diff.add_argument(name, type=_path, help="as for inspect")
-    diff.add_argument("--json", action="store_true", help="print JSON for programs")
-    diff.set_defaults(run=_diff)
-    export.add_to(commands, _path, STATUS)
+        command.add_argument(name, type=_path, help="as for inspect")
+    command = _add(commands, "export", export.export, export.WHAT)
+    command.add_argument("source", metavar="SOURCE", type=_path, help=_SOURCE)
+    export.add_arguments(command, _path)
     return parser
+
+
+def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:
+    """Add a command, which ``run`` carries out and ``what`` describes."""
+    description = f"{what[0].upper()}{what[1:]}."
+    command: argparse.ArgumentParser = commands.add_parser(name, help=what, description=description, epilog=STATUS)
+    command.add_argument("--json", action="store_true", help="print JSON for programs")
+    command.set_defaults(run=run)
+    return command
 
 
 def _path(text: str) -> Path:

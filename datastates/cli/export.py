@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from datastates import api
 from datastates.cli.progress import progress_bar
@@ -16,27 +15,15 @@ from datastates.exporting.export import CASTS
 from datastates.formats import own
 from datastates.restoring.renaming import Renames
 
+WHAT = "write a checkpoint's tensors as safetensors or for torch.load; exit 1 unless each is proven to be as saved"
+"""What the command does."""
 PATTERN = "re:"
 """What begins a rename by a regular expression."""
 
 
-def add_to(commands: Any, path: Callable[[str], Path], status: str) -> None:
-    """Add the command to a parser's subparsers.
-
-    Args:
-        commands: The subparsers.
-        path: Parses a path.
-        status: Explains the exit status.
-    """
-    what = "write a checkpoint's tensors as safetensors or for torch.load; exit 1 unless each is proven to be as saved"
-    command = commands.add_parser("export", help=what, description=what[0].upper() + what[1:] + ".", epilog=status)
+def add_arguments(command: argparse.ArgumentParser, path: Callable[[str], Path]) -> None:
+    """Add the arguments beside the source; ``path`` parses a path."""
     add = command.add_argument
-    add(
-        "source",
-        metavar="SOURCE",
-        type=path,
-        help="a checkpoint, a directory of them (the newest), or a file or folder of another format",
-    )
     add(
         "target",
         metavar="TARGET",
@@ -55,11 +42,10 @@ def add_to(commands: Any, path: Callable[[str], Path], status: str) -> None:
     )
     add("--dtype", choices=[*CASTS], help="cast floating-point tensors to this type; default: as saved")
     add("--shard-size", metavar="SIZE", help="most bytes of tensors in a file of a folder; default: 5GB")
-    add("--json", action="store_true", help="print JSON for programs")
-    command.set_defaults(run=_export)
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def export(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
     try:
         with progress_bar("export", quiet=arguments.json) as progress:
             done = api.export(
