@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hold import held
 
 import datastates as ds
-from datastates import _native
 from datastates.executor.timeline import WAITS_FOR, Span, chrome_trace, stages
 from datastates.providers import HostTensorProvider, PickledObjectProvider
 
@@ -81,12 +81,11 @@ def test_the_trace_of_a_snapshot(tmp_path: Path) -> None:
 
 def test_the_index_is_encoded_while_the_last_extents_are_being_written(tmp_path: Path) -> None:
     provider = HostTensorProvider("m", {"a": np.ones(1 << 20, np.float32)})
-    try:
-        _native.arm_fault("write", "delay", 1000, 1, 1)
+    with held():
         snapshot = ds.snapshot([provider], tmp_path / "c")
-        snapshot.wait_committed()
-    finally:
-        _native.clear_faults()
+        while "encode" not in snapshot.report.stages:
+            time.sleep(0.001)
+    snapshot.wait_committed()
     snapshot.trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     end = {e["name"]: e["ts"] + e["dur"] for e in trace["traceEvents"] if e["ph"] == "X"}

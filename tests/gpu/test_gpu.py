@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hold import held
 
 import datastates as ds
 from datastates import _native
@@ -192,20 +193,19 @@ def test_a_change_before_capture_is_caught_and_named(update: str, tmp_path: Path
     model, optimizer = model_and_optimizer(fused=True)
     train_step(model, optimizer)
     with ds.Checkpointer(tmp_path, host_cache="2MiB", block="1MiB", auto_gate=False) as checkpointer:
-        _native.arm_fault("write", "delay", 50)
-        snapshot = checkpointer.snapshot([from_stateful("m", model), from_stateful("o", optimizer)], step=1)
-        if update == "fused":
-            train_step(model, optimizer)
-        elif update == "data":
-            for parameter in model.parameters():
-                parameter.data.mul_(2)
-        else:
-            for parameter in model.parameters():
-                torch.cuda.synchronize()
-                parameter.data.untyped_storage().fill_(3)
+        with held():
+            snapshot = checkpointer.snapshot([from_stateful("m", model), from_stateful("o", optimizer)], step=1)
+            if update == "fused":
+                train_step(model, optimizer)
+            elif update == "data":
+                for parameter in model.parameters():
+                    parameter.data.mul_(2)
+            else:
+                for parameter in model.parameters():
+                    torch.cuda.synchronize()
+                    parameter.data.untyped_storage().fill_(3)
         with pytest.raises(TornSnapshotError, match=r"m/\d\.weight"):
             snapshot.wait_committed()
-        _native.clear_faults()
         checkpointer.snapshot([from_stateful("m", model)], step=2).wait_committed()
         assert checkpointer.steps() == [2]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hold import held
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +20,6 @@ from torch.distributed.tensor import _utils as torch_utils
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import datastates as ds
-from datastates import _native
 from datastates.errors import ProviderError, TornSnapshotError
 from datastates.providers import (
     CompositeProvider,
@@ -237,9 +237,9 @@ def test_a_change_by_the_dtensor_and_one_by_its_local_tensor_are_seen() -> None:
 def test_a_write_to_a_dtensor_that_passes_no_gate_fails_the_snapshot_by_its_key(tmp_path: Path) -> None:
     state = {"w": sharded(torch.zeros(2**20)), "d": sharded(torch.ones(2**20))}
     with ds.Checkpointer(tmp_path, host_cache="2MiB", block="1MiB", io_threads=1) as checkpointer:
-        _native.arm_fault("write", "delay", 1000, 1, 1)  # capture waits for this write's block
-        snapshot = checkpointer.snapshot([from_state_dict("x", state)], step=1)
-        state["d"].mul_(1)  # the contents do not change; only torch's version counter shows this write
+        with held():
+            snapshot = checkpointer.snapshot([from_state_dict("x", state)], step=1)
+            state["d"].mul_(1)  # the contents do not change; only torch's version counter shows this write
         with pytest.raises(TornSnapshotError, match="'x/d'"):
             snapshot.wait_committed()
 

@@ -14,9 +14,9 @@ from uuid import UUID
 import numpy as np
 import pytest
 import torch
+from hold import GATE, held
 
 import datastates as ds
-from datastates import _native
 from datastates.errors import CheckpointNotFoundError, CorruptError, ProviderError, RestoreError, TrustError
 from datastates.providers import (
     CompositeProvider,
@@ -287,9 +287,9 @@ def test_restoring_waits_for_what_is_still_to_be_captured(tmp_path: Path) -> Non
     with ds.Checkpointer(tmp_path, host_cache="2MiB", block="1MiB") as checkpointer:
         checkpointer.snapshot([provider], step=1).wait_committed()
         state["w"].fill_(1)
-        _native.arm_fault("write", "delay", 100, 1, 2)
-        later = checkpointer.snapshot([provider], step=2)
-        checkpointer.restore([provider], step=1)
+        with held(until=GATE):
+            later = checkpointer.snapshot([provider], step=2)
+            checkpointer.restore([provider], step=1)
         later.wait_committed()
     assert (state["w"] == 0).all()
     assert (ds.load(tmp_path)["s"]["w"] == 1).all()

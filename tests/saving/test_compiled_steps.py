@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hold import GATE, held
 
 import datastates as ds
-from datastates import _native
+from datastates.executor.jobs import WriteJob
 from datastates.providers import from_stateful
 
 torch = pytest.importorskip("torch")
@@ -18,15 +19,11 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns while it compiles
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
-HELD = 500
-"""Milliseconds by which the first write is delayed. Capture waits for the block of that write."""
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh() -> None:
     torch.compiler.reset()
-    yield
-    _native.clear_faults()
 
 
 class Training:
@@ -82,15 +79,14 @@ def test_the_gate_holds_in_compiled_steps(
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         for number in range(3):
             expected = copy.deepcopy(dict(training.model.state_dict()))
-            _native.arm_fault("write", "delay", HELD, 1, 1)
-            snapshot = ckpt.snapshot([from_stateful("model", training.model)], step=number)
-            assert not snapshot.captured
-            step()
+            with held(until=GATE):
+                snapshot = ckpt.snapshot([from_stateful("model", training.model)], step=number)
+                step()
             snapshot.wait_committed()
+            assert snapshot.report.gate_seconds > 0
             assert not torch.equal(training.model[0].weight, expected["0.weight"])
             found = ds.load(tmp_path)["model"]
             assert all(torch.equal(found[key], expected[key]) for key in expected)
-        assert snapshot.report.gate_seconds > 0  # the last step compiles nothing any more
 
 
 def test_what_fails_in_the_gate_fails_the_snapshot_and_not_the_step(
@@ -102,11 +98,11 @@ def test_what_fails_in_the_gate_fails_the_snapshot_and_not_the_step(
     training = Training()
     before = copy.deepcopy(dict(training.model.state_dict()))
     with ds.Checkpointer(tmp_path, on_error="warn", **OPTIONS) as ckpt:
-        _native.arm_fault("write", "delay", HELD, 1, 1)
-        snapshot = ckpt.snapshot([from_stateful("model", training.model)], step=1)
-        with monkeypatch.context() as patch:
-            patch.setattr("datastates.state.streams.consumer_streams", fail)
-            training.step()
+        with held(until=(WriteJob, "abort")):
+            snapshot = ckpt.snapshot([from_stateful("model", training.model)], step=1)
+            with monkeypatch.context() as patch:
+                patch.setattr("datastates.state.streams.consumer_streams", fail)
+                training.step()
         with pytest.raises(LookupError, match="no stream"):
             snapshot.wait_committed()
         assert "no stream" in caplog.text

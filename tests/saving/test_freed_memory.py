@@ -58,13 +58,14 @@ np.arange(SIZE, dtype=np.uint8).tofile(file)
 others = {f"page{i}": small[i << 12 :][: 1 << 12] for i in range(16)}
 others |= {"mapped": array, "file": np.memmap(file, np.uint8, "r+")}
 with ds.Checkpointer(directory, host_cache="2MiB", block="1MiB", on_error="warn") as ckpt:
-    _native.arm_fault("write", "delay", 500, 1, 1)
+    _native.arm_fault("capture", "fail", 1)  # nothing is captured while this is armed
     if fault:
         _native.arm_fault("host_read", "fail", fault)
     state = [HostTensorProvider("m", {**tensors, **others})]
     snapshot = ckpt.snapshot(state, step=1)
     exec(statement)
     assert not snapshot.captured
+    _native.arm_fault("capture", "delay", 0)
     try:
         snapshot.wait_committed(60)
     except TornSnapshotError as error:

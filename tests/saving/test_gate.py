@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hold import GATE, held
 
 import datastates as ds
 from datastates import _native
@@ -21,8 +22,6 @@ torch = pytest.importorskip("torch")
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
 """A cache smaller than any state saved with it, so that capture cannot end before the first write has."""
-HELD = 500
-"""Milliseconds for which the tests hold that write up."""
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
@@ -56,11 +55,6 @@ def each_backend(request: pytest.FixtureRequest) -> dict[str, Any]:
         except DatastatesError as error:
             pytest.skip(f"io_uring is not allowed here: {error}")
     return {**OPTIONS, "io_backend": request.param}
-
-
-def hold_capture_up(milliseconds: int = HELD) -> None:
-    """Delay the first write. Capture waits for the block of that write."""
-    _native.arm_fault("write", "delay", milliseconds, 1, 1)
 
 
 class Training:
@@ -114,11 +108,11 @@ def test_the_gate_is_on_by_itself_and_no_optimizer_tears_a_snapshot(
 ) -> None:
     training = Training(OPTIMIZERS[optimizer])
     with ds.Checkpointer(tmp_path, **each_backend) as ckpt:
-        hold_capture_up()
         before = training.state()
-        snapshot = ckpt.snapshot(training.providers(), step=1)
-        assert not snapshot.captured
-        training.optimizer.step()
+        with held(until=GATE):
+            snapshot = ckpt.snapshot(training.providers(), step=1)
+            assert not snapshot.captured
+            training.optimizer.step()
         snapshot.wait_committed()
         assert snapshot.report.gate_seconds > 0
     assert differences(training.state(), before) != []
@@ -134,9 +128,7 @@ def test_forward_and_backward_in_a_closure_do_not_wait_and_the_update_does(
     optimizer = training.optimizer if make in OPTIMIZERS.values() else make(training.model.parameters())
     waited: list[bool] = []
     with ds.Checkpointer(tmp_path, **options) as ckpt:
-        hold_capture_up(2 * HELD)
         before = training.state()
-        snapshot = ckpt.snapshot(training.providers(), step=1)
 
         def closure() -> Any:
             waited.append(snapshot.captured or snapshot.report.gate_seconds > 0)
@@ -144,7 +136,9 @@ def test_forward_and_backward_in_a_closure_do_not_wait_and_the_update_does(
             return sum(p.grad.square().sum() for p in training.model.parameters())
 
         given: Any = {"positional": ((closure,), {}), "keyword": ((), {"closure": closure})}[how]
-        loss = optimizer.step(*given[0], **given[1])
+        with held(until=GATE):
+            snapshot = ckpt.snapshot(training.providers(), step=1)
+            loss = optimizer.step(*given[0], **given[1])
         assert float(loss) > 0
         snapshot.wait_committed()
     assert waited[0] is False
@@ -163,10 +157,10 @@ def test_an_optimizer_of_ones_own_waits_before_it_calls_a_closure(options: dict[
 
     training = Training(lambda p: Own(p, lr=0.1))
     with ds.Checkpointer(tmp_path, **options) as ckpt:
-        hold_capture_up()
         before = training.state()
-        ckpt.snapshot(training.providers(), step=1)
-        training.optimizer.step(lambda: torch.zeros(()))
+        with held(until=GATE):
+            ckpt.snapshot(training.providers(), step=1)
+            training.optimizer.step(lambda: torch.zeros(()))
     assert differences(ds.load(tmp_path), before) == []
 
 
@@ -176,9 +170,9 @@ def test_without_the_gate_an_optimizer_step_fails_the_snapshot_by_key(
 ) -> None:
     training = Training(OPTIMIZERS[optimizer])
     with ds.Checkpointer(tmp_path, auto_gate=False, **options) as ckpt:
-        hold_capture_up()
-        snapshot = ckpt.snapshot(training.providers(), step=1)
-        training.optimizer.step()
+        with held():
+            snapshot = ckpt.snapshot(training.providers(), step=1)
+            training.optimizer.step()
         with pytest.raises(TornSnapshotError) as caught:
             snapshot.wait_committed()
         assert ckpt.steps() == []
@@ -197,15 +191,15 @@ def test_without_the_gate_an_optimizer_step_fails_the_snapshot_by_key(
 def test_the_gate_by_hand_prevents_it(optimizer: str, as_block: bool, options: dict[str, Any], tmp_path: Path) -> None:
     training = Training(OPTIMIZERS[optimizer])
     with ds.Checkpointer(tmp_path, auto_gate=False, **options) as ckpt:
-        hold_capture_up()
         before = training.state()
-        snapshot = ckpt.snapshot(training.providers(), step=1)
-        if as_block:
-            with ckpt.gate():
+        with held(until=GATE):
+            snapshot = ckpt.snapshot(training.providers(), step=1)
+            if as_block:
+                with ckpt.gate():
+                    training.optimizer.step()
+            else:
+                ckpt.gate()
                 training.optimizer.step()
-        else:
-            ckpt.gate()
-            training.optimizer.step()
         snapshot.wait_committed()
     assert differences(ds.load(tmp_path), before) == []
 
@@ -230,9 +224,9 @@ def test_a_write_that_passes_no_gate_fails_the_snapshot_by_its_key_alone(
 ) -> None:
     state = tensors()
     with ds.Checkpointer(tmp_path, **options) as ckpt:
-        hold_capture_up()
-        snapshot = ckpt.snapshot([from_state_dict("x", state)], step=1)
-        WRITES[write](state["d"])
+        with held():
+            snapshot = ckpt.snapshot([from_state_dict("x", state)], step=1)
+            WRITES[write](state["d"])
         with pytest.raises(TornSnapshotError, match="'x/d'") as caught:
             snapshot.wait_committed()
     assert caught.value.keys == ["x/d"]
@@ -243,10 +237,10 @@ def test_a_write_that_passes_no_gate_fails_the_snapshot_by_its_key_alone(
 def test_the_gate_guards_any_write(write: str, options: dict[str, Any], tmp_path: Path) -> None:
     state = tensors()
     with ds.Checkpointer(tmp_path, **options) as ckpt:
-        hold_capture_up()
-        snapshot = ckpt.snapshot([from_state_dict("x", state)], step=1)
-        ckpt.gate()
-        WRITES[write](state["d"])
+        with held(until=GATE):
+            snapshot = ckpt.snapshot([from_state_dict("x", state)], step=1)
+            ckpt.gate()
+            WRITES[write](state["d"])
         snapshot.wait_committed()
     assert differences(ds.load(tmp_path)["x"], tensors()) == []
 
@@ -254,9 +248,9 @@ def test_the_gate_guards_any_write(write: str, options: dict[str, Any], tmp_path
 def test_a_write_into_a_numpy_array_declared_lazy_is_caught(options: dict[str, Any], tmp_path: Path) -> None:
     array = torch.ones(1_000_000).numpy()
     with ds.Checkpointer(tmp_path, **options) as ckpt:
-        hold_capture_up()
-        snapshot = ckpt.snapshot([HostTensorProvider("x", {"a": array})], step=1)
-        array[:] = 2
+        with held():
+            snapshot = ckpt.snapshot([HostTensorProvider("x", {"a": array})], step=1)
+            array[:] = 2
         with pytest.raises(TornSnapshotError, match="'x/a'"):
             snapshot.wait_committed()
 
@@ -265,10 +259,10 @@ def test_inference_tensors_are_witnessed_too(options: dict[str, Any], tmp_path: 
     with torch.inference_mode():
         state = tensors()
     with ds.Checkpointer(tmp_path, **options) as ckpt:
-        hold_capture_up()
-        snapshot = ckpt.snapshot([from_state_dict("x", state)], step=1)
-        with torch.inference_mode():
-            state["d"].add_(1)
+        with held():
+            snapshot = ckpt.snapshot([from_state_dict("x", state)], step=1)
+            with torch.inference_mode():
+                state["d"].add_(1)
         with pytest.raises(TornSnapshotError, match="'x/d'"):
             snapshot.wait_committed()
 
@@ -279,11 +273,11 @@ def test_two_optimizers_in_one_process_both_wait(first: int, options: dict[str, 
     two = Training(OPTIMIZERS["SGD foreach"], seed=2)
     both = [one, two]
     with ds.Checkpointer(tmp_path, **options) as ckpt:
-        hold_capture_up()
         before = {**one.state("one "), **two.state("two ")}
-        snapshot = ckpt.snapshot([*one.providers("one "), *two.providers("two ")], step=1)
-        both[first].optimizer.step()
-        both[1 - first].optimizer.step()
+        with held(until=GATE):
+            snapshot = ckpt.snapshot([*one.providers("one "), *two.providers("two ")], step=1)
+            both[first].optimizer.step()
+            both[1 - first].optimizer.step()
         snapshot.wait_committed()
     assert differences(ds.load(tmp_path), before) == []
 
@@ -291,11 +285,11 @@ def test_two_optimizers_in_one_process_both_wait(first: int, options: dict[str, 
 def test_one_step_waits_for_two_snapshots_in_flight(options: dict[str, Any], tmp_path: Path) -> None:
     training = Training(OPTIMIZERS["AdamW foreach"])
     with ds.Checkpointer(tmp_path, **options) as ckpt:
-        hold_capture_up()
         before = training.state()
-        for step in (1, 2):
-            ckpt.snapshot(training.providers(), step=step)
-        training.optimizer.step()
+        with held("capture", until=GATE):
+            both = [ckpt.snapshot(training.providers(), step=step) for step in (1, 2)]
+            assert not any(snapshot.captured for snapshot in both)
+            training.optimizer.step()
         ckpt.wait()
         paths = [ckpt.directory / f"step-0000000{step}" for step in (1, 2)]
     for path in paths:
@@ -304,10 +298,10 @@ def test_one_step_waits_for_two_snapshots_in_flight(options: dict[str, Any], tmp
 
 def test_a_single_snapshot_is_gated_too(options: dict[str, Any], tmp_path: Path) -> None:
     training = Training(OPTIMIZERS["AdamW fused"])
-    hold_capture_up()
     before = training.state()
-    snapshot = ds.snapshot(training.providers(), tmp_path / "one", **options)
-    training.optimizer.step()
+    with held(until=GATE):
+        snapshot = ds.snapshot(training.providers(), tmp_path / "one", **options)
+        training.optimizer.step()
     snapshot.wait_committed()
     assert differences(ds.load(tmp_path / "one"), before) == []
 
@@ -333,11 +327,11 @@ def test_what_the_forward_pass_changes_is_copied_at_the_snapshot(
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.BatchNorm1d(1024), torch.nn.Linear(1024, 64))
     model(torch.randn(8, 1024))
     with ds.Checkpointer(tmp_path, auto_gate=auto, **options) as ckpt:
-        hold_capture_up()
         before = copy.deepcopy(dict(model.state_dict()))
-        snapshot = ckpt.snapshot([from_stateful("model", model)], step=1)
-        model(torch.randn(8, 1024) * 10 + 5)
-        assert not snapshot.captured
+        with held():
+            snapshot = ckpt.snapshot([from_stateful("model", model)], step=1)
+            model(torch.randn(8, 1024) * 10 + 5)
+            assert not snapshot.captured
         snapshot.wait_committed()
     assert set(differences(dict(model.state_dict()), before)) == {
         "/1.running_mean",
@@ -368,20 +362,22 @@ def test_state_is_captured_while_the_storage_makes_the_file(tmp_path: Path) -> N
     training = Training(OPTIMIZERS["AdamW foreach"])
     with ds.Checkpointer(tmp_path, host_cache="64MiB") as ckpt:
         before = training.state()
-        _native.arm_fault("open", "delay", 1500, 1, 1)
-        snapshot = ckpt.snapshot(training.providers(), step=1)
-        training.optimizer.step()
-        snapshot.wait_captured()
-        assert list(tmp_path.rglob("*.pt")) == []
+        with held("open"):
+            snapshot = ckpt.snapshot(training.providers(), step=1)
+            training.optimizer.step()
+            snapshot.wait_captured()
+            assert list(tmp_path.rglob("*.pt")) == []
         snapshot.wait_committed()
-        assert snapshot.report.stages["create"].seconds >= 1.5
-    assert differences(ds.load(tmp_path), before) == []
+        assert differences(ds.load(tmp_path), before) == []
+        _native.arm_fault("open", "delay", 20, 1, 1)
+        later = ckpt.snapshot(training.providers(), step=2)
+        later.wait_committed()
+    assert later.report.stages["create"].seconds >= 0.02
 
 
 def test_the_gate_waits_for_capture_and_not_for_storage(options: dict[str, Any], tmp_path: Path) -> None:
     training = Training(OPTIMIZERS["AdamW foreach"])
-    with ds.Checkpointer(tmp_path, **options) as ckpt:
-        _native.arm_fault("sync", "delay", 2000, 1, 1)
+    with ds.Checkpointer(tmp_path, **options) as ckpt, held("sync"):
         snapshot = ckpt.snapshot(training.providers(), step=1)
         training.optimizer.step()
         ckpt.gate()
@@ -391,10 +387,10 @@ def test_the_gate_waits_for_capture_and_not_for_storage(options: dict[str, Any],
 def test_a_gradient_change_is_no_tear(options: dict[str, Any], tmp_path: Path) -> None:
     training = Training(OPTIMIZERS["AdamW foreach"])
     with ds.Checkpointer(tmp_path, auto_gate=False, **options) as ckpt:
-        hold_capture_up()
         before = training.state()
-        snapshot = ckpt.snapshot(training.providers(), step=1)
-        training.backward()
+        with held():
+            snapshot = ckpt.snapshot(training.providers(), step=1)
+            training.backward()
         snapshot.wait_committed()
     assert differences(ds.load(tmp_path), before) == []
 
@@ -440,11 +436,12 @@ provider = from_stateful("layer", layer)
 with ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB", on_error="warn") as ckpt:
     for _ in range(int(sys.argv[2])):
         ckpt.snapshot([provider], step=0).wait_committed()
-    _native.arm_fault("write", "delay", 100, 1, 1)
+    _native.arm_fault("write", "delay", 60_000)
     snapshot = ckpt.snapshot([provider], step=1)
-    assert not snapshot.captured
     layer.weight.data = torch.empty(0)  # as moving a model to another device does: 64 MiB go back to the system
     gc.collect()
+    assert not snapshot.captured
+    _native.clear_faults()
     try:
         snapshot.wait_committed(60)
     except TornSnapshotError as error:
