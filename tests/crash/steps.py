@@ -21,18 +21,18 @@ OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
 SOURCES = "".join(map(inspect.getsource, (directories, files, manifest, retention)))
 OPERATIONS = sorted(set(re.findall(r'\bsyscall\("(\w+)"', SOURCES)))
 """The system calls on a checkpoint's files that have fault points."""
-SLOW = 1500
-"""Milliseconds by which a test delays a snapshot."""
-PRELUDE = """
+PRELUDE = f"""
 import os, signal, sys, time
 import numpy as np
 import datastates as ds
 from datastates import _native
 from datastates.providers import HostTensorProvider
+sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+from hold import END, held, hold_until_exit
 root = sys.argv[1]
 OPTIONS = dict(host_cache="4MiB", block="1MiB")
 def providers(step):
-    return [HostTensorProvider("model", {"a": np.full(100_000, step, np.float64)})]
+    return [HostTensorProvider("model", {{"a": np.full(100_000, step, np.float64)}})]
 """
 """The beginning of a script that saves the same state in another process. Its argument is the directory."""
 
@@ -50,11 +50,6 @@ def assert_holds(root: Path, *steps: int) -> None:
     assert list(committed) == list(steps)
     for step, path in committed.items():
         assert np.array_equal(ds.load(path)["model"]["a"], array_of(step))
-
-
-def hold_up_syncs(count: int = 1) -> None:
-    """Delay the next syncs, so that snapshots persist slowly. Their capture is quick."""
-    _native.arm_fault("sync", "delay", SLOW, 1, count)
 
 
 def fail_one(ckpt: ds.Checkpointer, step: int) -> ds.Snapshot:

@@ -10,12 +10,14 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hold import held
 
 import datastates as ds
 from datastates import _native
@@ -243,9 +245,11 @@ def test_the_directory_vanishes_under_a_snapshot(tmp_path: Path) -> None:
     root = tmp_path / "run"
     state = state_of(1)
     with ds.Checkpointer(root, **OPTIONS) as ckpt:
-        _native.arm_fault("write", "delay", 1000, 1, 1)
-        failed = ckpt.snapshot(providers_of(state), step=1)
-        shutil.rmtree(root)
+        with held():
+            failed = ckpt.snapshot(providers_of(state), step=1)
+            while not list(root.rglob("*.pt")):  # a file that appears meanwhile would make the removal fail
+                time.sleep(0.001)
+            shutil.rmtree(root)
         with pytest.raises(StorageError) as caught:
             failed.wait_committed()
         assert caught.value.errno == errno.ENOENT

@@ -33,6 +33,7 @@ def fork(child):
     pid = os.fork()
     if pid == 0:
         signal.alarm(15)  # kills a child that hangs
+        _native.clear_faults()  # what its parent is held up by
         child()
         sys.exit(0)
     return pid
@@ -100,7 +101,7 @@ with ds.Checkpointer(root, **OPTIONS) as ckpt:
 
 IN_FLIGHT = f"""
 {PRELUDE}
-_native.arm_fault("sync", "delay", 1500, 1, 1)
+_native.arm_fault("sync", "delay", 60_000)
 ckpt = ds.Checkpointer(root, **OPTIONS)
 begun = ckpt.snapshot(providers(1), step=1)
 begun.wait_captured()
@@ -127,6 +128,7 @@ def child():
     restores(ckpt, 2)
     ckpt.close()
 ended_well(fork(child))
+_native.clear_faults()
 begun.wait_committed()
 ckpt.close()
 """
@@ -143,7 +145,7 @@ def test_a_child_that_forgets_an_abandoned_snapshot_goes_on(
     script = f"""
 {PRELUDE}
 import gc
-_native.arm_fault({point!r}, "delay", 1500, 1, 1)
+_native.arm_fault({point!r}, "delay", 60_000)
 ckpt = ds.Checkpointer(root, **OPTIONS)
 begun = ckpt.snapshot(providers(1), step=1)
 def child():
@@ -153,6 +155,7 @@ def child():
     ckpt.snapshot(providers(2), step=2).wait_committed()
     gc.collect()
 ended_well(fork(child))
+_native.clear_faults()
 begun.wait_committed()
 """
     ended = run("-c", script, tmp_path)
@@ -168,6 +171,7 @@ def test_a_child_that_exits_at_once_does_not_disturb_the_snapshot_in_flight(
 for _ in range(3):
     ended_well(fork(lambda: None))
 assert not begun.committed
+_native.clear_faults()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -182,6 +186,7 @@ def child():
     ckpt.close()
     assert ckpt.failures == 0, ckpt.failures
 ended_well(fork(child))
+_native.clear_faults()
 ckpt.close()
 """
     ended = run("-c", script, tmp_path)
@@ -191,10 +196,11 @@ ckpt.close()
 def test_a_child_that_lives_on_does_not_keep_retention_from_deleting(tmp_path: Path, run: Callable[..., Any]) -> None:
     script = f"""
 {PRELUDE}
-_native.arm_fault("sync", "delay", 1500, 1, 1)
+_native.arm_fault("sync", "delay", 60_000)
 ckpt = ds.Checkpointer(root, keep_last=1, **OPTIONS)
 ckpt.snapshot(providers(1), step=1)
 worker = fork(lambda: time.sleep(60))  # as a data loader's worker does
+_native.clear_faults()
 ckpt.wait()
 ckpt.snapshot(providers(2), step=2)
 ckpt.close()
@@ -218,6 +224,7 @@ def held():
 def child(): assert held() == [], held()
 assert any(name.endswith(".pt") for name in held())
 ended_well(fork(child))
+_native.clear_faults()
 ckpt.close()
 """
     ended = run("-c", script, tmp_path)
@@ -229,7 +236,7 @@ def test_what_a_killed_parent_left_is_debris_though_its_child_lives_on(
 ) -> None:
     script = f"""
 {PRELUDE}
-_native.arm_fault("sync", "delay", 30000, 1, 1)
+_native.arm_fault("sync", "delay", 60_000)
 ckpt = ds.Checkpointer(root, **OPTIONS)
 ckpt.snapshot(providers(1), step=1)
 fork(lambda: (print("forked", flush=True), time.sleep(60)))

@@ -6,13 +6,15 @@ import errno
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from steps import OPTIONS, PRELUDE, SLOW, array_of, assert_holds, fail_one, hold_up_syncs, providers
+from hold import END, held
+from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 
 import datastates as ds
 from datastates import _native
@@ -29,19 +31,18 @@ from datastates.providers import HostTensorProvider
 
 
 def test_close_waits_for_the_commit_and_may_be_called_again(tmp_path: Path) -> None:
-    hold_up_syncs(2)
     ckpt = ds.Checkpointer(tmp_path, **OPTIONS)
-    taken = [ckpt.snapshot(providers(step), step=step) for step in (1, 2)]
-    assert not any(s.committed for s in taken)
-    ckpt.close()
+    with held("sync", until=END):
+        taken = [ckpt.snapshot(providers(step), step=step) for step in (1, 2)]
+        assert not any(s.committed for s in taken)
+        ckpt.close()
     assert all(s.committed for s in taken)
     ckpt.close()
     assert_holds(tmp_path, 1, 2)
 
 
 def test_leaving_the_block_waits_for_the_commit(tmp_path: Path) -> None:
-    hold_up_syncs()
-    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+    with held("sync", until=END), ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         snapshot = ckpt.snapshot(providers(1), step=1)
         assert not snapshot.committed
     assert snapshot.committed
@@ -57,8 +58,7 @@ def fail_in_the_block(root: Path) -> None:
 def test_an_error_in_the_block_is_the_one_that_leaves_it_and_the_snapshot_is_committed(
     tmp_path: Path,
 ) -> None:
-    hold_up_syncs()
-    with pytest.raises(KeyError, match="mine"):
+    with held("sync", until=END), pytest.raises(KeyError, match="mine"):
         fail_in_the_block(tmp_path)
     assert_holds(tmp_path, 1)
 
@@ -85,7 +85,7 @@ def test_a_closed_checkpointer_says_so(tmp_path: Path) -> None:
 def test_the_interpreter_exits_only_after_the_commit(ending: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     script = f"""
 {PRELUDE}
-_native.arm_fault("sync", "delay", {SLOW}, 1, 2)
+hold_until_exit("sync")
 ckpt = ds.Checkpointer(root, **OPTIONS)
 a, b = ckpt.snapshot(providers(1), step=1), ckpt.snapshot(providers(2), step=2)
 print(a.committed, b.committed)
@@ -100,7 +100,7 @@ print(a.committed, b.committed)
 def test_an_uncaught_error_lets_the_snapshot_in_flight_commit(tmp_path: Path, run: Callable[..., Any]) -> None:
     script = f"""
 {PRELUDE}
-_native.arm_fault("sync", "delay", {SLOW}, 1, 1)
+hold_until_exit("sync")
 ckpt = ds.Checkpointer(root, **OPTIONS)
 ckpt.snapshot(providers(1), step=1)
 raise RuntimeError("training failed")
@@ -117,7 +117,7 @@ def test_the_interpreter_exits_only_after_the_commit_of_a_single_snapshot(
 ) -> None:
     script = f"""
 {PRELUDE}
-_native.arm_fault("sync", "delay", {SLOW}, 1, 1)
+hold_until_exit("sync")
 {kept}ds.snapshot(providers(1), root + "/one", **OPTIONS)
 print(os.path.exists(root + "/one"))
 """
@@ -148,13 +148,13 @@ def sigterm_script(setting: str, before: str = "") -> str:
     return f"""
 {PRELUDE}
 {before}
-_native.arm_fault("sync", "delay", {SLOW}, 1, 2)
 ckpt = ds.Checkpointer(root, {setting} **OPTIONS)
-snaps = [ckpt.snapshot(providers(step), step=step) for step in (1, 2)]
-assert not any(s.committed for s in snaps)
-os.kill(os.getpid(), signal.SIGTERM)
-for _ in range(100):
-    time.sleep(0.1)
+with held("sync", until=END):
+    snaps = [ckpt.snapshot(providers(step), step=step) for step in (1, 2)]
+    assert not any(s.committed for s in snaps)
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(100):
+        time.sleep(0.1)
 print("alive")
 """
 
@@ -169,12 +169,12 @@ def test_sigterm_commits_what_is_in_flight_and_then_ends_the_process(tmp_path: P
 def test_sigterm_from_outside_while_waiting_for_a_snapshot(tmp_path: Path, start: Callable[..., Any]) -> None:
     script = f"""
 {PRELUDE}
-_native.arm_fault("sync", "delay", {SLOW}, 1, 1)
 ckpt = ds.Checkpointer(root, handle_sigterm=True, **OPTIONS)
-snap = ckpt.snapshot(providers(1), step=1)
-print("waiting", flush=True)
-snap.wait_committed()
-time.sleep(60)
+with held("sync", until=END):
+    snap = ckpt.snapshot(providers(1), step=1)
+    print("waiting", flush=True)
+    snap.wait_committed()
+    time.sleep(60)
 """
     process = start("-c", script, tmp_path)
     assert process.stdout.readline() == "waiting\n"
@@ -322,8 +322,7 @@ def raise_runtime_error(*_: object) -> None:
 
 
 def test_two_are_in_flight_and_a_third_waits(tmp_path: Path) -> None:
-    hold_up_syncs(2)
-    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+    with held("sync", until=END), ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         first, second = (ckpt.snapshot(providers(step), step=step) for step in (1, 2))
         assert (first.committed, second.committed) == (False, False)
         third = ckpt.snapshot(providers(3), step=3)
@@ -332,35 +331,45 @@ def test_two_are_in_flight_and_a_third_waits(tmp_path: Path) -> None:
     assert_holds(tmp_path, 1, 2, 3)
 
 
-def test_the_wait_for_room_counts_as_stall(tmp_path: Path) -> None:
-    hold_up_syncs()
-    with ds.Checkpointer(tmp_path, max_in_flight=1, **OPTIONS) as ckpt:
+def test_the_wait_for_room_counts_as_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    wait_ended = ds.Snapshot.wait_ended
+
+    def wait(snapshot: ds.Snapshot) -> bool:
+        begin = time.monotonic()
+        time.sleep(0.1)  # longer than the rest of the call takes
+        ended = wait_ended(snapshot)
+        waited.append(time.monotonic() - begin)
+        return ended
+
+    monkeypatch.setattr(ds.Snapshot, "wait_ended", wait)
+    with held("sync", until=END), ds.Checkpointer(tmp_path, max_in_flight=1, **OPTIONS) as ckpt:
         first = ckpt.snapshot(providers(1), step=1)
         second = ckpt.snapshot(providers(2), step=2)
         assert first.committed
-        assert second.report.stall_seconds > SLOW / 1000 / 2
+        assert second.report.stall_seconds >= sum(waited) > 0
 
 
 def test_a_third_is_refused_by_setting_and_the_others_go_on(tmp_path: Path) -> None:
-    hold_up_syncs(2)
     with ds.Checkpointer(tmp_path, when_busy="refuse", **OPTIONS) as ckpt:
-        for step in (1, 2):
-            ckpt.snapshot(providers(step), step=step)
-        with pytest.raises(SnapshotRefusedError, match="2 snapshots"):
-            ckpt.snapshot(providers(3), step=3)
+        with held("sync"):
+            for step in (1, 2):
+                ckpt.snapshot(providers(step), step=step)
+            with pytest.raises(SnapshotRefusedError, match="2 snapshots"):
+                ckpt.snapshot(providers(3), step=3)
         ckpt.wait()
         ckpt.snapshot(providers(4), step=4)
     assert_holds(tmp_path, 1, 2, 4)
 
 
 def test_a_wait_that_runs_out_of_time_says_so_and_the_snapshot_goes_on(tmp_path: Path) -> None:
-    hold_up_syncs()
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
-        snapshot = ckpt.snapshot(providers(1), step=1)
-        for wait in (snapshot.wait_persisted, snapshot.wait_committed):
-            with pytest.raises(SnapshotTimeoutError, match="snapshot 1"):
-                wait(0.01)
-        assert snapshot.exception() is None
+        with held("sync"):
+            snapshot = ckpt.snapshot(providers(1), step=1)
+            for wait in (snapshot.wait_persisted, snapshot.wait_committed):
+                with pytest.raises(SnapshotTimeoutError, match="snapshot 1"):
+                    wait(0.01)
+            assert snapshot.exception() is None
         snapshot.wait_committed(60)
         snapshot.wait_captured(0)
     assert ckpt.failures == 0
@@ -368,24 +377,24 @@ def test_a_wait_that_runs_out_of_time_says_so_and_the_snapshot_goes_on(tmp_path:
 
 
 def test_a_wait_for_capture_runs_out_of_time_while_the_cache_is_full(tmp_path: Path) -> None:
-    _native.arm_fault("write", "delay", SLOW, 1, 1)
     big = np.arange(1_000_000, dtype=np.float64)
     settings: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
     with ds.Checkpointer(tmp_path, **settings) as ckpt:
-        snapshot = ckpt.snapshot([HostTensorProvider("model", {"a": big})], step=1)
-        with pytest.raises(SnapshotTimeoutError, match="captured"):
-            snapshot.wait_captured(0.01)
+        with held():
+            snapshot = ckpt.snapshot([HostTensorProvider("model", {"a": big})], step=1)
+            with pytest.raises(SnapshotTimeoutError, match="captured"):
+                snapshot.wait_captured(0.01)
         snapshot.wait_captured(60)
     assert np.array_equal(ds.load(tmp_path)["model"]["a"], big)
 
 
 def test_the_three_states_come_in_order(tmp_path: Path) -> None:
-    hold_up_syncs()
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
-        snapshot = ckpt.snapshot(providers(1), step=1)
-        snapshot.wait_captured()
-        assert (snapshot.captured, snapshot.persisted, snapshot.committed) == (True, False, False)
-        assert ckpt.latest() is None
+        with held("sync"):
+            snapshot = ckpt.snapshot(providers(1), step=1)
+            snapshot.wait_captured()
+            assert (snapshot.captured, snapshot.persisted, snapshot.committed) == (True, False, False)
+            assert ckpt.latest() is None
         snapshot.wait_committed()
     report = snapshot.report
     assert report.capture_seconds is not None
@@ -395,18 +404,21 @@ def test_the_three_states_come_in_order(tmp_path: Path) -> None:
 
 
 def test_several_threads_may_wait_for_one_snapshot(tmp_path: Path) -> None:
-    hold_up_syncs()
     seen: list[bool] = []
+    all_here = threading.Barrier(5)
 
     def wait(snapshot: ds.Snapshot) -> None:
+        all_here.wait()
         snapshot.wait_committed(60)
         seen.append(snapshot.committed)
 
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
-        snapshot = ckpt.snapshot(providers(1), step=1)
-        threads = [threading.Thread(target=wait, args=(snapshot,)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
+        with held("sync"):
+            snapshot = ckpt.snapshot(providers(1), step=1)
+            threads = [threading.Thread(target=wait, args=(snapshot,)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            all_here.wait()
         for thread in threads:
             thread.join()
     assert seen == [True] * 4

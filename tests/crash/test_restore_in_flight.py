@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from steps import OPTIONS, array_of, hold_up_syncs, providers
+from hold import END, held
+from steps import OPTIONS, array_of, providers
 
 import datastates as ds
 from datastates import _native
@@ -22,9 +23,8 @@ def target() -> tuple[Any, list[HostTensorProvider]]:
 
 
 def test_the_only_checkpoint_is_in_flight(tmp_path: Path) -> None:
-    hold_up_syncs()
     array, live = target()
-    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt, held("sync", until=END):
         snapshot = ckpt.snapshot(providers(1), step=1)
         assert not snapshot.committed
         assert ckpt.restore(live).step == 1
@@ -36,10 +36,10 @@ def test_the_newest_is_in_flight(wish: int | None, tmp_path: Path) -> None:
     array, live = target()
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot(providers(1), step=1).wait_committed()
-        hold_up_syncs()
-        ckpt.snapshot(providers(2), step=2)
-        assert ckpt.latest() == 1
-        assert ckpt.restore(live, step=wish).step == 2
+        with held("sync", until=END):
+            ckpt.snapshot(providers(2), step=2)
+            assert ckpt.latest() == 1
+            assert ckpt.restore(live, step=wish).step == 2
     assert np.array_equal(array, array_of(2))
 
 

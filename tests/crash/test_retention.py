@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, hold_up_syncs, providers
+from hold import held
+from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 
 import datastates as ds
-from datastates import _native
 from datastates.commit import directories, manifest, retention
 from datastates.providers import HostTensorProvider
 
@@ -58,10 +59,10 @@ def test_one_that_is_overtaken_is_older_than_what_overtook_it(
 def test_retention_deletes_nothing_before_the_newer_one_is_committed(tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
         ckpt.snapshot(providers(1), step=1).wait_committed()
-        hold_up_syncs()
-        second = ckpt.snapshot(providers(2), step=2)
-        second.wait_captured()
-        assert ckpt.steps() == [1]
+        with held("sync"):
+            second = ckpt.snapshot(providers(2), step=2)
+            second.wait_captured()
+            assert ckpt.steps() == [1]
         second.wait_committed()
     assert_holds(tmp_path, 2)
 
@@ -89,20 +90,33 @@ def test_a_step_saved_twice_is_superseded_by_the_later_one(tmp_path: Path) -> No
 def test_a_step_saved_again_keeps_the_earlier_one_until_it_is_committed(tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path, on_error="warn", **OPTIONS) as ckpt:
         ckpt.snapshot(providers(1), step=1).wait_committed()
-        hold_up_syncs()
-        again = ckpt.snapshot(providers(1), step=1)
-        again.wait_captured()
-        assert_holds(tmp_path, 1)
+        with held("sync"):
+            again = ckpt.snapshot(providers(1), step=1)
+            again.wait_captured()
+            assert_holds(tmp_path, 1)
         again.wait_committed()
         fail_one(ckpt, 1)
     assert_holds(tmp_path, 1)
 
 
-def test_a_step_saved_twice_at_once_is_superseded_by_the_later_one(tmp_path: Path) -> None:
+def test_a_step_saved_twice_at_once_is_superseded_by_the_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, overtaken = threading.Event(), threading.Event()
+    real = manifest.commit
+
+    def commit(pending: manifest.Pending, made: manifest.Manifest, target: Callable[[], Path]) -> Path:
+        if not begun.is_set():
+            begun.set()
+            assert overtaken.wait(30)
+        return real(pending, made, target)
+
+    monkeypatch.setattr(manifest, "commit", commit)
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
-        hold_up_syncs()
         ckpt.snapshot(providers(1), step=5)
-        ckpt.snapshot(providers(2), step=5)
+        assert begun.wait(30)
+        ckpt.snapshot(providers(2), step=5).wait_committed()
+        overtaken.set()
         ckpt.wait()
         assert ckpt.failures == 0
     assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(2))
@@ -113,8 +127,7 @@ def test_a_step_saved_twice_at_once_is_superseded_by_the_later_one(tmp_path: Pat
 
 
 def test_a_second_checkpointer_leaves_what_a_living_one_writes(tmp_path: Path, run: Callable[..., Any]) -> None:
-    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
-        _native.arm_fault("sync", "delay", 3000, 1, 1)
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt, held("sync"):
         snapshot = ckpt.snapshot(providers(1), step=1)
         snapshot.wait_captured()
         partial = [e for e in tmp_path.iterdir() if ".partial-" in e.name]
@@ -122,7 +135,7 @@ def test_a_second_checkpointer_leaves_what_a_living_one_writes(tmp_path: Path, r
         assert retention.debris(tmp_path) == []
         ended = run("-c", f"{PRELUDE}\nds.Checkpointer(root, **OPTIONS).close()", tmp_path)
         assert (ended.returncode, ended.stderr) == (0, "")
-        assert partial[0].exists() or snapshot.committed
+        assert partial[0].exists()
     assert_holds(tmp_path, 1)
 
 
@@ -133,12 +146,15 @@ with ds.Checkpointer(root, **OPTIONS) as ckpt:
     for step in range(100, 110):
         ckpt.snapshot(providers(step), step=step)
 """
+    ended: list[Any] = []
+    other = threading.Thread(target=lambda: ended.append(run("-c", script, tmp_path)))
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
-        _native.arm_fault("sync", "delay", 50)
-        ended: list[Any] = []
-        other = threading.Thread(target=lambda: ended.append(run("-c", script, tmp_path)))
-        other.start()
-        for step in range(10):
+        with held("sync"):
+            ckpt.snapshot(providers(0), step=0)
+            other.start()
+            while other.is_alive() and not list(tmp_path.glob("step-000001*")):
+                time.sleep(0.001)
+        for step in range(1, 10):
             ckpt.snapshot(providers(step), step=step)
         other.join()
     assert ended[0].returncode == 0, ended[0].stderr
