@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hold import held
 from random_states import differences, random_array, random_tree
 
 import datastates as ds
@@ -26,6 +27,8 @@ from datastates.providers import HostTensorProvider, PickledObjectProvider, from
 from datastates.restoring.stored import open_checkpoint
 
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
+PATIENCE = 20.0
+"""Seconds that threads may take to end."""
 
 
 def rounds(short: int, full: int) -> pytest.MarkDecorator:
@@ -64,7 +67,6 @@ def resident() -> int:
 
 
 def descriptors() -> list[str]:
-    gc.collect()
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -74,22 +76,35 @@ def descriptors() -> list[str]:
     return sorted(found)
 
 
-def native_threads() -> int:
-    """The number of threads that the kernel sees, once it has stopped changing."""
+def in_use() -> tuple[int, int, list[str]]:
+    """The number of Python's threads, that of the kernel's threads, and the open files."""
+    open_files = descriptors()
+    return threading.active_count(), len(os.listdir("/proc/self/task")), open_files
+
+
+def in_use_at_first() -> tuple[int, int, list[str]]:
+    """What is in use once the threads of other tests have ended: nothing has changed for a while."""
     gc.collect()
-    count = len(os.listdir("/proc/self/task"))
-    for _ in range(50):
+    found = [in_use()]
+    while len(found) < 10 or found[-10:] != found[-1:] * 10:
         time.sleep(0.01)
-        if (now := len(os.listdir("/proc/self/task"))) == count:
-            break
-        count = now
-    return count
+        found.append(in_use())
+    return found[-1]
+
+
+def assert_in_use(before: tuple[int, int, list[str]]) -> None:
+    """Check that no more is in use than before, once threads that were told to end have had the time to."""
+    gc.collect()
+    end = time.monotonic() + PATIENCE
+    while in_use() != before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert in_use() == before
 
 
 @rounds(63, 310)
 def test_random_snapshots_leave_nothing_behind(rounds: int, backend: str, tmp_path: Path) -> None:
     rng = random.Random(7)
-    before = (threading.active_count(), native_threads(), descriptors())
+    before = in_use_at_first()
     warm = 0
     with ds.Checkpointer(tmp_path, keep_last=5, keep_every=50, io_backend=backend, on_error="warn", **OPTIONS) as ckpt:
         for step in range(1, rounds + 1):
@@ -111,7 +126,7 @@ def test_random_snapshots_leave_nothing_behind(rounds: int, backend: str, tmp_pa
         failures = ckpt.failures
     assert grown < 64 << 20
     assert 1 <= failures <= rounds // 25
-    assert (threading.active_count(), native_threads(), descriptors()) == before
+    assert_in_use(before)
     committed = directories.committed(tmp_path)
     assert list(committed)[-1] == rounds
     assert len(committed) >= 5
@@ -136,13 +151,13 @@ def test_single_snapshots_restores_and_loads_leave_nothing_behind(rounds: int, t
     for step in range(rounds // 5):
         once(step)
     join()
-    before = (threading.active_count(), native_threads(), descriptors())
+    before = in_use_at_first()
     warm = resident()
     for step in range(rounds // 5, rounds):
         once(step)
     join()
     assert resident() - warm < 64 << 20
-    assert (threading.active_count(), native_threads(), descriptors()) == before
+    assert_in_use(before)
 
 
 @rounds(15, 60)
@@ -153,18 +168,18 @@ def test_checkpointers_opened_and_closed_leave_nothing_behind(rounds: int, backe
 
     for step in range(5):
         once(step)
-    before = (threading.active_count(), native_threads(), descriptors())
+    before = in_use_at_first()
     warm = resident()
     for step in range(5, rounds):
         once(step)
     assert resident() - warm < 64 << 20
-    assert (threading.active_count(), native_threads(), descriptors()) == before
+    assert_in_use(before)
     assert list(directories.committed(tmp_path)) == [rounds - 2, rounds - 1]
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["committed", "failed"])
 def test_a_snapshot_kept_after_close_keeps_neither_threads_nor_cache(fails: bool, tmp_path: Path) -> None:
-    before = native_threads()
+    before = in_use_at_first()
     ckpt = ds.Checkpointer(tmp_path, on_error="warn", host_cache="64MiB", block="1MiB")
     big = np.ones(4_000_000)
     ckpt.snapshot([HostTensorProvider("m", {"a": big})], step=0).wait_committed()  # now the cache is allocated
@@ -176,7 +191,7 @@ def test_a_snapshot_kept_after_close_keeps_neither_threads_nor_cache(fails: bool
     ckpt.close()
     del ckpt
     assert (kept.committed, isinstance(kept.exception(), StorageError)) == (not fails, fails)
-    assert native_threads() == before
+    assert_in_use(before)
     assert held - resident() > 24 << 20
     assert kept.report.nbytes == big.nbytes
 
@@ -212,8 +227,7 @@ def test_a_failed_snapshot_lets_go_of_the_state(point: str, tmp_path: Path) -> N
 def test_a_captured_snapshot_lets_go_of_the_state_while_it_is_being_written(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     provider, gone = provider_of_a_copy(torch)
-    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
-        _native.arm_fault("sync", "delay", 1500, 1, 1)
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt, held("sync"):
         snapshot = ckpt.snapshot([provider], step=1)
         snapshot.wait_captured()
         while gone[0]() is not None and not snapshot.committed:
