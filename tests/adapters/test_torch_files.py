@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hold import GATE, held
 
 from datastates import _native
 from datastates.errors import ProviderError, StorageError, TornSnapshotError
@@ -20,8 +21,6 @@ from datastates.saving import gate  # noqa: E402
 from datastates.saving.snapshot import Snapshot  # noqa: E402
 
 PT = {"format": "pt"}
-HELD = 2000
-"""Milliseconds by which a write is delayed, and with it the capture of what the cache cannot hold."""
 
 
 @pytest.fixture
@@ -77,12 +76,12 @@ def test_an_update_waits_for_the_capture_of_what_is_lazy(files: TorchFiles, tmp_
     model(torch.randn(2, 1024)).sum().backward()
     seen = torch.zeros(1)  # not lazy: it may change at once
     expected = {"w": model.weight.detach().clone(), "seen": seen.clone()}
-    _native.arm_fault("write", "delay", HELD, 1, 1)
     tensors = {"w": model.weight.detach(), "seen": seen}
-    snapshot = files.write_tensors(tensors, tmp_path / "file", PT, lambda name, _: name == "w")
-    seen += 1
-    assert not snapshot.captured
-    optimizer.step()  # it waits: what was saved is what was there before
+    with held(until=GATE):
+        snapshot = files.write_tensors(tensors, tmp_path / "file", PT, lambda name, _: name == "w")
+        seen += 1
+        assert not snapshot.captured
+        optimizer.step()  # it waits: what was saved is what was there before
     snapshot.wait_persisted()
     loaded = load_file(tmp_path / "file")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
@@ -92,10 +91,10 @@ def test_an_update_waits_for_the_capture_of_what_is_lazy(files: TorchFiles, tmp_
 @pytest.mark.parametrize("before", [8, 3], ids=["on a word", "between words"])
 def test_what_is_changed_before_its_capture_is_named(before: int, files: TorchFiles, tmp_path: Path) -> None:
     weight = torch.zeros(1024, 1025)
-    _native.arm_fault("write", "delay", HELD, 1, 1)
     tensors = {"a": torch.zeros(before), "net.weight": weight, "z": torch.zeros(1024, 1024)}
-    snapshot = files.write_tensors(tensors, tmp_path / "file", PT, lambda *_: True)
-    weight.data[-1] += 1  # torch's counter does not see it
+    with held():
+        snapshot = files.write_tensors(tensors, tmp_path / "file", PT, lambda *_: True)
+        weight.data[-1] += 1  # torch's counter does not see it
     gate.pass_all()
     with pytest.raises(TornSnapshotError, match=r"net\.weight"):
         snapshot.wait_persisted()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from by_path import module_at
+from hold import GATE, held
 
 from datastates import _native
 from datastates.errors import CommitError, SettingsError, StorageError
@@ -21,8 +22,6 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.filterwarnings("ignore")  # from accelerate itself
 IMPORTED = ("accelerate", "torch.distributed.fsdp")
-HELD = 2000
-"""Milliseconds by which the first write is delayed, and with it the capture of what the cache cannot hold."""
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +62,14 @@ def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(training: 
     loop = training.Loop(tmp_path)
     loop.train(1)
     expected = {name: tensor.clone() for name, tensor in loop.net.state_dict().items()}
-    _native.arm_fault("write", "delay", HELD, 1, 1)
-    final = loop.accelerator.save_state()
-    assert final == tmp_path / "checkpoints" / "checkpoint_0"
-    loop.forward()
-    (snapshots,) = loop.checkpoints.snapshots.values()
-    assert len(snapshots) == 2
-    assert not all(snapshot.captured for snapshot in snapshots), "forward or backward waited for the capture"
-    loop.update()  # it waits: what was saved is what was there before
+    with held("capture", until=GATE):
+        final = loop.accelerator.save_state()
+        assert final == tmp_path / "checkpoints" / "checkpoint_0"
+        loop.forward()
+        (snapshots,) = loop.checkpoints.snapshots.values()
+        assert len(snapshots) == 2
+        assert not any(snapshot.captured for snapshot in snapshots)
+        loop.update()  # it waits: what was saved is what was there before
     loop.accelerator.end_training()
     weights = load_file(final / "model.safetensors")
     assert weights.keys() == expected.keys()
@@ -128,10 +127,10 @@ def test_a_folder_of_its_own_choice_is_replaced_if_it_is_a_checkpoint(training: 
 def test_a_folder_that_appears_while_it_is_written_is_left_alone(training: ModuleType, tmp_path: Path) -> None:
     loop = training.Loop(tmp_path)
     loop.accelerator.project_configuration.automatic_checkpoint_naming = False
-    _native.arm_fault("write", "delay", HELD, 1, 1)
-    final = loop.accelerator.save_state(tmp_path / "here")
-    final.mkdir()
-    (final / "precious").write_text("x")
+    with held("sync"):
+        final = loop.accelerator.save_state(tmp_path / "here")
+        final.mkdir()
+        (final / "precious").write_text("x")
     with pytest.raises(CommitError, match="here holds other files"):
         loop.accelerator.end_training()
     assert [path.name for path in final.iterdir()] == ["precious"]
@@ -213,26 +212,22 @@ def test_several_ranks_save_one_folder_and_each_loads_the_others(
 def test_sharded_state_is_captured_while_training_goes_on(version: int, ranks: Any, tmp_path: Path) -> None:
     script = f"""
     import sys
-    sys.path.insert(0, {str(HERE)!r})
+    sys.path[:0] = {[str(HERE), str(HERE.parents[1] / "support")]!r}
     from pathlib import Path
     import torch
-    from datastates import _native
+    from hold import GATE, held
     from training import Loop, os
 
     loop = Loop(Path({str(tmp_path)!r}), fsdp={version})
     loop.train(1)
     expected = loop.whole()
-    if {version} == 1:
-        _native.arm_fault("capture", "fail", 1)  # nothing is captured while this is armed
-    else:
-        _native.arm_fault("write", "delay", {HELD}, 1, 2)
-    final = loop.accelerator.save_state()
-    loop.forward()
-    (snapshots,) = loop.checkpoints.snapshots.values()
-    assert len(snapshots) == 2 and not all(s.captured for s in snapshots), "forward or backward waited"
-    loop.update()  # with FSDP2 it waits; FSDP of version 1 has made copies, so it does not
-    assert {version} == 2 or not all(s.captured for s in snapshots), "the update waited"
-    _native.clear_faults()
+    with held("capture", until=GATE):
+        final = loop.accelerator.save_state()
+        loop.forward()
+        (snapshots,) = loop.checkpoints.snapshots.values()
+        assert len(snapshots) == 2 and not all(s.captured for s in snapshots), "forward or backward waited"
+        loop.update()  # with FSDP2 it waits; FSDP of version 1 has made copies, so it does not
+        assert {version} == 2 or not all(s.captured for s in snapshots), "the update waited"
     assert any(not torch.equal(tensor, expected[name]) for name, tensor in loop.whole().items())
     loop.train(4)
     losses = loop.losses[1:]

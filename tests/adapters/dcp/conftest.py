@@ -1,8 +1,7 @@
-"""Saving and loading with torch.distributed.checkpoint: states, slow storage, and several ranks."""
+"""Saving and loading with torch.distributed.checkpoint: states, and several ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import subprocess
 import sys
@@ -45,21 +44,6 @@ def nothing_is_left() -> Iterator[None]:
         assert time.monotonic() < end, f"still there: {left}"
         gc.collect()  # an error's frames may keep a writer alive, and the writer keeps its idle threads
         time.sleep(0.02)
-
-
-@pytest.fixture
-def slow() -> Callable[..., Any]:
-    """In a ``with`` block, every write, or another fault point of the native core, takes some milliseconds longer."""
-
-    @contextlib.contextmanager
-    def slowed(milliseconds: int = 150, point: str = "write") -> Iterator[None]:
-        _native.arm_fault(point, "delay", milliseconds)
-        try:
-            yield
-        finally:
-            _native.clear_faults()
-
-    return slowed
 
 
 @pytest.fixture

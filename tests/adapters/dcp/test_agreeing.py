@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hold import held
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from datastates import _native
@@ -306,16 +307,16 @@ def test_a_rank_that_does_not_come_is_named(together: Together, tmp_path: Path) 
     together(RANKS, lambda rank: writers[rank].close())
 
 
-def test_without_a_writer_the_world_is_left_only_when_all_is_done(
-    together: Together, tmp_path: Path, slow: Any
-) -> None:
+def test_without_a_writer_the_world_is_left_only_when_all_is_done(together: Together, tmp_path: Path) -> None:
     """The ranks still have to vote after the call has returned."""
+    returned = threading.Barrier(RANKS, _native.clear_faults)
 
     def one(rank: int) -> None:
         snapshot = ours.async_save(state_of(rank), tmp_path, rank_timeout=10, **SMALL)
+        returned.wait(30)
         snapshot.wait_committed(30)
 
-    with slow(60):
+    with held("sync"):
         assert together(RANKS, one) == [None] * RANKS
     same(loaded(tmp_path, whole()), whole())
 

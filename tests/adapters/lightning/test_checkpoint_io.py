@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hold import GATE, held
 
 from datastates import _native
 from datastates._base import faults
@@ -26,8 +26,6 @@ HERE = Path(__file__).parent
 # Lightning's warnings about loaders, accelerators and existing checkpoints are not tested here
 pytestmark = pytest.mark.filterwarnings("ignore")
 IMPORTED = ("lightning.pytorch", "torch.distributed.checkpoint")
-HELD = 2000
-"""Milliseconds by which the first write is delayed, and with it the capture of what the cache cannot hold."""
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -117,10 +115,10 @@ def test_capture_goes_on_in_forward_and_backward_and_the_update_waits(
 
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
             expected.update({k: v.clone() for k, v in checkpoint["state_dict"].items()})
-            _native.arm_fault("write", "delay", HELD, 1, 1)
 
     training.quiet()
-    training.trainer(tmp_path, training.BATCHES + 2, io, Watch()).fit(training.Module(1024), training.data())
+    with held("capture", until=GATE):
+        training.trainer(tmp_path, training.BATCHES + 2, io, Watch()).fit(training.Module(1024), training.data())
     assert captured[training.BATCHES] == [False], "forward or backward waited for the capture"
     (path,) = tmp_path.glob("*.ckpt")
     snapshot = io.snapshots[path]
@@ -135,10 +133,10 @@ def test_what_is_removed_stays_until_what_came_after_is_there(
     state = {"state_dict": {"w": torch.arange(1 << 20)}}
     io.save_checkpoint(state, first)
     io.files.wait()
-    _native.arm_fault("write", "delay", HELD, 1, 1)
-    io.save_checkpoint(state, second)
-    io.remove_checkpoint(first)
-    assert first.exists()
+    with held("sync"):
+        io.save_checkpoint(state, second)
+        io.remove_checkpoint(first)
+        assert first.exists()
     io.files.wait()
     assert not first.exists()
     assert second.exists()
@@ -179,19 +177,17 @@ def test_a_failure_is_raised_by_a_later_save(training: ModuleType, tmp_path: Pat
 @pytest.mark.long
 def test_nothing_is_lost_at_exit(tmp_path: Path) -> None:
     script = f"""
+import sys
+sys.path.insert(0, {str(HERE.parents[1] / "support")!r})
 import torch
+from hold import hold_until_exit
 from datastates.adapters.lightning import DataStatesCheckpointIO
+hold_until_exit("sync")
 io = DataStatesCheckpointIO(host_cache="2MiB", block="1MiB")
 for name in "ab":
     io.save_checkpoint({{"state_dict": {{"w": torch.arange(1 << 20)}}}}, {str(tmp_path)!r} + f"/{{name}}.ckpt")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "DATASTATES_FAULTS": f"write=delay:{HELD}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", "b.ckpt"}
 

@@ -8,14 +8,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hold import held
 
 from datastates import _native
+from datastates.adapters.torch_files import TorchFiles
 from datastates.errors import StorageError
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")
-HELD = 2000
-"""Milliseconds by which the first write is delayed. A fit that does not wait for it ends earlier."""
 
 
 def _fit(training: ModuleType, io: Any, directory: Path) -> None:
@@ -28,9 +28,9 @@ def _fit(training: ModuleType, io: Any, directory: Path) -> None:
 
 
 def test_a_fit_ends_once_every_checkpoint_has_its_name(training: ModuleType, io: Any, tmp_path: Path) -> None:
-    _native.arm_fault("write", "delay", HELD, 1, 1)
-    _fit(training, io, tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
+    with held("sync", until=(TorchFiles, "finish")):
+        _fit(training, io, tmp_path)
+        names = {path.name for path in tmp_path.iterdir()}
     assert names == {"epoch=0-step=4.ckpt", "last.ckpt"}
     for name in names:
         assert torch.load(tmp_path / name, weights_only=True)["global_step"] == training.BATCHES
