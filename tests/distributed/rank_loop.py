@@ -25,8 +25,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from hold import held
 from split_state import Split
 
 import datastates as ds
@@ -111,9 +113,9 @@ def save(ckpt: ds.Checkpointer, step: int, state: Split, rest: list[StateProvide
     elif wrong == "torn":
         large = Split("large", {"x": ((4 << 20,), "box", ((0,), (4 << 20,)))})  # larger than the cache
         providers.append(large)
-        arm("write=delay:300")
-        snap = ckpt.snapshot(providers, step=step)
-        large.fill(step)
+        with held():
+            snap = ckpt.snapshot(providers, step=step)
+            large.fill(step)
         snap.wait_committed()
     elif wrong:
         raise ValueError(wrong)

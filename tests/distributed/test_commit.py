@@ -235,11 +235,12 @@ AT_ITS_END = """
 import os, sys
 import numpy as np
 import datastates as ds
-from datastates import _native
 from datastates.providers import from_state_dict
+sys.path.insert(0, sys.argv[2])
+from hold import hold_until_exit
 
 rank = int(os.environ["RANK"])
-_native.arm_fault("sync", "delay", 500, 1, 1)
+hold_until_exit("sync")
 ckpt = ds.Checkpointer(sys.argv[1], host_cache="2MiB", block="1MiB", rank=rank, world_size=2)
 ckpt.snapshot([from_state_dict(f"own{rank}", {"a": np.full(1000, rank)})], step=1)
 # the script ends here: the interpreter's end waits for the commit
@@ -247,7 +248,7 @@ ckpt.snapshot([from_state_dict(f"own{rank}", {"a": np.full(1000, rank)})], step=
 
 
 def test_ranks_whose_scripts_have_ended_commit_all_the_same(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, AT_ITS_END, tmp_path / "checkpoints")
+    ranks(2, AT_ITS_END, tmp_path / "checkpoints", HERE.parent / "support")
     with ds.open(tmp_path / "checkpoints") as checkpoint:
         assert checkpoint.step == 1
         assert [int(checkpoint[f"own{rank}/a"][0]) for rank in (0, 1)] == [0, 1]

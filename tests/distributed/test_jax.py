@@ -25,9 +25,10 @@ HEAD = f"""
 import json, os, sys, time
 from pathlib import Path
 
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]!r}
 import jax
 import jax_meshes
+from hold import hold_until_exit
 from split_state import Split
 
 import datastates as ds
@@ -115,7 +116,7 @@ save(ckpt, 2)
 if RANK == 0:
     client.key_value_set("rank 0 has given up", "yes")
 restore(ckpt)
-ds._native.arm_fault("sync", "delay", 700, 1, 1)
+hold_until_exit("sync")
 pending = ckpt.snapshot([state().fill(3)], step=3)
 report("pending", committed=pending.committed)  # and the process ends, without closing anything
 """

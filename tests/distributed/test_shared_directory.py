@@ -179,13 +179,13 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
 
 def test_a_rank_that_refuses(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
     script = f"""{prelude}
+import contextlib
 OPTIONS |= {{"max_in_flight": 1, "when_busy": "refuse" if RANK == 1 else "wait"}}
 with ds.Checkpointer(directory, **OPTIONS) as ckpt:
-    if RANK == 1:
-        arm("sync=delay:500")
-    first = ckpt.snapshot([state.fill(1)], step=1)
-    ckpt.gate()
-    tell("2", lambda: ckpt.snapshot([state.fill(2)], step=2).wait_committed())
+    with held("sync") if RANK == 1 else contextlib.nullcontext():
+        first = ckpt.snapshot([state.fill(1)], step=1)
+        ckpt.gate()
+        tell("2", lambda: ckpt.snapshot([state.fill(2)], step=2).wait_committed())
     first.wait_committed()
     tell("3", lambda: ckpt.snapshot([state.fill(3)], step=3).wait_committed())
 """
@@ -239,7 +239,7 @@ with ds.Checkpointer(directory, **OPTIONS, rank_timeout=2) as ckpt:
 """
     for rank in reports(ranks(2, script, tmp_path / "run")):
         assert rank["2"]["error"] == "CommitError"
-        assert re.fullmatch(r"rank 0 needed [12]\.\d+ s to commit, and is given 2 s", rank["2"]["text"])
+        assert re.fullmatch(r"rank 0 needed \d+\.\d+ s to commit, and is given 2 s", rank["2"]["text"])
     assert names(tmp_path / "run") == ["step-00000001", "step-00000003"]
 
 

@@ -67,9 +67,12 @@ for i in range(50):
 large = bytes([RANK]) * (9 << 20)
 answer = world.agree("large", large, lambda votes: votes[2] + votes[1], timeout=20)
 assert answer == bytes([2]) * (9 << 20) + bytes([1]) * (9 << 20)
+store = dist.distributed_c10d._get_default_store()
 if RANK == 2:
-    time.sleep(1.2)
+    store.wait(["rank 0 has given up"])
 agree(world, "straggler", 1)
+if RANK == 0:
+    store.set("rank 0 has given up", "yes")
 agree(world, "after", 20)
 other = world_of(None, None, Path("ckpts"), SECONDS)
 report(name="tokens", tokens=[world.token("a"), world.token("b"), other.token("a")])
@@ -78,8 +81,7 @@ world.close()
 other.close()
 dist.barrier()
 if RANK == 0:
-    keys = dist.distributed_c10d._get_default_store().list_keys()
-    report(name="keys", keys=[key for key in keys if "datastates" in key])
+    report(name="keys", keys=[key for key in store.list_keys() if "datastates" in key])
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)  # threads of torch that are left abort a process at times that ends by itself

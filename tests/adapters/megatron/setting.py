@@ -37,6 +37,7 @@ from datastates.adapters.megatron import DataStatesLoadStrategy, DataStatesSaveS
 from datastates.errors import CommitError, CorruptError, StorageError, TornSnapshotError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+from hold import GATE, held
 from in_ranks import PATIENCE, arm, end, fault, rank, say, together, wait_for
 
 # Megatron's save calls these even without a GPU; they are set here, as a worker that it spawns imports this, too

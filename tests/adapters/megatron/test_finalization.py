@@ -94,11 +94,11 @@ def test_a_worker_that_is_killed_does_not_matter(run: Any, tmp_path: Path) -> No
         BEGIN
         + """
 strategy, queue = Ours.save(), AsyncCallsQueue()
-with fault("sync", "delay", 1500):
+with held("sync"):
     queue.schedule_async_request(save(state(layout, 0), directory / "0", strategy, async_sharded_save=True))
     (worker,) = psutil.Process().children()
     worker.kill()
-    queue.maybe_finalize_async_calls(blocking=True)
+queue.maybe_finalize_async_calls(blocking=True)
 assert finished(directory / "0")
 loaded_as(layout, 0, directory / "0", Stock.load())
 """,
@@ -115,13 +115,14 @@ def test_a_rank_that_is_killed(run: Any, tmp_path: Path, said: Any, persistent: 
         + f"""
 strategy, queue = Ours.save(rank_timeout=5), AsyncCallsQueue(persistent={persistent})
 save(state(layout, 0), directory / "0", strategy)
-native.arm_fault("sync", "delay", 2000)
+native.arm_fault("sync", "delay", 60_000)
 queue.schedule_async_request(save(state(layout, 1), directory / "1", strategy, async_sharded_save=True))
 workers = [None, None]
 dist.all_gather_object(workers, psutil.Process().children()[-1].pid)
 say("worker", workers[rank()])
 if rank() == 1:
     os.kill(os.getpid(), 9)
+native.clear_faults()
 strategy.last.wait_ended()
 error = strategy.last.exception()
 assert "rank 1" in str(error), error

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-# the state is larger than the cache, so that capture lasts as long as the writes, which are slow
-SLOW = """
+LARGE = """
     directory = Path(sys.argv[1])
     SMALL = {"host_cache": "2MiB", "block": "1MiB"}
     parameters = {f"p{n}": torch.nn.Parameter(whole(f"p{n}", (512, 512), rank())) for n in range(6)}
@@ -50,13 +49,13 @@ SLOW = """
 def test_the_checkpoint_holds_the_state_of_the_call(run: Any, tmp_path: Path, persistent: bool) -> None:
     run(
         2,
-        SLOW
+        LARGE
         + f"""
     strategy, queue = Ours.save(**SMALL), AsyncCallsQueue(persistent={persistent})
     step()
     for number in range(2):
         expected, where = copied(), directory / str(number)
-        with fault("write", "delay", 80):
+        with held("capture", until=GATE):
             request = save(sharded(), where, strategy, async_sharded_save=True)
             queue.schedule_async_request(request)
             buffer.add_(1)  # what is small may change at once, and so may objects
@@ -64,10 +63,10 @@ def test_the_checkpoint_holds_the_state_of_the_call(run: Any, tmp_path: Path, pe
             assert not strategy.last.captured, "nothing was left to capture after the call"
             step()
             assert strategy.last.report.gate_seconds > 0, "the optimizer did not wait for the capture"
-            strategy.last.wait_captured(PATIENCE)
-            step()
-            assert not finished(where)
-            queue.maybe_finalize_async_calls(blocking=True)
+        strategy.last.wait_captured(PATIENCE)
+        step()
+        assert not finished(where)
+        queue.maybe_finalize_async_calls(blocking=True)
         assert finished(where)
         check(expected, where)
     queue.close()
@@ -79,27 +78,27 @@ def test_the_checkpoint_holds_the_state_of_the_call(run: Any, tmp_path: Path, pe
 def test_what_is_changed_too_early_is_named(run: Any, tmp_path: Path) -> None:
     run(
         2,
-        SLOW
+        LARGE
         + """
     strategy, queue = Ours.save(**SMALL), AsyncCallsQueue()
     step()
-    with fault("write", "delay", 80):
+    with held("capture"):
         request = save(sharded(), directory / "torn", strategy, async_sharded_save=True)
         if rank() == 1:
             with torch.no_grad():
                 parameters["p5"].mul_(2)
-        queue.schedule_async_request(request)
-        with pytest.raises(TornSnapshotError if rank() == 1 else CommitError, match="'.*p5'"):
-            queue.maybe_finalize_async_calls(blocking=True)
+    queue.schedule_async_request(request)
+    with pytest.raises(TornSnapshotError if rank() == 1 else CommitError, match="'.*p5'"):
+        queue.maybe_finalize_async_calls(blocking=True)
     assert not finished(directory / "torn")
     expected = copied()
     strategy = Ours.save(lazy=lambda key, tensor: key != "p5" and tensor.nbytes > 1 << 16, **SMALL)
-    with fault("write", "delay", 80):
+    with held("capture"):
         request = save(sharded(), directory / "copied", strategy, async_sharded_save=True)
         with torch.no_grad():
             parameters["p5"].mul_(2)
-        queue.schedule_async_request(request)
-        queue.maybe_finalize_async_calls(blocking=True)
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
     check(expected, directory / "copied")
 """,
         tmp_path,
@@ -109,19 +108,24 @@ def test_what_is_changed_too_early_is_named(run: Any, tmp_path: Path) -> None:
 def test_what_is_changed_while_the_ranks_plan_is_named(run: Any, tmp_path: Path) -> None:
     run(
         2,
-        SLOW
+        LARGE
         + """
+    import threading
+    from datastates.adapters.dcp.save.staging import Staged
     strategy = Ours.save(**SMALL)
     save(sharded(), directory / "first", strategy)  # a first one waits until the ranks have met
     second = directory / "second"
     together(second.mkdir)
+    changed, checked, check = directory / "changed", threading.Event(), Staged.check
+    Staged.check = lambda staged: (check(staged), checked.set())
     if rank() == 0:
-        time.sleep(1)  # rank 1 plans with it in the meantime
+        wait_for(changed.exists, "the change of rank 1, which plans with it in the meantime")
     request = strategy.async_save(sharded()["tensors"], second)
     if rank() == 1:
-        time.sleep(0.3)
+        assert checked.wait(PATIENCE)
         with torch.no_grad():
             parameters["p5"].mul_(2)
+        changed.touch()
     with pytest.raises(TornSnapshotError if rank() == 1 else CommitError, match="'p5'|/p5'"):
         request.execute_sync()
     assert not names(second), names(second)
@@ -133,14 +137,14 @@ def test_what_is_changed_while_the_ranks_plan_is_named(run: Any, tmp_path: Path)
 def test_loading_waits_for_the_capture(run: Any, tmp_path: Path) -> None:
     run(
         2,
-        SLOW
+        LARGE
         + """
     strategy, queue = Ours.save(**SMALL), AsyncCallsQueue()
     step()
     save(sharded(), directory / "first", strategy)
     step()
     expected = copied()
-    with fault("write", "delay", 80):
+    with held("capture", until=GATE):
         queue.schedule_async_request(save(sharded(), directory / "second", strategy, async_sharded_save=True))
         load(sharded(), directory / "first", Ours.load())  # into the very tensors
     queue.maybe_finalize_async_calls(blocking=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "torchtitan"
+SUPPORT = Path(__file__).parents[2] / "support"
 IMPORTED = ("torch.distributed.fsdp", "torchtitan.components.checkpointer")
 
 TRAINING = """
@@ -23,8 +24,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import fully_shard
 
 from torchtitan.components.checkpointer import CheckpointManager
-from datastates import _native
 from datastates.adapters.torchtitan import DataStatesCheckpointManager
+from datastates.saving.snapshot import Snapshot
+
+sys.path.insert(0, SUPPORT)
+from hold import held
 
 dist.init_process_group("gloo")
 folder = sys.argv[1]
@@ -96,7 +100,7 @@ def run(ranks: Any, tmp_path: Path) -> Run:
     """Run a script, which may use all of the above, on several ranks: ``run(n, script)``."""
 
     def start(n: int, script: str) -> None:
-        ranks(n, TRAINING + script + ENDING, tmp_path, timeout=120, imported=IMPORTED)
+        ranks(n, f"SUPPORT = {str(SUPPORT)!r}" + TRAINING + script + ENDING, tmp_path, timeout=120, imported=IMPORTED)
 
     return start
 
@@ -129,21 +133,22 @@ def test_the_update_waits_for_capture_and_a_stock_reader_loads_it(run: Run) -> N
     run(
         2,
         """
-held = Trainer(interval=3)
-save = held.checkpointer.save
+trained = Trainer(interval=3)
+save = trained.checkpointer.save
 def saved(step, last_step=False):
     if step == 3:
         global expected
-        expected = full(held.model)
-        _native.arm_fault("write", "delay", 300, 1, 1)
+        expected = full(trained.model)
     return save(step, last_step)
-held.checkpointer.save = saved
-held.train(6, until=4)
-held.checkpointer.close()
+trained.checkpointer.save = saved
+with held("capture", until=(Snapshot, "wait_captured")):
+    trained.train(6, until=4)
+assert trained.captured == [False] * 4, trained.captured
+trained.checkpointer.close()
 found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
 dcp.load(found, checkpoint_id=Path(folder, "checkpoint", "step-3"))
 assert same(found, expected)
-assert not same(full(held.model), expected)
+assert not same(full(trained.model), expected)
 
 # the last one holds the model alone, of another type; nothing of it is taken for a checkpoint to go on from by others
 last = Trainer(folder="last", last_save_model_only=True, export_dtype="bfloat16", load_only=False)

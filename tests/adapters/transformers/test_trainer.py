@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from by_path import module_at
+from hold import GATE, held
 
 from datastates import _native
 from datastates.commit import manifest, retention
@@ -27,9 +28,6 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.filterwarnings("ignore")  # about loaders without pinned memory, and from transformers itself
 IMPORTED = ("accelerate", "transformers.models.llama.modeling_llama", "transformers.trainer")
-HELD = 60_000
-"""Milliseconds for which the first write is held, and with it the capture of what the cache cannot hold. Clearing the
-faults ends it."""
 
 
 @pytest.fixture(scope="module")
@@ -265,15 +263,14 @@ def test_capture_goes_on_in_forward_and_backward_and_the_step_waits(training: Mo
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if control.should_save and not expected:
                 expected.update({k: v.clone() for k, v in made.model.state_dict().items()})
-                _native.arm_fault("write", "delay", HELD, 1, 1)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             found = [snapshot.captured for each in checkpoints.snapshots.values() for snapshot in each]
             captured[state.global_step] = found
-            _native.clear_faults()
 
     made.add_callback(Watch())
-    made.train()
+    with held("capture", until=GATE):
+        made.train()
     assert not all(captured[training.EVERY]), "forward or backward waited for the capture"
     assert len(captured[training.EVERY]) == 2
     weights = load_file(tmp_path / f"checkpoint-{training.EVERY}" / "model.safetensors")
