@@ -14,11 +14,10 @@ torch = pytest.importorskip("torch")
 
 HERE = Path(__file__).parent
 IMPORTED = ("lightning.pytorch", "torch.distributed.fsdp")
-HELD = 2000
-"""Milliseconds by which a write is delayed, and with it the capture of what the cache cannot hold."""
 BEGIN = f"""
 import sys
-sys.path.insert(0, {str(HERE)!r})
+sys.path[:0] = {[str(HERE), str(HERE.parents[1] / "support")]!r}
+from hold import GATE, held
 from sharded import *
 from datastates import DatastatesError, _native
 
@@ -61,27 +60,27 @@ class Watch(pl.Callback):
         if trainer.global_step == BATCHES:
             self.found.append([s.captured for s in self.snapshots])
 
-class Delay(pl.Callback):
+class Before(pl.Callback):
     def on_train_batch_end(self, trainer, module, *_):
         if trainer.global_step == BATCHES:
             self.expected = {name: t.full_tensor().clone() for name, t in module.state_dict().items()}
-            _native.arm_fault("write", "delay", HELD, 1, 1)
 
-watch, delay, module = Watch(), Delay(), Sharded()
+watch, before, module = Watch(), Before(), Sharded()
 made = trainer(directory, BATCHES + 2, chosen, watch)
-made.callbacks.insert(0, delay)
-made.fit(module, data())
+made.callbacks.insert(0, before)
+with held("capture", until=GATE):
+    made.fit(module, data())
 assert watch.found == [[False]], watch.found
 # the update came later: it changed the module, and not what was saved
 import torch.distributed.checkpoint as dcp
 (folder,) = directory.iterdir()
-found = {name: torch.empty_like(tensor) for name, tensor in delay.expected.items()}
+found = {name: torch.empty_like(tensor) for name, tensor in before.expected.items()}
 dcp.load({"state_dict": found}, checkpoint_id=folder)
-assert all(torch.equal(found[name], tensor) for name, tensor in delay.expected.items())
+assert all(torch.equal(found[name], tensor) for name, tensor in before.expected.items())
 assert not torch.equal(module.net[0].weight.full_tensor(), found["net.0.weight"])
 leave()
 """
-    run(ranks, BEGIN + script.replace("HELD", str(HELD)), tmp_path / "run")
+    run(ranks, BEGIN + script, tmp_path / "run")
 
 
 @pytest.mark.long
