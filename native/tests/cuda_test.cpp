@@ -248,7 +248,7 @@ TEST(torn_device_sources_are_named) {
     const auto executor = support::make_executor({"pwrite", false}, 1, kBlock);
     DeviceCase state(large_case(random, {0, 0, 0, 0}), false);
     state.buffers.witness = {1, 1, 0, 1};
-    fault::arm("write", "delay", 300, 1, 1);
+    fault::arm("write", "delay", support::kHeld, 1, 1);
     const auto job = executor->submit_write(dir / "f", state.written.plan, state.buffers);
     std::vector<Bytes> zeros(4);
     for (const std::size_t i : {2, 3}) {  // no gate
@@ -256,6 +256,7 @@ TEST(torn_device_sources_are_named) {
         state.memory[i]->put(0, zeros[i]);
         state.memory[i]->synchronize();
     }
+    fault::clear();
     CHECK(job->wait_captured());
     CHECK(job->torn() == std::vector<int>{3});
     job->finish({});

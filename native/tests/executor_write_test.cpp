@@ -146,7 +146,7 @@ TEST(torn_sources_are_named) {
             {support::random_bytes(random, 500000), support::random_bytes(random, 400000),
              support::random_bytes(random, 300000)},
             {0, 0, 0}, kBlock, 4096, random);
-        fault::arm("write", "delay", 400, 1, 1);
+        fault::arm("write", "delay", support::kHeld, 1, 1);
         auto buffers = written.buffers();
         buffers.witness = {1, 1, 0};
         const auto job = executor->submit_write(dir / "f", written.plan, buffers);
@@ -157,6 +157,7 @@ TEST(torn_sources_are_named) {
             }
         }
         CHECK(!job->captured());
+        fault::clear();
         CHECK(job->wait_captured());
         CHECK(job->torn() == std::vector<int>{1});
         job->finish({});
@@ -170,12 +171,13 @@ TEST(gate_and_waits_time_out) {
     const auto executor = support::make_executor({"pwrite", false}, 1, kBlock);
     const WriteCase written =
         WriteCase::make({support::random_bytes(random, 300000)}, {0}, kBlock, 4096, random);
-    fault::arm("write", "delay", 50, 1, 1);
+    fault::arm("write", "delay", support::kHeld, 1, 1);
     const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
     const auto soon = Clock::now() + std::chrono::milliseconds(5);
     CHECK(!job->gate({}, soon));
     CHECK(!job->wait_captured(soon));
     CHECK(!job->wait_written(soon));
+    fault::clear();
     CHECK(job->gate({}));
     CHECK(job->wait_captured());
     CHECK(job->wait_written());
@@ -271,12 +273,12 @@ TEST(checksums_are_known_before_all_is_written) {
     const auto executor = support::make_executor({"pwrite", false}, 3, kBlock);
     const WriteCase written =
         WriteCase::make({support::random_bytes(random, 500000)}, {0}, kBlock, 4096, random);
-    // Long enough that this thread gets to look meanwhile, even on a busy machine.
-    fault::arm("write", "delay", 2000, 1, 1);
+    fault::arm("write", "delay", support::kHeld, 1, 1);
     const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
     CHECK(job->wait_checksummed());
     CHECK(!job->written());
     CHECK(job->digests() == written.digests);
+    fault::clear();
     check_written(*job, written, dir / "f", {});
 }
 
@@ -348,15 +350,30 @@ TEST(state_is_captured_before_there_is_a_file) {
         const auto executor = support::make_executor(setup, 4, kBlock);
         const WriteCase written =
             WriteCase::make({support::random_bytes(random, 2 * kBlock)}, {0}, kBlock, 4096, random);
-        fault::arm("open", "delay", 200, 1, 1);
+        fault::arm("open", "delay", support::kHeld, 1, 1);
         const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
         job->wait_captured();
         CHECK(job->gate({}));
         CHECK(!std::filesystem::exists(dir / "f"));
-        fault::arm("allocate", "delay", 200, 1, 1);
+        fault::clear();
+        check_written(*job, written, dir / "f", {});
+    }
+}
+
+TEST(a_file_is_made_before_it_has_its_size) {
+    std::mt19937_64 random(22);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const support::FaultScope scope;
+        const auto executor = support::make_executor(setup, 4, kBlock);
+        const WriteCase written =
+            WriteCase::make({support::random_bytes(random, 2 * kBlock)}, {0}, kBlock, 4096, random);
+        fault::arm("allocate", "delay", support::kHeld, 1, 1);
+        const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
         job->wait_made();
         CHECK(std::filesystem::exists(dir / "f"));
         CHECK(!job->written());
+        fault::clear();
         check_written(*job, written, dir / "f", {});
     }
 }
@@ -384,17 +401,17 @@ TEST(no_file_appears_after_an_abort) {
         const support::TempDir dir(setup);
         const support::FaultScope scope;
         for (const std::size_t blocks : {1, 16}) {
-            const auto executor = support::make_executor(setup, blocks, kBlock);
             const WriteCase written = WriteCase::make({support::random_bytes(random, 5 * kBlock)},
                                                       {0}, kBlock, 4096, random);
             for (const auto* point : {"open", "allocate"}) {
+                auto executor = support::make_executor(setup, blocks, kBlock);
                 fault::arm(point, "delay", 50, 1, 1);
-                const auto job =
-                    executor->submit_write(dir / point, written.plan, written.buffers());
+                auto job = executor->submit_write(dir / point, written.plan, written.buffers());
                 job->abort();
                 CHECK_EQ(std::filesystem::remove(dir / point), job->made());
                 CHECK_THROWS(ErrorCode::cancelled, job->finish({}));
-                std::this_thread::sleep_for(std::chrono::milliseconds(60));
+                job.reset();
+                executor.reset();  // waits for the worker that was to make the file
                 CHECK(!std::filesystem::exists(dir / point));
             }
         }

@@ -42,12 +42,13 @@ TEST(a_job_does_not_wait_for_the_one_before_it) {
     }
     ReadCase slow = ReadCase::make(written, kExtent, 1);
     ReadCase fast = ReadCase::make(written, kExtent, 1);
-    fault::arm("read", "delay", 3000, 1, 1);
+    fault::arm("read", "delay", support::kHeld, 1, 1);
     const auto first = executor->submit_read(dir / "slow", slow.plan, slow.buffers());
     const auto second = executor->submit_read(dir / "fast", fast.plan, fast.buffers());
     CHECK(second->wait());
     CHECK(matches(fast, written));
     CHECK(!first->wait(Clock::now()));
+    fault::clear();
     CHECK(first->wait());
     CHECK(matches(slow, written));
 }

@@ -56,6 +56,9 @@ class TempDir {
     std::filesystem::path path_;
 };
 
+/// Milliseconds of a delay that `fault::clear` ends: far longer than any test needs.
+constexpr long kHeld = 60'000;
+
 /// Disarms all faults at the end of a scope.
 struct FaultScope {
     FaultScope() = default;
