@@ -28,7 +28,7 @@ def test_an_engine_without_the_entry_saves_lazily_and_resumes(train: Any, tmp_pa
         assert ours(trained) is attached and attached.settings.host_cache == 64 << 20
 
         steps(trained, 0, 2)
-        with fault("write", "delay", 200):
+        with held("sync"):
             trained.save_checkpoint(directory)
             at_save = state(trained)
             assert not attached.saves[-1].ended and latest(directory) is None

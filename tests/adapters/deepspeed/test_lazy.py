@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-# the files are larger than the cache, so that capture lasts as long as the writes, which are slow
-SLOW = """
+LARGE = """
 directory = Path(sys.argv[1])
 SMALL_CACHE = {"host_cache": "2MiB", "block": "1MiB"}
-WRITE_MILLISECONDS = 150
 
 def wide(stage, **changed):
     return engine(stage, SMALL_CACHE, model=Net(512), **changed)
@@ -39,7 +37,7 @@ def check(trained, expected):
 def test_the_files_hold_the_state_of_the_call(train: Any, tmp_path: Path) -> None:
     train(
         2,
-        SLOW
+        LARGE
         + """
 for stage in (0, 2, 3):
     trained = wide(stage, gradient_accumulation_steps=2)
@@ -47,12 +45,11 @@ for stage in (0, 2, 3):
     for first, last in ((0, 3), (6, 8)):
         steps(trained, first, last)
         expected = noted(trained)
-        with fault("write", "delay", WRITE_MILLISECONDS):
-            with capture_held():
-                trained.save_checkpoint(directory / f"{stage}-{last}")
-                early = [snapshot.captured for snapshot in ours(trained).saves[-1].snapshots.values()]
+        with held("capture", until=GATE):
+            trained.save_checkpoint(directory / f"{stage}-{last}")
+            early = [snapshot.captured for snapshot in ours(trained).saves[-1].snapshots.values()]
             steps(trained, last, last + 3)
-            check(trained, expected)
+        check(trained, expected)
         assert not expected or not all(early), f"stage {stage}: nothing was left to capture after save_checkpoint()"
         del ours(trained).save
     trained.destroy()
@@ -65,30 +62,31 @@ for stage in (0, 2, 3):
 def test_the_first_step_waits_for_capture_and_not_for_the_storage(train: Any, tmp_path: Path) -> None:
     train(
         2,
-        SLOW
+        LARGE
         + """
 for stage in (2, 3):
     trained = wide(stage)
     steps(trained, 0, 1)
-    with fault("write", "delay", WRITE_MILLISECONDS):
-        with capture_held():
-            trained.save_checkpoint(directory / f"capture-{stage}")
-            save = ours(trained).saves[-1]
-            loss = torch.nn.functional.cross_entropy(trained(tokens(1)).float(), tokens(1))
-            trained.backward(loss)
-            captured = [snapshot.captured for snapshot in save.snapshots.values()]
-            assert not all(captured), "nothing was left to capture"
-        trained.step()
+    with held("capture", until=GATE):
+        trained.save_checkpoint(directory / f"capture-{stage}")
+        save = ours(trained).saves[-1]
+        loss = torch.nn.functional.cross_entropy(trained(tokens(1)).float(), tokens(1))
+        trained.backward(loss)
         captured = [snapshot.captured for snapshot in save.snapshots.values()]
-        assert all(captured), "the step did not wait for the capture"
+        assert not all(captured), "nothing was left to capture"
+        trained.step()
+        for snapshot in save.snapshots.values():
+            snapshot.wait_captured(PATIENCE)  # it never is, if the step has not come to the gate
         gates = sum(report.gate_seconds for report in save.reports.values())
         assert gates > 0, "the wait is not in the report"
-        ours(trained).wait()
+    ours(trained).wait()
 
-    with fault("sync", "delay", 4000):
+    with held("sync"):
         trained.save_checkpoint(directory / f"storage-{stage}")
         save = ours(trained).saves[-1]
         steps(trained, 2, 4)
+        for snapshot in save.snapshots.values():
+            snapshot.wait_captured(PATIENCE)
         states = {report.state for report in save.reports.values()}
         assert states == {"captured"}, f"two steps waited for the storage: {states}"
         assert not save.ended
@@ -104,12 +102,12 @@ for stage in (2, 3):
 def test_steps_that_are_skipped_do_not_hurt(train: Any, tmp_path: Path) -> None:
     train(
         2,
-        SLOW
+        LARGE
         + """
 trained = wide(2, bf16={"enabled": True, "check_grad_overflow": True})
 steps(trained, 0, 2)
 expected = noted(trained)
-with fault("write", "delay", WRITE_MILLISECONDS):
+with held("capture", until=GATE):
     trained.save_checkpoint(directory)
     skipped = trained.skipped_steps
     loss = torch.nn.functional.cross_entropy(trained(tokens(2)).float(), tokens(2))
@@ -117,7 +115,7 @@ with fault("write", "delay", WRITE_MILLISECONDS):
     trained.step()
     assert trained.skipped_steps == skipped + 1, "the step was not skipped"
     steps(trained, 3, 5)
-    check(trained, expected)
+check(trained, expected)
 trained.destroy()
 """,
         tmp_path,
@@ -128,20 +126,20 @@ trained.destroy()
 def test_several_engines_in_one_process(train: Any, tmp_path: Path) -> None:
     train(
         2,
-        SLOW
+        LARGE
         + """
 one, other = wide(2), wide(3)
 steps(one, 0, 2), steps(other, 0, 3)
 first, second = noted(one), noted(other)
-with fault("write", "delay", WRITE_MILLISECONDS):
+with held("capture", until=GATE):
     one.save_checkpoint(directory, tag="one", save_latest=False)
     other.save_checkpoint(directory, tag="other")
     other.save_checkpoint(directory, tag="again")
     for number in range(3, 6):
         step(one, number)
         step(other, number)
-    check(one, first)
-    check(other, second)
+check(one, first)
+check(other, second)
 one.destroy()
 other.destroy()
 dist.barrier()
@@ -156,22 +154,21 @@ def test_moving_the_state_away_waits_for_capture(train: Any, tmp_path: Path) -> 
     """DeepSpeed's ``offload_states`` frees what it has moved; it runs with ZeRO-3 on GPUs only."""
     train(
         1,
-        SLOW
+        LARGE
         + """
 from datastates.adapters.deepspeed import binding
 
 trained = wide(2)
 steps(trained, 0, 1)
-with fault("write", "delay", WRITE_MILLISECONDS):
-    def captured(engine):
-        return all(snapshot.captured for snapshot in save.snapshots.values())
+def captured(engine):
+    return all(snapshot.captured for snapshot in save.snapshots.values())
 
-    with capture_held():
-        trained.save_checkpoint(directory)
-        save = ours(trained).saves[-1]
-        assert not captured(trained)
+with held("capture", until=(type(ours(trained)), "wait_captured")):
+    trained.save_checkpoint(directory)
+    save = ours(trained).saves[-1]
+    assert not captured(trained)
     assert binding._after(lambda ours: ours.wait_captured(), captured)(trained), "it did not wait for the capture"
-    ours(trained).wait()
+ours(trained).wait()
 for name in ("offload_states", "reload_states"):
     assert getattr(type(trained), name).__wrapped__.__name__ == name
 trained.destroy()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -23,12 +22,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-from datastates import _native
 from datastates._base import faults
 from datastates.adapters.deepspeed import load_checkpoint
 from datastates.errors import RestoreError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+from hold import GATE, held
 from in_ranks import PATIENCE, arm, end, fault, rank, say, together, wait_for
 
 OURS: dict[str, Any] = {"host_cache_size": 0.0625}
@@ -186,18 +185,16 @@ def like_torch(root: Path, made: Any, train: Any) -> None:
     losses, end_state = train(trained, 2, 4), state(trained)
     trained.destroy()
 
-    # the files are larger than the cache, and the writes are slow: so is the capture
     trained = made({"host_cache": "2MiB", "block": "1MiB"})
     train(trained, 0, 2)
-    with fault("write", "delay", 100):
-        with capture_held():
-            trained.save_checkpoint(root / "ours", client_state={"next": 2})
-            early = [snapshot.captured for snapshot in ours(trained).saves[-1].snapshots.values()]
-        held = sum(report.nbytes for report in ours(trained).saves[-1].reports.values())
-        small = rank() > 0 and held < 6 << 20
+    with held("capture", until=GATE):
+        trained.save_checkpoint(root / "ours", client_state={"next": 2})
+        early = [snapshot.captured for snapshot in ours(trained).saves[-1].snapshots.values()]
+        nbytes = sum(report.nbytes for report in ours(trained).saves[-1].reports.values())
+        small = rank() > 0 and nbytes < 6 << 20
         assert small or not all(early), "nothing was left to capture after save_checkpoint()"
         assert train(trained, 2, 4) == losses
-        ours(trained).wait()
+    ours(trained).wait()
     assert state(trained) == end_state
     trained.destroy()
     dist.barrier()
@@ -233,16 +230,6 @@ def latest(directory: Path) -> str | None:
     """The tag of the newest complete checkpoint."""
     file = directory / "latest"
     return file.read_text() if file.exists() else None
-
-
-@contextlib.contextmanager
-def capture_held() -> Iterator[None]:
-    """Hold back the capture of lazy extents. In each file, only the extent that has eager state, too, is captured."""
-    _native.arm_fault("capture", "fail", errno.EAGAIN)
-    try:
-        yield
-    finally:
-        _native.arm_fault("capture", "delay", 0)
 
 
 @contextlib.contextmanager
