@@ -131,6 +131,7 @@ def _structure(
 ) -> Structure:
     """Check array shards and number their buffers; ``rank`` is None if there is only one rank."""
     rows = _checked_rows(names, layouts, described)
+    begins = [s.buffer.pointer if s.buffer and s.buffer.nbytes else 0 for _, s in rows]
     left = set() if rank is None else _leave_to_owners(rows, names, rank)
     buffers: list[Buffer] = []
     source: list[int] = []
@@ -165,6 +166,7 @@ def _structure(
         eager=eager,
         witness=witness,
         columns=columns(buffers),
+        begins=np.array(begins, np.uint64),
         placed=(np.array([i for i, _ in placed], np.int64), np.array([number for _, number in placed], np.int64)),
         devices=sorted({b.device for b in buffers} - {HOST}),
         nbytes=nbytes,

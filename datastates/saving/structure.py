@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base import gc_pause
-from datastates._base.columns import I64, U8
+from datastates._base.columns import I64, U8, U64
 from datastates.executor.executor import Columns
 from datastates.state.shards import Buffer, Shard, Shards, full_key
 
@@ -29,6 +29,8 @@ class Structure:
         eager: For each buffer, whether it must be captured before ``snapshot()`` returns.
         witness: For each buffer, 1 where a lazy array lies in it, else 0.
         columns: The buffers in the form that the executor takes, as they were when the structure was made.
+        begins: For each array shard, where its buffer began when the structure was made, also where another rank writes
+            it; 0 for an empty buffer.
         placed: Numbers of the array shards that have memory to write, and of the buffers that these lie in.
         devices: The CUDA devices that the buffers are on, ascending.
         nbytes: Bytes of all buffers.
@@ -45,6 +47,7 @@ class Structure:
     eager: list[bool]
     witness: U8
     columns: Columns
+    begins: U64
     placed: tuple[I64, I64]
     devices: list[int]
     nbytes: int
@@ -74,19 +77,20 @@ class Structure:
         """
         if all(not isinstance(shards, Shards) or shards.addresses is None for shards in described):
             return self.columns
-        then, devices, streams = self.columns
-        rows, buffers = self.placed
-        before, now, first = then[buffers], then[buffers], 0
+        begins, first = self.begins.copy(), 0
         for shards in described:
             assert isinstance(shards, Shards)
+            own = slice(first, first + len(shards.layout))
             if shards.addresses is not None:
-                begin, end = np.searchsorted(rows, (first, first + len(shards.layout)))
-                now[begin:end] = shards.addresses[rows[begin:end] - first]
-            first += len(shards.layout)
-        pointers = then.copy()
-        pointers[buffers] = now
-        if (pointers[buffers] != now).any() or len(np.unique(now)) != len(np.unique(before)):
+                begins[own] = np.where(begins[own] == 0, 0, shards.addresses)
+            first = own.stop
+        # of all, as which rank writes an array depends on what shares its memory
+        if (_firsts(begins) != _firsts(self.begins)).any():
             return None
+        then, devices, streams = self.columns
+        rows, buffers = self.placed
+        pointers = then.copy()
+        pointers[buffers] = begins[rows]
         return pointers, devices, streams
 
     def without_state(self) -> Structure:
@@ -101,3 +105,9 @@ class Structure:
             for p, s in self.arrays
         )
         return self.names, rows, tuple(self.source), tuple(self.eager), tuple(b.nbytes for b in self.buffers)
+
+
+def _firsts(addresses: U64) -> I64:
+    """For each address, the number of the first that is equal."""
+    _, first, which = np.unique(addresses, return_index=True, return_inverse=True)
+    return np.asarray(first[which], np.int64)

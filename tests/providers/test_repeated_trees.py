@@ -22,7 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 import datastates as ds  # noqa: E402
 from datastates.errors import ProviderError  # noqa: E402
 from datastates.providers import ReplicatedProvider, from_pytree  # noqa: E402
+from datastates.saving.collect import collect  # noqa: E402
 from datastates.state import arrays  # noqa: E402
+from datastates.state.repeated import Knowledge  # noqa: E402
 from datastates.state.shards import StoredArray  # noqa: E402
 
 Tree = dict[str, Any]
@@ -168,6 +170,22 @@ def test_arrays_that_were_one_may_be_two_and_the_other_way_round(tmp_path: Path,
             assert [int(x.mean()) for x in (*loaded["x"].values(), loaded["y"]["c"])] == [a, b, b]
     assert sizes == [128, 64, 128, 128, 64]
     assert described.count(2) == 1
+
+
+@pytest.mark.parametrize("one_first", [True, False])
+def test_of_arrays_that_were_one_each_is_still_written_by_one_rank(one_first: bool) -> None:
+    """As of averages that are the parameters themselves at first. A rank that wrote neither must notice, too."""
+    one, other = jnp.ones(8), jnp.zeros(8)
+    trees = [{"a": one, "b": one, "c": jnp.ones(3)}, {"a": one, "b": other, "c": jnp.ones(3)}]
+    written: list[str] = []
+    for rank in range(2):
+        last, knowledge = None, Knowledge()
+        for tree in trees if one_first else reversed(trees):
+            provider = ReplicatedProvider(from_pytree("m", tree), [0, 1])
+            last = collect([provider], last, knowledge, rank=rank, ranks=2).structure
+        assert last is not None
+        written += [last.key(i) for i, (_, shard) in enumerate(last.arrays) if shard.nbytes]
+    assert sorted(written) == ["m/a", "m/b", "m/c"]
 
 
 def test_what_is_gone_is_named_as_at_first(tmp_path: Path) -> None:
