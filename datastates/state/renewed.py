@@ -45,6 +45,8 @@ class Renewed:
         """
         if not all(type(value) is np.ndarray or jax_arrays.is_array(value) for value in values):
             return None
+        if any(shard.buffer is None or shard.buffer.device != HOST for shard in shards):
+            return None  # before NumPy is asked for the memory: it would copy all of it to the host
         numbers = [_numbers(value) for value in values]
         counts = [1 if boxes is None else max(len(boxes), 1) for boxes in numbers]
         strides = []
@@ -101,8 +103,8 @@ def _memory(values: Sequence[Any], numbers: Sequence[list[int] | None]) -> list[
 
 
 def _is_its_own(shard: Shard, held: np.ndarray[Any, Any]) -> bool:
-    """Whether a shard's buffer is exactly the memory of its array, and in host memory."""
+    """Whether a shard's buffer is exactly the memory of its array."""
     buffer, dtype = shard.buffer, dtypes.BY_NAME.get(shard.dtype or "")
-    if buffer is None or dtype is None or buffer.device != HOST or buffer.nbytes != shard.nbytes:
+    if buffer is None or dtype is None or buffer.nbytes != shard.nbytes:
         return False
     return not buffer.nbytes or held.strides == tuple(step * dtype.itemsize for step in shard.stride)

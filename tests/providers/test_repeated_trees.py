@@ -23,7 +23,7 @@ import datastates as ds  # noqa: E402
 from datastates.errors import ProviderError  # noqa: E402
 from datastates.providers import ReplicatedProvider, from_pytree  # noqa: E402
 from datastates.saving.collect import collect  # noqa: E402
-from datastates.state import arrays  # noqa: E402
+from datastates.state import arrays, renewed  # noqa: E402
 from datastates.state.repeated import Knowledge  # noqa: E402
 from datastates.state.shards import StoredArray  # noqa: E402
 
@@ -209,3 +209,12 @@ def test_what_is_known_keeps_no_array(tmp_path: Path) -> None:
         del tree
         gc.collect()
         assert [leaf() for leaf in gone] == [None] * len(gone)
+
+
+def test_arrays_in_device_memory_are_not_copied_to_find_them_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = jnp.ones((4, 4))
+    (shard,) = arrays.shards_of(["x"], [array], [True])
+    assert renewed.Renewed.of([array], [shard]) is not None
+    monkeypatch.setattr(renewed, "_memory", lambda *_: pytest.fail("it was asked for as an array of NumPy"))
+    assert shard.buffer is not None
+    assert renewed.Renewed.of([array], [replace(shard, buffer=replace(shard.buffer, device=0))]) is None
