@@ -81,18 +81,14 @@ class PytreeProvider(TreeProvider):
 
     def value(self) -> object:
         """The leaves in plain dicts and lists, without functions."""
-        leaves = leaves_of(self.tree)
-        for path, leaf in zip(leaves.paths, leaves.values, strict=True):
-            if describes(leaf):
-                raise ProviderError(f"{key_of(path)!r} describes an array, and has no contents to save")
-            _refuse_dtensor(path, leaf)
-        return nested_leaves(leaves)
+        return _contents(self.tree)
 
     def is_lazy(self, key: str, array: object) -> bool:
         """Whether it is no NumPy array."""
         del key
         return arrays.is_lazy_kind(array)
 
+    @deeper()
     @gc_pause.paused()
     def shards(self) -> Sequence[Shard]:
         """A shard for each box of an array, and the object of the rest.
@@ -103,7 +99,7 @@ class PytreeProvider(TreeProvider):
         if self._known is not None and (again := self._known.again(tree)) is not None:
             return again
         self._known = None
-        shards, every = super().shards(), jax_arrays.processes()
+        shards, every = self._described(_contents(tree), False), jax_arrays.processes()
         if every:
             shards = [s if s.is_object or s.kind == "jax" else replace(s, replicas=every) for s in shards]
         if self._form is not None and not isinstance(shards, Shards):
@@ -245,6 +241,15 @@ class _Landed:
         if key in self._landings:
             return self._landings[key].assemble() if key in self._restored else None
         return None if key in self._stored else by_place.assemble()  # what is stored under another key has no landing
+
+
+def _contents(tree: object) -> object:
+    leaves = leaves_of(tree)
+    for path, leaf in zip(leaves.paths, leaves.values, strict=True):
+        if describes(leaf):
+            raise ProviderError(f"{key_of(path)!r} describes an array, and has no contents to save")
+        _refuse_dtensor(path, leaf)
+    return nested_leaves(leaves)
 
 
 def _refuse_dtensor(path: Path, leaf: object) -> None:

@@ -107,7 +107,9 @@ class TreeProvider(StateProvider):
     @deeper()
     def shards(self) -> Sequence[Shard]:
         """Split the live value: a shard for each array, then the object shard of the rest."""
-        value, detached = self._current()
+        return self._described(*self._current())
+
+    def _described(self, value: object, detached: bool) -> Sequence[Shard]:
         again = self._again(value, detached)
         if again is not None:
             return again

@@ -218,3 +218,18 @@ def test_arrays_in_device_memory_are_not_copied_to_find_them_there(monkeypatch: 
     monkeypatch.setattr(renewed, "_memory", lambda *_: pytest.fail("it was asked for as an array of NumPy"))
     assert shard.buffer is not None
     assert renewed.Renewed.of([array], [replace(shard, buffer=replace(shard.buffer, device=0))]) is None
+
+
+def test_a_tree_is_asked_for_once_at_each_snapshot() -> None:
+    """What a program makes anew at each call need not be of one form."""
+    asked: list[int] = []
+
+    def get() -> Tree:
+        asked.append(len(asked))
+        return {"x": jnp.full((2 + len(asked), 4), len(asked))}
+
+    provider = from_pytree("s", get=get, set=asked.append)
+    for number in range(1, 4):
+        shard = provider.shards()[0]
+        assert (shard.shape, len(asked)) == ((2 + number, 4), number)
+        assert np.array_equal(shard.source, np.full((2 + number, 4), number))
