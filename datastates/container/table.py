@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -216,16 +217,18 @@ class ShardTable:
         self._check_parts(row, dims, itemsize)
         if len(set(self.providers)) != len(self.providers):
             raise FormatError("index: two providers have the same name")
-        for rows in self.by_key.repeated:
-            self._refuse_repeats(rows)
+        self._refuse_repeats()
 
-    def _refuse_repeats(self, numbers: list[int]) -> None:
+    def _refuse_repeats(self) -> None:
         """Refuse rows of one key, unless they are parts of one tensor."""
-        if (self.part[numbers] == WHOLE).any():
-            raise FormatError("index: two rows have the same key")
-        first, *others = self.rows(numbers)
-        if any((row.dtype, row.global_shape) != (first.dtype, first.global_shape) for row in others):
-            raise FormatError(f"index: {first.key!r} has parts of different types or shapes")
+        repeated = self.by_key.repeated
+        every = self.rows([number for numbers in repeated for number in numbers])  # at once, as there may be many
+        for numbers in repeated:
+            first, *others = itertools.islice(every, len(numbers))
+            if (self.part[numbers] == WHOLE).any():
+                raise FormatError("index: two rows have the same key")
+            if any((row.dtype, row.global_shape) != (first.dtype, first.global_shape) for row in others):
+                raise FormatError(f"index: {first.key!r} has parts of different types or shapes")
 
     def _check_parts(
         self, row: np.ndarray[Any, Any], dims: np.ndarray[Any, Any], itemsize: np.ndarray[Any, Any]
