@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -25,9 +26,18 @@ using Frame = std::tuple<py::bytes, py::bytes, std::uint64_t, bool>;
 /// The module with the errors of the package. It needs none of the package's other modules.
 py::module_ errors() { return py::module_::import("datastates.errors"); }
 
+/// A path, or a message with one, as `os.fsdecode` gives it: it need not be UTF-8.
+py::str decoded(std::string_view text) {
+    const auto nbytes = static_cast<py::ssize_t>(text.size());
+    auto made =
+        py::reinterpret_steal<py::str>(PyUnicode_DecodeFSDefaultAndSize(text.data(), nbytes));
+    if (!made) throw py::error_already_set();
+    return made;
+}
+
 /// The Python error for an error of the core.
 py::object to_python(const Error& error) {
-    const char* message = error.what();
+    const py::str message = decoded(error.what());
     switch (error.code()) {
         case ErrorCode::cuda:
             return errors().attr("DeviceError")(message);
@@ -42,7 +52,8 @@ py::object to_python(const Error& error) {
         case ErrorCode::torn:
             break;
     }
-    return errors().attr("StorageError")(error.error_number(), error.op(), error.path(), message);
+    return errors().attr("StorageError")(error.error_number(), error.op(), decoded(error.path()),
+                                         message);
 }
 
 void raise(const py::object& error) {
@@ -98,8 +109,9 @@ void bind_functions(py::module_& module) {
 }  // namespace
 
 void raise_corrupt(const Error& error, const py::object& key) {
-    const auto text = "{!r} in {} does not match its checksum"_s.format(key, error.path());
-    raise(errors().attr("CorruptError")(text, "key"_a = key, "path"_a = error.path()));
+    const py::str path = decoded(error.path());
+    const auto text = "{!r} in {} does not match its checksum"_s.format(key, path);
+    raise(errors().attr("CorruptError")(text, "key"_a = key, "path"_a = path));
     throw py::error_already_set();
 }
 

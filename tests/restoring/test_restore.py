@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import gc
 import os
 import pickle
@@ -17,7 +18,17 @@ import torch
 from hold import GATE, held
 
 import datastates as ds
-from datastates.errors import CheckpointNotFoundError, CorruptError, ProviderError, RestoreError, TrustError
+from datastates import _native
+from datastates.commit.manifest import container_name
+from datastates.container.file import open_container
+from datastates.errors import (
+    CheckpointNotFoundError,
+    CorruptError,
+    ProviderError,
+    RestoreError,
+    StorageError,
+    TrustError,
+)
 from datastates.providers import (
     CompositeProvider,
     HostTensorProvider,
@@ -424,6 +435,27 @@ def test_a_path_that_is_no_text_is_restored_from(tmp_path: Path) -> None:
     live = {"a": np.zeros(5)}
     assert ds.restore([HostTensorProvider("s", live)], path).step == 3
     assert live["a"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_error_names_a_path_that_is_no_text(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    provider = HostTensorProvider("s", {"a": np.arange(5.0)})
+    ds.snapshot([provider], path).wait_committed()
+    file = path / container_name(0)
+    _native.arm_fault("read", "fail", errno.EIO)
+    try:
+        with pytest.raises(StorageError) as failed:
+            ds.restore([provider], path)
+    finally:
+        _native.clear_faults()
+    assert (failed.value.errno, failed.value.filename) == (errno.EIO, str(file))
+    begin = int(open_container(file).data_offset[0])
+    with file.open("r+b") as damaged:
+        damaged.seek(begin)
+        damaged.write(b"\1")
+    with pytest.raises(CorruptError) as corrupt:
+        ds.restore([provider], path)
+    assert (corrupt.value.key, corrupt.value.path) == ("s/a", str(file))
 
 
 def test_nothing_of_the_comparison_is_left_to_the_garbage_collector(tmp_path: Path) -> None:
