@@ -51,10 +51,13 @@ def holds(like: Any, number: Any) -> bool:
     if isinstance(number, np.generic) or not isinstance(like.dtype, np.dtype):
         return bool(like.dtype == getattr(number, "dtype", None))
     try:
-        found = np.array(number).astype(like.dtype).item()
+        with np.errstate(over="ignore"):
+            found = np.array(number).astype(like.dtype).item()
     except OverflowError:
         return False
-    return type(found) is type(number) and (type(number) is not int or found == number)
+    if type(found) is not type(number):
+        return False
+    return bool(found == number) if type(number) is int else bool(np.isfinite(found) == np.isfinite(number))
 
 
 def array_of(like: Any, number: Any) -> Any:

@@ -117,7 +117,7 @@ CHANGED: dict[str, tuple[Any, Any]] = {
     "described random keys": (keys(), jax.eval_shape(keys)),
     "a described train state": (train_state(), jax.eval_shape(train_state)),
     "numbers as arrays": (
-        {"i": 3, "f": 0.1, "b": True, "c": 1j, "n": np.float32(2), "np": 4},
+        {"i": 3, "f": 0.1, "b": True, "c": 1j, "n": np.float32(2), "np": 4, "inf": -np.inf},
         {
             "i": like(jnp.int32(3), by()),
             "f": jnp.bfloat16(0),
@@ -125,6 +125,7 @@ CHANGED: dict[str, tuple[Any, Any]] = {
             "c": jnp.complex64(0),
             "n": jnp.float32(0),
             "np": np.array(0),
+            "inf": jnp.float32(0),
         },
     ),
     "NumPy as JAX": ({"a": np.arange(3, dtype=np.int32)}, {"a": like(np.arange(3, dtype=np.int32), by())}),
@@ -164,6 +165,7 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "a number for a vector": ({"a": 3}, {"a": A}, RestoreError, "no array in the checkpoint, one in the live"),
     "a number of another kind": ({"a": 3}, {"a": jnp.float32(3)}, RestoreError, "no array in the checkpoint, one in"),
     "a number out of range": ({"a": 2**70}, {"a": jnp.int32(3)}, RestoreError, "no array in the checkpoint, one in"),
+    "a float out of range": ({"a": 1e39}, {"a": jnp.float32(3)}, RestoreError, "no array in the checkpoint, one in"),
     "a vector for a number": ({"a": A}, {"a": 3}, RestoreError, "an array in the checkpoint, none in the live"),
     "None for an array": ({"a": A, "b": A}, {"a": A, "b": None}, RestoreError, "the live state lacks 's/b'"),
     "a key more": ({"a": A}, {"a": A, "z": A}, RestoreError, "the checkpoint lacks 's/z'"),
