@@ -68,7 +68,7 @@ def held(array: Any) -> list[Held]:
     In a program of several processes, an array on the devices of this one alone is taken to be the same in all.
 
     Raises:
-        ProviderError: The array was donated or deleted.
+        ProviderError: The array was donated or deleted, or lies on the devices of one other process.
     """
     if array.is_deleted():
         raise ProviderError("an array of JAX that was donated to a computation, or deleted")
@@ -80,6 +80,11 @@ def held(array: Any) -> list[Held]:
         return [Held(np.empty(shape, array.dtype), part)]
     owners, shards = holders(array.sharding, shape), array.addressable_shards
     if not shards:  # processes outside of the array's mesh hold an empty vector
+        if len(where := {device.process_index for device in array.sharding.device_set}) == 1:
+            raise ProviderError(
+                f"an array of JAX on the devices of process {where.pop()} alone, which takes it to be the same in all: "
+                "put it on devices of several processes"
+            )
         return [Held(np.empty(0, array.dtype), HeldPart(shape, None, (0, 0), ()))]
     begins = ((number, origin(shards[number].index)) for number in boxes(array))
     return [Held(shards[n].data, HeldPart(shape, begin, None, alike or owners[begin])) for n, begin in begins]

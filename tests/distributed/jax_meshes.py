@@ -45,6 +45,12 @@ def tree(shape: tuple[int, ...]) -> dict[str, Any]:
     return {**arrays, "step": 7}
 
 
+def on_one_device() -> Any:
+    """An array on a single device, which only one process has."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("a",)), PartitionSpec())
+    return jax.make_array_from_callback(RATES.shape, sharding, lambda box: RATES[box].astype(np.float32), np.float32)
+
+
 def described(shape: tuple[int, ...]) -> dict[str, Any]:
     """The tree without contents, for a restore."""
     arrays = {

@@ -101,6 +101,10 @@ with ds.Checkpointer(DIRECTORY.with_name("mesh"), **OPTIONS) as ckpt:
     ckpt.snapshot([from_pytree("s", tree)], step=7)
     total = float(jax.jit(lambda w: w.sum())(tree["rows"]))  # a collective of the training, meanwhile
     report("mesh", total=total)
+    try:
+        ckpt.snapshot([from_pytree("s", {{"one": jax_meshes.on_one_device()}})], step=8).wait_committed()
+    except DatastatesError as error:
+        report("one device", text=str(error))
 all_are_here("closed")
 report("keys", keys=[key for key, _ in client.key_value_dir_get_bytes("datastates/")])
 all_are_here("looked")
@@ -270,6 +274,11 @@ def test_one_process_restores_what_two_saved(runs: Runs, shape: tuple[int, ...])
     result = ds.restore([provider], runs.mesh, verify="digest")
     assert jax_meshes.wrong(provider.tree) == []
     assert result.read_nbytes <= 1.05 * result.needed_nbytes
+
+
+def test_an_array_on_a_device_of_one_process_is_refused_by_name(runs: Runs) -> None:
+    for told in runs.saves:
+        assert "'one' is an array of JAX on the devices of process 0 alone" in told["one device"]["text"]
 
 
 def test_they_load_as_whole_arrays(runs: Runs) -> None:
