@@ -52,11 +52,17 @@ def leaves_of(tree: object) -> Leaves:
 def flatten(tree: object) -> tuple[list[Any], object] | None:
     """The leaves of a tree in the order of :func:`leaves_of`, and its containers, which can be compared with others.
 
+    Of the containers, JAX compares the classes and what they say to be static. The paths are compared besides: a class
+    may name its children by them alone.
+
     Returns:
         None where JAX is not imported.
     """
     jax: Any = loaded("jax")
-    return None if jax is None else jax.tree_util.tree_flatten(tree)
+    if jax is None:
+        return None
+    pairs, form = jax.tree_util.tree_flatten_with_path(tree)
+    return [leaf for _, leaf in pairs], (form, [path for path, _ in pairs])
 
 
 def is_leaf(tree: object) -> bool:

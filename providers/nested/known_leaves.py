@@ -20,7 +20,7 @@ class KnownLeaves:
     """What is known of a tree of arrays, random keys, plain values and functions. It keeps no leaf alive.
 
     Attributes:
-        form: The containers, as JAX compares them.
+        form: The containers, and the paths to the leaves.
         static: Numbers of the leaves that are not stored.
         keys: Class and element type of typed random keys, and the name of their implementation, by the leaf's number.
         arrays: For each array of the skeleton, its number among all that is stored.

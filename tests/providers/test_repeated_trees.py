@@ -220,6 +220,30 @@ def test_arrays_in_device_memory_are_not_copied_to_find_them_there(monkeypatch: 
     assert renewed.Renewed.of([array], [replace(shard, buffer=replace(shard.buffer, device=0))]) is None
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Names:
+    """A container whose names JAX does not compare: they belong to the children's paths alone."""
+
+    def __init__(self, **children: Any) -> None:
+        self.children = children
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+        return [(jax.tree_util.DictKey(name), child) for name, child in self.children.items()], None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Any) -> Names:
+        raise NotImplementedError
+
+
+def test_names_in_another_order_are_noticed() -> None:
+    one, other = jnp.ones(3), jnp.zeros(3)
+    provider = from_pytree("s", Names(a=one, b=other))
+    provider.shards()
+    provider.tree = Names(b=other, a=one)
+    assert jax.tree.structure(provider.tree) == jax.tree.structure(Names(a=one, b=other))
+    assert {shard.key: shard.source is one for shard in provider.shards()[:-1]} == {"a": True, "b": False}
+
+
 def test_a_tree_is_asked_for_once_at_each_snapshot() -> None:
     """What a program makes anew at each call need not be of one form."""
     asked: list[int] = []
