@@ -195,13 +195,13 @@ class PytreeProvider(TreeProvider):
             if arrays.kind_of(array) is not None:
                 return array
             return array_of(leaf, array) if holds(leaf, array) else leaf
-        if is_number(leaf):
-            number = self._array(value, path)
-            return leaf if number is None else number.item() if arrays.kind_of(number) is not None else number
         try:
             found = leaf if is_static(leaf) else find(value, path)
         except KeyError:
             return leaf
+        if is_number(leaf) and arrays.kind_of(found) is not None:
+            number = self._array(value, path)
+            return leaf if number is None else number.item()
         return leaf if isinstance(found, ArrayRef) else found  # a reference stands for what is not selected
 
     def _array(self, value: Any, path: Path) -> Any:

@@ -155,6 +155,7 @@ VALUES: dict[str, tuple[Any, Any, Any]] = {
     "an integer for a float": ({"n": 3}, {"n": 1.5}, {"n": 3}),
     "arrays for numbers": ({"i": jnp.int32(3), "f": np.array(0.5)}, {"i": 0, "f": 1}, {"i": 3, "f": 0.5}),
     "a text for a number": ({"n": "three"}, {"n": 3}, {"n": "three"}),
+    "nothing for a number": ({"n": [None, 4]}, {"n": [3, 0]}, {"n": [None, 4]}),
     "an object of NumPy": ({"d": np.datetime64("2020-01-01")}, {"d": 0}, {"d": np.datetime64("2020-01-01")}),
     "a set": ({"s": {1, 2}}, {"s": set()}, {"s": {1, 2}}),
 }
