@@ -23,6 +23,7 @@ from datastates.errors import (
     DatastatesError,
     RanksMissingError,
     StorageError,
+    UnreachableError,
     rank_names,
 )
 from datastates.ranks.polling import slowest, until
@@ -181,7 +182,7 @@ class BoardWorld:
                 self._told[name] = failure is None
         if failure is None:
             return answer[1:]
-        if isinstance(failure, RanksMissingError) or not isinstance(failure, Exception):
+        if isinstance(failure, RanksMissingError | UnreachableError) or not isinstance(failure, Exception):
             raise failure
         raise CommitError(text_of(failure)) from failure
 

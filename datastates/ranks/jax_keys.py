@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
 from datastates._base.loaded import loaded
+from datastates.errors import UnreachableError
 from datastates.ranks.keys import Place
 from datastates.ranks.store_calls import StoreCalls
 
@@ -20,29 +21,29 @@ class Service:
     of its value or of its marks.
     """
 
-    def __init__(self, client: Any) -> None:
-        """Use a client, as ``jax.distributed.initialize`` makes one."""
+    def __init__(self, client: Callable[[], Any]) -> None:
+        """Use the client that ``client()`` returns at each call, as ``jax.distributed.initialize`` makes one."""
         self._client = client
 
     def set(self, key: str, entry: str, data: bytes) -> None:
         """Give an entry of a key some content, in place of an older one."""
-        self._client.key_value_set_bytes(f"{_folder(key)}/{entry}", data, allow_overwrite=True)
+        self._client().key_value_set_bytes(f"{_folder(key)}/{entry}", data, allow_overwrite=True)
 
     def set_once(self, key: str, entry: str, data: bytes) -> None:
         """Give an entry of a key some content, unless it has some."""
         try:
-            self._client.key_value_set_bytes(f"{_folder(key)}/{entry}", data)
+            self._client().key_value_set_bytes(f"{_folder(key)}/{entry}", data)
         except RuntimeError as error:
             if not str(error).startswith("ALREADY_EXISTS"):
                 raise
 
     def entries(self, key: str) -> list[bytes]:
         """The contents of a key's entries."""
-        return [content for _, content in self._client.key_value_dir_get_bytes(f"{_folder(key)}/")]
+        return [content for _, content in self._client().key_value_dir_get_bytes(f"{_folder(key)}/")]
 
     def delete(self, key: str) -> None:
         """Delete a key with its entries, if it is there."""
-        self._client.key_value_delete(_folder(key))
+        self._client().key_value_delete(_folder(key))
 
 
 def _folder(key: str) -> str:
@@ -109,8 +110,21 @@ _lock = threading.Lock()
 
 
 @lru_cache(maxsize=1)
-def _service(client: Any) -> Service:
-    return Service(client)
+def _service(state: Any, client: Any) -> Service:
+    """The service of the run that JAX's global state has begun with a client."""
+    rank: int = state.process_id
+
+    def current() -> Any:
+        # after shutdown() and initialize(), another service may answer at the same address. If it hears from a client
+        # that it does not know, JAX ends the process
+        if state.client is not client:
+            raise UnreachableError(
+                f"rank {rank} has left JAX's coordination service by jax.distributed.shutdown(): "
+                "close the Checkpointer before, and make a new one after jax.distributed.initialize()"
+            )
+        return client
+
+    return Service(current)
 
 
 def place() -> Place | None:
@@ -123,5 +137,5 @@ def place() -> Place | None:
         return None
     rank: int = state.process_id
     with _lock:
-        service = _service(state.client)  # the client itself cannot be referenced weakly
+        service = _service(state, state.client)  # the client itself cannot be referenced weakly
     return Place(rank, state.num_processes, service, lambda silence: JaxKeys(service, rank, silence=silence))

@@ -25,7 +25,8 @@ class StoreCalls:
         """Start the thread.
 
         Args:
-            store: The object to call. Its methods raise RuntimeError when the server fails.
+            store: The object to call. Its methods raise RuntimeError when the server fails, and UnreachableError when
+                this rank has left it.
             rank: This rank.
             silence: Seconds to wait for an answer before the server counts as gone.
             name: What to call the store in messages.
@@ -61,6 +62,8 @@ class StoreCalls:
             if not answer.cancel():
                 self._stuck = answer
             why = f"no answer within {self._silence:.3g} s"
+        except UnreachableError:
+            raise  # it is this rank that has left the store
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
         raise UnreachableError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,84 +11,16 @@ from typing import Any
 import jax_meshes
 import numpy as np
 import pytest
+from jax_ranks import HEAD, RANKS, Reports, reports
 from safetensors.numpy import save_file
 
 import datastates as ds
 from datastates.commit import directories
 from datastates.providers import from_pytree
 
-DEVICES = "--xla_force_host_platform_device_count=4"
-IMPORTED = ("jax", "msgpack", "numpy", "pydantic")
-
-HEAD = f"""
-import json, os, sys, time
-from pathlib import Path
-
-sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]!r}
-import jax
-import jax_meshes
-from hold import hold_until_exit
-from split_state import Split
-
-import datastates as ds
-from datastates._base import faults
-from datastates.errors import DatastatesError
-from datastates.providers import HostTensorProvider, ReplicatedProvider, from_pytree
-
-RANK, SIZE, DIRECTORY = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize("127.0.0.1:" + os.environ["MASTER_PORT"], SIZE, RANK)
-client = jax._src.distributed.global_state.client
-OPTIONS = dict(host_cache="8MiB", block="1MiB", on_error="warn")
-
-
-def report(word, **what):
-    print(json.dumps(dict(word=word, **what)), flush=True)
-
-
-def state():
-    return Split.rows("model", {{"w": (96, 40), "b": (33,)}}, RANK, SIZE)
-
-
-def save(ckpt, step):
-    begin = time.monotonic()
-    try:
-        alike = ReplicatedProvider(HostTensorProvider("alike", {{"rates": jax_meshes.RATES}}))
-        ckpt.snapshot([state().fill(step), alike], step=step).wait_committed()
-        outcome = dict(error=None)
-    except DatastatesError as error:
-        outcome = dict(error=type(error).__name__, text=str(error), ranks=list(getattr(error, "ranks", ())))
-    report(f"save {{step}}", seconds=time.monotonic() - begin, **outcome)
-
-
-def restore(ckpt):
-    found = state()
-    step = ckpt.restore([found]).step
-    report("restore", step=step, wrong=found.wrong(step))
-
-
-def restore_mesh(shape):
-    provider = from_pytree("s", jax_meshes.described(shape))
-    result = ds.restore([provider], DIRECTORY.with_name("mesh"), verify="digest")
-    wrong = jax_meshes.wrong(provider.tree)
-    sizes = dict(needed=result.needed_nbytes, read=result.read_nbytes, shared=result.shared_nbytes)
-    report("mesh", step=result.step, wrong=wrong, **sizes)
-
-
-def restore_folder():
-    provider = from_pytree("s", jax_meshes.described_folder())
-    result = ds.restore([provider], DIRECTORY.with_name("folder"))
-    wrong = jax_meshes.wrong(provider.tree, jax_meshes.FOLDER)
-    alone = ds.load(DIRECTORY.with_name("folder"), like=jax_meshes.described_folder())
-    wrong += jax_meshes.wrong(alone, jax_meshes.FOLDER)
-    report("folder", wrong=wrong, needed=result.needed_nbytes, read=result.read_nbytes)
-
-
-def all_are_here(name):
-    client.wait_at_barrier(name, 60_000)
-"""
-
 SAVES = f"""{HEAD}
+from hold import hold_until_exit
+
 assert "torch" not in sys.modules
 assert not jax._src.xla_bridge.backends_are_initialized()
 with ds.Checkpointer(DIRECTORY, **OPTIONS) as ckpt:
@@ -105,14 +36,14 @@ with ds.Checkpointer(DIRECTORY.with_name("mesh"), **OPTIONS) as ckpt:
         ckpt.snapshot([from_pytree("s", {{"one": jax_meshes.on_one_device()}})], step=8).wait_committed()
     except DatastatesError as error:
         report("one device", text=str(error))
-all_are_here("closed")
+all_are_here(client, "closed")
 report("keys", keys=[key for key, _ in client.key_value_dir_get_bytes("datastates/")])
-all_are_here("looked")
+all_are_here(client, "looked")
 try:
     ckpt = ds.Checkpointer(DIRECTORY, **(OPTIONS if RANK else {{**OPTIONS, "host_cache": "none"}}))
 except DatastatesError as error:
     report("wrong setting", error=type(error).__name__, text=str(error))
-all_are_here("refused")
+all_are_here(client, "refused")
 ckpt = ds.Checkpointer(DIRECTORY, rank_timeout=2, **OPTIONS)
 if RANK == 1:
     client.blocking_key_value_get("rank 0 has given up", 60_000)
@@ -126,6 +57,8 @@ report("pending", committed=pending.committed)  # and the process ends, without 
 """
 
 RANK_1_IS_KILLED = f"""{HEAD}
+from datastates._base import faults
+
 restore_mesh((2, 4))
 restore_folder()
 ckpt = ds.Checkpointer(DIRECTORY, rank_timeout=3, **OPTIONS)
@@ -137,6 +70,8 @@ os._exit(0)  # the end of a process waits for all others
 """
 
 RANK_0_IS_KILLED = f"""{HEAD}
+from datastates._base import faults
+
 ckpt = ds.Checkpointer(DIRECTORY, rank_timeout=3, **OPTIONS)
 restore(ckpt)
 if RANK == 0:
@@ -144,8 +79,6 @@ if RANK == 0:
 save(ckpt, 5)
 time.sleep(60)  # JAX ends this process
 """
-
-Reports = list[dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -166,11 +99,6 @@ class Runs:
     statuses: list[list[int]]
 
 
-def reports_of(output: str) -> dict[str, dict[str, Any]]:
-    """What a process has reported, by word. gloo prints lines of its own."""
-    return {said["word"]: said for said in map(json.loads, re.findall(r"^\{.*$", output, re.MULTILINE))}
-
-
 @pytest.fixture(scope="module")
 def runs(module_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     root = tmp_path_factory.mktemp("jax") / "ckpts"
@@ -182,8 +110,8 @@ def runs(module_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     told, committed, statuses = [], [], []
     for script, may_fail in ((SAVES, ()), (RANK_1_IS_KILLED, [1]), (RANK_0_IS_KILLED, [0, 1])):
-        done = module_ranks(2, script, root, imported=IMPORTED, may_fail=may_fail, XLA_FLAGS=DEVICES)
-        told.append([reports_of(d.stdout) for d in done])
+        done = module_ranks(2, script, root, may_fail=may_fail, **RANKS)
+        told.append(reports(done))
         committed.append(list(directories.committed(root)))
         statuses.append([d.returncode for d in done])
     return Runs(root, root.with_name("mesh"), *told, committed, statuses)

@@ -27,7 +27,7 @@ class Coordination:
         self._server: Any = _jax.get_distributed_runtime_service(address, 1)
         self._client: Any = _jax.get_distributed_runtime_client(address, 0, shutdown_on_destruction=False)
         self._client.connect()
-        self.service = Service(self._client)
+        self.service = Service(lambda: self._client)
 
     def num_keys(self) -> int:
         """How many keys of this package are left."""
