@@ -67,14 +67,20 @@ class World(Protocol):
 
 
 class SoloWorld:
-    """A world of one rank, which waits for nobody."""
+    """A world of one rank, which waits for nobody.
+
+    Attributes:
+        by_wish: Whether the caller said that this rank is alone. Otherwise, no framework knew of others.
+    """
 
     rank = 0
     size = 1
     timeout = float("inf")
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_wish: bool = True) -> None:
+        """Make a world; see the attributes."""
         self._run = secrets.token_hex(8)
+        self.by_wish = by_wish
 
     def agree(self, name: str, payload: bytes, decide: Decide, *, timeout: float | None = None) -> bytes:
         """Call ``decide`` at once. What it raises passes through unchanged."""
@@ -127,7 +133,7 @@ def world_of(rank: int | None, world_size: int | None, directory: Path, timeout:
         return world
     # by name, not by path: hosts may mount the directory in different places
     opening = _Opening.of(directory.name, timeout)
-    return SoloWorld() if opening is None else opening.world()
+    return SoloWorld(by_wish=False) if opening is None else opening.world()
 
 
 def refuse(directory: Path, timeout: float, tell: Callable[[World], object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -173,7 +174,18 @@ def _structure(
         counted=np.array(counted, np.int64),
         addresses=addresses,
         donatable=[i for i, (_, s) in enumerate(rows) if s.kind == "jax" and s.buffer and s.buffer.device != HOST],
+        in_part=_in_part(rows, names) if rank is None else None,
     )
+
+
+def _in_part(rows: list[tuple[int, Shard]], names: tuple[str, ...]) -> str | None:
+    """The full key of an array of which there are not all elements. Its parts do not overlap: that was checked."""
+    left: dict[tuple[int, str], int] = {}
+    for p, shard in rows:
+        if shard.shape != shard.global_shape:
+            left.setdefault((p, shard.key), math.prod(shard.global_shape))
+            left[p, shard.key] -= math.prod(shard.shape)
+    return next((full_key(names[p], key) for (p, key), elements in left.items() if elements), None)
 
 
 def _checked_rows(

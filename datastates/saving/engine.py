@@ -15,10 +15,10 @@ from datastates.commit import manifest
 from datastates.commit.ballot import Ballot
 from datastates.commit.ending import CheckpointEnding, Ending, FileEnding, identity_alone
 from datastates.config import IoSettings
-from datastates.errors import DeviceError, StorageError
+from datastates.errors import DeviceError, ProviderError, StorageError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
-from datastates.ranks.world import World
+from datastates.ranks.world import SoloWorld, World
 from datastates.saving import gate
 from datastates.saving.collect import Collected, collect
 from datastates.saving.container_frame import ContainerFraming
@@ -106,7 +106,15 @@ class Engine:
 
         Returns:
             The snapshot, in flight or failed.
+
+        Raises:
+            ProviderError: This rank is alone, without having been told to, and holds only a part of an array.
         """
+        if isinstance(self.world, SoloWorld) and not self.world.by_wish and (key := collected.structure.in_part):
+            raise ProviderError(
+                f"{key!r} is held only in part by this process, which saves alone: the framework's processes are not, "
+                "or no longer, initialized. Save before they are shut down, or give rank and world_size"
+            )
         snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
 
         def open_ending() -> Ending:

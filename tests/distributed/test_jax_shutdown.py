@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax_meshes
 import pytest
 from jax_ranks import HEAD, RANKS, Reports, reports
 
 import datastates as ds
-
-pytest.importorskip("jax", reason="JAX is not installed: its shutdown was NOT tried")
 
 SHUTDOWNS = f"""{HEAD}
 OPTIONS["rank_timeout"] = 600  # far longer than this test may take: whoever waits for its end fails
@@ -59,6 +58,21 @@ for step, late in ((4, 1), (5, 0)):
 save(ckpt, 6)
 """
 
+ALONE = f"""{HEAD}
+tree = jax_meshes.tree((8,))
+jax.distributed.shutdown()
+
+
+def saved(tree, name, **options):
+    ds.snapshot([from_pytree("s", tree)], DIRECTORY.with_name(name), **options).wait_committed()
+
+
+report("alone", **outcome(lambda: saved(tree, f"alone {{RANK}}")))
+report("whole", **outcome(lambda: saved({{"alike": tree["alike"]}}, f"whole {{RANK}}")))
+with ds.Checkpointer(DIRECTORY.with_name(f"by steps {{RANK}}"), **OPTIONS) as ckpt:
+    report("by steps", **outcome(lambda: ckpt.snapshot([from_pytree("s", tree)], step=1)))
+report("together", **outcome(lambda: saved(tree, "together", rank=RANK, world_size=SIZE)))
+"""
 
 WORDS = ["one 1", "one 0", "both 1", "both 0"]
 
@@ -106,3 +120,13 @@ def test_the_next_run_restores_the_last_commit_and_goes_on(run: Run) -> None:
         assert told["save 6"]["error"] is None
     assert [path.name for path in sorted(run.root.iterdir())] == [f"step-{step:08}" for step in (1, 2, 3, 6)]
     assert set(ds.load(run.root)) == {"model", "alike"}
+
+
+def test_a_part_of_an_array_is_not_saved_alone(ranks: Any, tmp_path: Path) -> None:
+    for rank, told in enumerate(reports(ranks(2, ALONE, tmp_path / "ckpts", **RANKS))):
+        for word in ("alone", "by steps"):
+            assert told[word]["error"] == "ProviderError"
+            assert "'s/columns' is held only in part by this process, which saves alone" in told[word]["text"]
+        assert not (tmp_path / f"alone {rank}").exists()
+        assert list(ds.load(tmp_path / f"whole {rank}")["s"]) == ["alike"]
+    assert set(ds.load(tmp_path / "together")["s"]) == {*jax_meshes.VALUES, "step"}
