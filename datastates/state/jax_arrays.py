@@ -146,6 +146,37 @@ def is_gone(array: Any) -> bool:
     return bool(array.is_deleted())
 
 
+def why_not_placed(like: Any) -> str | None:
+    """Why the devices of an array like another one are not known, for a message; None if they are.
+
+    Under ``jax.set_mesh``, what describes arrays may have a sharding over the axes of a mesh alone.
+    """
+    try:
+        sharding = placed(like).sharding
+    except TypeError:  # a PartitionSpec, while there is no mesh
+        return "described by a PartitionSpec, while no mesh is set: use jax.set_mesh"
+    if not _is_abstract(sharding):
+        return None
+    return f"described by a sharding over {sharding.mesh}, while no such mesh is set: use jax.set_mesh"
+
+
+def placed(like: Any) -> Any:
+    """What describes an array, with the devices of the mesh that is set if its own sharding names only the axes."""
+    jax: Any = loaded("jax")
+    if not isinstance(like, jax.ShapeDtypeStruct) or not _is_abstract(like.sharding):
+        return like
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or mesh.abstract_mesh != like.sharding.mesh:
+        return like
+    return like.update(sharding=jax.sharding.NamedSharding(mesh, like.sharding.spec))
+
+
+def _is_abstract(sharding: Any) -> bool:
+    jax: Any = loaded("jax")
+    kind = getattr(jax.sharding, "AbstractMesh", None)  # which older versions lack
+    return kind is not None and isinstance(getattr(sharding, "mesh", None), kind)
+
+
 def landings(like: Any) -> list[tuple[HeldPart, Any]]:
     """New host memory for each box that this process must hold of an array like another one.
 

@@ -31,8 +31,10 @@ def _is_of_jax(like: object) -> bool:
 
 def why_not_made(like: Any) -> str | None:
     """Why no new array like another one can be made, for a message; None if it can."""
-    if not _is_of_jax(like) or (made := jax_arrays.made_type(like)) == like.dtype:
+    if not _is_of_jax(like):
         return None
+    if (made := jax_arrays.made_type(like)) == like.dtype:
+        return jax_arrays.why_not_placed(like)
     return f"{like.dtype} in the live state, of which JAX makes {made} while jax_enable_x64 is off"
 
 
@@ -52,6 +54,7 @@ class Landing:
     def of(cls, like: Any) -> Landing:
         """Allocate memory; its contents are undefined. ``like`` is no DTensor: those are restored in place."""
         if _is_of_jax(like):
+            like = jax_arrays.placed(like)
             return cls(like, jax_arrays.landings(like))
         shape = tuple(like.shape)
         whole = HeldPart(shape, (0,) * len(shape), None, ())
@@ -60,6 +63,7 @@ class Landing:
     @classmethod
     def filled(cls, like: Any, shards: Sequence[Shard]) -> Landing:
         """The memory again from what :meth:`shards` gave."""
+        like = jax_arrays.placed(like) if describes(like) else like
         return cls(like, [(HeldPart(s.global_shape, s.offset, s.flat, ()), s.source) for s in shards])
 
     def shards(self, key: str) -> list[Shard]:

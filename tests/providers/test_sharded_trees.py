@@ -16,6 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import datastates as ds  # noqa: E402
+from datastates.errors import RestoreError  # noqa: E402
 from datastates.providers import from_pytree  # noqa: E402
 from datastates.state import jax_arrays  # noqa: E402
 
@@ -143,6 +144,42 @@ def test_random_keys_are_sharded_like_arrays(tmp_path: Path) -> None:
     ds.restore([provider], tmp_path / "c")
     assert (jax.random.key_data(provider.tree["keys"]) == jax.random.key_data(keys)).all()
     assert provider.tree["keys"].sharding == sharding
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this version of JAX sets no mesh")
+def test_a_description_over_the_axes_of_the_mesh_that_is_set(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+    def init() -> Any:
+        keys = jax.random.split(jax.random.key(0), 8)
+        return {
+            "w": jnp.ones((8, 4), out_sharding=PartitionSpec("a", "b")),
+            "b": jnp.zeros(4),
+            "keys": jax.sharding.reshard(keys, PartitionSpec("a")),
+        }
+
+    with jax.set_mesh(mesh):
+        saved, described = init(), jax.eval_shape(init)
+        described["named"] = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=PartitionSpec("b"))
+        saved["named"] = jax.device_put(jnp.arange(8.0), PartitionSpec("b"))
+        ds.snapshot([from_pytree("s", saved)], tmp_path / "c").wait_committed()
+        found = ds.load(tmp_path / "c", like={"s": described})["s"]
+        assert {key: array.sharding for key, array in found.items()} == {k: a.sharding for k, a in saved.items()}
+        assert found["w"].tolist() == saved["w"].tolist()
+        assert (jax.random.key_data(found["keys"]) == jax.random.key_data(saved["keys"])).all()
+        by_name = {key: described[key] for key in ("w", "named")}
+        provider = from_pytree("t", by_name)
+        ds.restore([provider], tmp_path / "c", rename={"s/": "t/"}, strict=False)
+        assert {key: provider.tree[key].sharding for key in by_name} == {k: saved[k].sharding for k in by_name}
+    with pytest.raises(RestoreError) as caught:
+        ds.load(tmp_path / "c", like={"s": described})
+    assert "'s/w': described by a sharding over AbstractMesh('a': 4, 'b': 2" in str(caught.value)
+    assert "'s/named': described by a PartitionSpec, while no mesh is set: use jax.set_mesh" in str(caught.value)
+    with (
+        jax.set_mesh(jax.make_mesh((2, 4), ("a", "b"))),
+        pytest.raises(RestoreError, match="while no such mesh is set"),
+    ):
+        ds.load(tmp_path / "c", like={"s": described})
 
 
 class _Device:
