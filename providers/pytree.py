@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from datastates._base import gc_pause
 from datastates.errors import ProviderError
 from datastates.providers.nested.known_leaves import KnownLeaves
@@ -201,7 +203,9 @@ class PytreeProvider(TreeProvider):
             return leaf
         if is_number(leaf) and arrays.kind_of(found) is not None:
             number = self._array(value, path)
-            return leaf if number is None else number.item()
+            if number is None:
+                return leaf
+            return number[()] if isinstance(leaf, np.generic) else number.item()
         return leaf if isinstance(found, ArrayRef) else found  # a reference stands for what is not selected
 
     def _array(self, value: Any, path: Path) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 
 from datastates._base.loaded import loaded
 from datastates.errors import FormatError
+from datastates.state import dtypes
 
 
 class TorchName:
@@ -69,7 +70,31 @@ def numpy_dtype(*args: Any) -> Any:
     match args:
         case (str(), False, True):
             return np.dtype(*args)
+        case (type() as scalar, False, True) if _is_of_ml_dtypes(scalar):
+            return np.dtype(*args)
     raise FormatError("a NumPy type is made from arguments that NumPy does not write")
+
+
+_REGISTERED = 2
+"""``isbuiltin`` of the types that a library has registered. NumPy does not copy them: a process has each once."""
+
+
+def _ml_dtype(name: str) -> Any:
+    """A type of ml_dtypes, which a NumPy dtype is made from.
+
+    Raises:
+        ImportError: ml_dtypes is not installed, or lacks the type.
+    """
+    try:
+        import ml_dtypes
+
+        return getattr(ml_dtypes, name)
+    except (ImportError, AttributeError):
+        raise ImportError(f"a value is of NumPy's type {name}: install a newer ml_dtypes") from None
+
+
+def _is_of_ml_dtypes(scalar: type) -> bool:
+    return getattr(loaded("ml_dtypes"), scalar.__name__, None) is scalar
 
 
 def set_numpy_dtype(dtype: Any, state: Any) -> None:
@@ -91,7 +116,10 @@ def set_numpy_dtype(dtype: Any, state: Any) -> None:
     size, flags = state[5], state[7]
     if size not in (-1, expected.itemsize) or (flags ^ expected.flags) & 0xFF:
         raise FormatError("a NumPy type states a size or flags that it does not have")
-    dtype.__setstate__(state)
+    if dtype.isbuiltin != _REGISTERED:
+        dtype.__setstate__(state)
+    elif state[1] == ">":
+        raise FormatError("a NumPy type of ml_dtypes states another byte order")
 
 
 def _structured(names: tuple[Any, ...], fields: dict[Any, Any], size: int, *, align: bool) -> Any:
@@ -317,6 +345,7 @@ SAFE: dict[str, Callable[[], Any]] = {
     "numpy.dtype": lambda: numpy_dtype,
     **{f"numpy.{m}.multiarray._reconstruct": lambda: _rebuild_numpy for m in ("core", "_core")},
     **{f"numpy.{m}.multiarray.scalar": lambda: _numpy_scalar for m in ("core", "_core")},
+    **{f"ml_dtypes.{d.name}": partial(_ml_dtype, d.name) for d in dtypes.ALL if d.numpy == d.name},
 }
 BUILT_LATE = {
     "torch._utils._rebuild_sparse_tensor": _sparse,

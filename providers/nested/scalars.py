@@ -17,8 +17,8 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number of Python or of NumPy."""
-    return type(value) in _NUMBERS or isinstance(value, np.number | np.bool_)
+    """Whether a value is a number of Python, of NumPy or of ml_dtypes."""
+    return type(value) in _NUMBERS or (isinstance(value, np.generic) and is_array(np.asarray(value)))
 
 
 def as_stored(leaves: Leaves, stored: object) -> Leaves:

@@ -106,6 +106,8 @@ CODE: dict[str, bytes] = {
     "torch._utils._rebuild_wrapper_subclass": call("torch._utils", "_rebuild_wrapper_subclass", NONE),
     "torch.nn.Module": call("torch.nn", "Module"),
     "torch.Tensor": call("torch", "Tensor"),
+    "ml_dtypes.bfloat16": call("ml_dtypes", "bfloat16", text("1")),
+    "ml_dtypes.finfo": call("ml_dtypes", "finfo", text("f4")),
     "numpy.load": call("numpy", "load", text("/dev/null")),
     "numpy.fromfile": call("numpy", "fromfile", text("/dev/null")),
     "numpy.memmap": call("numpy", "memmap", text("/dev/null")),

@@ -160,6 +160,23 @@ def test_element_types_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert loaded["int4"].dtype == ml_dtypes.int4
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "int4"])
+def test_numbers_of_small_types_are_numbers(name: str, tmp_path: Path) -> None:
+    kind = getattr(ml_dtypes, name)
+    saved = {"n": kind(3), "array": jnp.full((), 3, name), "inside": {kind(2)}, "arrays": {"a": (np.ones(2, kind),)}}
+    provider = from_pytree("s", saved)
+    ds.snapshot([provider], tmp_path / "c").wait_committed()
+    loaded = ds.load(tmp_path / "c")["s"]
+    assert (type(loaded["n"]), loaded["n"], loaded["inside"]) == (kind, 3, {kind(2)})
+    provider.tree = {"n": jnp.zeros((), name), "array": kind(0), "inside": set(), "arrays": {"a": (np.zeros(2, kind),)}}
+    ds.restore([provider], tmp_path / "c")
+    assert (provider.tree["n"].dtype, provider.tree["n"]) == (saved["array"].dtype, 3)
+    assert (type(provider.tree["array"]), provider.tree["array"]) == (kind, 3)
+    provider.tree = {**saved, "n": jnp.float32(0)}
+    with pytest.raises(RestoreError, match="'s/n': no array in the checkpoint, one in the live state"):
+        ds.restore([provider], tmp_path / "c")
+
+
 @pytest.fixture
 def held_up() -> Iterator[None]:
     """No capture begins until the faults are cleared."""
