@@ -219,7 +219,8 @@ class _Reader(_PurePython):  # type: ignore[misc]
         if full in _REBUILDS:
             return getattr(self, _REBUILDS[full])
         if module == "torch" and (name in dtypes.BY_STORAGE or name in dtypes.TORCH):
-            return self._of_torch(name) if name in dtypes.TORCH else pickle_policy.TorchName(name)
+            only_name = name not in dtypes.TORCH or self._is_type_of_array()
+            return pickle_policy.TorchName(name) if only_name else self._of_torch(name)
         if full in _OF_TORCH:
             return self._of_torch(name) if name in ("Size", "device") else pickle_policy.TorchName(name)
         if full in pickle_policy.BUILT_LATE or self.trust == "all" or full in self.trust:
@@ -228,6 +229,15 @@ class _Reader(_PurePython):  # type: ignore[misc]
         if own is not None:
             return self._own_class(own)
         raise TrustError(full)
+
+    def _is_type_of_array(self) -> bool:
+        """Whether an element type that is looked up now is an array's, and nothing else refers to it.
+
+        It is then the last argument, and is not put into the memo.
+        """
+        at = self._file.tell()
+        above = self.metastack[-1] if self.metastack else ()
+        return self._data[at : at + 1] == pickle.TUPLE and above[-1:] == [self._rebuild_tensor_v3]
 
     def _of_torch(self, name: str) -> Any:
         """A type, a shape's class or the class of devices, or what stands for it without torch."""

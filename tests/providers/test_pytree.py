@@ -392,6 +392,13 @@ def test_plain_containers_need_neither_jax_nor_torch(tmp_path: Path) -> None:
         assert empty["a"].tolist() == [0, 0]
         with ds.open("c") as stored:
             assert set(stored) == {"s/p/first", "s/p/second/0", "s/t/0"}, set(stored)
+
+        odd = {"type that torch names": np.ones(2, np.uint32), "no plain value": {1}}
+        ds.snapshot([from_pytree("o", odd)], "o").wait_committed()
+        provider = from_pytree("o", {**odd, "type that torch names": np.zeros(2, np.uint32)})
+        ds.restore([provider], "o")
+        for tree in (provider.tree, ds.load("o")["o"], ds.load("o", like={"o": odd})["o"]):
+            assert tree["type that torch names"].tolist() == [1, 1] and tree["no plain value"] == {1}
         assert not {"jax", "torch"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(code)], check=True, cwd=tmp_path)
