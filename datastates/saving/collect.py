@@ -179,10 +179,10 @@ def _structure(
 
 
 def _in_part(rows: list[tuple[int, Shard]], names: tuple[str, ...]) -> str | None:
-    """The full key of an array of which there are not all elements. Its parts do not overlap: that was checked."""
+    """The full key of an array of JAX that lacks elements. Its parts do not overlap: that was checked."""
     left: dict[tuple[int, str], int] = {}
     for p, shard in rows:
-        if shard.shape != shard.global_shape:
+        if shard.kind == "jax" and shard.shape != shard.global_shape:
             left.setdefault((p, shard.key), math.prod(shard.global_shape))
             left[p, shard.key] -= math.prod(shard.shape)
     return next((full_key(names[p], key) for (p, key), elements in left.items() if elements), None)

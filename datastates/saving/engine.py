@@ -108,12 +108,12 @@ class Engine:
             The snapshot, in flight or failed.
 
         Raises:
-            ProviderError: This rank is alone, without having been told to, and holds only a part of an array.
+            ProviderError: This rank is alone, without having been told to, and holds only a part of an array of JAX.
         """
         if isinstance(self.world, SoloWorld) and not self.world.by_wish and (key := collected.structure.in_part):
             raise ProviderError(
-                f"{key!r} is held only in part by this process, which saves alone: the framework's processes are not, "
-                "or no longer, initialized. Save before they are shut down, or give rank and world_size"
+                f"{key!r} is held only in part by this process, which saves alone: jax.distributed is not, or no "
+                "longer, initialized. Save before it is shut down, or give rank and world_size"
             )
         snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
 
