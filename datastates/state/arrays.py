@@ -45,7 +45,6 @@ def _is_plain_tensor(torch: Any, value: Any) -> bool:
         dressed.is_usual(type(value))
         and (value.is_cpu or value.is_cuda)
         and value.layout is torch.strided
-        and not value.is_quantized
         and not value.is_nested
         and _torch_dtype(value.dtype) is not None
     )

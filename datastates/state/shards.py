@@ -271,9 +271,9 @@ def object_shard(key: str = "", *, lazy: bool = False, source: object = None) ->
     return Shard(key=key, dtype=None, kind="object", lazy=lazy, source=source)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # a frozen one takes several times as long to make, and there may be 10^5
 class ArrayRef:
-    """An array as a checkpoint describes it, before it has been read.
+    """An array as a checkpoint describes it, before it has been read. Never changed.
 
     Attributes:
         key: The stored shard's key within its provider. Where several shards are the same memory, one of their keys.

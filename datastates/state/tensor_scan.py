@@ -126,8 +126,12 @@ def layout(values: Sequence[Any]) -> Layout | None:
 
 def _mapped(words: I64, meaning: Callable[[int], int | None]) -> I64 | None:
     """The meaning of each word; None if a word has none."""
-    known = list(map(meaning, words.tolist()))
-    return None if None in known else np.array(known, np.int64)
+    result = np.empty_like(words)
+    for word in set(words.tolist()):
+        if (known := meaning(word)) is None:
+            return None
+        result[words == word] = known
+    return result
 
 
 def _exchanged_devices(word: int) -> int | None:

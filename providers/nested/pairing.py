@@ -69,10 +69,12 @@ class _Walk:
                 if k not in s:
                     self._seek(v[k], join(key, k), (*path, k))
             for k, item in s.items():
-                if k in v:
-                    self.on(item, v[k], join(key, k), (*path, k))
-                else:
+                if k not in v:
                     found.unexpected.append(join(key, k))
+                elif type(item) is ArrayRef:  # there may be very many of these
+                    self._meet(item, v[k], join(key, k))
+                else:
+                    self.on(item, v[k], join(key, k), (*path, k))
         elif isinstance(v, (list, tuple)) and isinstance(s, (list, tuple, Unbuilt)):
             s = s.arguments if isinstance(s, Unbuilt) else s
             self._seen.add((id(s), id(v)))
