@@ -81,6 +81,20 @@ class PackedKeys(Sequence[str]):
             yield self.data[start:end].decode("utf-8", "surrogatepass")
             start = end
 
+    def some(self, numbers: I64) -> list[str]:
+        """The strings of these numbers."""
+        if not self.data.isascii():
+            return [key.decode("utf-8", "surrogatepass") for key in self.encoded_some(numbers)]
+        end, text = self._end[numbers], self.data.decode()
+        begin = (end - self.nbytes[numbers]).tolist()
+        return [text[a:b] for a, b in zip(begin, end.tolist(), strict=True)]
+
+    def encoded_some(self, numbers: I64) -> list[bytes]:
+        """The strings of these numbers as UTF-8."""
+        end = self._end[numbers]
+        begin, data = (end - self.nbytes[numbers]).tolist(), self.data
+        return [data[a:b] for a, b in zip(begin, end.tolist(), strict=True)]
+
     def encoded(self, i: int) -> bytes:
         """The string of that number as UTF-8."""
         end = int(self._end[i])
@@ -126,8 +140,7 @@ class KeyLookup(Mapping[str, int]):
             provider: For each row, the number of its provider.
             keys: For each row, its key within the provider.
         """
-        self._names = None if providers is None else [full_key(name, "") for name in providers]
-        self._numbers = {name: number for number, name in enumerate(self._names or ())}
+        self._names = None if providers is None else tuple(full_key(name, "") for name in providers)
         self._provider = provider
         self._keys = keys
         hashes = _hashes(provider, keys)
@@ -169,29 +182,62 @@ class KeyLookup(Mapping[str, int]):
 
         Looking up many keys at once takes a few microseconds each, one alone takes a hundred.
         """
-        asked = {full: place for full in fulls if (place := self._place(full)) is not None}
-        if not asked or not len(self._hashes):
-            return {}
-        wanted = PackedKeys.of([key for _, key in asked.values()])
-        hashes = _hashes(np.array([number for number, _ in asked.values()], np.uint32), wanted)
-        at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
-        alike = (self._hashes[at] == hashes).tolist()
+        asked = list(dict.fromkeys(fulls))
+        which, rows = self.rows(AskedKeys(asked))
         found: dict[str, list[int]] = {}
-        for n, (full, row) in enumerate(zip(asked, self._order[at].tolist(), strict=True)):
-            exact = asked[full][0], wanted.encoded(n)
-            if exact in self._colliding:
-                found[full] = self._colliding[exact]
-            elif alike[n] and (int(self._provider[row]), self._keys.encoded(row)) == exact:
-                found[full] = [row]
+        for n, row in zip(which.tolist(), rows.tolist(), strict=True):
+            found.setdefault(asked[n], []).append(row)
         return found
 
-    def _place(self, full: object) -> tuple[int, str] | None:
-        """The provider's number and the key within it; None if no row can have that full key."""
-        if self._names is None:
-            return (0, full) if isinstance(full, str) else None
-        name, slash, key = full.partition("/") if isinstance(full, str) else ("", "", "")
-        number = self._numbers.get(name)
-        return None if number is None or (slash and not key) else (number, key)
+    def rows(self, asked: AskedKeys) -> tuple[I64, I64]:
+        """The numbers of the asked keys that have rows, ascending, and of the rows: an entry for each row."""
+        which, provider, exact, hashes = asked.of(self._names)
+        if not which.size or not self._hashes.size:
+            return which[:0], which[:0]
+        row = self._order[np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)]
+        if self._colliding:
+            keys = zip(provider.tolist(), exact, strict=True)
+            rows = [self._colliding.get(key, [first]) for key, first in zip(keys, row.tolist(), strict=True)]
+            again = np.repeat(np.arange(len(rows)), [len(some) for some in rows])
+            which, provider, exact = which[again], provider[again], [exact[i] for i in again.tolist()]
+            row = np.concatenate(rows)
+        same = np.array([a == b for a, b in zip(self._keys.encoded_some(row), exact, strict=True)], bool)
+        same &= self._provider[row] == provider
+        return which[same], row[same]
+
+
+class AskedKeys:
+    """Full keys to look up in any number of tables. What depends on a table's providers only is worked out once."""
+
+    def __init__(self, fulls: Sequence[str]) -> None:
+        """Take the keys."""
+        self._fulls = fulls
+        self._known: dict[tuple[str, ...] | None, tuple[I64, U32, list[bytes], U64]] = {}
+
+    def of(self, names: tuple[str, ...] | None) -> tuple[I64, U32, list[bytes], U64]:
+        """What may be in a table whose providers have these names as parts of keys; None for full keys.
+
+        Returns:
+            The numbers of these keys, and for each the provider's number, the key within the provider, and its hash.
+        """
+        if names not in self._known:
+            numbers = {name: number for number, name in enumerate(names or ())}
+            places = [_place(full, None if names is None else numbers) for full in self._fulls]
+            which = np.array([i for i, place in enumerate(places) if place is not None], np.int64)
+            provider = np.array([place[0] for place in places if place is not None], np.uint32)
+            keys = PackedKeys.of([place[1] for place in places if place is not None])
+            exact = keys.encoded_some(np.arange(len(keys)))
+            self._known[names] = which, provider, exact, _hashes(provider, keys)
+        return self._known[names]
+
+
+def _place(full: object, numbers: Mapping[str, int] | None) -> tuple[int, str] | None:
+    """The provider's number and the key within it; None if no row can have that full key."""
+    if numbers is None or not isinstance(full, str):
+        return (0, full) if isinstance(full, str) else None
+    name, slash, key = full.partition("/")
+    number = numbers.get(name)
+    return None if number is None or (slash and not key) else (number, key)
 
 
 def _hashes(provider: U32, keys: PackedKeys) -> U64:

@@ -77,7 +77,7 @@ class StoredRows(Mapping[str, Row]):
         again = {i for rows in index.shards.by_key.repeated for i in rows[1:]}
         if again:
             self._numbers = self._numbers[[i not in again for i in self._numbers.tolist()]]
-        self.keys_in_order = _keys(index, self._numbers)
+        self.keys_in_order = index.shards.packed_keys.some(self._numbers)
         self._number = dict(zip(self.keys_in_order, self._numbers.tolist(), strict=True))
         self._made: dict[str, Row] = {}
 
@@ -160,10 +160,3 @@ class StoredRows(Mapping[str, Row]):
     def names_of(self, keys: Sequence[str]) -> Sequence[str]:
         """For each of these keys, the key that stands for its place."""
         return keys if self.names is self.keys_in_order else [self._name[key] for key in keys]
-
-
-def _keys(index: Index, rows: I64) -> list[str]:
-    packed = index.shards.packed_keys
-    ends = np.cumsum(packed.nbytes, dtype=np.int64)
-    begins, data = (ends - packed.nbytes)[rows].tolist(), packed.data
-    return [data[a:b].decode("utf-8", "surrogatepass") for a, b in zip(begins, ends[rows].tolist(), strict=True)]

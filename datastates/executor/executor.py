@@ -50,7 +50,7 @@ def prepare_write(plan: WritePlan, literal: bytes | memoryview, runs: DigestRuns
 
 def _prepare_read(plan: ReadPlan) -> _native.ReadPlan:
     return _native.ReadPlan(
-        **fields_of(plan, but=("needed_nbytes", "shared_nbytes", "unverified_nbytes", "unverified_dest"))
+        **fields_of(plan, but=("extent_needed", "extent_between", "extent_unverified", "unverified_dest"))
     )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from datastates.container.logical import contributed
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
@@ -17,6 +19,7 @@ from datastates.formats.format import Problem
 from datastates.formats.loading import read_all
 from datastates.restoring.proof import crc_of_record
 from datastates.restoring.provider_view import Trust
+from datastates.restoring.sources import Found, FoundRow, Held
 from datastates.state.into import Into
 from datastates.state.parts import Part, uncovered
 
@@ -79,20 +82,23 @@ class Foreign:
                 raise KeyError(full)
             _, first = parts[0]
             held = self._with_elements(full, parts)
-            parts_held = [row.part for _, row in held]
-            if not any(part.is_whole for part in parts_held) and uncovered(Part.whole(first.global_shape), parts_held):
+            if uncovered(Part.whole(first.global_shape), [row.part for _, row in held]):
                 raise DatastatesError(f"{full!r} cannot be read from {self.path}: only a part of it is there")
             result.append((first, held))
         return result
 
-    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> list[list[tuple[ForeignFile, Row]]]:
+    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> Sequence[Sequence[FoundRow]]:
         """For each part of a tensor, given with any row of it, the rows that hold elements of the tensor.
 
         Raises:
             FormatError: The parts of a tensor are of different types or shapes.
         """
-        found = self._parts([like.key for like, _ in wanted])
-        return [self._with_elements(like.key, found[like.key]) for like, _ in wanted]
+        places: dict[int, list[tuple[int, int]]] = {}
+        for part, (like, _) in enumerate(wanted):
+            for file, row in self.keys.get(like.key, ()):
+                places.setdefault(file, []).append((part, row))
+        held = [Held(self.files[file], *np.array(places[file], np.int64).T) for file in sorted(places)]
+        return Found([like for like, _ in wanted], held)
 
     def _with_elements(self, full: str, parts: Sequence[tuple[ForeignFile, Row]]) -> list[tuple[ForeignFile, Row]]:
         if len({(row.dtype, row.global_shape) for _, row in parts}) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,10 @@ class Chunks:
     checked: bool = True
 
 
+_PARTS = ("span", "piece", "check")
+"""What an extent has several of."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
     """Which ranges of a container to read, and where their bytes go; offsets and lengths in bytes.
@@ -132,11 +136,11 @@ class ReadPlan:
         check_offset, check_length: Each checked chunk, within a span of its extent.
         check_crc: CRC-32 of the chunk.
         check_record: Record of the chunk, which the error names if the CRC-32 differs.
+        extent_needed: Number of wanted bytes of each extent, each counted once.
+        extent_between: Number of bytes in narrow gaps between them that are read, too.
+        extent_unverified: Number of wanted bytes that no check covers.
         dest_nbytes: Length of each destination.
-        needed_nbytes: Number of wanted bytes of the file, each counted once.
-        shared_nbytes: Number of bytes in narrow gaps between them that are read, too.
-        unverified_nbytes: Number of those that no check covers.
-        unverified_dest: The destinations that get some of these, ascending.
+        unverified_dest: The destinations that get some bytes that no check covers, ascending.
     """
 
     extent_offset: U64
@@ -160,11 +164,41 @@ class ReadPlan:
     check_length: U64
     check_crc: U32
     check_record: I32
+    extent_needed: U64
+    extent_between: U64
+    extent_unverified: U64
     dest_nbytes: U64
-    needed_nbytes: int
-    shared_nbytes: int
-    unverified_nbytes: int
     unverified_dest: I32
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Number of wanted bytes of the file, each counted once."""
+        return int(self.extent_needed.sum())
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Number of bytes in narrow gaps between them that are read, too."""
+        return int(self.extent_between.sum())
+
+    @property
+    def unverified_nbytes(self) -> int:
+        """Number of wanted bytes that no check covers."""
+        return int(self.extent_unverified.sum())
+
+    def part(self, first: int, last: int) -> ReadPlan:
+        """The plan of the extents from ``first`` to before ``last``, with all destinations."""
+        columns: dict[str, Any] = {}
+        for field in fields(self):
+            of, _, what = field.name.partition("_")
+            column = getattr(self, field.name)
+            if of == "extent" and what in _PARTS:
+                columns[field.name] = column[first : last + 1] - column[first]
+            elif of == "extent":
+                columns[field.name] = column[first:last]
+            elif of in _PARTS:
+                index = getattr(self, f"extent_{of}")
+                columns[field.name] = column[int(index[first]) : int(index[last])]
+        return replace(self, **columns)
 
 
 def fields_of(plan: Any, *, but: Collection[str]) -> dict[str, Any]:

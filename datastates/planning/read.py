@@ -102,7 +102,6 @@ def plan_read(
     ranges = Wanted.of(runs, chunks)
     segments, left = _read_segments(ranges, whole[dest], chunks, spare_nbytes)
     cut = np.unique(segments.chunk[~segments.verified])  # chunks that are not verified
-    unverified = bytes_between(ranges.union, ranges.chunk_begin[cut], ranges.chunk_end[cut])
     loose = np.searchsorted(cut, ranges.first) < np.searchsorted(cut, ranges.last)
     segments, left = _filled(segments, left)
     bridged = _bridges(segments, ranges, left)
@@ -118,10 +117,13 @@ def plan_read(
     checks = np.flatnonzero(segments.verified)
     within = extents[0][np.searchsorted(starts, np.arange(len(record)), side="right") - 1]
     which, extent, piece = _pieces(ranges, *extents)
+    needed, between = bytes_between(ranges.union, *extents), ranges.shared_between(*extents)
+    extent_check = np.searchsorted(checks, np.append(starts, len(record)))
+    verified = np.append(0, np.cumsum(bytes_between(ranges.union, segments.begin[checks], segments.end[checks])))
     return ReadPlan(
         extent_offset=as_u64(extents[0]),
         extent_length=as_u64(extents[1] - extents[0]),
-        extent_shared=(ranges.shared_between(*extents) * WASTE > extents[1] - extents[0]).astype(np.uint8),
+        extent_shared=(between * WASTE > extents[1] - extents[0]).astype(np.uint8),
         extent_span=as_u64(np.searchsorted(spans, np.append(starts, len(record)))),
         span_offset=as_u64(span.source - within[spans]),
         span_length=as_u64(span_length),
@@ -135,15 +137,15 @@ def plan_read(
         piece_count=as_u64(piece.count),
         piece_extent_step=as_u64(piece.source_step),
         piece_dest_step=as_u64(piece.dest_step),
-        extent_check=as_u64(np.searchsorted(checks, np.append(starts, len(record)))),
+        extent_check=as_u64(extent_check),
         check_offset=as_u64((segments.begin - within)[checks]),
         check_length=as_u64(segments.runs.length[checks]),
         check_crc=np.ascontiguousarray(chunks.crc[segments.chunk[checks]]),
         check_record=np.ascontiguousarray(record[checks], dtype=np.int32),
+        extent_needed=as_u64(needed),
+        extent_between=as_u64(between),
+        extent_unverified=as_u64(needed - np.diff(verified[extent_check])),
         dest_nbytes=as_u64(dest_nbytes),
-        needed_nbytes=ranges.needed_nbytes,
-        shared_nbytes=ranges.shared_nbytes,
-        unverified_nbytes=int(unverified.sum()),
         unverified_dest=np.unique(dest[loose]),
     )
 
@@ -168,24 +170,11 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, ex
         chunks=chunks,
         extent_nbytes=extent_nbytes,
     )
-    extents = min(count, max(0, len(whole.extent_offset) - (not complete)))
+    some = whole.part(0, min(count, max(0, len(whole.extent_offset) - (not complete))))
     none = [f.name for f in fields(ReadPlan) if f.name.startswith(("piece_", "check_")) or f.name == "dest_nbytes"]
-    spans = int(whole.extent_span[extents])
-    return replace(
-        whole,
-        extent_offset=whole.extent_offset[:extents],
-        extent_length=whole.extent_length[:extents],
-        extent_shared=whole.extent_shared[:extents],
-        extent_span=whole.extent_span[: extents + 1],
-        span_offset=whole.span_offset[:spans],
-        span_length=whole.span_length[:spans],
-        span_count=whole.span_count[:spans],
-        span_step=whole.span_step[:spans],
-        extent_piece=zero[: extents + 1],
-        extent_check=zero[: extents + 1],
-        needed_nbytes=int(whole.span_length[:spans].sum()),
-        **{name: getattr(whole, name)[:0] for name in none},
-    )
+    index = np.zeros_like(some.extent_span)
+    columns = {name: getattr(some, name)[:0] for name in none}
+    return replace(some, extent_piece=index, extent_check=index, **columns)
 
 
 def _read_segments(ranges: Wanted, whole: U8, chunks: Chunks, spare_nbytes: int) -> tuple[_Segments, int]:
@@ -198,7 +187,8 @@ def _read_segments(ranges: Wanted, whole: U8, chunks: Chunks, spare_nbytes: int)
     every = _Segments(Runs.single(begin, begin, end - begin), wanted, np.full(len(wanted), chunks.checked))
     if not chunks.checked:
         return _loosened(ranges.fetched, every), ranges.needed_nbytes
-    frames = int((begin[1:] - end[:-1])[np.diff(wanted) == 1].sum())
+    gap = begin[1:] - end[:-1]
+    frames = int(gap[(np.diff(wanted) == 1) & (gap <= GAP)].sum())
     left = max(ranges.needed_nbytes // WASTE, spare_nbytes) - frames
     wasted = int((end - begin).sum()) - ranges.needed_nbytes - ranges.shared_nbytes
     if wasted <= left or wasted <= 0:

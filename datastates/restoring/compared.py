@@ -11,6 +11,7 @@ from datastates.container.table import Row
 from datastates.errors import ProviderError
 from datastates.restoring.broadcast import PartKey, part_key
 from datastates.restoring.casting import Cast, can_cast
+from datastates.restoring.gathering import gather
 from datastates.restoring.reads import Reads
 from datastates.restoring.selection import Cut
 from datastates.restoring.sources import TensorFile, Tensors
@@ -127,18 +128,19 @@ class Compared(ABC):
             else:
                 elsewhere.append((row, shard))
         every = self._stored.sources([(row, shard.part) for row, shard in elsewhere])
-        for (_, shard), sources in zip(elsewhere, every, strict=True):
-            if missing := uncovered(shard.part, [row.part for _, row in sources]):
+        gathered = gather(every, elsewhere, reads)
+        for i, (_, shard) in enumerate(elsewhere):
+            if not gathered[i] and (missing := uncovered(shard.part, [row.part for _, row in every[i]])):
                 self.lost[full_key(self.name, shard.key)] = f"{missing} of {shard.part.numel} elements"
-        for (like, shard), sources in zip(elsewhere, every, strict=True):
+        for i, (like, shard) in enumerate(elsewhere):
             if full_key(self.name, shard.key) in self.lost:  # no other part of it is restored, either
                 continue
-            if like.dtype.name != shard.dtype:
-                self.casts.append(Cast(like, shard, sources))
-            else:
-                for source, row in sources:
-                    reads.add(source, row, shard)
             restored.append(shard)
+            if like.dtype.name != shard.dtype:
+                self.casts.append(Cast(like, shard, every[i]))
+            elif not gathered[i]:
+                for source, row in every[i]:
+                    reads.add(source, row, shard)
         return {shard.key: shard.source for shard in restored}
 
     def _holder(self, row: Row, shard: Shard) -> TensorFile | None:

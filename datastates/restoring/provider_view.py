@@ -235,8 +235,9 @@ class SavedState(Compared, Saved):
         count, straight = tensor_scan.contiguous(live.ndim, live.dims, live.strides)
         straight &= tensor_scan.contiguous(stored.ndim, stored.dims, stored.strides)[1]
         nbytes = count.astype(np.uint64) * tensor_scan.ITEMSIZES[stored.dtype]
-        columns = stored.file_offset, nbytes, live.address, live.device, streams.streams(live.device)
-        reads.add_arrays(self._base, Ranges(*(column[straight] for column in columns)), shards.values)
+        places = live.address, live.device, streams.streams(live.device)
+        columns = stored.file_offset, nbytes, *places, stored.whole, np.full(len(nbytes), "", object)
+        reads.add_many(self._base, Ranges(*(column[straight] for column in columns)), shards.values)
         for i in np.flatnonzero(~straight).tolist():
             reads.add(self._base, self.rows[shards.keys[i]], shards[i])
         self._alike = shards

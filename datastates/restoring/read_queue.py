@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from datastates._base.columns import I32, I64, U64
+from datastates._base.columns import I32, I64, U64, Bools
 from datastates.executor.executor import Columns, columns
-from datastates.planning import read
 from datastates.planning.plans import Chunks, ReadPlan
+from datastates.planning.several import FileRanges
 from datastates.state.runs import Runs
 from datastates.state.shards import HOST, Buffer
 
@@ -41,11 +41,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """Whole arrays of a file and their destinations, one column entry for each. Offsets and lengths are bytes.
+    """Ranges of a file and their destinations, one column entry for each. Offsets and lengths are bytes.
 
     Attributes:
-        offset, nbytes: File offset and length of each array.
+        offset, nbytes: File offset and length of each.
         pointer, device, stream: The destination of each, as in :class:`~datastates.state.shards.Buffer`.
+        whole: Whether each is a whole array, which is always verified.
+        key: For each that is not, the full key of its array.
     """
 
     offset: U64
@@ -53,15 +55,17 @@ class Ranges:
     pointer: U64
     device: I32
     stream: U64
+    whole: Bools
+    key: np.ndarray[Any, np.dtype[np.object_]]
 
     @staticmethod
     def joined(parts: Sequence[Ranges]) -> Ranges:
         """Join them. Duplicates, as of tied tensors, are dropped: the same bytes to the same destination."""
         if not parts:
             none = np.zeros(0, np.uint64)
-            return Ranges(none, none, none, np.zeros(0, np.int32), none)
+            return Ranges(none, none, none, np.zeros(0, np.int32), none, np.zeros(0, bool), np.zeros(0, object))
         all_ = [np.concatenate([getattr(p, c) for p in parts]) for c in Ranges.__slots__]
-        order = np.lexsort((*all_[:2], *all_[2:4]))
+        order = np.lexsort((~all_[5], *all_[:4]))
         ordered = [c[order] for c in all_[:4]]
         again = np.logical_and.reduce([c[1:] == c[:-1] for c in ordered])
         if again.any():
@@ -72,12 +76,12 @@ class Ranges:
 
 @dataclass(slots=True, eq=False)
 class ReadQueue:
-    """The ranges of one file to read, and their destinations: first the whole arrays, then the buffers. In bytes.
+    """The ranges of one file to read, and their destinations: first those of ``many``, then the buffers. In bytes.
 
     Attributes:
         source: The file.
-        whole_arrays: Whole arrays that are read into destinations of the same layout.
-        owners: Objects that keep the memory of ``whole_arrays`` alive.
+        many: Many ranges at once, each with a destination of its own.
+        owners: Objects that keep the memory of ``many`` alive.
         keys: For each buffer, the full key of its array; empty if it is for no array.
         buffers: The other destinations, each for one range or several.
         offsets, lengths: For each buffer, file offset and length of its range; 0 if its ranges are in ``runs``.
@@ -87,7 +91,7 @@ class ReadQueue:
     """
 
     source: Source
-    whole_arrays: list[Ranges] = field(default_factory=list)
+    many: list[Ranges] = field(default_factory=list)
     owners: list[object] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
@@ -126,9 +130,14 @@ class ReadQueue:
             self.whole.append(False)
 
     def _joined(self) -> Ranges:
-        if len(self.whole_arrays) > 1:
-            self.whole_arrays = [Ranges.joined(self.whole_arrays)]
-        return self.whole_arrays[0] if self.whole_arrays else Ranges.joined([])
+        if len(self.many) != 1:
+            self.many = [Ranges.joined(self.many)]
+        return self.many[0]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is queued."""
+        return not self.buffers and not len(self._joined().offset)
 
     @property
     def nbytes(self) -> int:
@@ -139,43 +148,43 @@ class ReadQueue:
     @property
     def memory(self) -> Columns:
         """Address, device and stream of each destination."""
-        arrays, others = self._joined(), columns(self.buffers)
+        many, others = self._joined(), columns(self.buffers)
         return (
-            np.append(arrays.pointer, others[0]),
-            np.append(arrays.device, others[1]),
-            np.append(arrays.stream, others[2]),
+            np.append(many.pointer, others[0]),
+            np.append(many.device, others[1]),
+            np.append(many.stream, others[2]),
         )
 
     def ranges(self) -> tuple[I64, Runs]:
         """All non-empty ranges in bytes, from file offsets to offsets in destinations, and the destination of each."""
-        arrays, count = self._joined(), len(self.buffers)
-        first = len(arrays.offset)
-        offset = np.concatenate((arrays.offset.astype(np.int64), np.array(self.offsets, np.int64)))
-        length = np.concatenate((arrays.nbytes.astype(np.int64), np.array(self.lengths, np.int64)))
+        many, count = self._joined(), len(self.buffers)
+        first = len(many.offset)
+        offset = np.concatenate((many.offset.astype(np.int64), np.array(self.offsets, np.int64)))
+        length = np.concatenate((many.nbytes.astype(np.int64), np.array(self.lengths, np.int64)))
         single = Runs.single(offset, np.zeros(first + count, np.int64), length)
         dest = np.concatenate((np.arange(first + count), *(np.full(len(runs), first + d) for d, runs in self.runs)))
         every = Runs.joined([single, *(runs for _, runs in self.runs)])
         filled = every.size > 0
         return dest[filled], every[filled]
 
-    def plan(self, extent_nbytes: int, spare_nbytes: int) -> ReadPlan:
-        """Plan the reads; the arguments are those of :func:`~datastates.planning.read.plan_read`."""
-        arrays, (_, device, _) = self._joined(), self.memory
+    def wanted(self) -> FileRanges:
+        """What to read, for the planner."""
+        many, (_, device, _) = self._joined(), self.memory
         dest, wanted = self.ranges()
         record = np.searchsorted(self.source.data_offset, wanted.source.astype(np.uint64), side="right") - 1
         first, last = (int(record.min()), int(record.max()) + 1) if len(record) else (0, 0)
-        return read.plan_read(
+        return FileRanges(
+            nbytes=self.source.nbytes,
             wanted=wanted,
             dest=dest.astype(np.int32),
-            dest_nbytes=np.append(arrays.nbytes, np.array([b.nbytes for b in self.buffers], np.uint64)),
+            dest_nbytes=np.append(many.nbytes, np.array([b.nbytes for b in self.buffers], np.uint64)),
             in_place=(device == HOST).astype(np.uint8),
-            whole=np.append(np.ones(len(arrays.offset), np.uint8), np.array(self.whole, np.uint8)),
+            whole=np.append(many.whole, np.array(self.whole, bool)).astype(np.uint8),
             chunks=self.source.chunks(first, last),
-            extent_nbytes=extent_nbytes,
-            spare_nbytes=spare_nbytes,
         )
 
     def unverified(self, plan: ReadPlan) -> set[str]:
         """The keys of arrays of which the plan reads some bytes without verifying them."""
-        first = len(self._joined().offset)
-        return {self.keys[d - first] for d in plan.unverified_dest.tolist()}
+        keys = self._joined().key
+        first = len(keys)
+        return {keys[d] if d < first else self.keys[d - first] for d in plan.unverified_dest.tolist()}

@@ -16,6 +16,8 @@ from datastates.container.table import Row
 from datastates.executor.executor import Executor, ReadAhead
 from datastates.executor.jobs import ReadJob
 from datastates.planning import read
+from datastates.planning.plans import ReadPlan
+from datastates.planning.several import plan_several
 from datastates.restoring.read_queue import Ranges, ReadQueue, Source
 from datastates.state import arrays, dtensors, parts, strides
 from datastates.state import memory as array_memory
@@ -110,10 +112,10 @@ class Reads:
         """Queue as many bytes as ``place`` has, from an offset of the file. All are verified."""
         self._queue(source).add("", offset, place, whole=True)
 
-    def add_arrays(self, source: Source, ranges: Ranges, owners: object) -> None:
-        """Queue many whole arrays. All are verified. ``owners`` keep the destinations' memory alive."""
+    def add_many(self, source: Source, ranges: Ranges, owners: object) -> None:
+        """Queue many ranges. ``owners`` keep the destinations' memory alive."""
         queue = self._queue(source)
-        queue.whole_arrays.append(ranges)
+        queue.many.append(ranges)
         queue.owners.append(owners)
 
     def _add_alike(self, queue: ReadQueue, row: Row, shard: Shard) -> None:
@@ -225,24 +227,30 @@ class Reads:
 
         :func:`~datastates.planning.read.plan_read` decides what is verified.
         """
-        queues = [queue for queue in self._queues.values() if queue.buffers or queue.whole_arrays]
+        queues = [queue for queue in self._queues.values() if not queue.is_empty]
         # first the files that were read ahead: these hold blocks of the host cache until their jobs take them
         queues.sort(key=lambda queue: queue.source not in self._ahead)
         for source in self._ahead.keys() - {queue.source for queue in queues}:
             self._ahead[source].close()
-        spare = SMALL_STATE // len(queues) if queues and self.nbytes < SMALL_STATE else 0
-        if self._in_full:
-            spare = sum(queue.source.nbytes for queue in queues)
         try:
-            for queue in queues:
+            for queue, plan in self._planned(queues, executor.extent_nbytes):
                 source = queue.source
-                plan = queue.plan(executor.extent_nbytes, spare)
                 ahead = self._ahead.get(source)
                 self._jobs.append(executor.submit_read(source.path, plan, queue.memory, source.name_record, ahead))
                 self._loose |= queue.unverified(plan)
         except BaseException:
             self._wait()
             raise
+
+    def _planned(self, queues: Sequence[ReadQueue], extent_nbytes: int) -> Iterator[tuple[ReadQueue, ReadPlan]]:
+        spare = SMALL_STATE if self.nbytes < SMALL_STATE else 0
+        if self._in_full:
+            spare = sum(queue.source.nbytes for queue in queues)
+        wanted = [(queue, queue.wanted()) for queue in queues]
+        for checked in (True, False):
+            some = [one for one in wanted if one[1].chunks.checked is checked]
+            plans = plan_several([ranges for _, ranges in some], extent_nbytes, spare)
+            yield from zip((queue for queue, _ in some), plans, strict=True)
 
     def finish(self) -> Tally:
         """Wait until everything is read, then make the copies.

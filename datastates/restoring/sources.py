@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, overload
 
-from datastates._base.columns import U64
+import numpy as np
+
+from datastates._base.columns import I64, U64
 from datastates.container.object_entry import ObjectEntry
+from datastates.container.stretches import form, forms
 from datastates.container.table import Row, ShardTable
+from datastates.errors import FormatError
 from datastates.restoring.read_queue import Source
 from datastates.state.parts import Part
 
@@ -46,6 +52,70 @@ class TensorFile(Source, Protocol):
         """
 
 
+FoundRow = tuple[TensorFile, Row]
+"""A row, and the file that it is in."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Rows of one file that may share elements with parts that are wanted: the parts' numbers, and the rows'."""
+
+    file: TensorFile
+    part: I64
+    row: I64
+
+
+class Found(Sequence[Sequence[FoundRow]]):
+    """For each wanted part, the rows that may share elements with it, each with its file.
+
+    Rows are made when the first one is asked for. Rows without elements are left out.
+
+    Attributes:
+        held: The same in columns, an entry for each file.
+    """
+
+    def __init__(self, likes: Sequence[Row], held: Sequence[Held]) -> None:
+        """Take what was found.
+
+        Args:
+            likes: For each wanted part, any row of its tensor.
+            held: The rows, an entry for each file.
+
+        Raises:
+            FormatError: A file has a tensor with another type or shape.
+        """
+        self._count = len(likes)
+        self.held = held
+        width = max((len(like.global_shape) for like in likes), default=0)
+        expected = np.array([form(like.dtype, like.global_shape, width) for like in likes], np.int64)
+        for one in held:
+            odd = (forms(one.file.shards, one.row, width) != expected[one.part]).any(axis=1)
+            if odd.any():
+                key = likes[int(one.part[odd][0])].key
+                raise FormatError(f"{one.file.path}: {key!r} is of another type or shape than in other files")
+
+    def __len__(self) -> int:
+        """The number of wanted parts."""
+        return self._count
+
+    @overload
+    def __getitem__(self, i: int) -> Sequence[FoundRow]: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Sequence[FoundRow]]: ...
+    def __getitem__(self, i: int | slice) -> Sequence[FoundRow] | Sequence[Sequence[FoundRow]]:
+        """What was found for the part of that number."""
+        return self._made[i]
+
+    @cached_property
+    def _made(self) -> list[list[FoundRow]]:
+        made: list[list[FoundRow]] = [[] for _ in range(self._count)]
+        for held in self.held:
+            for part, row in zip(held.part.tolist(), held.file.shards.rows(held.row.tolist()), strict=True):
+                if 0 not in row.shape:
+                    made[part].append((held.file, row))
+        return made
+
+
 class Tensors(Protocol):
     """The logical tensors of one checkpoint, by full key, and where their bytes lie."""
 
@@ -71,7 +141,7 @@ class Tensors(Protocol):
     def find(self, full: str) -> Row | None:
         """A row with any part of the tensor of that full key; None if there is none."""
 
-    def whole(self, fulls: Sequence[str]) -> Sequence[tuple[Row, Sequence[tuple[TensorFile, Row]]]]:
+    def whole(self, fulls: Sequence[str]) -> Sequence[tuple[Row, Sequence[FoundRow]]]:
         """For each full key, any row of its tensor, and all rows that hold elements of it, each with its file.
 
         Raises:
@@ -79,7 +149,7 @@ class Tensors(Protocol):
             DatastatesError: Only a part of a tensor is there.
         """
 
-    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> Sequence[Sequence[tuple[TensorFile, Row]]]:
+    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> Sequence[Sequence[FoundRow]]:
         """The rows that may share elements with parts of tensors, each with its file.
 
         Args:

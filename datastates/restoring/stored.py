@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from datastates._base import files
 from datastates._base.columns import U64
@@ -20,9 +21,11 @@ from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
 from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, container_name
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
+from datastates.container.key_table import AskedKeys
 from datastates.container.logical import contributed
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
+from datastates.restoring.sources import Found, FoundRow, Held
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
 
@@ -213,7 +216,7 @@ class Stored:
         holders = self.catalog.holders(tensor, 0, 2**62)
         return next((row for rank in holders if (row := self._row(rank, full)) is not None), None)
 
-    def whole(self, fulls: Sequence[str]) -> list[tuple[Row, list[tuple[Container, Row]]]]:
+    def whole(self, fulls: Sequence[str]) -> list[tuple[Row, Sequence[FoundRow]]]:
         """For each full key, any row of its logical tensor, and all rows that hold elements of it, each with its file.
 
         A tensor without elements has no such rows.
@@ -242,7 +245,7 @@ class Stored:
             f"{full!r} cannot be read from {self.head.path}: {f'{lost} is missing' if lost else what}"
         )
 
-    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> list[list[tuple[Container, Row]]]:
+    def sources(self, wanted: Sequence[tuple[Row, Part]]) -> Sequence[Sequence[FoundRow]]:
         """The rows that may share elements with parts of logical tensors, each with its container.
 
         Args:
@@ -254,22 +257,19 @@ class Stored:
         Raises:
             FormatError: A container has a tensor with another type or shape.
         """
-        holders = [self.holders(like.key, part) for like, part in wanted]
-        keys: dict[int, list[str]] = {}
-        for (like, _), ranks in zip(wanted, holders, strict=True):
-            for rank in ranks:
-                keys.setdefault(rank, []).append(like.key)
-        self.open_containers(keys)
-        rows = {rank: self.rows(rank, asked) for rank, asked in keys.items()}
-        result = []
-        for (like, _), ranks in zip(wanted, holders, strict=True):
-            found = [(self._opened[rank], row) for rank in ranks for row in rows[rank].get(like.key, ())]
-            for source, row in found:
-                if (row.dtype, row.global_shape) != (like.dtype, like.global_shape):
-                    what = f"{like.key!r} is of another type or shape than in other containers"
-                    raise FormatError(f"{source.path}: {what}")
-            result.append([(source, row) for source, row in found if 0 not in row.shape])
-        return result
+        asked: dict[int, list[int]] = {}
+        for number, (like, part) in enumerate(wanted):
+            for rank in self.holders(like.key, part):
+                asked.setdefault(rank, []).append(number)
+        self.open_containers(asked)
+        held, keys = [], {}
+        for rank in sorted(asked.keys() - self.lost.keys()):
+            source, numbers = self._opened[rank], tuple(asked[rank])
+            if numbers not in keys:  # the containers mostly have parts of the same tensors
+                keys[numbers] = AskedKeys([wanted[number][0].key for number in numbers])
+            which, row = source.shards.by_key.rows(keys[numbers])
+            held.append(Held(source, np.array(numbers)[which], row))
+        return Found([like for like, _ in wanted], held)
 
     def holders(self, full: str, part: Part) -> list[int]:
         """The ranks that may have saved elements of a part of a logical tensor."""

@@ -291,6 +291,8 @@ def uncovered(dest: Part, sources: Sequence[Part]) -> int:
     Raises:
         ValueError: The logical tensors have different shapes.
     """
+    if any(source.global_shape == dest.global_shape and source.is_whole for source in sources):
+        return 0
     found = [(source, stretch(source, dest)) for source in sources]
     at, to, length = np.array([one for _, one in found if one is not None], np.int64).reshape(-1, 3).T
     others = (intersect(source, dest) for source, one in found if one is None)

@@ -6,11 +6,21 @@ import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
+from datastates._base.columns import I64
+
 
 @functools.lru_cache(maxsize=1024)  # a model has few shapes
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides of a shape."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def row_majors(shapes: I64) -> I64:
+    """Row-major strides of many shapes, a row of the array for each."""
+    beyond = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
+    return np.append(beyond, np.ones((len(shapes), min(1, shapes.shape[1])), np.int64), axis=1)
 
 
 def is_row_major(shape: tuple[int, ...], stride: Sequence[int]) -> bool:

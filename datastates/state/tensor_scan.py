@@ -14,6 +14,7 @@ from datastates._base.columns import I32, I64, U8, U64
 from datastates._base.loaded import loaded
 from datastates.state import dtensors, dtypes
 from datastates.state.shards import HOST
+from datastates.state.strides import row_majors
 
 ITEMSIZES: U64 = np.array([dtype.itemsize for dtype in dtypes.ALL], np.uint64)
 """Bytes of an element, by the number of its type."""
@@ -168,10 +169,8 @@ def contiguous(ndim: U8, dims: U64, strides: U64) -> tuple[I64, np.ndarray[Any, 
         rows = np.flatnonzero(ndim == n)
         entries = starts[rows][:, None] + np.arange(n)
         sizes, steps = dims[entries].astype(np.int64), strides[entries].astype(np.int64)
-        beyond = np.cumprod(sizes[:, ::-1], axis=1)[:, ::-1]
-        count[rows] = beyond[:, 0]
-        expected = np.append(beyond[:, 1:], np.ones((len(rows), 1), np.int64), axis=1)
-        result[rows] = ((steps == expected) | (sizes == 1)).all(axis=1)
+        count[rows] = sizes.prod(axis=1)
+        result[rows] = ((steps == row_majors(sizes)) | (sizes == 1)).all(axis=1)
     return count, result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from datastates._base.sizes import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, PAGE
 from datastates.container import zip_frames
 from datastates.planning import read, write
 from datastates.planning.plans import ReadPlan
+from datastates.planning.several import FileRanges, plan_several
 from datastates.state.runs import Runs
 
 BLOCK = 1 << 20
@@ -379,6 +380,67 @@ def test_ranges_with_a_stride_are_read_as_their_stretches_are(
     assert not plain.extent_shared.any()
     expected = narrow + (1 + 1 / read.WASTE) * plain.needed_nbytes
     assert read_nbytes(strided) <= max(read_nbytes(plain), expected) or not checked
+
+
+@given(st.lists(records_and_rows(), min_size=1, max_size=4), st.booleans(), st.booleans(), st.booleans())
+def test_several_files_are_planned_at_once(
+    made: list[tuple[list[int], list[Rows]]], in_place: bool, whole: bool, checked: bool
+) -> None:
+    files = []
+    for number, (records, rows) in enumerate(made):
+        sizes = np.array(records, np.uint64)
+        placed = write.plan_write(sizes, np.ones(len(sizes), np.uint8), zip_frames.header_nbytes(len(sizes)), BLOCK)
+        count = int((-(-sizes.astype(np.int64) // CHUNK)).sum()) if checked else 0
+        chunks = read.plan_chunks(
+            placed.data_offset, sizes, np.arange(count, dtype=np.uint32) + np.uint32(number << 20)
+        )
+        record, begin, length, times, step, dest_step = (np.array(c, np.int64) for c in zip(*rows, strict=True))
+        source = placed.data_offset.astype(np.int64)[record] + begin
+        files.append(
+            FileRanges(
+                nbytes=placed.end,
+                wanted=Runs(source, np.zeros(len(rows), np.int64), length, times, step, dest_step),
+                dest=np.arange(len(rows), dtype=np.int32),
+                dest_nbytes=((times - 1) * dest_step + length).astype(np.uint64),
+                in_place=np.full(len(rows), in_place, np.uint8),
+                whole=np.full(len(rows), whole, np.uint8),
+                chunks=replace(chunks, checked=checked),
+            )
+        )
+    plans = plan_several(files, 8 * CHUNK)
+    for file, plan in zip(files, plans, strict=True):
+        check_plan(plan, file.dest, file.wanted)
+        assert plan.dest_nbytes is file.dest_nbytes
+        extent = np.repeat(plan.extent_offset, np.diff(plan.extent_check.astype(np.int64)))
+        chunk = np.searchsorted(file.chunks.offset, extent + plan.check_offset)
+        assert (file.chunks.record[chunk] == plan.check_record).all()
+        assert (file.chunks.crc[chunk] == plan.check_crc).all()
+    columns = [name.name for name in fields(FileRanges) if name.name != "nbytes"]
+    alone = read.plan_read(**{name: getattr(files[0], name) for name in columns}, extent_nbytes=8 * CHUNK)
+    (same,) = plan_several(files[:1], 8 * CHUNK)
+    assert all(np.array_equal(getattr(alone, f.name), getattr(same, f.name)) for f in fields(ReadPlan))
+
+
+def test_several_files_have_one_budget() -> None:
+    """What one file leaves of it, another one may need to be verified."""
+    size = 20 * CHUNK
+    chunks = read.plan_chunks(np.zeros(1, np.uint64), np.array([size], np.uint64), np.zeros(20, np.uint32))
+    ones = np.ones(1, np.uint8)
+    files = [
+        FileRanges(
+            nbytes=size,
+            wanted=Runs.single(np.array([begin]), np.array([0]), np.array([size - begin])),
+            dest=np.zeros(1, np.int32),
+            dest_nbytes=np.array([size - begin], np.uint64),
+            in_place=ones,
+            whole=ones * np.uint8(0),
+            chunks=chunks,
+        )
+        for begin in (0, CHUNK - 4096)
+    ]
+    assert [plan_several([file], 8 * CHUNK)[0].unverified_nbytes for file in files] == [0, 4096]
+    assert [plan.unverified_nbytes for plan in plan_several(files, 8 * CHUNK)] == [0, 0]
+    assert plan_several([], 8 * CHUNK) == []
 
 
 def columns_of_a_matrix(pitch: int, width: int) -> ReadPlan:

@@ -1,0 +1,102 @@
+"""Rows of a file's table as stretches of their flattened logical tensors, in columns: no object for each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from datastates._base.columns import I64, U64, Bools
+from datastates.container.table import BOX, FLAT, WHOLE, ShardTable
+from datastates.state.dtypes import DType
+from datastates.state.strides import row_majors
+
+
+class File(Protocol):
+    """A file with a table of arrays."""
+
+    @property
+    def shards(self) -> ShardTable:
+        """The arrays."""
+
+    @property
+    def data_offset(self) -> U64:
+        """File offset of each record's data."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretches:
+    """Some rows of a file, one column entry for each.
+
+    Attributes:
+        begin: Position in the flattened logical tensor of the row's first element.
+        numel: Number of the row's elements.
+        offset: File offset of the first element in bytes.
+        whole: Whether the row is all of its tensor, in the tensor's shape.
+        is_one: Whether its elements follow one another, both in the flattened tensor and in the file.
+    """
+
+    begin: I64
+    numel: I64
+    offset: I64
+    whole: Bools
+    is_one: Bools
+
+    @classmethod
+    def of(cls, file: File, rows: I64) -> Stretches:
+        """Describe the rows of these numbers."""
+        table = file.shards
+        ndim, part = table.ndim[rows].astype(np.int64), table.part[rows]
+        dims_at, global_at, place_at = (starts[rows] for starts in table.starts)
+        width = int(ndim.max(initial=0))
+        size = aligned(table.dims, dims_at, ndim, width, 1)
+        stride = aligned(table.strides, dims_at, ndim, width, 0)
+        box, flat = part == BOX, part == FLAT
+        total, place = size.copy(), np.zeros_like(size)
+        total[box] = aligned(table.global_dims, global_at[box], ndim[box], width, 1)
+        place[box] = aligned(table.place, place_at[box], ndim[box], width, 0)
+        place[flat, -1:] = aligned(table.place, place_at[flat], np.ones_like(ndim[flat]), 1, 0)
+        steps, numel = row_majors(total), size.prod(axis=1)
+        straight = ((stride == row_majors(size)) | (size == 1)).all(axis=1)
+        return cls(
+            begin=(place * steps).sum(axis=1),
+            numel=numel,
+            offset=(file.data_offset[table.record[rows]] + table.offset[rows]).astype(np.int64),
+            whole=part == WHOLE,
+            is_one=straight & (((size - 1) * steps).sum(axis=1) + 1 == numel),
+        )
+
+
+def aligned(numbers: U64, starts: I64, counts: I64, width: int, filler: int) -> I64:
+    """Tuples of numbers that lie end to end, a row of ``width`` for each: aligned to the right, filled on the left.
+
+    Args:
+        numbers: The tuples' numbers.
+        starts: Where each tuple begins.
+        counts: How many numbers each has. Of more than ``width``, the first ones are left out.
+        width: Length of the rows.
+        filler: Fills the rows.
+    """
+    at = np.arange(width) - width + counts[:, None]
+    result = np.full(at.shape, filler, np.int64)
+    result[at >= 0] = numbers[(starts[:, None] + at)[at >= 0]]
+    return result
+
+
+def forms(table: ShardTable, rows: I64, width: int) -> I64:
+    """A row of numbers for each row: equal for two if they have the same type and the same logical shape.
+
+    ``width`` is the largest number of dimensions among the shapes that are compared with.
+    """
+    whole = table.part[rows] == WHOLE
+    starts, global_starts, _ = (starts[rows] for starts in table.starts)
+    ndim = np.where(whole, table.ndim[rows], table.global_ndim[rows]).astype(np.int64)
+    shape = aligned(table.global_dims, np.where(whole, 0, global_starts), np.where(whole, 0, ndim), width, 1)
+    shape[whole] = aligned(table.dims, starts[whole], ndim[whole], width, 1)
+    return np.column_stack((table.dtype[rows].astype(np.int64), ndim, shape))
+
+
+def form(dtype: DType, shape: tuple[int, ...], width: int) -> list[int]:
+    """That of a logical tensor; see :func:`forms`."""
+    return [dtype.code, len(shape), *(1,) * (width - len(shape)), *shape]

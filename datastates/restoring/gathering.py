@@ -1,0 +1,134 @@
+"""Gathers parts of tensors from many files in columns, where they are stretches: no object for each stored row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from datastates._base.columns import I32, I64, U64, Bools
+from datastates.container.stretches import Stretches
+from datastates.container.table import Row
+from datastates.restoring.read_queue import Ranges
+from datastates.restoring.reads import Reads
+from datastates.restoring.sources import Found, FoundRow
+from datastates.state import arrays, parts
+from datastates.state.dtypes import BY_NAME
+from datastates.state.shards import Shard
+from datastates.state.strides import is_row_major
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Live:
+    """Live parts, one column entry for each; positions in elements of the flattened logical tensor.
+
+    Attributes:
+        fits: Whether the part is one stretch there and in memory. The other columns are only meant for those.
+        begin, numel: The stretch.
+        whole: Whether it is all of the tensor, in the tensor's shape.
+        itemsize: Bytes of an element.
+        pointer, device, stream: As in :class:`~datastates.state.shards.Buffer`.
+        key: The full key.
+    """
+
+    fits: Bools
+    begin: I64
+    numel: I64
+    whole: Bools
+    itemsize: I64
+    pointer: U64
+    device: I32
+    stream: U64
+    key: np.ndarray[tuple[int], np.dtype[np.object_]]
+
+    @classmethod
+    def of(cls, wanted: Sequence[tuple[Row, Shard]]) -> _Live:
+        """Describe live shards, each given with any row of its tensor."""
+        entries = [_entry(like, shard) for like, shard in wanted]
+        kinds = (bool, np.int64, np.int64, bool, np.int64, np.uint64, np.int32, np.uint64, object)
+        columns = [np.array(column, kind) for column, kind in zip(zip(*entries, strict=True), kinds, strict=True)]
+        pointer, numel = columns[5], columns[2]
+        # tied tensors are left to those who see that their reads are the same
+        _, which, count = np.unique(pointer, return_inverse=True, return_counts=True)
+        columns[0] &= (count[which] == 1) | (numel == 0)
+        return cls(*columns)
+
+
+def _entry(like: Row, shard: Shard) -> tuple[object, ...]:
+    part = shard.part
+    begin, end = part.bounds
+    fits = like.dtype.name == shard.dtype and end - begin == part.numel and is_row_major(shard.shape, shard.stride)
+    place = arrays.place(shard, shard.stride) if fits else None
+    if place is None:
+        return False, 0, 0, False, 0, 0, 0, 0, like.key
+    whole = part.flat is None and part.shape == part.global_shape
+    itemsize = BY_NAME[like.dtype.name].itemsize
+    return True, begin, part.numel, whole, itemsize, place.pointer, place.device, place.stream, like.key
+
+
+def gather(found: Sequence[Sequence[FoundRow]], wanted: Sequence[tuple[Row, Shard]], reads: Reads) -> Sequence[bool]:
+    """Queue the reads of live parts that are stretches of their flattened tensors, as are all rows found for them.
+
+    Args:
+        found: What was found for the parts. Nothing is queued if that is not in columns.
+        wanted: For each part, any row of its tensor, and the live shard.
+        reads: Gets the reads.
+
+    Returns:
+        For each part, whether all of its elements were found and queued. Of the others nothing is queued, nor of other
+        parts of the same tensors.
+    """
+    if not wanted or not isinstance(found, Found):
+        return [False] * len(wanted)
+    live = _Live.of(wanted)
+    rows = [(held, Stretches.of(held.file, held.row)) for held in found.held]
+    taken = live.fits.copy()
+    for held, row in rows:
+        taken[held.part[~row.is_one & (row.numel > 0)]] = False
+    shared = [_shared(live, held.part, row) for held, row in rows]
+    taken &= _covered(live, [held.part for held, _ in rows], shared) == live.numel
+    left = set(live.key[~taken])
+    taken &= np.array([key not in left for key in live.key], bool)
+    owners = [shard.source for _, shard in wanted]
+    for (held, row), (begin, nelements) in zip(rows, shared, strict=True):
+        kept = taken[held.part] & (nelements > 0)
+        if not kept.any():
+            continue
+        of, begin, nelements, row_begin = held.part[kept], begin[kept], nelements[kept], row.begin[kept]
+        itemsize = live.itemsize[of]
+        ranges = Ranges(
+            offset=(row.offset[kept] + (begin - row_begin) * itemsize).astype(np.uint64),
+            nbytes=(nelements * itemsize).astype(np.uint64),
+            pointer=live.pointer[of] + ((begin - live.begin[of]) * itemsize).astype(np.uint64),
+            device=live.device[of],
+            stream=live.stream[of],
+            whole=live.whole[of] & row.whole[kept],
+            key=live.key[of],
+        )
+        reads.add_many(held.file, ranges, owners)
+    return taken.tolist()  # type: ignore[no-any-return]
+
+
+def _shared(live: _Live, part: I64, row: Stretches) -> tuple[I64, I64]:
+    """What each row shares with its live part: where that begins, and how many elements it is."""
+    begin = np.maximum(live.begin[part], row.begin)
+    end = np.minimum((live.begin + live.numel)[part], row.begin + row.numel)
+    return begin, np.maximum(end - begin, 0)
+
+
+def _covered(live: _Live, which: Sequence[I64], shared: Sequence[tuple[I64, I64]]) -> I64:
+    """For each live part, how many of its elements the rows of all files share with it, each counted once."""
+    covered = np.zeros(len(live.numel), np.int64)
+    if not which:
+        return covered
+    part = np.concatenate(which)
+    begin, nelements = (np.concatenate(column) for column in zip(*shared, strict=True))
+    # one part behind the other, with a gap between them
+    first = np.cumsum(live.numel + 1) - live.numel - 1
+    at = first[part] + begin - live.begin[part]
+    order = np.flatnonzero(nelements > 0)
+    order = order[np.argsort(at[order], kind="stable")]
+    low, high = parts.union(at[order], (at + nelements)[order])
+    np.add.at(covered, np.searchsorted(first, low, side="right") - 1, high - low)
+    return covered
