@@ -304,8 +304,8 @@ class Executor:
     def read_ahead(self, path: str | bytes, plan: ReadPlan) -> ReadAhead:
         """Begin to read a plan's extents in order, as far as blocks are free; the plan has no destinations.
 
-        Nothing is read while another read-ahead is open. Extents in memory are not read. An extent whose read fails is
-        read again by the job. Raises DatastatesError if the extents need more than half of the blocks.
+        Nothing is read if all open read-aheads together need more than half of the blocks. Extents in memory are not
+        read. An extent whose read fails is read again by the job. Raises DatastatesError if this one alone needs more.
         """
 
     def close(self) -> None:

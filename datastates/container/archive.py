@@ -23,6 +23,8 @@ from datastates.state.shards import StoredArray
 
 _FOOTER = "datastates/{:02d} index={:016x}+{:016x} crc={:08x}"
 FOOTER_NBYTES = len(_FOOTER.format(0, 0, 0, 0))
+GUESS = 1 << 16
+"""Bytes at the end of a file that an index is looked for in, at first."""
 ENDING_NBYTES = zip_frames.ENDING_NBYTES + FOOTER_NBYTES
 
 
@@ -129,15 +131,15 @@ def decode_footer(ending: bytes, file_nbytes: int) -> Footer:
     return Footer(offset, nbytes, crc)
 
 
-def open_index(read: Read, file_nbytes: int, *, guess: int = 1 << 16) -> tuple[Index, Footer]:
+def open_index(read: Read, file_nbytes: int) -> tuple[Index, Footer]:
     """Read and check the index of a container.
 
-    It reads the last ``guess`` bytes of the file, and reads again only when the index begins before them.
+    It reads the last :data:`GUESS` bytes of the file, and reads again only when the index begins before them.
 
     Raises:
         FormatError: The file is no container, or a damaged one.
     """
-    start = max(0, file_nbytes - guess)
+    start = max(0, file_nbytes - GUESS)
     ending = read(start, file_nbytes - start)
     footer = decode_footer(ending, file_nbytes)
     if footer.offset >= start:

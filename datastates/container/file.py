@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.columns import U64
-from datastates._base.files import length, read_bytes
+from datastates._base.files import length, read_bytes, will_need
 from datastates._base.sizes import CHUNK
 from datastates.container import archive, checksums, pickle_reader, pickle_writer
 from datastates.container.index import Index, StoredObject
@@ -148,6 +148,12 @@ class Named:
     nbytes: int
     index_crc: int
     identity: dict[str, Any]
+
+
+def will_open(named: Iterable[Named]) -> None:
+    """Ask the system for the indexes of containers, before it is asked for data that they would have to wait for."""
+    for one in named:
+        will_need(one.path, max(0, one.nbytes - archive.GUESS), archive.GUESS)
 
 
 def open_each(named: Sequence[Named]) -> list[Container | None]:

@@ -22,7 +22,7 @@ from datastates.state.shards import Buffer
 
 PreparedWrite = _native.WritePlan
 ReadAhead = _native.ReadAhead
-_AHEAD = 8
+_AHEAD = 4
 """Most extents that are read ahead, for each read that may be in flight."""
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
@@ -136,7 +136,7 @@ class Executor:
 
         They stay in the host cache until :meth:`submit_read` takes them or the result is closed. The caller must close
         it. Extents in the page cache are not read. An error is not reported here: the extent is read again by the job.
-        Nothing is read while another read-ahead is open.
+        Nothing is read if all read-aheads that are open together have more extents than half of the cache has blocks.
 
         Args:
             path: The container.

@@ -10,7 +10,7 @@ import numpy as np
 
 from datastates.commit.claims import object_hash
 from datastates.container import pickle_reader, pickle_writer
-from datastates.container.file import Container
+from datastates.container.file import Container, will_open
 from datastates.container.pickle_native import read_plain
 from datastates.container.rows import DataPlace, StoredRows, logical
 from datastates.container.table import Row
@@ -122,20 +122,23 @@ class SavedState(Compared, Saved):
         """Keys of the stored objects."""
         return list(self._objects)
 
-    def wants(self, shards: Sequence[Shard], rank: int) -> bool:
-        """Whether some, and probably all, of what a rank saved of the live arrays is wanted, going by a few of them."""
+    def wanted_whole(self, shards: Sequence[Shard], ranks: Sequence[int]) -> Iterator[int]:
+        """The ranks of which some, and probably all, that they saved of the live arrays is wanted, going by a few."""
         some = [shards[i] for i in range(0, len(shards), max(1, len(shards) // _SAMPLED))]
         wanted: dict[str, list[Part]] = {}
         for shard in some:
             if not shard.is_object:
                 wanted.setdefault(full_key(self.name, shard.key), []).append(shard.part)
-        if not any(rank in self._stored.holders(key, part) for key, parts in wanted.items() for part in parts):
-            return False  # its container need not be opened
-        return all(
-            row.global_shape == wanted[key][0].global_shape and not uncovered(row.part, wanted[key])
-            for key, rows in self._stored.rows(rank, list(wanted)).items()
-            for row in rows
-        )
+        holders = {r for key, parts in wanted.items() for part in parts for r in self._stored.holders(key, part)}
+        needed = [rank for rank in ranks if rank in holders]  # the containers of the others need not be opened
+        will_open(map(self._stored.named, needed))
+        for rank in needed:
+            if all(
+                row.global_shape == wanted[key][0].global_shape and not uncovered(row.part, wanted[key])
+                for key, rows in self._stored.rows(rank, list(wanted)).items()
+                for row in rows
+            ):
+                yield rank
 
     def structure(self, key: str) -> object:
         """A stored object's containers and plain values, with an ArrayRef for each array."""

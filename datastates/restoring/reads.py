@@ -80,6 +80,7 @@ class Reads:
         self._jobs: list[ReadJob] = []
         self._loose: set[str] = set()
         self._ahead: dict[Source, ReadAhead] = {}
+        self._extents_ahead = 0
 
     def _queue(self, source: Source) -> ReadQueue:
         queue = self._queues.get(source)
@@ -193,28 +194,34 @@ class Reads:
             furthest = i
         return None
 
-    def begin(self, source: Container, executor: Executor) -> None:
+    def begin(self, source: Container, executor: Executor) -> bool:
         """Begin to read a file that will probably be wanted whole, before that is certain. Call :meth:`close` later.
 
         Args:
             source: The file.
             executor: The executor; :meth:`start` must get the same one. The destinations are expected in host memory.
+
+        Returns:
+            Whether there is room to begin with another file.
         """
         extent_nbytes, offset = executor.extent_nbytes, source.data_offset
         if not len(offset):
-            return
-        end = offset[0] + np.uint64(executor.most_ahead * extent_nbytes)
+            return True
+        room = executor.most_ahead - self._extents_ahead
+        end = offset[0] + np.uint64(room * extent_nbytes)
         records = min(AHEAD_RECORDS, int(np.searchsorted(offset, end)))
         plan = read.plan_ahead(
             source.chunks(0, records),
-            executor.most_ahead,
+            room,
             complete=records == len(offset),
             in_place=True,
             extent_nbytes=extent_nbytes,
         )
-        index = source.index
-        will_need(source.path, index.pickle_offset, index.pickle_nbytes)  # behind the data it would wait for its turn
+        if not self._ahead:  # behind the data it would wait for its turn
+            will_need(source.path, source.index.pickle_offset, source.index.pickle_nbytes)
         self._ahead[source] = executor.read_ahead(source.path, plan)
+        self._extents_ahead += len(plan.extent_offset)
+        return self._extents_ahead < executor.most_ahead
 
     def close(self) -> None:
         """Stop what is still being read, and free the memory of what was read ahead and is not wanted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -18,7 +18,7 @@ from datastates.container import pickle_reader
 from datastates.container.digests import contributions
 from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
-from datastates.restoring import broadcast, casting
+from datastates.restoring import ahead, broadcast, casting
 from datastates.restoring.compared import Compared
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.meeting import Fit, Held, Meeting
@@ -35,12 +35,9 @@ from datastates.state import dtensors
 from datastates.state.memory import note_rewritten
 from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.shards import Shard, full_key, objects_of
-from datastates.state.streams import current_device
 
 Verify = Literal["checksum", "digest"]
 Replicas = Literal["read", "broadcast"]
-AHEAD_MINIMUM = 16 << 20
-"""Smallest container, in bytes, that is read ahead while it is compared."""
 
 
 EVERYTHING = Scope()
@@ -150,7 +147,7 @@ class Restore:
         self._strict = False
 
         def look_and_compare() -> Fit:
-            self._look(ahead=False)
+            self._look(reads_ahead=False)
             return self._compare()
 
         unexpected, _ = self._meeting.compare(look_and_compare, self._strangers)
@@ -163,11 +160,11 @@ class Restore:
 
     # --- looking: what the checkpoint has for each provider
 
-    def _look(self, *, ahead: bool) -> None:
+    def _look(self, *, reads_ahead: bool) -> None:
         pickle_reader.check_trust(self._trust)
-        wants_all = ahead and self._replicas == "read" and self._scope.is_all
+        wants_all = reads_ahead and self._replicas == "read" and self._scope.is_all
         if wants_all and self._own is not None and self._ranks == 1:
-            self._read_ahead(self._own, lambda _: True)
+            self._read_ahead(self._own, lambda ranks: ranks)
         if self._own is None or self._scope.rename:
             named = [] if self._own else [p.name for p in walk_unique(self._providers) if p.takes_parts]
             self._live_keys = LiveKeys(self._stored.keys, self._scope.rename, named)
@@ -194,7 +191,7 @@ class Restore:
             saved.note_lost_objects(rank)
             shards = saved.select(provider.destinations(saved))
             if wants_all and ranks > 1 and not self._taken:
-                self._read_ahead(self._own, partial(saved.wants, shards))
+                self._read_ahead(self._own, partial(saved.wanted_whole, shards))
             self._taken.append(_Taken(provider, saved, shards))
 
     def _take_by_name(self, provider: StateProvider, live: LiveKeys) -> None:
@@ -227,33 +224,12 @@ class Restore:
             )
         return None if selection.names(name) else _NOTHING
 
-    def _read_ahead(self, own: Stored, is_wanted: Callable[[int], bool]) -> None:
-        """Begin to read a container while the rest is compared, if all of it will probably be wanted.
-
-        It is this rank's own or, if a fraction of the ranks that saved restores, the first of its share of them. Where
-        ranks cut their tensors in another way than they were saved, each wants some of each container.
-
-        Not if CUDA is in use: the host cache must be page-locked first, which takes as long as the comparison. Nor if
-        the checkpoint consists of a framework's own files, which are no containers.
-
-        Args:
-            own: The checkpoint.
-            is_wanted: Whether the arrays that a rank saved are probably wanted whole.
-        """
-        head, meeting = own.head, self._meeting
-        if head.ranks % meeting.ranks or (head.container or head.catalog) is None or current_device() is not None:
-            return
-        rank = meeting.rank * (head.ranks // meeting.ranks)
-        one = own.container(rank) if is_wanted(rank) else None
-        names = {stored_name(provider, rank, head.ranks) for provider in walk_unique(self._providers)}
-        if one is not None and one.nbytes >= AHEAD_MINIMUM and names.issuperset(one.index.shards.providers):
-            # this rank may also want parts of the other containers: each replicated tensor is only in one of them
-            self._executor = self._make_executor(one.nbytes * head.ranks)
-            self._reads.begin(one, self._executor)
+    def _read_ahead(self, own: Stored, choose: Callable[[Sequence[int]], Iterable[int]]) -> None:
+        self._executor = ahead.begin(own, self._providers, self._meeting, self._make_executor, self._reads, choose)
 
     def _look_for_shares(self) -> dict[broadcast.PartKey, int]:
         """The parts of this rank that can be broadcast, each with its size in bytes."""
-        self._look(ahead=False)
+        self._look(reads_ahead=False)
         return {place: s.nbytes or 0 for place, s in self._places().items() if broadcast.can_broadcast(s)}
 
     def _places(self) -> dict[broadcast.PartKey, Shard]:
@@ -268,7 +244,7 @@ class Restore:
     # --- comparing: whether it fits
 
     def _look_and_compare(self) -> Fit:
-        self._look(ahead=True)
+        self._look(reads_ahead=True)
         return self._compare()
 
     def _compare(self) -> Fit:

@@ -162,14 +162,15 @@ class Stored:
             FormatError, StorageError: As :meth:`container` does, of the first container that cannot be opened.
         """
         new = [rank for rank in dict.fromkeys(ranks) if rank not in self._opened and rank not in self.lost]
-        named = [self._named(rank) for rank in new]
+        named = [self.named(rank) for rank in new]
         for rank, one, container in zip(new, open_each(named), named, strict=True):
             if one is None:
                 self.lost[rank] = container.path
             else:
                 self._opened[rank] = one
 
-    def _named(self, rank: int) -> Named:
+    def named(self, rank: int) -> Named:
+        """A rank's container, as the manifest or the catalog names it."""
         head = self.head
         if head.container is not None:
             file, expected = head.container.file, (head.container.nbytes, head.container.index_crc32)

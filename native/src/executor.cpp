@@ -111,7 +111,7 @@ void ReadAhead::close() {
     extents_ahead_->close();
     if (!executor_->reader_.withdraw(*state_)) state_->wait_done();
     extents_ahead_->clear();
-    if (open_.exchange(false)) executor_->reading_ahead_ = false;
+    if (open_.exchange(false)) executor_->ahead_extents_ -= state_->plan().extents().size();
 }
 
 std::shared_ptr<Executor> Executor::make(const Options& options) {
@@ -121,6 +121,7 @@ std::shared_ptr<Executor> Executor::make(const Options& options) {
 
 Executor::Executor(const Options& options)
     : direct_(options.direct),
+      spare_blocks_(options.queue_depth),
       read_blocks_(kBlocksPerRead * options.queue_depth),
       cache_(options.cache_bytes, options.block_bytes),
       engines_(cache_),
@@ -214,7 +215,7 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
         state->devices().add_producer(device, engine->record(stream));
     }
     if (ahead != nullptr) state->use(ahead->extents_ahead_);
-    admit(state);
+    admit(state, std::min(state->plan().extents().size(), read_blocks_));
     auto job = std::make_unique<ReadJob>(shared_from_this(), state);
     reader_.enqueue(state);
     if (ahead != nullptr) {
@@ -228,19 +229,24 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
 std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,
                                                 std::shared_ptr<const ReadPlan> plan) {
     if (plan->dests() != 0) throw Error::invalid("a read-ahead plan must have no destinations");
-    if (plan->extents().size() > cache_.bytes() / cache_.block_bytes() / 2) {
+    const std::size_t extents = plan->extents().size();
+    const std::size_t most = cache_.bytes() / cache_.block_bytes() / 2;
+    if (extents > most) {
         throw Error::invalid("a read-ahead may use half of the cache's blocks, fewer than its " +
-                             std::to_string(plan->extents().size()) + " extents");
+                             std::to_string(extents) + " extents");
     }
     require_blocks(*plan);
     admit();
     auto extents_ahead = std::make_shared<ExtentsAhead>();
     auto state = std::make_shared<ReadState>(File::open(path, direct_), std::move(plan), Buffers{});
     state->fill(extents_ahead);
-    admit(state);
+    admit(state, std::min(ahead_extents_ + extents, most) + spare_blocks_);
     auto ahead = std::make_unique<ReadAhead>(shared_from_this(), state, extents_ahead);
-    ahead->open_ = !reading_ahead_.exchange(true);
-    if (!ahead->open_) extents_ahead->close();
+    if ((ahead_extents_ += extents) > most) {
+        ahead_extents_ -= extents;
+        ahead->open_ = false;
+        extents_ahead->close();
+    }
     reader_.enqueue(state);
     return ahead;
 }
@@ -250,14 +256,14 @@ void Executor::require_blocks(const ReadPlan& plan) const {
                  cache_.block_bytes() - std::min<std::uint64_t>(kReadMargin, cache_.block_bytes()));
 }
 
-void Executor::admit(const std::shared_ptr<ReadState>& state) {
+void Executor::admit(const std::shared_ptr<ReadState>& state, std::size_t blocks) {
     {
         const std::scoped_lock lock(mutex_);
         if (closed_) throw Error::closed("the executor is closed");
         remember(reads_, state);
     }
     // After the engines exist, so that memory for a device is page-locked before its first use.
-    cache_.reserve(std::min(state->plan().extents().size(), read_blocks_) * cache_.block_bytes());
+    cache_.reserve(blocks * cache_.block_bytes());
 }
 
 void Executor::look_again(const WriteState& job) {

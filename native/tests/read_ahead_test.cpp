@@ -182,7 +182,54 @@ TEST(blocks_are_given_back) {
     }
 }
 
-TEST(one_at_a_time) {
+TEST(blocks_are_left_to_other_jobs) {
+    std::mt19937_64 random(9);
+    // The host cache provides so many blocks of this length at a time.
+    constexpr std::size_t kLarge = std::size_t{1} << 20, kMany = 64;
+    for (const support::Setup& setup : direct_setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 2 * kMany, kLarge);
+        const WriteCase written = WriteCase::make({support::random_bytes(random, kMany * kExtent)},
+                                                  {0}, kLarge, 4096, random);
+        if (!write_cold(dir / "f", written.expected)) continue;
+        if (!write_cold(dir / "g", written.expected)) continue;
+        ReadCase read = ReadCase::make(written, kExtent, 1);
+        const auto ahead = executor->read_ahead(dir / "f", first_of(*read.plan, kMany));
+        ahead->wait();
+        CHECK(ahead->bytes_read() >= kMany * kExtent);
+        CHECK(executor->submit_read(dir / "g", read.plan, read.buffers())->wait());
+        CHECK(matches(read, written));
+    }
+}
+
+TEST(several_files_are_read_ahead) {
+    std::mt19937_64 random(10);
+    for (const support::Setup& setup : direct_setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 32, kBlock);
+        const WriteCase written = make_case(random);
+        std::vector<ReadCase> reads;
+        std::vector<std::unique_ptr<ReadAhead>> ahead;
+        for (const char* name : {"f", "g", "h"}) {
+            if (!write_cold(dir / name, written.expected)) continue;
+            reads.push_back(ReadCase::make(written, kExtent, 1));
+            ahead.push_back(executor->read_ahead(dir / name, first_of(*reads.back().plan, 5)));
+        }
+        for (const auto& one : ahead) {
+            one->wait();
+            CHECK(one->bytes_read() >= 5 * kExtent);
+        }
+        // Jobs take over in any order.
+        for (std::size_t i = ahead.size(); i-- > 0;) {
+            const std::string path = dir / std::string{"fgh"[i]};
+            CHECK(executor->submit_read(path, reads[i].plan, reads[i].buffers(), ahead[i].get())
+                      ->wait());
+            CHECK(matches(reads[i], written));
+        }
+    }
+}
+
+TEST(together_they_hold_at_most_half_of_the_blocks) {
     std::mt19937_64 random(6);
     for (const support::Setup& setup : direct_setups()) {
         const support::TempDir dir(setup);

@@ -15,6 +15,7 @@ from datastates.commit.manifest import container_name
 from datastates.errors import CorruptError
 from datastates.executor.executor import Executor
 from datastates.planning.plans import ReadPlan
+from datastates.restoring import ahead as reading_ahead
 from datastates.restoring import restore as restoring
 from datastates.restoring.stored import Stored
 from datastates.state.shards import Shard
@@ -63,7 +64,13 @@ def test_no_rank_reads_much_more_than_it_needs(threads: Any, tmp_path: Path, n: 
 
 @pytest.mark.parametrize(
     ("layout", "m", "expected"),
-    [("rows", 4, [0, 1, 2, 3]), ("rows", 2, [0, 2]), ("rows", 1, [0]), ("rows", 3, []), ("columns", 4, [])],
+    [
+        ("rows", 4, [0, 1, 2, 3]),
+        ("rows", 2, [0, 1, 2, 3]),
+        ("rows", 1, [0, 1]),  # these fill half of a host cache as large as the state
+        ("rows", 3, []),
+        ("columns", 4, []),
+    ],
 )
 def test_only_what_is_wanted_whole_is_read_ahead(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, m: int, expected: list[int]
@@ -76,10 +83,14 @@ def test_only_what_is_wanted_whole_is_read_ahead(
         return real(executor, path, plan)
 
     monkeypatch.setattr(Executor, "read_ahead", read_ahead)
-    monkeypatch.setattr(restoring, "AHEAD_MINIMUM", 0)
-    monkeypatch.setattr(restoring, "current_device", lambda: None)  # where there is a device, other tests have used it
+    monkeypatch.setattr(reading_ahead, "AHEAD_MINIMUM", 0)
+    # where there is a device, other tests have used it
+    monkeypatch.setattr(reading_ahead, "current_device", lambda: None)
     save(threads, tmp_path / "c", "rows", 4, shapes=LARGE)
-    check(restore(threads, tmp_path / "c", layout, m, LARGE), 4)
+    outcomes = restore(threads, tmp_path / "c", layout, m, LARGE, host_cache="64MiB")
+    check(outcomes, 4)
+    for restored, _ in outcomes:  # nothing was read again
+        assert restored.read_nbytes - restored.shared_nbytes <= 1.05 * restored.needed_nbytes
     assert sorted(begun) == [container_name(rank) for rank in expected]
 
 

@@ -20,7 +20,7 @@ from datastates.executor.executor import Executor
 from datastates.planning import read, write
 from datastates.planning.plans import Chunks, ReadPlan
 from datastates.providers import from_state_dict
-from datastates.restoring import restore as restoring
+from datastates.restoring import ahead as reading_ahead
 from datastates.restoring.restore import Restore
 from datastates.state.provider import StateProvider
 from datastates.state.runs import Runs
@@ -102,7 +102,8 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
         return ahead
 
     monkeypatch.setattr(Executor, "read_ahead", read_ahead)
-    monkeypatch.setattr(restoring, "current_device", lambda: None)  # where there is a device, other tests have used it
+    # where there is a device, other tests have used it
+    monkeypatch.setattr(reading_ahead, "current_device", lambda: None)
     return seen
 
 
@@ -190,7 +191,7 @@ def test_nothing_is_read_ahead_where_not_all_is_wanted(
     states = {"little": {"a": np.ones(9)}, "nothing": {}}
     saved = [provider_of(states.get(why, state_of(1))), from_state_dict("rest", {"b": np.ones(4), "text": "x"})]
     if why == "a device":
-        monkeypatch.setattr(restoring, "current_device", lambda: 0)
+        monkeypatch.setattr(reading_ahead, "current_device", lambda: 0)
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot(saved, step=1).wait_committed()
         drop_from_cache(tmp_path)
@@ -199,7 +200,7 @@ def test_nothing_is_read_ahead_where_not_all_is_wanted(
 
 
 def test_a_container_without_arrays_is_restored(tmp_path: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring, "AHEAD_MINIMUM", 0)
+    monkeypatch.setattr(reading_ahead, "AHEAD_MINIMUM", 0)
     live: dict[str, Any] = {"text": "before"}
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot([from_state_dict("rest", {"text": "saved"})], step=1).wait_committed()

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from datastates.adapters.dcp.load.own_file import OwnFile
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
+from datastates.restoring.ahead import AHEAD_MINIMUM
 from datastates.restoring.reads import Reads
-from datastates.restoring.restore import AHEAD_MINIMUM
 from datastates.state.streams import current_device
 
 Place = tuple[ReadItem, _StorageInfo]

@@ -166,11 +166,11 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
                                          std::shared_ptr<const ReadPlan> plan, Buffers dests,
                                          ReadAhead* ahead = nullptr);
     /// Begins to read a plan's extents in order, until a job takes them. It stops at the first
-    /// extent that finds no free block, and reads nothing while another read-ahead is open. It
-    /// leaves out extents that are sparse, shared or in memory already: reading these later takes
-    /// no longer. It drops extents that fail; the job reads them again and reports the error.
-    /// Throws Error "invalid" for a plan with destinations, or with more extents than half of the
-    /// cache's blocks: other jobs need the rest.
+    /// extent that finds no free block, and reads nothing if all open read-aheads together would
+    /// have more extents than half of the cache's blocks: other jobs need the rest. It leaves out
+    /// extents that are sparse, shared or in memory already: reading these later takes no longer.
+    /// It drops extents that fail; the job reads them again and reports the error. Throws Error
+    /// "invalid" for a plan with destinations, or with more extents than half of the blocks.
     std::unique_ptr<ReadAhead> read_ahead(const std::string& path,
                                           std::shared_ptr<const ReadPlan> plan);
     /// Refuses new jobs. Waits until the running ones are written or have failed. Idempotent.
@@ -203,14 +203,15 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
                          const std::shared_ptr<State>& job);
     void require_blocks(const ReadPlan& plan) const;
     void admit();
-    void admit(const std::shared_ptr<ReadState>& state);
+    void admit(const std::shared_ptr<ReadState>& state, std::size_t blocks);
     /// Wakes the writer, which may wait for the job's file, and the capturer if the job has
     /// stopped.
     void look_again(const WriteState& job);
     void wait_for_jobs();
 
     const bool direct_;
-    const std::size_t read_blocks_;  // the most that one restore uses
+    const std::size_t spare_blocks_;  // that read-aheads leave to jobs
+    const std::size_t read_blocks_;   // the most that one restore uses
     HostCache cache_;
     CopyEngines engines_;
     WorkerPool workers_;
@@ -218,7 +219,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     std::mutex mutex_;
     bool closed_ = false;
     std::atomic<bool> abandoned_ = false;
-    std::atomic<bool> reading_ahead_ = false;
+    std::atomic<std::size_t> ahead_extents_ = 0;  // of all open read-aheads
     std::vector<std::weak_ptr<WriteState>> writes_;
     std::vector<std::weak_ptr<ReadState>> reads_;
     std::string backend_name_;

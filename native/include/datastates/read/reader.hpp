@@ -27,8 +27,8 @@ namespace datastates {
 /// devices. The thread is no background
 /// thread (see work_in_background), because it has to keep the workers busy.
 ///
-/// It cannot deadlock: its own reads and copies need no block but the one that they hold, and a
-/// read-ahead holds at most half of the blocks.
+/// It cannot deadlock: its own reads and copies need no block but the one that they hold, and
+/// read-aheads leave blocks to the other jobs.
 class Reader : Unmovable {
   public:
     Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,

@@ -1,0 +1,58 @@
+"""Begins to read containers while they are compared with the live state, if they will probably be wanted whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from datastates.executor.executor import Executor
+from datastates.restoring.meeting import Meeting
+from datastates.restoring.reads import Reads
+from datastates.restoring.stored import Stored
+from datastates.state.provider import StateProvider, stored_name, walk_unique
+from datastates.state.streams import current_device
+
+AHEAD_MINIMUM = 16 << 20
+"""Fewest bytes of containers that are read ahead."""
+
+
+def begin(
+    own: Stored,
+    providers: Sequence[StateProvider],
+    meeting: Meeting,
+    make_executor: Callable[[int], Executor],
+    reads: Reads,
+    choose: Callable[[Sequence[int]], Iterable[int]],
+) -> Executor | None:
+    """Begin to read the containers that are probably wanted whole, as far as the executor reads ahead.
+
+    They are this rank's own or, if a fraction of the ranks that saved restores, its share of them. Where ranks cut
+    their tensors in another way than they were saved, each wants some of each container.
+
+    Not if CUDA is in use: the host cache must be page-locked first, which takes as long as the comparison. Nor if the
+    checkpoint consists of a framework's own files, which are no containers.
+
+    Args:
+        own: The checkpoint.
+        providers: All that is restored.
+        meeting: The meeting of the ranks.
+        make_executor: Returns the executor to use, given the number of bytes that will be read.
+        reads: Gets what is read.
+        choose: Given this rank's share of the ranks that saved, yields those whose arrays are probably wanted whole.
+
+    Returns:
+        The executor that reads; None if nothing is read ahead.
+    """
+    head = own.head
+    if head.ranks % meeting.ranks or (head.container or head.catalog) is None or current_device() is not None:
+        return None
+    made, share = None, head.ranks // meeting.ranks
+    for rank in choose(range(meeting.rank * share, (meeting.rank + 1) * share)):
+        one = own.container(rank)
+        names = {stored_name(provider, rank, head.ranks) for provider in walk_unique(providers)}
+        if one is None or not names.issuperset(one.index.shards.providers) or one.nbytes * share < AHEAD_MINIMUM:
+            break
+        # this rank may also want parts of the other containers: each replicated tensor is only in one of them
+        made = made or make_executor(one.nbytes * head.ranks)
+        if not reads.begin(one, made):
+            break
+    return made
