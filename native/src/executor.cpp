@@ -242,7 +242,8 @@ std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,
     state->fill(extents_ahead);
     admit(state, std::min(ahead_extents_ + extents, most) + spare_blocks_);
     auto ahead = std::make_unique<ReadAhead>(shared_from_this(), state, extents_ahead);
-    if ((ahead_extents_ += extents) > most) {
+    const std::size_t taken = ahead_extents_ += extents;
+    if (taken > most) {
         ahead_extents_ -= extents;
         ahead->open_ = false;
         extents_ahead->close();
