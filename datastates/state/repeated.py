@@ -25,7 +25,6 @@ class Known:
     lazy: Sequence[bool]
     places: bytes
     specs: list[object] | None
-    negatable: list[int]
     streams: set[tuple[str, int, int]]
     layout: tuple[Shard, ...]
 
@@ -38,7 +37,7 @@ class Known:
             and lazy == self.lazy
             and seen.places == self.places
             and seen.specs == self.specs
-            and not tensor_scan.any_negated([values[i] for i in self.negatable])
+            and not tensor_scan.any_negated(values)
             and all(array_streams.current_stream(kind, device) == stream for kind, device, stream in self.streams)
         )
 
@@ -81,8 +80,7 @@ class Describer:
                 layout[i] = replace(s, source=None, buffer=s.buffer and replace(s.buffer, owner=None))
             shards = tuple(shard for shard in layout if shard is not None)
             streams = {(s.kind, s.buffer.device, s.buffer.stream) for s in shards if s.buffer is not None}
-        negatable = tensor_scan.negatable(values)
-        self.known = Known(list(keys), list(lazy), seen.places, seen.specs, negatable, streams, shards)
+        self.known = Known(list(keys), list(lazy), seen.places, seen.specs, streams, shards)
         return Shards(shards, values, versions=seen.versions, memory=seen.memory)
 
 

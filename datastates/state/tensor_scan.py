@@ -176,22 +176,7 @@ def contiguous(ndim: U8, dims: U64, strides: U64) -> tuple[I64, np.ndarray[Any, 
 
 def any_negated(tensors: Sequence[object]) -> bool:
     """Whether a torch tensor has its negative bit set: its values are the negatives of those in its memory."""
-    return any(map(loaded("torch").Tensor.is_neg, _local(tensors))) if tensors else False
-
-
-def negatable(tensors: Sequence[object]) -> list[int]:
-    """Indices of the torch tensors that can have their negative bit set.
-
-    torch sets it for the imaginary part of a conjugate, which fills half of its storage. Asking for the bit takes 200
-    nanoseconds for each tensor.
-    """
-    return [
-        i
-        for i, tensor in enumerate(_local(tensors))
-        if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-    ]
-
-
-def _local(tensors: Sequence[object]) -> Sequence[Any]:
+    torch = loaded("torch")
     sharded = set(filter(dtensors.is_class, set(map(type, tensors))))
-    return dtensors.unwrap(tensors, sharded) if sharded else tensors
+    found = dtensors.unwrap(tensors, sharded) if sharded else tensors
+    return any(map(torch.Tensor.is_neg, found)) if found else False
