@@ -107,7 +107,8 @@ def gather(found: Sequence[Sequence[FoundRow]], wanted: Sequence[tuple[Row, Shar
             key=live.key[of],
         )
         reads.add_many(held.file, ranges, owners)
-    return taken.tolist()  # type: ignore[no-any-return]
+    queued: list[bool] = taken.tolist()
+    return queued
 
 
 def _shared(live: _Live, part: I64, row: Stretches) -> tuple[I64, I64]:
