@@ -49,7 +49,6 @@ py::object to_python(const Error& error) {
         case ErrorCode::invalid:
             return errors().attr("DatastatesError")(message);
         case ErrorCode::io:
-        case ErrorCode::torn:
             break;
     }
     return errors().attr("StorageError")(error.error_number(), error.op(), decoded(error.path()),

@@ -36,8 +36,6 @@ std::string_view to_string(ErrorCode code) {
             return "cuda";
         case ErrorCode::corrupt:
             return "corrupt";
-        case ErrorCode::torn:
-            return "torn";
         case ErrorCode::invalid:
             return "invalid";
         case ErrorCode::cancelled:

@@ -9,7 +9,7 @@
 namespace datastates {
 
 /// The kind of an error. Callers branch on this, never on the message.
-enum class ErrorCode : std::uint8_t { io, cuda, corrupt, torn, invalid, cancelled, closed };
+enum class ErrorCode : std::uint8_t { io, cuda, corrupt, invalid, cancelled, closed };
 
 std::string_view to_string(ErrorCode code);
 
