@@ -7,7 +7,7 @@ from typing import overload
 
 import numpy as np
 
-from datastates._base.columns import I64, U32, U64
+from datastates._base.columns import I64, U32, U64, Bools
 from datastates.errors import FormatError
 from datastates.state.shards import full_key
 
@@ -157,16 +157,18 @@ class KeyLookup(Mapping[str, int]):
             self._colliding.setdefault((int(provider[i]), keys.encoded(i)), []).append(i)
         self.repeated = [rows for rows in self._colliding.values() if len(rows) > 1]
         """The numbers of the rows that have their key in common, for each such key."""
+        self.is_first: Bools = np.ones(len(hashes), bool)
+        """For each row, whether no row before it has its key."""
+        self.is_first[[i for rows in self.repeated for i in rows[1:]]] = False
 
     def __len__(self) -> int:
         """How many keys there are."""
-        return len(self._keys) - sum(len(rows) - 1 for rows in self.repeated)
+        return int(self.is_first.sum())
 
     def __iter__(self) -> Iterator[str]:
         """The full keys, each once, in the order of the rows."""
-        again = {i for rows in self.repeated for i in rows[1:]}
-        for i, (number, key) in enumerate(zip(self._provider.tolist(), self._keys, strict=True)):
-            if i in again:
+        for is_first, number, key in zip(self.is_first.tolist(), self._provider.tolist(), self._keys, strict=True):
+            if not is_first:
                 continue
             if self._names is None:
                 yield key

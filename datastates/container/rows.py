@@ -73,10 +73,8 @@ class StoredRows(Mapping[str, Row]):
     def __init__(self, index: Index, provider: str) -> None:
         """Find the provider's rows; there may be none."""
         self._index = index
-        self._numbers: I64 = np.array(index.shards.of_provider(provider), np.int64)
-        again = {i for rows in index.shards.by_key.repeated for i in rows[1:]}
-        if again:
-            self._numbers = self._numbers[[i not in again for i in self._numbers.tolist()]]
+        numbers = np.array(index.shards.of_provider(provider), np.int64)
+        self._numbers: I64 = numbers[index.shards.by_key.is_first[numbers]]
         self.keys_in_order = index.shards.packed_keys.some(self._numbers)
         self._number = dict(zip(self.keys_in_order, self._numbers.tolist(), strict=True))
         self._made: dict[str, Row] = {}
