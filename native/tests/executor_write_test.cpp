@@ -342,7 +342,9 @@ TEST(submit_from_many_threads) {
     }
 }
 
-TEST(state_is_captured_before_there_is_a_file) {
+/// Calls `look` while a fault point holds up the write of two blocks.
+template <typename Look>
+void look_while_held(const char* point, const Look& look) {
     std::mt19937_64 random(11);
     for (const support::Setup& setup : support::setups()) {
         const support::TempDir dir(setup);
@@ -350,32 +352,28 @@ TEST(state_is_captured_before_there_is_a_file) {
         const auto executor = support::make_executor(setup, 4, kBlock);
         const WriteCase written =
             WriteCase::make({support::random_bytes(random, 2 * kBlock)}, {0}, kBlock, 4096, random);
-        fault::arm("open", "delay", support::kHeld, 1, 1);
+        fault::arm(point, "delay", support::kHeld, 1, 1);
         const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
-        job->wait_captured();
-        CHECK(job->gate({}));
-        CHECK(!std::filesystem::exists(dir / "f"));
+        look(*job, dir / "f");
         fault::clear();
         check_written(*job, written, dir / "f", {});
     }
 }
 
+TEST(state_is_captured_before_there_is_a_file) {
+    look_while_held("open", [](WriteJob& job, const std::string& path) {
+        job.wait_captured();
+        CHECK(job.gate({}));
+        CHECK(!std::filesystem::exists(path));
+    });
+}
+
 TEST(a_file_is_made_before_it_has_its_size) {
-    std::mt19937_64 random(22);
-    for (const support::Setup& setup : support::setups()) {
-        const support::TempDir dir(setup);
-        const support::FaultScope scope;
-        const auto executor = support::make_executor(setup, 4, kBlock);
-        const WriteCase written =
-            WriteCase::make({support::random_bytes(random, 2 * kBlock)}, {0}, kBlock, 4096, random);
-        fault::arm("allocate", "delay", support::kHeld, 1, 1);
-        const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
-        job->wait_made();
-        CHECK(std::filesystem::exists(dir / "f"));
-        CHECK(!job->written());
-        fault::clear();
-        check_written(*job, written, dir / "f", {});
-    }
+    look_while_held("allocate", [](WriteJob& job, const std::string& path) {
+        job.wait_made();
+        CHECK(std::filesystem::exists(path));
+        CHECK(!job.written());
+    });
 }
 
 TEST(more_than_the_cache_holds_waits_for_the_file) {
