@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from given import Given
 
 import datastates as ds
 from datastates.container.file import Container, open_container
@@ -16,22 +17,10 @@ from datastates.restoring.reads import Reads
 from datastates.restoring.sources import Found, Held
 from datastates.state import arrays
 from datastates.state.parts import Part
-from datastates.state.provider import StateProvider
 from datastates.state.shards import Shard
 
 SHAPE = (8, 6)
 WHOLE = Part.whole(SHAPE)
-
-
-class Given(StateProvider):
-    """A provider of the shards that it is given."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        super().__init__("s")
-        self._shards = shards
-
-    def shards(self) -> Sequence[Shard]:
-        return self._shards
 
 
 def shard(part: Part, array: np.ndarray, key: str = "w") -> Shard:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from given import Given
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
@@ -31,7 +32,6 @@ from datastates.executor.make import make_executor
 from datastates.restoring.reads import Reads
 from datastates.state import arrays, parts
 from datastates.state.parts import Part, uncovered
-from datastates.state.provider import StateProvider
 from datastates.state.shards import Shard
 
 LIMIT = 1.05
@@ -66,19 +66,8 @@ def live(key: str, part: Part, array: Any, *, buffer: Any = None) -> Shard:
     )
 
 
-class PartsProvider(StateProvider):
-    """A provider of the shards that it is given."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        super().__init__("s")
-        self._shards = shards
-
-    def shards(self) -> Sequence[Shard]:
-        return self._shards
-
-
 def save(path: Path, shards: Sequence[Shard]) -> Container:
-    ds.snapshot([PartsProvider(shards)], path).wait_committed()
+    ds.snapshot([Given(shards)], path).wait_committed()
     return file.open_container(path / "rank-00000.pt")
 
 
