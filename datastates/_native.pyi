@@ -50,13 +50,19 @@ class Digester:
         """The digests of all bytes taken."""
 
 def look(
-    arrays: list[Any], memory_of: Callable[[Any], object] | None, plain: tuple[type, ...]
+    arrays: list[Any],
+    known: bytes,
+    memory_of: Callable[[Any], object] | None,
+    is_negated: Callable[[Any], bool] | None,
+    plain: tuple[type, ...],
 ) -> tuple[bytes, bytes, bytes, list[object]] | None:
     """Look at each array once; returns (places, addresses, versions, memory), or None.
 
     Args:
         arrays: The arrays.
+        known: Places of an earlier look. If they are the same, they are returned themselves.
         memory_of: Called with each array; its results are ``memory``. None leaves ``memory`` empty.
+        is_negated: Called with each array; where it says True, the result is None. None asks for nothing.
         plain: The classes that the arrays may have; empty for any.
 
     Returns:

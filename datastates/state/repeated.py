@@ -28,16 +28,13 @@ class Known:
     streams: set[tuple[str, int, int]]
     layout: tuple[Shard, ...]
 
-    def serves(
-        self, keys: Sequence[str], lazy: Sequence[bool], values: Sequence[object], seen: tensor_scan.Look
-    ) -> bool:
+    def serves(self, keys: Sequence[str], lazy: Sequence[bool], seen: tensor_scan.Look) -> bool:
         """Whether the description holds for these arrays, too."""
         return (
             keys == self.keys
             and lazy == self.lazy
             and seen.places == self.places
             and seen.specs == self.specs
-            and not tensor_scan.any_negated(values)
             and all(array_streams.current_stream(kind, device) == stream for kind, device, stream in self.streams)
         )
 
@@ -57,10 +54,12 @@ class Describer:
 
     def again(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Shards | None:
         """The arrays as shards if the last description holds for them, else None."""
-        seen = None if self.known is None else tensor_scan.look(values, memory=True)
-        if self.known is not None and seen is not None and self.known.serves(keys, lazy, values, seen):
-            return Shards(self.known.layout, values, versions=seen.versions, memory=seen.memory)
-        return None
+        if self.known is None:
+            return None
+        seen = tensor_scan.look(values, known=self.known.places, memory=True)
+        if seen is None or not self.known.serves(keys, lazy, seen):
+            return None
+        return Shards(self.known.layout, values, versions=seen.versions, memory=seen.memory)
 
     def describe(self, keys: Sequence[str], values: Sequence[object], lazy: Sequence[bool]) -> Sequence[Shard]:
         """The arrays as shards; arguments and errors are those of :func:`datastates.state.arrays.shards_of`."""
@@ -69,7 +68,7 @@ class Describer:
         self.known = None
         with gc_pause.paused():
             seen = tensor_scan.look(values, memory=True)
-            if seen is None or tensor_scan.any_negated(values):
+            if seen is None:
                 return arrays.shards_of(keys, values, lazy)
             layout = _alone(keys, values, lazy)
             rest = [i for i, shard in enumerate(layout) if shard is None]

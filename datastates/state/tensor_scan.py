@@ -41,14 +41,15 @@ class Look:
     specs: list[object] | None = None
 
 
-def look(values: Sequence[object], *, memory: bool = False) -> Look | None:
+def look(values: Sequence[object], *, known: bytes = b"", memory: bool = False) -> Look | None:
     """Look at torch tensors, in some hundred nanoseconds each.
 
-    It does not see whether a tensor is conjugated or negated.
+    It does not see whether a tensor is conjugated.
 
     Args:
         values: The tensors.
-        memory: Whether to fill in ``Look.memory``.
+        known: ``Look.places`` of an earlier look. If nothing has changed since, they take no memory again.
+        memory: Whether to fill in ``Look.memory``. Then a negated tensor is refused, as its memory is not its values.
 
     Returns:
         None if a value is no torch tensor, or cannot be exchanged by DLPack's C API, which torch has from 2.10 on.
@@ -56,15 +57,15 @@ def look(values: Sequence[object], *, memory: bool = False) -> Look | None:
     torch = loaded("torch")
     if torch is None and values:
         return None
-    keeper = torch.Tensor.untyped_storage if memory and values else None
+    keeper, is_neg = (torch.Tensor.untyped_storage, torch.Tensor.is_neg) if memory and values else (None, None)
     sharded: set[type] = set()
-    seen = _native.look(list(values), keeper, (torch.Tensor, torch.nn.Parameter) if values else ())
+    seen = _native.look(list(values), known, keeper, is_neg, (torch.Tensor, torch.nn.Parameter) if values else ())
     if seen is None:  # a value is of another type than these two usual ones
         types = set(map(type, values))
         if not all(issubclass(t, torch.Tensor) for t in types):
             return None
         sharded = set(filter(dtensors.is_class, types))
-        seen = _native.look(dtensors.unwrap(values, sharded), keeper, ())
+        seen = _native.look(dtensors.unwrap(values, sharded), known, keeper, is_neg, ())
     if seen is None:
         return None
     places, addresses, versions, kept = seen
@@ -108,7 +109,7 @@ def layout(values: Sequence[Any]) -> Layout | None:
     if torch is None or not set(map(type, values)) <= {torch.Tensor, torch.nn.Parameter}:
         return None
     seen = _native.layout(list(values))
-    if seen is None or any_negated(values):
+    if seen is None or any(map(torch.Tensor.is_neg, values)):
         return None
     address, devices, elements, ndim, dims, strides = seen
     dtype = _mapped(np.frombuffer(elements, np.int64), _exchanged_dtypes())
@@ -172,11 +173,3 @@ def contiguous(ndim: U8, dims: U64, strides: U64) -> tuple[I64, np.ndarray[Any, 
         count[rows] = sizes.prod(axis=1)
         result[rows] = ((steps == row_majors(sizes)) | (sizes == 1)).all(axis=1)
     return count, result
-
-
-def any_negated(tensors: Sequence[object]) -> bool:
-    """Whether a torch tensor has its negative bit set: its values are the negatives of those in its memory."""
-    torch = loaded("torch")
-    sharded = set(filter(dtensors.is_class, set(map(type, tensors))))
-    found = dtensors.unwrap(tensors, sharded) if sharded else tensors
-    return any(map(torch.Tensor.is_neg, found)) if found else False

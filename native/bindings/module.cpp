@@ -70,7 +70,7 @@ void bind_errors() {
 }
 
 void bind_functions(py::module_& module) {
-    module.def("look", &look, "arrays"_a, "memory_of"_a, "plain"_a);
+    module.def("look", &look, "arrays"_a, "known"_a, "memory_of"_a, "is_negated"_a, "plain"_a);
     module.def("layout", &layout, "arrays"_a);
     module.def(
         "read_plain_pickle",

@@ -90,6 +90,57 @@ class Looker {
     const dlpack::ExchangeApi* api_ = nullptr;
 };
 
+/// Calls a function of one argument without the tuple that pybind11 would make for it.
+py::object call(const py::object& function, const py::object& argument) {
+    PyObject* const result = PyObject_CallOneArg(function.ptr(), argument.ptr());
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+}
+
+template <typename Word>
+py::bytes to_bytes(const std::vector<Word>& words) {
+    return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(Word)};
+}
+
+/// Words like `known` ones: they take memory of their own only from the first difference on.
+class Words {
+  public:
+    explicit Words(py::bytes known)
+        : known_(std::move(known)),
+          begin_(reinterpret_cast<const std::int64_t*>(PyBytes_AS_STRING(known_.ptr()))),
+          size_(static_cast<std::size_t>(PyBytes_GET_SIZE(known_.ptr())) / sizeof(std::int64_t)) {}
+
+    void push_back(std::int64_t word) {
+        if (!differ_ && same_ < size_ && begin_[same_] == word) {
+            ++same_;
+            return;
+        }
+        diverge();
+        own_.push_back(word);
+    }
+    void append(const std::int64_t* words, std::int32_t count) {
+        for (std::int32_t i = 0; i < count; ++i) push_back(words[i]);
+    }
+    /// `known` itself if the words are the same.
+    py::bytes bytes() {
+        if (!differ_ && same_ == size_) return known_;
+        diverge();
+        return to_bytes(own_);
+    }
+
+  private:
+    void diverge() {
+        if (!differ_) own_.assign(begin_, begin_ + same_);
+        differ_ = true;
+    }
+    const py::bytes known_;
+    const std::int64_t* begin_;
+    std::size_t size_;
+    std::size_t same_ = 0;
+    bool differ_ = false;
+    std::vector<std::int64_t> own_;
+};
+
 std::int64_t address_of(const dlpack::Tensor& tensor) {
     return static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(tensor.data)) +
            static_cast<std::int64_t>(tensor.byte_offset);
@@ -104,18 +155,13 @@ std::int64_t elements_of(const dlpack::Tensor& tensor) {
            (std::int64_t{tensor.dtype.bits} << 32);
 }
 
-template <typename Word>
-py::bytes to_bytes(const std::vector<Word>& words) {
-    return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(Word)};
-}
-
 }  // namespace
 
-py::object look(const py::list& arrays, const py::object& memory_of, const py::tuple& plain) {
-    std::vector<std::int64_t> places;
+py::object look(const py::list& arrays, const py::bytes& known, const py::object& memory_of,
+                const py::object& is_negated, const py::tuple& plain) {
+    Words places(known);
     std::vector<std::int64_t> addresses;
     std::vector<std::int64_t> versions;
-    places.reserve(arrays.size() * 8);
     addresses.reserve(arrays.size());
     versions.reserve(arrays.size());
     py::list memory(memory_of.is_none() ? 0 : arrays.size());
@@ -124,9 +170,10 @@ py::object look(const py::list& arrays, const py::object& memory_of, const py::t
         const py::object array = arrays[i];
         dlpack::Tensor tensor{};
         if (!looker.look(array, tensor)) return py::none();
-        // Called here, while the array is in the processor's cache: half of the time is cache
-        // misses.
-        if (!memory_of.is_none()) memory[i] = memory_of(array);
+        // Both are called here, while the array is in the processor's cache: half of the time is
+        // cache misses.
+        if (!is_negated.is_none() && call(is_negated, array).ptr() != Py_False) return py::none();
+        if (!memory_of.is_none()) memory[i] = call(memory_of, array);
         addresses.push_back(address_of(tensor));
         versions.push_back(looker.version_of(array));
         places.push_back(
@@ -134,11 +181,11 @@ py::object look(const py::list& arrays, const py::object& memory_of, const py::t
         places.push_back(addresses.back());
         places.push_back(device_of(tensor));
         places.push_back(elements_of(tensor) | tensor.ndim);
-        places.insert(places.end(), tensor.shape, tensor.shape + tensor.ndim);
+        places.append(tensor.shape, tensor.ndim);
         if (tensor.strides == nullptr) continue;  // contiguous
-        places.insert(places.end(), tensor.strides, tensor.strides + tensor.ndim);
+        places.append(tensor.strides, tensor.ndim);
     }
-    return py::make_tuple(to_bytes(places), to_bytes(addresses), to_bytes(versions), memory);
+    return py::make_tuple(places.bytes(), to_bytes(addresses), to_bytes(versions), memory);
 }
 
 py::object layout(const py::list& arrays) {

@@ -8,14 +8,17 @@ namespace datastates::python {
 /// words and a list:
 ///
 /// - places: the arrays' types, addresses, devices, element types, shapes and strides. Two lists
-///   have equal places exactly when these are equal, in order;
+///   have equal places exactly when these are equal, in order. If they equal `known`, they are
+///   that object;
 /// - addresses: the address of each array's first element;
 /// - versions: torch's count of changes in place of each array, -1 for an array without one;
 /// - the results of `memory_of` for each array; empty if `memory_of` is None.
 ///
-/// Returns None when an array cannot be looked at by DLPack's C exchange API, or when `plain` is
-/// not empty and does not hold the array's type. Needs the GIL.
-pybind11::object look(const pybind11::list& arrays, const pybind11::object& memory_of,
+/// Returns None when an array cannot be looked at by DLPack's C exchange API, when `is_negated` is
+/// not None and says True of an array, or when `plain` is not empty and does not hold the array's
+/// type. Needs the GIL.
+pybind11::object look(const pybind11::list& arrays, const pybind11::bytes& known,
+                      const pybind11::object& memory_of, const pybind11::object& is_negated,
                       const pybind11::tuple& plain);
 
 /// The layout of each array of a list, as a tuple of six bytes objects. All are 64-bit words but

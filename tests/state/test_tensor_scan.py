@@ -102,6 +102,24 @@ def test_a_look_has_what_keeps_the_tensors_memory(tensors: list[torch.Tensor]) -
     assert (seen.places, seen.versions.tolist()) == (again.places, again.versions.tolist())
 
 
+@pytest.mark.parametrize("before", [TENSORS, {}, {"others": BASE}], ids=["the same", "none", "others"])
+@pytest.mark.parametrize("count", [0, 1, len(TENSORS) - 1, len(TENSORS)])
+def test_what_was_known_of_other_tensors_changes_no_places(before: dict[str, torch.Tensor], count: int) -> None:
+    known, tensors = tensor_scan.look(list(before.values())), list(TENSORS.values())[:count]
+    seen, anew = tensor_scan.look(tensors, known=known.places if known else b""), tensor_scan.look(tensors)
+    assert known is not None
+    assert seen is not None
+    assert anew is not None
+    assert seen.places == anew.places
+    assert (seen.places is known.places) == (anew.places == known.places)
+
+
+def test_only_a_look_for_the_memory_refuses_a_negated_tensor() -> None:
+    tensors = [torch.ones(2), torch._neg_view(torch.ones(2))]
+    assert tensor_scan.look(tensors, memory=True) is None
+    assert tensor_scan.look(tensors) is not None
+
+
 @given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=4), max_size=5))
 def test_contiguous_is_what_torch_calls_so(shapes: list[list[tuple[int, int]]]) -> None:
     ndim = np.array([len(s) for s in shapes], np.uint8)
