@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,8 @@ class Wanted:
     """The wanted ranges of a file, ascending.
 
     Attributes:
-        runs: The ranges. One with gaps shares no byte of the file with another one, nor do the bytes in its gaps.
+        runs: The ranges. One with gaps shares no byte of the file with another one. Only the bytes in the gaps of a
+            comb's runs are wanted; see :func:`_combs`.
         first, last: The numbers of the chunks that each intersects, from ``first`` to before ``last``.
         chunk_begin, chunk_end: File offsets of each chunk.
         union: What all ranges want together, each byte once.
@@ -43,10 +44,11 @@ class Wanted:
         chunk_end = chunk_begin + chunks.length.astype(np.int64)
         first = np.searchsorted(chunk_end, runs.source, side="right")
         last = np.searchsorted(chunk_begin, runs.end, side="left")
-        gapped = runs.has_gaps
-        wide = gapped & (runs.source_step - runs.length > np.maximum(PAGE - 1, runs.length))
-        union = _union(runs, gapped)
-        fetched = union if wide.sum() == gapped.sum() else _union(runs, wide)
+        apart = _joined(runs)
+        gapped = apart.has_gaps
+        wide = gapped & (apart.source_step - apart.length > np.maximum(PAGE - 1, apart.length))
+        union = _union(apart, gapped)
+        fetched = union if wide.sum() == gapped.sum() else _union(apart, wide)
         return cls(runs, first, last, chunk_begin, chunk_end, union, fetched)
 
     @property
@@ -74,7 +76,8 @@ class Wanted:
 def simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
     """The ranges that are not empty, ascending, and their destinations.
 
-    A range with gaps becomes many where its stretches or gaps are long, or where it overlaps another range.
+    A range with gaps becomes many where its stretches or gaps are long, or where another range reaches into it that
+    does not make a comb with it.
     """
     kept = wanted.size > 0
     dest, runs = dest[kept], wanted[kept]
@@ -83,7 +86,8 @@ def simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
     begin, furthest = runs.source, np.maximum.accumulate(runs.end)
     overlaps = np.append(False, begin[1:] < furthest[:-1])[: len(begin)]
     overlaps[:-1] |= runs.end[:-1] > begin[1:]
-    apart = runs.has_gaps & (overlaps | (runs.length >= GAP) | (runs.source_step - runs.length > GAP))
+    long = (runs.length >= GAP) | (runs.source_step - runs.length > GAP)
+    apart = runs.has_gaps & np.where(overlaps, ~_combs(runs), long)
     if not apart.any():
         return dest, runs
     which, single = runs[apart].stretches()
@@ -91,6 +95,34 @@ def simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
     runs = Runs.joined([runs[~apart], single])
     order = np.argsort(runs.source, kind="stable")
     return dest[order], runs[order]
+
+
+def _combs(runs: Runs) -> Bools:
+    """Marks those of ascending runs that make a comb: each stretch begins where one of the run before ends.
+
+    Such are the columns of one matrix that go to several destinations. A comb's stretches are short, and so is what
+    lies between its rows.
+    """
+    begin, end = runs.source, runs.end
+    starts = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])[: len(begin)]
+    comb = np.cumsum(starts) - 1
+    alike = (np.diff(runs.count) == 0) & (np.diff(runs.source_step) == 0) & (begin[1:] == begin[:-1] + runs.length[:-1])
+    fits = runs.has_gaps & (runs.length < GAP) & (starts | np.append(True, alike)[: len(begin)])
+    firsts = np.flatnonzero(starts)
+    width = np.add.reduceat(runs.length, firsts)
+    space = runs.source_step[firsts] - width
+    whole = np.logical_and.reduceat(fits, firsts) & (space >= 0) & (space <= GAP)
+    return np.asarray(whole[comb])
+
+
+def _joined(runs: Runs) -> Runs:
+    """Simplified ranges, and each comb as one of them."""
+    gapped = runs.has_gaps
+    joins = gapped[1:] & gapped[:-1] & (runs.source[1:] < runs.end[:-1])
+    if not joins.any():
+        return runs
+    firsts = np.flatnonzero(np.append(True, ~joins))
+    return replace(runs[firsts], length=np.add.reduceat(runs.length, firsts))
 
 
 def _union(runs: Runs, gapped: Bools) -> Runs:

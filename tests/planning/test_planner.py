@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from datastates._base.sizes import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, PAGE
@@ -443,16 +443,19 @@ def test_several_files_have_one_budget() -> None:
     assert plan_several([], 8 * CHUNK) == []
 
 
-def columns_of_a_matrix(pitch: int, width: int) -> ReadPlan:
-    """A plan for some columns of 16 MiB."""
+def columns_of_a_matrix(pitch: int, *widths: int, begin: int | None = None, rows: int | None = None) -> ReadPlan:
+    """A plan for columns of 16 MiB, a destination for each width: the last of a row, or those from ``begin`` on."""
     size = np.array([64 * CHUNK], np.uint64)
     chunks = read.plan_chunks(size * np.uint64(0), size, np.zeros(64, np.uint32))
-    rows = 64 * CHUNK // pitch
-    runs = Runs(*(np.array([n]) for n in (pitch - width, 0, width, rows, pitch, width)))
-    dest, nbytes = np.zeros(1, np.int32), np.array([rows * width], np.uint64)
-    plan = read.plan_read(runs, dest, nbytes, np.ones(1, np.uint8), np.zeros(1, np.uint8), chunks, 8 * CHUNK)
+    width = np.array(widths)
+    count = np.full(len(width), rows or 64 * CHUNK // pitch)
+    first = (pitch - width.sum() if begin is None else begin) + np.cumsum(width) - width
+    runs = Runs(first, count * 0, width, count, count * 0 + pitch, width)
+    dest, nbytes, ones = np.arange(len(width), dtype=np.int32), (count * width).astype(np.uint64), np.ones_like(width)
+    plan = read.plan_read(runs, dest, nbytes, ones.astype(np.uint8), np.zeros(len(width), np.uint8), chunks, 8 * CHUNK)
     check_plan(plan, dest, runs)
-    assert len(plan.span_length) + len(plan.piece_dest) < 150  # a few for each chunk or extent, not one for each row
+    # a few for each chunk or extent, not one for each row
+    assert len(plan.span_length) + len(plan.piece_dest) < 150 * len(width) or rows is not None
     return plan
 
 
@@ -469,3 +472,30 @@ def test_columns_with_narrow_gaps_are_read_in_whole_chunks_that_ranks_share(pitc
     assert read_nbytes(plan) == 64 * CHUNK
     assert plan.unverified_nbytes == 0
     assert plan.extent_shared.all()
+
+
+@pytest.mark.parametrize("pitch", [4096, 16384])
+def test_columns_that_go_to_several_destinations_are_read_like_the_rows_that_they_make_up(pitch: int) -> None:
+    quarter = pitch // 4
+    plan = columns_of_a_matrix(pitch, quarter, quarter, quarter, quarter)
+    assert read_nbytes(plan) == 64 * CHUNK
+    assert plan.unverified_nbytes == 0
+    assert not plan.extent_shared.any()
+    three = columns_of_a_matrix(pitch, quarter, quarter, quarter)
+    assert read_nbytes(three) == 64 * CHUNK
+    assert three.unverified_nbytes == 0
+    assert three.extent_shared.all()
+
+
+@given(
+    st.integers(100, 200_000),
+    st.lists(st.integers(1, 70_000), min_size=2, max_size=5),
+    st.integers(0, 50_000),
+    st.integers(1, 300),
+)
+def test_any_columns_that_go_to_several_destinations(pitch: int, widths: list[int], begin: int, rows: int) -> None:
+    columns = list(itertools.takewhile(lambda end: end <= pitch, itertools.accumulate(widths)))
+    assume(columns)
+    rows = min(rows, (64 * CHUNK - begin) // pitch)
+    plan = columns_of_a_matrix(pitch, *widths[: len(columns)], begin=begin, rows=rows)
+    assert plan.needed_nbytes == columns[-1] * rows
