@@ -180,6 +180,7 @@ def _measured(training: Training, system: Trees) -> Sample:
             restored = jax.block_until_ready(system.restore(path, like))
         sample[figure] = taken["seconds"]
         _check(training.state, restored, like)
+        del restored  # on a virtual machine, memory beyond what was in use before is slow to come
     remove(path)
     plain = [_seconds(training.iterate) for _ in range(PERIOD)]
     begin = time.perf_counter()

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from datastates._base.loaded import loaded
-from datastates._base.sizes import LARGE_RECORD, PAGE
 from datastates.errors import ProviderError
 from datastates.state.parts import HeldPart
 from datastates.state.shards import HOST
@@ -196,11 +195,10 @@ def landings(like: Any) -> list[tuple[HeldPart, Any]]:
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Host memory that XLA's CPU client takes over without a copy, and that direct I/O can read into if it is large."""
+    """Host memory that XLA's CPU client takes over without a copy."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    alignment = PAGE if nbytes >= LARGE_RECORD else XLA_ALIGNMENT
-    block = np.empty(nbytes + alignment, np.uint8)
-    begin = -block.ctypes.data % alignment
+    block = np.empty(nbytes + XLA_ALIGNMENT, np.uint8)
+    begin = -block.ctypes.data % XLA_ALIGNMENT
     return block[begin : begin + nbytes].view(dtype).reshape(shape)
 
 

@@ -107,7 +107,6 @@ def test_restored_arrays_lie_in_the_memory_that_was_read_into(tmp_path: Path, mo
     shards = [shard for array in state.values() for shard in array.addressable_shards]
     assert {shard.data.unsafe_buffer_pointer() for shard in shards} == set(read_into)
     assert len(shards) == 2 * len(read_into)
-    assert [address % 4096 for address in read_into[:4]] == [0] * 4  # direct I/O can read into it
     doubled = jax.jit(lambda x: x * 2, donate_argnums=0)
     for key, array in state.items():
         first = array.addressable_data(0) + 0
