@@ -30,6 +30,9 @@ from datastates.ranks.polling import slowest, until
 
 COORDINATOR = 0
 
+_MOST_TOLD = 16
+"""Agreements whose boxes may stay as long as rank 0 never waits for the others."""
+
 Decide = Callable[[dict[int, bytes]], bytes]
 
 
@@ -165,7 +168,6 @@ class BoardWorld:
     def _bring_together(self, name: str, payload: bytes, decide: Decide, timeout: float) -> bytes:
         failure: BaseException | None = None
         try:
-            self._delete_what_all_have_read()
             votes = self._gather(name, payload, timeout)
             _pass("decide", name)
             answer = _DECIDED + decide(votes)
@@ -195,8 +197,10 @@ class BoardWorld:
             all_there = self._board.marks(votes) >= len(self._others)
             return all_there or self._board.marks(f"{name}.enough") > 0 or None
 
-        if not payload.startswith(FAILED):
-            until(come, time.monotonic() + patience, self._interval)
+        end = time.monotonic() + patience
+        if not payload.startswith(FAILED) and (come() is None or len(self._told) > _MOST_TOLD):
+            self._delete_what_all_have_read()  # meanwhile
+            until(come, end, self._interval)
         found = {COORDINATOR: payload, **self._board.read(votes, self._others)}
         missing = [rank for rank in self._others if rank not in found]
         if missing and not any(vote.startswith(FAILED) for vote in found.values()):

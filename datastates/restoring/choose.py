@@ -58,5 +58,5 @@ def open_together(
         if meeting.rank:
             reading.enter_context(directories.reading(stored.head.path))
 
-    meeting.together("open", keep)
+    meeting.begin(keep)
     return stored

@@ -80,6 +80,7 @@ class Meeting:
         self._world = world
         self._name = name
         self._has_begun = False
+        self._failure: Exception | None = None  # of begin()
         self.rank, self.ranks = world.rank, world.size
 
     def settle(
@@ -106,6 +107,9 @@ class Meeting:
         """
         error = None
         try:
+            if (failed := self._failure) is not None:
+                self._failure = None
+                raise failed
             said = DONE + own()
         except Exception as failure:
             error = failure
@@ -132,6 +136,13 @@ class Meeting:
             return answer[1:]
         reasons, lost = msgpack.unpackb(answer[1:])
         raise CommitError(reasons) if self._has_begun else RestoreError(reasons, lost=lost)
+
+    def begin(self, action: Callable[[], object]) -> None:
+        """Do ``action`` on this rank, before a stage. If it raises an error, the next stage fails with it instead."""
+        try:
+            action()
+        except Exception as error:
+            self._failure = error
 
     def together(self, stage: str, action: Callable[[], _T]) -> _T:
         """Do ``action`` on all ranks, and return this rank's result; raises as :meth:`settle` does."""
