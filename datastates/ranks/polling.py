@@ -8,8 +8,6 @@ from typing import TypeVar
 
 _FIRST = 0.0002
 _SLOWEST = 0.05
-# What is waited for is found late by a tenth of the wait, on average
-_GROWTH = 1.2
 # all ranks together look at most this often per second, because they all ask one server
 _LOOKS = 20_000
 
@@ -49,5 +47,5 @@ def until(look: Callable[[], _T | None], end: float, interval: float) -> _T | No
         if left <= 0:
             return None
         time.sleep(min(pause, left, interval))
-        pause *= _GROWTH
+        pause *= 1.5
     return found
