@@ -298,11 +298,9 @@ def test_a_rank_that_does_not_come_is_named(together: Together, tmp_path: Path) 
         snapshot.wait_committed(20)
         return None
 
-    begin = time.monotonic()
     answers = together(RANKS, one)
-    assert time.monotonic() - begin < 15
     assert all(isinstance(error, RanksMissingError) for error in answers[:2])
-    assert "rank 2" in str(answers[0])
+    assert 2 in answers[0].ranks
     assert files(tmp_path) == []
     together(RANKS, lambda rank: writers[rank].close())
 
