@@ -13,8 +13,10 @@ from datastates.commit.claims import claims_of, whole_claims
 from datastates.commit.conflicts import describe_conflicts
 from datastates.container import archive, checksums, digests
 from datastates.container.file import Container
+from datastates.container.table import ShardTable
 from datastates.formats.format import Problem
 from datastates.restoring.stored import Head
+from datastates.state.parts import Part, uncovered
 from datastates.state.shards import full_key
 
 
@@ -46,6 +48,8 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
             wrong.add(record)
             yield Problem(source.path, source.name_record(record), "its chunks' checksums contradict its record's")
     yield from digested.problems(total, wrong)
+    for key in _overlapping(index.shards):
+        yield Problem(source.path, key, "has parts that overlap")
     for offset, frame in archive.frame_ranges(index):
         if read(offset, len(frame)) != frame:
             yield Problem(source.path, f"file framing at byte {offset}", "is damaged")
@@ -74,6 +78,15 @@ def verify_catalog(head: Head, containers: Sequence[Container], progress: Callab
         yield Problem(path, f"the catalog at byte {at}", "is not what the containers make of it")
     elif (len(data), head_crc) != (entry.nbytes, entry.head_crc32):
         yield Problem(path, "the catalog", "is not the one that the manifest names")
+
+
+def _overlapping(table: ShardTable) -> Iterator[str]:
+    """Full keys of the tensors of which two parts in one container have an element in common."""
+    for numbers in table.by_key.repeated:
+        rows = list(table.rows(numbers))
+        whole, parts = Part.whole(rows[0].global_shape), [row.part for row in rows]
+        if sum(part.numel for part in parts) + uncovered(whole, parts) > whole.numel:
+            yield rows[0].key
 
 
 class _Digests:

@@ -86,12 +86,17 @@ def test_where_one_part_is_lost_the_others_stay_as_they_are(tmp_path: Path) -> N
     assert all((part == -1).all() for _, part in live.boxes)
 
 
-def test_a_file_whose_parts_overlap_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_whose_parts_overlap_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     half = (slice(0, 2048), slice(None))
     monkeypatch.setattr("datastates.saving.collect.overlap", lambda parts: False)
     ds.snapshot([Boxes([half, half])], tmp_path / "c").wait_committed()  # as many elements as the tensor has
     with pytest.raises(FormatError, match="'s/w' has parts that overlap"):
         ds.load(tmp_path / "c")
+    for path in (tmp_path / "c", tmp_path / "c" / container_name(0)):
+        assert main(["verify", str(path)]) == 1
+        assert f"s/w in {tmp_path / 'c' / container_name(0)} has parts that overlap" in capsys.readouterr().out
 
 
 def test_files_whose_parts_overlap_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
