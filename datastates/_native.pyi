@@ -72,7 +72,9 @@ def look(
         not offer DLPack's C exchange API (torch does from 2.10 on), or is of no class in ``plain``.
     """
 
-def layout(arrays: list[Any]) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes] | None:
+def layout(
+    arrays: list[Any], is_negated: Callable[[Any], bool]
+) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes] | None:
     """Read the layout of each array; returns (addresses, devices, elements, ndim, dims, strides), or None.
 
     ``ndim`` has a byte for each array; the others have 64-bit words. ``addresses`` are those of the first elements.

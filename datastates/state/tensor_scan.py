@@ -108,8 +108,8 @@ def layout(values: Sequence[Any]) -> Layout | None:
     torch = loaded("torch")
     if torch is None or not set(map(type, values)) <= {torch.Tensor, torch.nn.Parameter}:
         return None
-    seen = _native.layout(list(values))
-    if seen is None or any(map(torch.Tensor.is_neg, values)):
+    seen = _native.layout(list(values), torch.Tensor.is_neg)
+    if seen is None:
         return None
     address, devices, elements, ndim, dims, strides = seen
     dtype = _mapped(np.frombuffer(elements, np.int64), _exchanged_dtypes())
@@ -150,7 +150,8 @@ def _exchanged_dtypes() -> Callable[[int], int | None]:
         seen = None
         if dtype.in_torch and hasattr(torch, dtype.name) and "complex" not in dtype.name:
             # a view, because in deterministic mode torch.empty() fills the tensor, which fails for some types
-            seen = _native.layout([torch.empty(0, dtype=torch.uint8, device="cpu").view(getattr(torch, dtype.name))])
+            empty = torch.empty(0, dtype=torch.uint8, device="cpu").view(getattr(torch, dtype.name))
+            seen = _native.layout([empty], torch.Tensor.is_neg)
         if seen is not None:
             codes[int(np.frombuffer(seen[2], np.int64)[0])] = dtype.code
     return codes.get

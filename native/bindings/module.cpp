@@ -71,7 +71,7 @@ void bind_errors() {
 
 void bind_functions(py::module_& module) {
     module.def("look", &look, "arrays"_a, "known"_a, "memory_of"_a, "is_negated"_a, "plain"_a);
-    module.def("layout", &layout, "arrays"_a);
+    module.def("layout", &layout, "arrays"_a, "is_negated"_a);
     module.def(
         "read_plain_pickle",
         [](const py::bytes& opcodes, const py::list& keys, const py::tuple& kinds,

@@ -91,7 +91,7 @@ class Looker {
 };
 
 /// Calls a function of one argument without the tuple that pybind11 would make for it.
-py::object call(const py::object& function, const py::object& argument) {
+py::object call(const py::object& function, const py::handle& argument) {
     PyObject* const result = PyObject_CallOneArg(function.ptr(), argument.ptr());
     if (result == nullptr) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(result);
@@ -188,7 +188,7 @@ py::object look(const py::list& arrays, const py::bytes& known, const py::object
     return py::make_tuple(places.bytes(), to_bytes(addresses), to_bytes(versions), memory);
 }
 
-py::object layout(const py::list& arrays) {
+py::object layout(const py::list& arrays, const py::object& is_negated) {
     std::vector<std::int64_t> addresses;
     std::vector<std::int64_t> devices;
     std::vector<std::int64_t> elements;
@@ -199,6 +199,7 @@ py::object layout(const py::list& arrays) {
     for (const py::handle array : arrays) {
         dlpack::Tensor tensor{};
         if (!looker.look(array, tensor) || tensor.ndim > 255) return py::none();
+        if (call(is_negated, array).ptr() != Py_False) return py::none();
         addresses.push_back(address_of(tensor));
         devices.push_back(device_of(tensor));
         elements.push_back(elements_of(tensor));

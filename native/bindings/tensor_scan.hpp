@@ -29,7 +29,8 @@ pybind11::object look(const pybind11::list& arrays, const pybind11::bytes& known
 /// - elements: DLPack's code, lanes and bits of each element type, in one word;
 /// - ndim, dims, strides: shapes and strides in elements, array after array.
 ///
-/// Returns None when an array cannot be looked at, or has more than 255 dimensions. Needs the GIL.
-pybind11::object layout(const pybind11::list& arrays);
+/// Returns None when an array cannot be looked at, has more than 255 dimensions, or when
+/// `is_negated` says True of it. Needs the GIL.
+pybind11::object layout(const pybind11::list& arrays, const pybind11::object& is_negated);
 
 }  // namespace datastates::python
