@@ -21,9 +21,9 @@ class Wanted:
     """The wanted ranges of a file, ascending.
 
     Attributes:
-        runs: The ranges. One with gaps shares no byte of the file with another one. Only the bytes in the gaps of a
-            comb's runs are wanted; see :func:`_combs`.
-        first, last: The numbers of the chunks that each intersects, from ``first`` to before ``last``.
+        runs: The ranges. Those with gaps share no byte of the file with others. Others lie in the gaps only within a
+            comb; see :func:`_in_combs`.
+        first, last: The numbers of the first chunk that each intersects, and of the one behind the last.
         chunk_begin, chunk_end: File offsets of each chunk.
         union: What all ranges want together, each byte once.
         fetched: The same with the bytes in narrow gaps.
@@ -76,20 +76,15 @@ class Wanted:
 def simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
     """The ranges that are not empty, ascending, and their destinations.
 
-    A range with gaps becomes many where its stretches or gaps are long, or where another range reaches into it that
-    does not make a comb with it.
+    A range with gaps becomes many unless it is a comb, or part of one.
     """
     kept = wanted.size > 0
     dest, runs = dest[kept], wanted[kept]
     order = np.argsort(runs.source, kind="stable")
     dest, runs = dest[order], runs[order]
-    begin, furthest = runs.source, np.maximum.accumulate(runs.end)
-    overlaps = np.append(False, begin[1:] < furthest[:-1])[: len(begin)]
-    overlaps[:-1] |= runs.end[:-1] > begin[1:]
-    long = (runs.length >= GAP) | (runs.source_step - runs.length > GAP)
-    apart = runs.has_gaps & np.where(overlaps, ~_combs(runs), long)
-    if not apart.any():
+    if not runs.has_gaps.any():
         return dest, runs
+    apart = runs.has_gaps & ~_in_combs(runs)
     which, single = runs[apart].stretches()
     dest = np.append(dest[~apart], dest[apart][which])
     runs = Runs.joined([runs[~apart], single])
@@ -97,22 +92,26 @@ def simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
     return dest[order], runs[order]
 
 
-def _combs(runs: Runs) -> Bools:
-    """Marks those of ascending runs that make a comb: each stretch begins where one of the run before ends.
+def _in_combs(runs: Runs) -> Bools:
+    """Marks those of ascending runs that make combs: each stretch begins where one of the run before ends.
 
     Such are the columns of one matrix that go to several destinations. A comb's stretches are short, and so is what
-    lies between its rows.
+    lies between its rows. A run that no other reaches into is a comb of one.
     """
     begin, end = runs.source, runs.end
-    starts = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])[: len(begin)]
-    comb = np.cumsum(starts) - 1
-    alike = (np.diff(runs.count) == 0) & (np.diff(runs.source_step) == 0) & (begin[1:] == begin[:-1] + runs.length[:-1])
-    fits = runs.has_gaps & (runs.length < GAP) & (starts | np.append(True, alike)[: len(begin)])
+    starts = _and_first(begin[1:] >= np.maximum.accumulate(end)[:-1])
+    follows = _and_first(begin[1:] == begin[:-1] + runs.length[:-1])
+    alike = _and_first((runs.count[1:] == runs.count[:-1]) & (runs.source_step[1:] == runs.source_step[:-1]))
+    fits = runs.has_gaps & (runs.length < GAP) & (starts | (follows & alike))
     firsts = np.flatnonzero(starts)
-    width = np.add.reduceat(runs.length, firsts)
-    space = runs.source_step[firsts] - width
-    whole = np.logical_and.reduceat(fits, firsts) & (space >= 0) & (space <= GAP)
-    return np.asarray(whole[comb])
+    space = runs.source_step[firsts] - np.add.reduceat(runs.length, firsts)
+    combs = np.logical_and.reduceat(fits, firsts) & (space >= 0) & (space <= GAP)
+    return np.asarray(combs[np.cumsum(starts) - 1])
+
+
+def _and_first(others: Bools) -> Bools:
+    """Marks the first of some things, and those of the others."""
+    return np.append(True, others)
 
 
 def _joined(runs: Runs) -> Runs:
