@@ -30,7 +30,7 @@ from datastates.ranks.polling import slowest, until
 
 COORDINATOR = 0
 
-_MOST_TOLD = 16
+MOST_TOLD = 4
 """Agreements whose boxes may stay as long as rank 0 never waits for the others."""
 
 Decide = Callable[[dict[int, bytes]], bytes]
@@ -198,8 +198,10 @@ class BoardWorld:
             return all_there or self._board.marks(f"{name}.enough") > 0 or None
 
         end = time.monotonic() + patience
-        if not payload.startswith(FAILED) and (come() is None or len(self._told) > _MOST_TOLD):
-            self._delete_what_all_have_read()  # meanwhile
+        waits = not payload.startswith(FAILED) and come() is None
+        if waits or len(self._told) > MOST_TOLD:
+            self._delete_what_all_have_read()
+        if waits:
             until(come, end, self._interval)
         found = {COORDINATOR: payload, **self._board.read(votes, self._others)}
         missing = [rank for rank in self._others if rank not in found]

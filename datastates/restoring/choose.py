@@ -39,7 +39,8 @@ def open_together(
         options: A text of the other options that must be the same on all ranks; empty for the usual ones.
 
     Returns:
-        The checkpoint; None if ``find`` returned None.
+        The checkpoint; None if ``find`` returned None. If another rank than the coordinator cannot protect it, the next
+        stage of the meeting fails.
     """
 
     def pick() -> bytes:

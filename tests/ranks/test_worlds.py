@@ -28,7 +28,7 @@ from datastates.errors import (
     rank_names,
 )
 from datastates.ranks import file_board, join
-from datastates.ranks.board_world import BoardWorld
+from datastates.ranks.board_world import DONE, FAILED, MOST_TOLD, BoardWorld
 from datastates.ranks.jax_keys import JaxKeys
 from datastates.ranks.join import FOLDER
 from datastates.ranks.keys import Keys
@@ -38,6 +38,8 @@ from datastates.ranks.world import SoloWorld, World, world_of
 
 SIZE = 4
 SECONDS = 20.0
+MOST_KEYS = 12 * (MOST_TOLD + 1)
+"""The most keys, or files, that the ranks ever leave: some for each agreement that rank 0 has not cleared away."""
 SLACK = 2.0
 """Seconds that a busy machine may add."""
 Worlds = Callable[[], list[World]]
@@ -313,17 +315,26 @@ def test_keys_do_not_pile_up_and_none_is_left(kind: str, request: pytest.Fixture
             assert [o.ranks for o in give_up(worlds[:2], f"missing {i}")] == [(2, 3)] * 2
             assert agree(worlds[2:], f"missing {i}")[0].ranks == (2, 3)
         most = max(most, store.num_keys())
-    assert most - before < 20
+    assert most - before < MOST_KEYS
     for world in worlds:
         world.close()
     assert store.num_keys() == before
+
+
+def test_keys_do_not_pile_up_while_rank_0_waits_for_nobody() -> None:
+    memory = Memory()
+    worlds = over_memory(memory)
+    for i in range(10 * MOST_TOLD):
+        votes = [lambda w=w, i=i: w.agree(f"{i}", (DONE, FAILED)[w.rank == 0], lambda _: b"") for w in worlds]
+        assert together(*votes) == [b""] * SIZE
+        assert memory.num_keys() < MOST_KEYS
 
 
 def test_no_file_is_left(tmp_path: Path) -> None:
     worlds = over_directory(tmp_path)
     for i in range(10):
         assert agree(worlds, f"name {i}") == [ALL] * SIZE
-        assert len(list((tmp_path / FOLDER).rglob("*"))) < 20
+        assert len(list((tmp_path / FOLDER).rglob("*"))) < MOST_KEYS
     for world in worlds:
         world.close()
     assert list(tmp_path.iterdir()) == []
