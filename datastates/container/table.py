@@ -173,6 +173,12 @@ class ShardTable:
                 digest=digest if digested else None,
             )
 
+    def repeated(self) -> Iterator[list[Row]]:
+        """The rows of each key that several have: the parts of one tensor."""
+        repeated = self.by_key.repeated
+        every = self.rows([number for numbers in repeated for number in numbers])  # at once, as there may be many
+        return (list(itertools.islice(every, len(numbers))) for numbers in repeated)
+
     def check(self, record_nbytes: U64) -> None:
         """Check all rows against each other and the records' lengths.
 
@@ -221,10 +227,7 @@ class ShardTable:
 
     def _refuse_repeats(self) -> None:
         """Refuse rows of one key, unless they are parts of one tensor."""
-        repeated = self.by_key.repeated
-        every = self.rows([number for numbers in repeated for number in numbers])  # at once, as there may be many
-        for numbers in repeated:
-            first, *others = itertools.islice(every, len(numbers))
+        for numbers, (first, *others) in zip(self.by_key.repeated, self.repeated(), strict=True):
             if (self.part[numbers] == WHOLE).any():
                 raise FormatError("index: two rows have the same key")
             if any((row.dtype, row.global_shape) != (first.dtype, first.global_shape) for row in others):

@@ -82,8 +82,7 @@ def verify_catalog(head: Head, containers: Sequence[Container], progress: Callab
 
 def _overlapping(table: ShardTable) -> Iterator[str]:
     """Full keys of the tensors of which two parts in one container have an element in common."""
-    for numbers in table.by_key.repeated:
-        rows = list(table.rows(numbers))
+    for rows in table.repeated():
         whole, parts = Part.whole(rows[0].global_shape), [row.part for row in rows]
         if sum(part.numel for part in parts) + uncovered(whole, parts) > whole.numel:
             yield rows[0].key
