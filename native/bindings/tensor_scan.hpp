@@ -8,15 +8,15 @@ namespace datastates::python {
 /// words and a list:
 ///
 /// - places: the arrays' types, addresses, devices, element types, shapes and strides. Two lists
-///   have equal places exactly when these are equal, in order. If they equal `known`, they are
-///   that object;
+///   have equal places exactly when these are equal, in order. Places that equal `known` are that
+///   object;
 /// - addresses: the address of each array's first element;
 /// - versions: torch's count of changes in place of each array, -1 for an array without one;
 /// - the results of `memory_of` for each array; empty if `memory_of` is None.
 ///
-/// Returns None when an array cannot be looked at by DLPack's C exchange API, when `is_negated` is
-/// not None and says True of an array, or when `plain` is not empty and does not hold the array's
-/// type. Needs the GIL.
+/// Returns None for an array that cannot be looked at by DLPack's C exchange API. Also for one of
+/// which `is_negated` says True, and for one of a type that is not in `plain`. An `is_negated` of
+/// None, or an empty `plain`, refuses nothing. Needs the GIL.
 pybind11::object look(const pybind11::list& arrays, const pybind11::bytes& known,
                       const pybind11::object& memory_of, const pybind11::object& is_negated,
                       const pybind11::tuple& plain);
