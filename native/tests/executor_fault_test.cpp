@@ -1,4 +1,5 @@
 #include <cerrno>
+#include <chrono>
 
 #include "check.hpp"
 #include "datastates/base/error.hpp"
@@ -56,6 +57,25 @@ TEST(creating_fails_at_each_point) {
         }
         CHECK_EQ(support::read_file(dir / "taken").size(), 1U);
         check_serves(*executor, dir / "h", random);
+    }
+}
+
+TEST(a_held_capture_takes_nothing_lazy) {
+    std::mt19937_64 random(3);
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const support::FaultScope scope;
+        const auto executor = support::make_executor(setup, 2, kBlock);
+        // Both sources share the first block.
+        const WriteCase written = WriteCase::make(
+            {support::random_bytes(random, 5000), support::random_bytes(random, 5000)}, {1, 0},
+            kBlock, 4096, random);
+        fault::arm("capture", "fail", EAGAIN, 1, 0);
+        const auto job = executor->submit_write(dir / "f", written.plan, written.buffers());
+        CHECK(!job->wait_captured(Clock::now() + std::chrono::milliseconds(50)));
+        fault::clear();
+        job->finish({});
+        CHECK(support::read_file(dir / "f") == written.expected);
     }
 }
 

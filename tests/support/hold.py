@@ -25,7 +25,7 @@ def held(point: str = "write", count: int = 0, *, until: tuple[type, str] | None
 
     Args:
         point: The fault point. "write" also holds up the capture of what the host cache cannot hold; "capture" that of
-            lazy state, but for what shares its first block with eager state; "host_read" all reads of host memory.
+            all lazy state; "host_read" all reads of host memory.
         count: How many passages are held up; 0 for all.
         until: The first call of this method, which must wait for what is held up, lets everything go.
     """

@@ -239,6 +239,9 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
         if (job->stopped()) {
             pending.half_filled.reset();
             job->claims().close();
+        } else if (is_held_up() || (!pending.half_filled && bus_is_full())) {
+            std::this_thread::sleep_for(kPoll);
+            return;
         } else if (pending.half_filled) {
             order_captures(pending);
             pending.half_filled->begin = Clock::now();
@@ -246,9 +249,6 @@ void Capturer::advance(Pending& pending, const std::stop_token& stop) {
             pending.half_filled->copy_host(Pick::lazy);
             watch_bus(*pending.half_filled);
             hand_over(std::move(pending.half_filled), kThreadTrack);
-        } else if (bus_is_full() || is_held_up()) {
-            std::this_thread::sleep_for(kPoll);
-            return;
         } else {
             const auto waiting = Clock::now();
             std::optional<Block> block = cache_.acquire(
