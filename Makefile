@@ -197,13 +197,14 @@ check-long: .venv/installed ## Random states, faults, kills and power cuts for a
 
 # --- benchmarks --------------------------------------------------------------------------------------------
 
-# The archive where there is one, so that the program runs on a machine without liburing.
+# The archives where there are any, so that the program runs on a machine without these libraries.
 URING = $(or $(filter /%,$(shell $(CXX) -print-file-name=liburing.a)),-luring)
+DEFLATE = $(or $(filter /%,$(shell $(CXX) -print-file-name=libdeflate.a)),-ldeflate)
 
-build/raw_io: benchmarks/raw_io.cpp
+build/raw_io: benchmarks/raw_io.cpp native/src/checksum/checksum.cpp
 	.ci/setup-system $(PYTHON)
 	mkdir -p $(@D)
-	$(CXX) -std=c++20 -O2 -Wall -Wextra -Wpedantic -Werror -D_GNU_SOURCE -o $@ $< $(URING) -pthread
+	$(CXX) -std=c++20 -O2 -Wall -Wextra -Wpedantic -Werror -D_GNU_SOURCE -Inative/include -o $@ $^ $(URING) $(DEFLATE) -pthread
 
 .PHONY: bench
 bench: .venv/installed build/raw_io ## Measure saving and restoring beside every peer; makes docs/benchmarks.md

@@ -44,9 +44,9 @@ def run(directory: Path, plan: Plan, *, tmpfs: bool, tiny: bool) -> Result:
     )
 
     def raw_once() -> Sample:
-        written = file.write(write_mode)
+        written = file.run("write", write_mode)
         prepare(raw_path)
-        sample = {"write": written["seconds"], "read": file.read(read_mode)["seconds"]}
+        sample = {"write": written["seconds"], "read": file.run("read", read_mode)["seconds"]}
         file.remove()
         return sample
 

@@ -59,12 +59,12 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     live = {key: torch.empty_like(tensor) for key, tensor in saved.items()}
     file = raw.RawFiles((directory / "raw",), sum(tensor.nbytes for tensor in saved.values()))
     mode = raw.best_mode(file, "read")
-    file.write(mode)
+    file.run("write", mode)
     result = Result(parameters={"bytes": file.nbytes, "files": FILES}, settings={"raw": raw.in_words(mode)})
 
     def read_raw() -> Sample:
         page_cache.drop(file.paths[0])
-        return file.read(mode)
+        return file.run("read", mode)
 
     actions: dict[str, Callable[[], Sample]] = {"raw": read_raw}
     with contextlib.ExitStack() as stack:

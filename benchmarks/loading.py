@@ -106,10 +106,10 @@ def _raw_disk(directory: Path, nbytes: int) -> tuple[Callable[[], Sample], str]:
     """The limit where the file is on a disk: the raw program."""
     file = raw.RawFiles((directory / "raw",), nbytes)
     mode = raw.best_mode(file, "read")
-    file.write(mode)
+    file.run("write", mode)
 
     def read() -> Sample:
         page_cache.drop(directory / "raw")
-        return file.read(mode)
+        return file.run("read", mode)
 
     return read, raw.in_words(mode)

@@ -155,9 +155,9 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     )
 
     def read_raw() -> Sample:
-        write = file.write(modes["write"])["seconds"]
+        write = file.run("write", modes["write"])["seconds"]
         page_cache.drop(file.paths[0])
-        read = file.read(modes["read"])["seconds"]
+        read = file.run("read", modes["read"])["seconds"]
         return {"write": write, "read": read, "mesh": read}
 
     actions: dict[str, Callable[[], Sample]] = {"raw": read_raw}

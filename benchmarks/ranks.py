@@ -98,15 +98,15 @@ class _Ceiling:
 
         written, stored = files("written", saving), files("stored", restoring)
         read_mode = raw.best_mode(stored, "read", TRIED)
-        stored.write(read_mode)
+        stored.run("write", read_mode)
         return cls(written, raw.best_mode(written, "write", TRIED), stored, read_mode)
 
     def once(self) -> Sample:
-        sample = {"write": self.written.write(self.write_mode)["seconds"]}
+        sample = {"write": self.written.run("write", self.write_mode)["seconds"]}
         self.written.remove()
         for path in self.stored.paths:
             page_cache.drop(path)
-        return sample | {"read": self.stored.read(self.read_mode)["seconds"]}
+        return sample | {"read": self.stored.run("read", self.read_mode)["seconds"]}
 
     def in_words(self) -> str:
         """The modes, in words."""

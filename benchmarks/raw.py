@@ -17,7 +17,9 @@ _DEPTHS = (8, 32)
 _THREADS = (1, 2, 4, 8, 16)
 TRIED = 2 * 10**9
 """Bytes with which the modes are tried, at most."""
-Operation = Literal["write", "read"]
+Operation = Literal["write", "read", "restore"]
+READERS: dict[str, Operation] = {"raw": "read", "raw restore": "restore"}
+"""The rows that only read, by name."""
 Mode = tuple[str, ...]
 
 
@@ -42,22 +44,22 @@ class RawFiles:
         threads = [str(n) for n in _THREADS if n <= max(2, cores())]
         return [(how, n) for how in ("copy", "map") for n in threads]
 
-    def write(self, mode: Mode) -> Sample:
-        """Write the files anew, durably."""
-        self.remove()
-        return self._run("write", mode)
-
-    def read(self, mode: Mode) -> Sample:
-        """Read all files. The caller decides what is in the page cache."""
-        return self._run("read", mode)
-
     def remove(self) -> None:
         """Delete the files that exist."""
         for path in self.paths:
             path.unlink(missing_ok=True)
 
-    def _run(self, operation: Operation, mode: Mode) -> Sample:
-        """Run all processes at once; the time is that of the slowest."""
+    def run(self, operation: Operation, mode: Mode) -> Sample:
+        """Run all processes at once; the time is that of the slowest.
+
+        Args:
+            operation: "write" makes the files anew, durably. "read" and "restore" read all of them, from wherever they
+                are: the caller decides what is in the page cache. "restore" also takes the checksum of each 256 KiB and
+                copies it to other memory; it needs ``direct``.
+            mode: How: one of :meth:`modes`.
+        """
+        if operation == "write":
+            self.remove()
         each = str(-(-self.nbytes // len(self.paths)))
         with contextlib.ExitStack() as stack:
             processes = [
@@ -91,10 +93,9 @@ def best_mode(files: RawFiles, operation: Operation, tried: int = TRIED) -> Mode
     Reads without O_DIRECT come from the page cache, as the files have just been written.
     """
     part = replace(files, nbytes=min(files.nbytes, tried))
-    if operation == "read":
-        part.write(part.modes()[0])
-    run = getattr(part, operation)
-    best = min(part.modes(), key=lambda mode: min(run(mode)["seconds"] for _ in range(2)))
+    if operation != "write":
+        part.run("write", part.modes()[0])
+    best = min(part.modes(), key=lambda mode: min(part.run(operation, mode)["seconds"] for _ in range(2)))
     files.remove()
     return best
 

@@ -1,11 +1,14 @@
-// The raw ceiling: writes or reads one file sequentially, as fast as this machine's kernel lets a
-// plain program, and prints "seconds cpu_seconds".
+// The raw ceiling: writes, reads or restores one file sequentially, as fast as this machine's
+// kernel lets a plain program, and prints "seconds cpu_seconds".
 //
 // Prints "ready" before that, with its memory touched, and begins at the end of its standard input,
 // so that several of it can begin at once.
 //
 //   raw_io write|read FILE BYTES direct CHUNK DEPTH
 //       io_uring and O_DIRECT; a write has fallocate and fsync in its time
+//   raw_io restore FILE BYTES direct CHUNK DEPTH
+//       as a read; threads then take the checksum of each 256 KiB and copy it to memory of as many
+//       bytes as the file has, which lies on pages like that of tensors
 //   raw_io write|read FILE BYTES copy|map THREADS
 //       so many threads' pwrite or pread of a part each, through the page cache, from and to memory
 //       of as many bytes; a write ends in fsync
@@ -20,11 +23,14 @@
 #include <barrier>
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <exception>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -34,10 +40,15 @@
 #include <utility>
 #include <vector>
 
+#include "datastates/checksum/checksum.hpp"
+
 namespace {
+
+enum class Operation { write, read, restore };
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kCopyCall = std::size_t{8} << 20;
+constexpr std::size_t kChecked = std::size_t{256} << 10;
 
 [[noreturn]] void fail(int error, const std::string& what) {
     throw std::system_error(error, std::generic_category(), what);
@@ -77,13 +88,13 @@ class File {
 // Page-aligned memory, not yet touched.
 class Memory {
   public:
-    explicit Memory(std::size_t nbytes)
+    explicit Memory(std::size_t nbytes, bool huge_pages = true)
         : nbytes_(nbytes),
           begin_(
               ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
         if (begin_ == MAP_FAILED) fail(errno, "mmap");
         // Fewer, longer segments a transfer. Advice: without it all works, slower.
-        static_cast<void>(::madvise(begin_, nbytes, MADV_HUGEPAGE));
+        if (huge_pages) static_cast<void>(::madvise(begin_, nbytes, MADV_HUGEPAGE));
     }
     ~Memory() { ::munmap(begin_, nbytes_); }
     Memory(const Memory&) = delete;
@@ -160,35 +171,111 @@ class Ring {
     io_uring ring_{};
 };
 
-void direct(const std::string& path, bool write, std::size_t nbytes, std::size_t chunk,
+// Threads that take checksums of what was read and copy it to where it belongs.
+class Placing {
+  public:
+    struct Part {
+        unsigned buffer;
+        std::span<const std::byte> data;
+        std::size_t offset;
+    };
+
+    explicit Placing(std::size_t nbytes) : memory_(nbytes, false) {
+        fill(memory_.all());
+        const unsigned count = std::max(1U, std::thread::hardware_concurrency());
+        for (unsigned i = 0; i < count; ++i) {
+            workers_.emplace_back([this](const std::stop_token& stop) { work(stop); });
+        }
+    }
+    void put(const Part& part) {
+        const std::scoped_lock lock(mutex_);
+        parts_.push_back(part);
+        ++under_way_;
+        queued_.notify_one();
+    }
+    // Moves the buffers whose bytes are in place to `idle`. With `wait`, waits for the first.
+    void take_back(std::vector<unsigned>& idle, bool wait) {
+        std::unique_lock lock(mutex_);
+        if (wait) placed_.wait(lock, [&] { return !idle_.empty(); });
+        idle.insert(idle.end(), idle_.begin(), idle_.end());
+        idle_.clear();
+    }
+    void finish() {
+        std::unique_lock lock(mutex_);
+        placed_.wait(lock, [&] { return under_way_ == 0; });
+        if (checksum_ == 0) std::fputs("the checksums happen to cancel out\n", stderr);
+    }
+
+  private:
+    void work(const std::stop_token& stop) {
+        std::unique_lock lock(mutex_);
+        while (queued_.wait(lock, stop, [&] { return !parts_.empty(); })) {
+            const Part part = parts_.front();
+            parts_.pop_front();
+            lock.unlock();
+            std::uint32_t checksum = 0;
+            for (std::size_t at = 0; at < part.data.size(); at += kChecked) {
+                const auto piece = part.data.subspan(at, std::min(kChecked, part.data.size() - at));
+                checksum ^= datastates::crc32(0, piece);
+                std::memcpy(memory_.all().data() + part.offset + at, piece.data(), piece.size());
+            }
+            lock.lock();
+            checksum_ ^= checksum;  // so that no compiler leaves it out
+            idle_.push_back(part.buffer);
+            --under_way_;
+            placed_.notify_one();
+        }
+    }
+
+    Memory memory_;
+    std::mutex mutex_;
+    std::condition_variable_any queued_;
+    std::condition_variable placed_;
+    std::deque<Part> parts_;
+    std::vector<unsigned> idle_;
+    std::size_t under_way_ = 0;
+    std::uint32_t checksum_ = 0;
+    std::vector<std::jthread> workers_;  // last: join first
+};
+
+void direct(const std::string& path, Operation operation, std::size_t nbytes, std::size_t chunk,
             unsigned depth) {
+    const bool write = operation == Operation::write;
     nbytes = up_to_page(nbytes);
     depth = static_cast<unsigned>(std::min<std::size_t>(depth, (nbytes + chunk - 1) / chunk));
-    const Memory memory(chunk * depth);
+    std::optional<Placing> placing;
+    if (operation == Operation::restore) placing.emplace(nbytes);
+    // Some are read while others are put in place.
+    const unsigned count = placing ? 2 * depth : depth;
+    const Memory memory(chunk * count);
     fill(memory.all());
     Ring ring(depth);
     std::vector<iovec> buffers;
-    buffers.reserve(depth);
-    for (unsigned i = 0; i < depth; ++i) {
+    buffers.reserve(count);
+    for (unsigned i = 0; i < count; ++i) {
         buffers.push_back({.iov_base = memory.all().data() + i * chunk, .iov_len = chunk});
     }
     // Refused for RLIMIT_MEMLOCK, most often: then without.
-    const bool registered = io_uring_register_buffers(ring.get(), buffers.data(), depth) == 0;
+    const bool registered = io_uring_register_buffers(ring.get(), buffers.data(), count) == 0;
 
     Clock clock;
     clock.start();
     const File file(path, write, true);
     if (write) file.allocate(nbytes);
-    std::vector<unsigned> idle(depth);
-    for (unsigned i = 0; i < depth; ++i) idle[i] = i;
-    std::vector<std::size_t> wanted(depth);
+    std::vector<unsigned> idle(count);
+    for (unsigned i = 0; i < count; ++i) idle[i] = i;
+    std::vector<std::size_t> wanted(count);
+    std::vector<std::size_t> offsets(count);
     std::size_t submitted = 0;
     std::size_t done = 0;
+    unsigned in_flight = 0;
     while (done < nbytes) {
-        while (!idle.empty() && submitted < nbytes) {
+        if (placing) placing->take_back(idle, in_flight == 0 && idle.empty());
+        while (!idle.empty() && in_flight < depth && submitted < nbytes) {
             const unsigned i = idle.back();
             idle.pop_back();
             wanted[i] = std::min(chunk, nbytes - submitted);
+            offsets[i] = submitted;
             io_uring_sqe* entry = io_uring_get_sqe(ring.get());
             const auto length = static_cast<unsigned>(wanted[i]);
             const int slot = static_cast<int>(i);
@@ -205,6 +292,7 @@ void direct(const std::string& path, bool write, std::size_t nbytes, std::size_t
             }
             io_uring_sqe_set_data64(entry, i);
             submitted += wanted[i];
+            ++in_flight;
         }
         const int result = io_uring_submit_and_wait(ring.get(), 1);
         if (result < 0 && result != -EINTR) fail(-result, "io_uring_submit_and_wait");
@@ -217,9 +305,16 @@ void direct(const std::string& path, bool write, std::size_t nbytes, std::size_t
             // The rest would have to be asked for again: no longer the ceiling's time.
             if (std::cmp_not_equal(moved, wanted[i])) fail(EIO, "short transfer");
             done += wanted[i];
-            idle.push_back(i);
+            --in_flight;
+            if (placing) {
+                const auto data = memory.all().subspan(i * chunk, wanted[i]);
+                placing->put({.buffer = i, .data = data, .offset = offsets[i]});
+            } else {
+                idle.push_back(i);
+            }
         }
     }
+    if (placing) placing->finish();
     if (write) file.sync();
     clock.print();
 }
@@ -316,24 +411,33 @@ std::size_t number(const std::string& text) {
     return value;
 }
 
+std::optional<Operation> operation_of(const std::string& text) {
+    if (text == "write") return Operation::write;
+    if (text == "read") return Operation::read;
+    if (text == "restore") return Operation::restore;
+    return std::nullopt;
+}
+
 int run(const std::vector<std::string>& arguments) {
+    const auto operation = operation_of(arguments.empty() ? "" : arguments[0]);
     const bool is_direct = arguments.size() == 6 && arguments[3] == "direct";
     const bool is_map = arguments.size() == 5 && arguments[3] == "map";
-    const bool is_copy = arguments.size() == 5 && (arguments[3] == "copy" || is_map);
-    if ((!is_direct && !is_copy) || (arguments[0] != "write" && arguments[0] != "read")) {
+    const bool is_copy = arguments.size() == 5 && (arguments[3] == "copy" || is_map) &&
+                         operation != Operation::restore;
+    if ((!is_direct && !is_copy) || !operation) {
         std::fputs(
-            "usage: raw_io write|read FILE BYTES direct CHUNK DEPTH\n"
+            "usage: raw_io write|read|restore FILE BYTES direct CHUNK DEPTH\n"
             "       raw_io write|read FILE BYTES copy|map THREADS\n",
             stderr);
         return 2;
     }
-    const bool write = arguments[0] == "write";
     const std::size_t nbytes = number(arguments[2]);
     if (is_direct) {
-        direct(arguments[1], write, nbytes, number(arguments[4]),
+        direct(arguments[1], *operation, nbytes, number(arguments[4]),
                static_cast<unsigned>(number(arguments[5])));
     } else {
-        copy(arguments[1], write, nbytes, static_cast<unsigned>(number(arguments[4])), is_map);
+        copy(arguments[1], *operation == Operation::write, nbytes,
+             static_cast<unsigned>(number(arguments[4])), is_map);
     }
     return 0;
 }

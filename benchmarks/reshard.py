@@ -50,12 +50,16 @@ def run(directory: Path, plan: Plan, *, large: bool, tiny: bool) -> Result:
         result.parameters = {"bytes": nbytes}
         with Team(restoring, kind, cut) as team:
             stored = raw.RawFiles(tuple(directory / f"raw-{i}" for i in range(restoring)), nbytes)
-            mode = raw.best_mode(stored, "read", TRIED)
-            stored.write(mode)
-            actions: dict[str, Callable[[], Sample]] = {f"raw, {layout}": partial(_raw, stored, mode)}
+            actions: dict[str, Callable[[], Sample]] = {}
+            for name, operation in raw.READERS.items():
+                if operation == "restore" and gpu:
+                    continue  # it ends in host memory
+                mode = raw.best_mode(stored, operation, TRIED)
+                actions[f"{name}, {layout}"] = partial(_raw, stored, operation, mode)
+                result.settings[f"{name}, {layout}"] = f"{restoring} processes: {raw.in_words(mode)}"
+            stored.run("write", mode)
             for system, path in paths.items():
                 actions[f"{system}, {layout}"] = partial(_restored, team, system, path, where)
-            result.settings[f"raw, {layout}"] = f"{restoring} processes read: {raw.in_words(mode)}"
             interleave(result, actions, plan)
             result.settings.update(team.call("settings")[0])
             stored.remove()
@@ -64,10 +68,10 @@ def run(directory: Path, plan: Plan, *, large: bool, tiny: bool) -> Result:
     return result
 
 
-def _raw(stored: raw.RawFiles, mode: raw.Mode) -> Sample:
+def _raw(stored: raw.RawFiles, operation: raw.Operation, mode: raw.Mode) -> Sample:
     for path in stored.paths:
         page_cache.drop(path)
-    return {"read": stored.read(mode)["seconds"]}
+    return {"read": stored.run(operation, mode)["seconds"]}
 
 
 def _restored(team: Team, system: str, path: Path, where: dict[str, object]) -> Sample:

@@ -54,23 +54,28 @@ class _Saved:
 
 
 def run(directory: Path, plan: Plan, *, cold: bool, tiny: bool) -> Result:
-    """Measure all systems and the raw read, which uses O_DIRECT on cold files and threads on cached ones."""
+    """Measure all systems and the raw read, which uses O_DIRECT on cold files and threads on cached ones.
+
+    Cold files have the raw restore as well, which takes checksums and copies besides.
+    """
     state = llm_like(tiny=tiny)
     prepare = page_cache.drop if cold else page_cache.fill
     path = directory / "raw"
     file = raw.RawFiles((path,), nbytes(state), direct=cold)
-    mode = raw.best_mode(file, "read")
-    file.write(mode)
+    modes = {name: raw.best_mode(file, what) for name, what in raw.READERS.items() if cold or what == "read"}
+    file.run("write", modes["raw"])
 
-    def read_raw() -> Sample:
+    def run_raw(name: str) -> Sample:
         prepare(path)
-        return file.read(mode)
+        return file.run(raw.READERS[name], modes[name])
 
-    result = Result(parameters={"bytes": file.nbytes}, settings={"raw": raw.in_words(mode)})
+    settings = {name: raw.in_words(mode) for name, mode in modes.items()}
+    result = Result(parameters={"bytes": file.nbytes}, settings=settings)
     with Roster(directory, result) as roster:
         saved = _Saved(roster, state)
-        actions = {name: partial(saved.restore, name, prepare) for name in (COLD_SYSTEMS if cold else SYSTEMS)}
-        interleave(result, {"raw": read_raw, **actions}, plan)
+        actions = {name: partial(run_raw, name) for name in modes}
+        actions |= {name: partial(saved.restore, name, prepare) for name in (COLD_SYSTEMS if cold else SYSTEMS)}
+        interleave(result, actions, plan)
         saved.remove()
     file.remove()
     return result

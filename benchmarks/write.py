@@ -47,6 +47,6 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
     result = Result(parameters={"bytes": file.nbytes}, settings={"raw": raw.in_words(mode)})
     with Roster(directory, result) as roster:
         actions = {name: partial(once, roster, name, state) for name in SYSTEMS}
-        interleave(result, {"raw": lambda: file.write(mode), **actions}, plan)
+        interleave(result, {"raw": lambda: file.run("write", mode), **actions}, plan)
     file.remove()
     return result

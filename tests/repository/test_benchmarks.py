@@ -32,7 +32,7 @@ UNDRAWN = {
 }
 CPU_ROWS = {
     "write": WRITERS | {"datastates with pwrite"},
-    "restore-cold": WRITERS | {"torch.save/load mmap", "datastates with pwrite"},
+    "restore-cold": WRITERS | {"raw restore", "torch.save/load mmap", "datastates with pwrite"},
     "restore-warm": WRITERS | {"torch.save/load mmap"},
     "call": {"few", "many", "module and optimizer", "state_dict() alone"},
     "throughput": {"plain", "datastates", "DCP async", "torch_checkpointing async"},
@@ -57,7 +57,7 @@ CPU_ROWS = {
 RESHARD_ROWS = {
     "reshard": {
         f"{system}, {layout}"
-        for system in ("raw", "datastates", "datastates through DCP", "DCP")
+        for system in ("raw", "raw restore", "datastates", "datastates through DCP", "DCP")
         for layout in ("2 → 2", "2 → 1", "1 → 2", "4 → 2", "2 → 2 in columns")
     }
 }
