@@ -14,8 +14,9 @@ from typing_extensions import Unpack
 from datastates import _calls
 from datastates._base import paths
 from datastates._base.paths import PathLike
-from datastates.commit import directories, retention
+from datastates.commit import newest, retention
 from datastates.commit.ballot import Ballot
+from datastates.commit.sequence import next_sequence
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.executor.make import make_executor, make_small_executor
 from datastates.exporting import export as exporting
@@ -90,8 +91,7 @@ def snapshot(
 
     try:
         meet(world, name, target, prepare)
-        sequence = partial(directories.next_sequence, target.parent)
-        ballot = Ballot(world, f"{name}/commit", sequence, step=step)
+        ballot = Ballot(world, f"{name}/commit", partial(next_sequence, target.parent), step=step)
         return take_one(settings, providers, world, ballot, Target.fixed(lambda: target), auto_gate=auto_gate)
     except BaseException:
         world.close()
@@ -155,7 +155,7 @@ def restore(
             replicas=settings.replicas,
         )
     if restored is None:
-        directories.refuse_absence(given, None)
+        newest.refuse_absence(given, None)
     return restored
 
 

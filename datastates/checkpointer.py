@@ -17,8 +17,9 @@ from typing_extensions import Unpack
 from datastates import _calls
 from datastates._base import files, paths
 from datastates._base.paths import PathLike
-from datastates.commit import directories, retention
+from datastates.commit import directories, newest, retention
 from datastates.commit.ballot import Ballot
+from datastates.commit.sequence import Order
 from datastates.config import Options, Settings
 from datastates.errors import (
     ClosedError,
@@ -105,7 +106,7 @@ class Checkpointer:
         )
         prepare(executor, self.settings)
         self._retention = threading.Lock()
-        self._order = directories.Order(self.directory)
+        self._order = Order(self.directory)
         self._taken: list[Snapshot] = []
         self._closed = False
         self.failures = 0
@@ -293,11 +294,11 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, ascending. Snapshots in flight do not count; see :meth:`wait`."""
-        return list(directories.committed(self.directory))
+        return list(newest.committed(self.directory))
 
     def latest(self) -> int | None:
         """The step of the newest committed checkpoint, None if there is none. After a roll-back, not the highest."""
-        return next(reversed(directories.by_certain_age(self.directory)), None)
+        return next(reversed(newest.by_certain_age(self.directory)), None)
 
     # --- ending
 

@@ -207,7 +207,7 @@ def _declined(votes: dict[int, Vote]) -> bytes:
 def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifest.CatalogEntry:
     """Check that all containers exist and together make one state; then write the catalog."""
     paths = [pending.directory / vote.file for _, vote in sorted(votes.items())]
-    for (rank, vote), path, found in zip(sorted(votes.items()), paths, directories.lengths(paths), strict=True):
+    for (rank, vote), path, found in zip(sorted(votes.items()), paths, files.lengths(paths), strict=True):
         if found != vote.nbytes:
             what = "is missing" if found is None else f"has {found} bytes, not the {vote.nbytes} that it wrote"
             raise CommitError(f"the container of rank {rank} {what}: {path}")

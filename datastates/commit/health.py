@@ -7,7 +7,8 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from datastates.commit import directories, manifest
+from datastates._base import files
+from datastates.commit import manifest, newest
 from datastates.errors import DatastatesError, FormatError, RestoreError, StorageError, TrustError
 
 
@@ -18,7 +19,7 @@ def problem(path: Path) -> str | None:
         entries = [(one.file, one.nbytes) for one in opened.containers]
         if opened.catalog is not None:
             entries.append((opened.catalog.file, opened.catalog.nbytes))
-        lengths = directories.lengths([path / file for file, _ in entries])
+        lengths = files.lengths([path / file for file, _ in entries])
     except (DatastatesError, OSError) as error:
         return str(error)
     wrong = [
@@ -54,7 +55,7 @@ def advice(path: Path, how: str | None) -> Iterator[None]:
 
 
 def _advice(path: Path, how: str) -> str:
-    every = list(directories.by_age(path.parent).items())
+    every = list(newest.by_age(path.parent).items())
     before = every[: next((i for i, (_, other) in enumerate(every) if other == path), 0)]
     for step, other in reversed(before):
         if problem(other) is None:

@@ -260,6 +260,17 @@ def abandon(pending: Pending) -> None:
             shutil.rmtree(pending.directory, ignore_errors=True)
 
 
+def stat(path: Path) -> os.stat_result | None:
+    """The stat of a checkpoint's manifest; None if it has none, and so is no checkpoint."""
+    file = path / FILE
+    try:
+        return os.stat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:  # an unreadable manifest must not count as an absent one
+        raise StorageError(error.errno or 0, "stat", str(file)) from error
+
+
 def open(path: Path) -> Manifest:
     """Read the manifest of the checkpoint directory ``path``.
 

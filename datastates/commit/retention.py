@@ -12,7 +12,8 @@ from pathlib import Path
 
 from datastates._base import files, locks
 from datastates.commit import manifest
-from datastates.commit.directories import PARTIAL, STEP, by_age, entries, in_order
+from datastates.commit.directories import PARTIAL, STEP, entries
+from datastates.commit.newest import by_age, in_order
 from datastates.errors import StorageError
 
 _log = logging.getLogger("datastates")

@@ -16,7 +16,7 @@ from coordination import Coordination
 from memory_keys import Memory, MemoryKeys
 
 from datastates._base import locks
-from datastates.commit import directories, retention
+from datastates.commit import directories, newest, retention
 from datastates.errors import (
     ClosedError,
     CommitError,
@@ -343,7 +343,7 @@ def test_no_file_is_left(tmp_path: Path) -> None:
 def test_the_folder_of_the_ranks_is_no_checkpoint(tmp_path: Path) -> None:
     worlds = over_directory(tmp_path)
     assert (tmp_path / FOLDER).is_dir()
-    assert directories.committed(tmp_path) == {}
+    assert newest.committed(tmp_path) == {}
     assert retention.debris(tmp_path) == []
     assert directories.target(tmp_path, 1) == tmp_path / "step-00000001"
     for world in worlds:
