@@ -28,7 +28,7 @@ from datastates.formats.format import Format
 from datastates.ranks.together import meet
 from datastates.ranks.world import World
 from datastates.restoring.comparison import Comparison
-from datastates.restoring.mapping import Checkpoint
+from datastates.restoring.one_tensor import Checkpoint
 from datastates.restoring.provider_view import Trust
 from datastates.restoring.renaming import Renames
 from datastates.restoring.restore import Verify

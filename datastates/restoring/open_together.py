@@ -1,4 +1,4 @@
-"""Choosing the checkpoint to restore: the coordinator finds it, and all ranks open it and protect it from deletion."""
+"""Opens one checkpoint on all ranks: the coordinator chooses it, and all protect it from deletion."""
 
 from __future__ import annotations
 
