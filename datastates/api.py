@@ -86,8 +86,7 @@ def snapshot(
     def prepare() -> None:
         if target.exists():
             raise FileExistsError(f"{target} exists, and is not written over: delete it or choose another path")
-        for left in retention.debris_of(target):
-            retention.clear(left)
+        retention.sweep_beside(target)
 
     try:
         meet(world, name, target, prepare)
