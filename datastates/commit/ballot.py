@@ -165,7 +165,7 @@ class Ballot:
     def _commit(self, votes: dict[int, Vote], pending: manifest.Pending, target: Callable[[], Path]) -> Path:
         containers = tuple(
             manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
-            for rank, v in sorted(votes.items())
+            for rank, v in votes.items()
         )
         made = manifest.Manifest(
             format=manifest.FORMAT_VERSION,
@@ -181,7 +181,8 @@ class Ballot:
 
 
 def _decoded(data: dict[int, bytes]) -> dict[int, Vote]:
-    return {rank: Vote.decode(vote) for rank, vote in data.items()}
+    """The votes, in the order of the ranks."""
+    return {rank: Vote.decode(vote) for rank, vote in sorted(data.items())}
 
 
 def _declined(votes: dict[int, Vote]) -> bytes:
@@ -190,7 +191,7 @@ def _declined(votes: dict[int, Vote]) -> bytes:
     Raises:
         CommitError: A rank has failed, or the ranks took a snapshot of different steps.
     """
-    failed = {rank: vote for rank, vote in sorted(votes.items()) if vote.error}
+    failed = {rank: vote for rank, vote in votes.items() if vote.error}
     reasons = "; ".join(f"rank {rank}: {vote.error}" for rank, vote in failed.items())
     if not all(vote.skipped for vote in failed.values()):
         raise CommitError(reasons)
@@ -198,7 +199,7 @@ def _declined(votes: dict[int, Vote]) -> bytes:
         return _SKIPPED + reasons.encode(errors="replace")
     steps = {vote.step for vote in votes.values()}
     if len(steps) > 1:
-        ranks = {step: [r for r, v in sorted(votes.items()) if v.step == step] for step in sorted(steps)}
+        ranks = {step: [r for r, v in votes.items() if v.step == step] for step in sorted(steps)}
         said = ", ".join(f"step {step} on {rank_names(who)}" for step, who in ranks.items())
         raise CommitError(f"the ranks took a snapshot of different steps: {said}")
     return b""
@@ -206,14 +207,14 @@ def _declined(votes: dict[int, Vote]) -> bytes:
 
 def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifest.CatalogEntry:
     """Check that all containers exist and together make one state; then write the catalog."""
-    paths = [pending.directory / vote.file for _, vote in sorted(votes.items())]
-    for (rank, vote), path, found in zip(sorted(votes.items()), paths, files.lengths(paths), strict=True):
+    paths = [pending.directory / vote.file for vote in votes.values()]
+    for (rank, vote), path, found in zip(votes.items(), paths, files.lengths(paths), strict=True):
         if found != vote.nbytes:
             what = "is missing" if found is None else f"has {found} bytes, not the {vote.nbytes} that it wrote"
             raise CommitError(f"the container of rank {rank} {what}: {path}")
-    claims: list[Any] = [vote.claims for _, vote in sorted(votes.items())]
-    nbytes = np.array([v.nbytes for _, v in sorted(votes.items())], np.uint64)
-    index_crc = np.array([v.index_crc32 for _, v in sorted(votes.items())], np.uint32)
+    claims: list[Any] = [vote.claims for vote in votes.values()]
+    nbytes = np.array([vote.nbytes for vote in votes.values()], np.uint64)
+    index_crc = np.array([vote.index_crc32 for vote in votes.values()], np.uint32)
     try:
         if sum(c.cover for c in claims) % PRIME:
             raise CommitError("the ranks' parts do not make whole tensors")
