@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Sequence
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 
 class DatastatesError(Exception):
@@ -21,8 +20,6 @@ class DatastatesError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the finished message and the attributes, because a constructor may take other arguments."""
-        if not isinstance(type(self).__init__, FunctionType):
-            return cast("tuple[Any, ...]", super().__reduce__())
         given = (self.errno, self.strerror, self.filename) if isinstance(self, OSError) and self.filename else self.args
         return _again, (type(self), given, vars(self))
 
