@@ -192,10 +192,10 @@ class Checkpointer:
         return contextlib.nullcontext()
 
     def _wait_for_room(self) -> None:
-        while len(pending := self._engine.pending()) >= self.settings.max_in_flight:
-            if self.settings.when_busy == "refuse":
-                raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
-            pending[0].wait_ended()
+        most = self.settings.max_in_flight
+        if self.settings.when_busy == "refuse" and len(pending := self._engine.pending()) >= most:
+            raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
+        self._engine.wait(most)
 
     def _retain(self) -> None:
         """Delete the checkpoints that the settings do not keep. Called after each commit."""

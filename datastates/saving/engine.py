@@ -177,15 +177,12 @@ class Engine:
 
     def _take(self, saver: Saver, collected: Collected, snapshot: Snapshot, open_ending: Callable[[], Ending]) -> None:
         running = saver.begin(collected, snapshot, open_ending())
-        with self._lock:
-            self._in_flight.append(snapshot)
         try:
             gate.guard(snapshot, automatic=self._auto_gate)
-            self.do_later(self._finish, snapshot, running)
-        except BaseException as error:  # no thread, or the interpreter is ending: nobody must wait for the snapshot
+            self.take_later(snapshot, lambda: running)
+        except BaseException as error:
             running.cancel(error)
             snapshot.exception()  # marks it as delivered, because it is raised here
-            self._forget(snapshot)
             raise
 
     def _finish(self, snapshot: Snapshot, running: Running) -> None:
@@ -246,9 +243,9 @@ class Engine:
         with self._lock:
             return [s for s in self._in_flight if not s.ended]
 
-    def wait(self) -> None:
-        """Wait until no snapshot is in flight."""
-        while pending := self.pending():
+    def wait(self, fewer_than: int = 1) -> None:
+        """Wait until fewer than so many snapshots are in flight; by default until there is none."""
+        while len(pending := self.pending()) >= fewer_than:
             pending[0].wait_ended()
 
     def close(self) -> None:
