@@ -37,7 +37,6 @@ from datastates.restoring.selection import Keys
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
-from datastates.saving.target import Target
 from datastates.state.devices import Device
 from datastates.state.into import AS_SAVED, Framework, Into
 from datastates.state.provider import StateProvider
@@ -91,7 +90,7 @@ def snapshot(
     try:
         meet(world, name, target, prepare)
         ballot = Ballot(world, f"{name}/commit", partial(next_sequence, target.parent), step=step)
-        return take_one(settings, providers, world, ballot, Target.fixed(lambda: target), auto_gate=auto_gate)
+        return take_one(settings, providers, world, ballot, target, auto_gate=auto_gate)
     except BaseException:
         world.close()
         raise

@@ -7,8 +7,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
@@ -37,7 +37,6 @@ from datastates.restoring.selection import Keys
 from datastates.restoring.telling import refuse_to_meet, telling
 from datastates.saving.engine import Engine
 from datastates.saving.snapshot import Snapshot
-from datastates.saving.target import Target
 from datastates.saving.termination import Termination
 from datastates.state.provider import StateProvider
 
@@ -156,7 +155,7 @@ class Checkpointer:
             if self._termination is not None:
                 self._termination.watch()
             collected = self._engine.collect(providers)
-            taken = self._engine.take(collected, ballot, self._place(step), self._retain, begin=begin)
+            taken = self._engine.take(collected, ballot, *self._places(step), self._retain, begin=begin)
         except BaseException as error:
             told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
             self._engine.decline(ballot, told)  # so that the other ranks do not wait for this one
@@ -164,9 +163,11 @@ class Checkpointer:
         self._taken.append(taken)
         return taken
 
-    def _place(self, step: int) -> Target:
+    def _places(self, step: int) -> tuple[Callable[[], Path], Callable[[], Path]]:
+        """What returns the path that the step's checkpoint is expected to have, and the path to commit it to."""
         if self._engine.world.size == 1:
-            return Target.fixed(partial(directories.target, self.directory, step))
+            chosen = cache(partial(directories.target, self.directory, step))
+            return chosen, chosen
         # only the coordinator knows the revision, and only when it commits
         expected = self.directory / directories.step_name(step)
         before = [s for s in self._taken if s.step == step]
@@ -176,7 +177,7 @@ class Checkpointer:
                 snapshot.wait_ended()
             return directories.target(self.directory, step, in_flight=False)
 
-        return Target(lambda: expected, final)
+        return lambda: expected, final
 
     def gate(self) -> contextlib.AbstractContextManager[None]:
         """Wait until the state may change. Call it before an update, or write ``with checkpointer.gate():`` around it.

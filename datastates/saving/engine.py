@@ -25,7 +25,6 @@ from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
-from datastates.saving.target import Target
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
@@ -90,7 +89,8 @@ class Engine:
         self,
         collected: Collected,
         ballot: Ballot,
-        place: Target,
+        expected: Callable[[], Path],
+        target: Callable[[], Path],
         retain: Callable[[], None] = lambda: None,
         *,
         begin: float,
@@ -100,7 +100,8 @@ class Engine:
         Args:
             collected: What the providers described.
             ballot: The agreement of the ranks that commits it.
-            place: The path of the checkpoint.
+            expected: Returns the path that is expected now. The partial directory lies beside it.
+            target: Returns the path to commit to. Called on the coordinator at the commit.
             retain: Called on the coordinator after the commit, to delete old checkpoints.
             begin: When the user's call began, on the monotonic clock.
 
@@ -118,9 +119,9 @@ class Engine:
         snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
 
         def open_ending() -> Ending:
-            snapshot.path = place.expected()
+            snapshot.path = expected()
             pending = manifest.begin(snapshot.path, ballot.attempt)
-            return CheckpointEnding(pending, ballot, place.final, retain)
+            return CheckpointEnding(pending, ballot, target, retain)
 
         try:
             self._take(self._saver, collected, snapshot, open_ending)
@@ -280,7 +281,7 @@ def take_one(
     providers: Sequence[StateProvider],
     world: World,
     ballot: Ballot,
-    place: Target,
+    target: Path,
     *,
     auto_gate: bool,
 ) -> Snapshot:
@@ -291,7 +292,7 @@ def take_one(
         providers: The state.
         world: The ranks; closed with the engine.
         ballot: The agreement of the ranks that commits the checkpoint.
-        place: The path of the checkpoint.
+        target: The path of the checkpoint.
         auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
     """
     begin = time.monotonic()
@@ -299,7 +300,7 @@ def take_one(
         collected = collect(providers, rank=world.rank, ranks=world.size)
         executor = make_executor(settings, collected.structure.nbytes)
         engine = Engine(executor, world, threads=1, auto_gate=auto_gate)
-        taken = engine.take(collected, ballot, place, begin=begin)
+        taken = engine.take(collected, ballot, lambda: target, lambda: target, begin=begin)
     except BaseException as error:
         ballot.decline(error)
         raise
