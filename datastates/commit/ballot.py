@@ -81,22 +81,12 @@ class Ballot:
             sequence: Returns the checkpoint's sequence number. Called on the coordinator at the commit.
             step: The step of the checkpoint.
         """
-        self._world = world
+        self.world = world
         self._name = name
         self._sequence = sequence
         self.step = step
         self.attempt = world.token(name) if world.size > 1 else None
         """The name of the attempt, which is part of the partial directory's name; None in a world of one rank."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._world.rank
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self._world.size
 
     def cast(
         self, vote: Vote, pending: manifest.Pending, target: Callable[[], Path], retain: Callable[[], None]
@@ -124,7 +114,7 @@ class Ballot:
             def target_in_time() -> Path:
                 path = target()
                 # once rank 0 has begun to decide, the others wait at least `timeout` for its answer, then give up
-                timeout = self._world.timeout
+                timeout = self.world.timeout
                 if (seconds := time.monotonic() - begin) > 0.8 * timeout:
                     raise CommitError(f"rank 0 needed {seconds:.3g} s to commit, and is given {timeout:.3g} s")
                 return path
@@ -137,9 +127,9 @@ class Ballot:
             return _COMMITTED + str(committed[0]).encode("utf-8", "surrogateescape")
 
         try:
-            done = self._world.agree(self._name, vote.encode(), decide)
+            done = self.world.agree(self._name, vote.encode(), decide)
         except (CommitError, RanksMissingError, StorageError) as error:
-            if self.rank == 0:
+            if self.world.rank == 0:
                 if committed:
                     return committed[0]
                 raise
@@ -158,9 +148,9 @@ class Ballot:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         text = text.encode(errors="replace").decode()  # a path in it may have bytes that are no text
         vote = Vote(self.step, error=text, skipped=isinstance(error, SnapshotSkippedError))
-        if self.ranks > 1:
+        if self.world.size > 1:
             with contextlib.suppress(Exception):  # the caller reports this rank's own error
-                self._world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
+                self.world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
 
     def _commit(self, votes: dict[int, Vote], pending: manifest.Pending, target: Callable[[], Path]) -> Path:
         containers = tuple(
@@ -173,9 +163,9 @@ class Ballot:
             sequence=self._sequence(),
             attempt=pending.attempt,
             created=manifest.now(),
-            world_size=self.ranks,
+            world_size=self.world.size,
             containers=containers,
-            catalog=_write_catalog(votes, pending) if self.ranks > 1 else None,
+            catalog=_write_catalog(votes, pending) if self.world.size > 1 else None,
         )
         return manifest.commit(pending, made, target)
 
