@@ -27,9 +27,16 @@ from datastates.state.shards import Shard, Shards, full_key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """Everything that depends on the structure alone. It is kept from one snapshot to the next."""
+    """Everything that depends on the structure alone. It is kept from one snapshot to the next.
 
-    structure: Structure
+    Attributes:
+        structure: The structure; None if its shards keep live arrays.
+        key: Its :meth:`~datastates.saving.structure.Structure.plan_key`.
+        frame: What the file holds besides the state.
+        prepared: The plan in the form that the executor takes.
+    """
+
+    structure: Structure | None
     key: tuple[Any, ...]
     frame: Frame
     prepared: PreparedWrite
