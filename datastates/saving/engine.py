@@ -54,7 +54,7 @@ class Engine:
             threads: Number of snapshots that can be finished at the same time.
             auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
             ended: Called, on a thread of the engine, with each committed snapshot, and with each failed one of
-                :meth:`take`.
+                :meth:`take` and :meth:`take_file`.
         """
         self.executor = executor
         self.world = world
@@ -123,14 +123,7 @@ class Engine:
             pending = manifest.begin(snapshot.path, ballot.attempt)
             return CheckpointEnding(pending, ballot, target, retain)
 
-        try:
-            self._take(self._saver, collected, snapshot, open_ending)
-        except (StorageError, DeviceError) as error:
-            snapshot.fail(error)
-            self.decline(ballot, error)
-            self._tell(snapshot)
-        snapshot.called()
-        return snapshot
+        return self._take(self._saver, collected, snapshot, open_ending, ballot)
 
     def take_file(
         self, saver: Saver, providers: Sequence[StateProvider], path: Path, *, attempt: str, begin: float
@@ -139,10 +132,30 @@ class Engine:
         collected = saver.collect(providers)
         snapshot = Snapshot(0, collected.structure.nbytes, begin)
         snapshot.path = path
+        ending = FileEnding(path, identity_alone(attempt))
+        return self._take(saver, collected, snapshot, lambda: ending, ending)
+
+    def _take(
+        self,
+        saver: Saver,
+        collected: Collected,
+        snapshot: Snapshot,
+        open_ending: Callable[[], Ending],
+        whom: Ballot | Ending,
+    ) -> Snapshot:
         try:
-            self._take(saver, collected, snapshot, lambda: FileEnding(path, identity_alone(attempt)))
+            running = saver.begin(collected, snapshot, open_ending())
+            try:
+                gate.guard(snapshot, automatic=self._auto_gate)
+                self.take_later(snapshot, lambda: running)
+            except BaseException as error:
+                running.cancel(error)
+                snapshot.exception()  # marks it as delivered, because it is raised here
+                raise
         except (StorageError, DeviceError) as error:
             snapshot.fail(error)
+            self.decline(whom, error)
+            self._tell(snapshot)
         snapshot.called()
         return snapshot
 
@@ -151,7 +164,7 @@ class Engine:
         with self._lock:
             self._in_flight.append(snapshot)
         try:
-            self.do_later(self._begin_and_finish, snapshot, begin)
+            self._submit(self._pool, self._begin_and_finish, snapshot, begin)
         except BaseException as error:  # no thread, or the interpreter is ending: nobody must wait for the snapshot
             snapshot.fail(error)
             self._forget(snapshot)
@@ -164,52 +177,34 @@ class Engine:
         except BaseException as error:  # the snapshot passes it to whoever waits
             snapshot.fail(error)
             self._forget(snapshot)
-        else:
-            self._finish(snapshot, running)
+            return
+        failure = running.run()
+        self._forget(snapshot)
+        if failure is not None:
+            self.decline(running.ending, failure)
+        self._tell(snapshot)
 
     def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this rank takes no part in a checkpoint."""
-        if self.world.size == 1:
-            return
-        try:
-            self.do_aside(whom.decline, error)
-        except RuntimeError:  # the interpreter is ending, and starts no more threads
-            whom.decline(error)
-
-    def _take(self, saver: Saver, collected: Collected, snapshot: Snapshot, open_ending: Callable[[], Ending]) -> None:
-        running = saver.begin(collected, snapshot, open_ending())
-        try:
-            gate.guard(snapshot, automatic=self._auto_gate)
-            self.take_later(snapshot, lambda: running)
-        except BaseException as error:
-            running.cancel(error)
-            snapshot.exception()  # marks it as delivered, because it is raised here
-            raise
-
-    def _finish(self, snapshot: Snapshot, running: Running) -> None:
-        error = running.run()
-        self._forget(snapshot)
-        if error is not None:
-            self.decline(running.ending, error)
-        self._tell(snapshot)
+        if self.world.size > 1:
+            self._aside_or_here(whom.decline, error)
 
     def _tell(self, snapshot: Snapshot) -> None:
         """Log a commit, and call ``ended``, away from the threads that capture state."""
         if snapshot.committed:
             _log.info("%s", snapshot.report)
+        self._aside_or_here(self._ended, snapshot)
+
+    def _aside_or_here(self, work: Callable[..., None], *arguments: object) -> None:
         try:
-            self.do_aside(self._ended, snapshot)
+            self.do_aside(work, *arguments)
         except RuntimeError:  # the interpreter is ending, and starts no more threads
-            self._ended(snapshot)
+            work(*arguments)
 
     def _forget(self, snapshot: Snapshot) -> None:
         with self._lock:
             if snapshot in self._in_flight:  # an interrupted call may have removed it, and so may its thread
                 self._in_flight.remove(snapshot)
-
-    def do_later(self, work: Callable[..., None], *arguments: object) -> None:
-        """Run ``work`` on one of the threads that capture state and finish snapshots."""
-        self._submit(self._pool, work, *arguments)
 
     def do_aside(self, work: Callable[..., None], *arguments: object) -> None:
         """Run ``work``, which may wait for other ranks, on a thread that no capture needs."""
@@ -262,7 +257,7 @@ class Engine:
         """End the threads and close the world once all work in flight is done. No more snapshots may be taken."""
         with self._lock:
             self._closing = True
-        self.do_later(lambda: None)
+        self._submit(self._pool, lambda: None)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
