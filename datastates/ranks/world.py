@@ -192,13 +192,12 @@ class _Opening:
 
 
 def _checked(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if rank is None or world_size is None:
+        missing = "rank" if rank is None else "world_size"
+        raise SettingsError(f"{missing}: rank and world_size are given together or not at all")
     for field, number in (("rank", rank), ("world_size", world_size)):
-        if number is None:
-            raise SettingsError(f"{field}: rank and world_size are given together or not at all")
         if isinstance(number, bool) or not isinstance(number, int):
             raise SettingsError(f"{field}: {number!r:.40} is not an integer")
-    assert rank is not None
-    assert world_size is not None
     if world_size < 1:
         raise SettingsError(f"world_size: {world_size} is less than 1")
     if not 0 <= rank < world_size:

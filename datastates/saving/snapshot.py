@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 
 from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
 from datastates.executor.timeline import Span, chrome_trace, stages
-from datastates.saving.report import STATES, Report
+from datastates.saving.report import Report
 
 _log = logging.getLogger("datastates")
 
@@ -153,11 +153,10 @@ class Snapshot:
         figures, spans = self._figures(), self._all_spans()
         waits = {name: [s.end - s.begin for s in spans if s.stage == name] for name in ("stall", "gate")}
         with self._changed:
-            reached = [s for s in STATES if s in self._times]
             return Report(
                 step=self.step,
                 path=self.path,
-                state="failed" if self._error else reached[-1] if reached else STATES[0],
+                state="failed" if self._error else next(reversed(self._times), "started"),
                 nbytes=self._nbytes,
                 file_nbytes=self._file_nbytes,
                 snapshot_seconds=sum(waits["stall"]) if waits["stall"] else time.monotonic() - self._begin,
