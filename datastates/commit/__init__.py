@@ -1,4 +1,4 @@
-"""How containers become a checkpoint: manifest, catalog, votes, directories."""
+"""How containers become a checkpoint, and which is the newest: manifest, catalog, votes, directories."""
 
 from datastates.commit.ballot import Ballot, Vote
 from datastates.commit.catalog import Catalog
