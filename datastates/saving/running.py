@@ -179,7 +179,7 @@ class Running:
         """Encode the metadata while the data is being written; returns the file's tail, and this rank's vote."""
         frame = self.planned.frame
         with self.snapshot.stage("serialize"):
-            encode_tail = frame.encode_objects(self.collected.structure.names, self.objects)
+            encode_tail = frame.encode_objects(self.objects)
         self._release()
         self.job.wait_checksummed()
         with self.snapshot.stage("encode"):
