@@ -286,10 +286,7 @@ def _calls(ranks: int) -> Sample:
         world.token("step")
     for counter in counters:
         counter.calls.clear()
-    threads = [
-        threading.Thread(target=world.agree, args=("step", b"vote", lambda _: b"done"), kwargs={"timeout": 60.0})
-        for world in worlds
-    ]
+    threads = [threading.Thread(target=world.agree, args=("step", b"vote", lambda _: b"done")) for world in worlds]
     for thread in threads:
         thread.start()
     for thread in threads:

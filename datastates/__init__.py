@@ -9,7 +9,7 @@ from datastates.container.pickle_writer import dumps
 from datastates.errors import DatastatesError
 from datastates.exporting.export import Exported
 from datastates.restoring.comparison import Comparison
-from datastates.restoring.mapping import Checkpoint
+from datastates.restoring.one_tensor import Checkpoint
 from datastates.restoring.restored import Restored
 from datastates.saving.report import Report
 from datastates.saving.snapshot import Snapshot

@@ -13,7 +13,7 @@ from typing import Any
 
 from datastates._base import paths
 from datastates._base.paths import PathLike
-from datastates.commit import directories, health, manifest
+from datastates.commit import health, manifest, newest
 from datastates.config import RankSettings
 from datastates.errors import CheckpointNotFoundError, RestoreError
 from datastates.executor.executor import Executor
@@ -170,7 +170,7 @@ def restore_by(
         return Restore(tensors, providers, executor, meeting, strict=strict, scope=scope, **how).run()
     restored = restore_newest(
         providers,
-        lambda: directories.candidates(directory, wish, certain=not fallback),
+        lambda: newest.candidates(directory, wish, certain=not fallback),
         executor,
         meetings,
         step=wish,
@@ -180,7 +180,7 @@ def restore_by(
         **how,
     )
     if restored is None and wish is not None:
-        directories.refuse_absence(directory, wish)
+        newest.refuse_absence(directory, wish)
     return restored
 
 
@@ -209,7 +209,7 @@ def load_like(
         replicas="read",
     )
     if restored is None:
-        directories.refuse_absence(path, None)
+        newest.refuse_absence(path, None)
     found: dict[str, Any] = {provider.name: provider.tree for provider in providers}
     return found["like"] if is_bare else found
 
@@ -236,6 +236,6 @@ def compare_by(
     if other is not None:
         tensors = open_other(other, path, meeting, wish, scope)
         return comparing(tensors, providers, executor, meeting, scope=scope, trust=trust)
-    candidates = partial(directories.candidates, path, wish, certain=True)
+    candidates = partial(newest.candidates, path, wish, certain=True)
     found = compare_newest(providers, candidates, executor, meeting, step=wish, scope=scope, trust=trust)
-    return directories.refuse_absence(path, wish) if found is None else found
+    return newest.refuse_absence(path, wish) if found is None else found

@@ -14,8 +14,9 @@ from typing_extensions import Unpack
 from datastates import _calls
 from datastates._base import paths
 from datastates._base.paths import PathLike
-from datastates.commit import directories, retention
+from datastates.commit import newest, retention
 from datastates.commit.ballot import Ballot
+from datastates.commit.sequence import next_sequence
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.executor.make import make_executor, make_small_executor
 from datastates.exporting import export as exporting
@@ -27,7 +28,7 @@ from datastates.formats.format import Format
 from datastates.ranks.together import meet
 from datastates.ranks.world import World
 from datastates.restoring.comparison import Comparison
-from datastates.restoring.mapping import Checkpoint
+from datastates.restoring.one_tensor import Checkpoint
 from datastates.restoring.provider_view import Trust
 from datastates.restoring.renaming import Renames
 from datastates.restoring.restore import Verify
@@ -36,7 +37,6 @@ from datastates.restoring.selection import Keys
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
-from datastates.saving.target import Target
 from datastates.state.devices import Device
 from datastates.state.into import AS_SAVED, Framework, Into
 from datastates.state.provider import StateProvider
@@ -85,14 +85,12 @@ def snapshot(
     def prepare() -> None:
         if target.exists():
             raise FileExistsError(f"{target} exists, and is not written over: delete it or choose another path")
-        for left in retention.debris_of(target):
-            retention.clear(left)
+        retention.sweep_beside(target)
 
     try:
         meet(world, name, target, prepare)
-        sequence = partial(directories.next_sequence, target.parent)
-        ballot = Ballot(world, f"{name}/commit", sequence, step=step)
-        return take_one(settings, providers, world, ballot, Target.fixed(lambda: target), auto_gate=auto_gate)
+        ballot = Ballot(world, f"{name}/commit", partial(next_sequence, target.parent), step=step)
+        return take_one(settings, providers, world, ballot, target, auto_gate=auto_gate)
     except BaseException:
         world.close()
         raise
@@ -155,7 +153,7 @@ def restore(
             replicas=settings.replicas,
         )
     if restored is None:
-        directories.refuse_absence(given, None)
+        newest.refuse_absence(given, None)
     return restored
 
 

@@ -7,8 +7,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
@@ -17,8 +17,9 @@ from typing_extensions import Unpack
 from datastates import _calls
 from datastates._base import files, paths
 from datastates._base.paths import PathLike
-from datastates.commit import directories, retention
+from datastates.commit import directories, newest, retention
 from datastates.commit.ballot import Ballot
+from datastates.commit.sequence import Order
 from datastates.config import Options, Settings
 from datastates.errors import (
     ClosedError,
@@ -36,7 +37,6 @@ from datastates.restoring.selection import Keys
 from datastates.restoring.telling import refuse_to_meet, telling
 from datastates.saving.engine import Engine
 from datastates.saving.snapshot import Snapshot
-from datastates.saving.target import Target
 from datastates.saving.termination import Termination
 from datastates.state.provider import StateProvider
 
@@ -105,7 +105,7 @@ class Checkpointer:
         )
         prepare(executor, self.settings)
         self._retention = threading.Lock()
-        self._order = directories.Order(self.directory)
+        self._order = Order(self.directory)
         self._taken: list[Snapshot] = []
         self._closed = False
         self.failures = 0
@@ -155,7 +155,7 @@ class Checkpointer:
             if self._termination is not None:
                 self._termination.watch()
             collected = self._engine.collect(providers)
-            taken = self._engine.take(collected, ballot, self._place(step), self._retain, begin=begin)
+            taken = self._engine.take(collected, ballot, *self._places(step), self._retain, begin=begin)
         except BaseException as error:
             told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
             self._engine.decline(ballot, told)  # so that the other ranks do not wait for this one
@@ -163,9 +163,11 @@ class Checkpointer:
         self._taken.append(taken)
         return taken
 
-    def _place(self, step: int) -> Target:
+    def _places(self, step: int) -> tuple[Callable[[], Path], Callable[[], Path]]:
+        """What returns the path that the step's checkpoint is expected to have, and the path to commit it to."""
         if self._engine.world.size == 1:
-            return Target.fixed(partial(directories.target, self.directory, step))
+            chosen = cache(partial(directories.target, self.directory, step))
+            return chosen, chosen
         # only the coordinator knows the revision, and only when it commits
         expected = self.directory / directories.step_name(step)
         before = [s for s in self._taken if s.step == step]
@@ -175,7 +177,7 @@ class Checkpointer:
                 snapshot.wait_ended()
             return directories.target(self.directory, step, in_flight=False)
 
-        return Target(lambda: expected, final)
+        return lambda: expected, final
 
     def gate(self) -> contextlib.AbstractContextManager[None]:
         """Wait until the state may change. Call it before an update, or write ``with checkpointer.gate():`` around it.
@@ -191,10 +193,10 @@ class Checkpointer:
         return contextlib.nullcontext()
 
     def _wait_for_room(self) -> None:
-        while len(pending := self._engine.pending()) >= self.settings.max_in_flight:
-            if self.settings.when_busy == "refuse":
-                raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
-            pending[0].wait_ended()
+        most = self.settings.max_in_flight
+        if self.settings.when_busy == "refuse" and len(pending := self._engine.pending()) >= most:
+            raise SnapshotRefusedError(f"{len(pending)} snapshots are in flight, as many as max_in_flight allows")
+        self._engine.wait(most)
 
     def _retain(self) -> None:
         """Delete the checkpoints that the settings do not keep. Called after each commit."""
@@ -293,11 +295,11 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, ascending. Snapshots in flight do not count; see :meth:`wait`."""
-        return list(directories.committed(self.directory))
+        return list(newest.committed(self.directory))
 
     def latest(self) -> int | None:
         """The step of the newest committed checkpoint, None if there is none. After a roll-back, not the highest."""
-        return next(reversed(directories.by_certain_age(self.directory)), None)
+        return next(reversed(newest.by_certain_age(self.directory)), None)
 
     # --- ending
 

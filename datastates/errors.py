@@ -21,7 +21,7 @@ class DatastatesError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the finished message and the attributes, because a constructor may take other arguments."""
-        if not isinstance(type(self).__init__, FunctionType):
+        if not isinstance(type(self).__init__, FunctionType):  # whoever trusts the class need trust no function
             return cast("tuple[Any, ...]", super().__reduce__())
         given = (self.errno, self.strerror, self.filename) if isinstance(self, OSError) and self.filename else self.args
         return _again, (type(self), given, vars(self))

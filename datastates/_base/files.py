@@ -7,7 +7,8 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from datastates._base import faults
@@ -15,6 +16,7 @@ from datastates.errors import StorageError
 
 ABSENT = (errno.ENOENT, errno.ESTALE)
 """What system calls report of a file that another process has deleted; the second one on NFS."""
+_AT_ONCE = 32
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
 """What file systems report of a way to rename that they lack."""
@@ -137,6 +139,24 @@ def length(path: Path) -> int:
     """The length of a file in bytes; raises StorageError."""
     with storage_errors("stat", path):
         return path.stat().st_size
+
+
+def lengths(paths: Sequence[Path]) -> list[int | None]:
+    """The lengths of files in bytes, None for an absent one. Raises OSError."""
+    if len(paths) == 1:
+        return [_length(paths[0])]
+    try:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:  # on a shared file system each call takes long
+            return list(pool.map(_length, paths))
+    except RuntimeError:  # the interpreter is ending and starts no more threads
+        return list(map(_length, paths))
+
+
+def _length(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def read_bytes(path: Path) -> Callable[[int, int], bytes]:

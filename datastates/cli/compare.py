@@ -15,7 +15,6 @@ from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_policy import TorchName
 from datastates.errors import FormatError
 from datastates.restoring.sources import TensorFile
-from datastates.state.shards import StoredArray
 
 Objects = dict[str, dict[int, ObjectEntry]]
 """The stored objects by full key, then by rank."""
@@ -139,17 +138,9 @@ def _same_object(a: dict[int, ObjectEntry], b: dict[int, ObjectEntry]) -> bool:
 def _same_stored(a: ObjectEntry, b: ObjectEntry) -> bool:
     if a.stored == b.stored:
         return True
-    surveys = [one.survey(_stand_in) for one in (a, b)]
+    array = object()  # stands for every array in an object
+    surveys = [one.survey(lambda _: array) for one in (a, b)]
     return all(complete for _, complete in surveys) and _same_value(surveys[0][0], surveys[1][0])
-
-
-_ARRAY = object()
-
-
-def _stand_in(stored: StoredArray) -> object:
-    """Stands for every array in an object."""
-    del stored
-    return _ARRAY
 
 
 def _same_value(a: Any, b: Any) -> bool:

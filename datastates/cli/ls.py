@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates.cli.show import as_size, print_json, print_table, printable
-from datastates.commit import directories, health, manifest, retention
+from datastates.commit import directories, health, manifest, newest, retention
 from datastates.errors import FormatError, StorageError
 from datastates.formats import own, recognise
 
@@ -27,7 +27,7 @@ def ls(arguments: argparse.Namespace) -> int:
     elif kind is not None:
         others = {path.name or str(path): kind.NAME}
     elif path.is_dir():
-        by_age = directories.by_age(path)
+        by_age = newest.by_age(path)
         for age, (step, one) in enumerate(by_age.items()):
             later = next((other for other in list(by_age)[age + 1 :] if other < step), None)
             found.append({**_describe(one), "step": step, "superseded_by": later})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 
 
@@ -17,11 +16,10 @@ def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], Non
     try:
         from tqdm import tqdm
     except ImportError:
-        quiet = True
-    if quiet or not sys.stderr.isatty():
         yield lambda nbytes, total: None
         return
-    with tqdm(total=0, unit="B", unit_scale=True, desc=what) as bar:
+    # None: no bar where standard error is no terminal
+    with tqdm(total=0, unit="B", unit_scale=True, desc=what, disable=quiet or None) as bar:
 
         def advance(nbytes: int, total: int) -> None:
             bar.total = total

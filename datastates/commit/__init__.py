@@ -1,9 +1,10 @@
-"""How containers become a checkpoint: manifest, catalog, votes, directories."""
+"""How containers become a checkpoint, and which is the newest: manifest, catalog, votes, directories."""
 
 from datastates.commit.ballot import Ballot, Vote
 from datastates.commit.catalog import Catalog
-from datastates.commit.directories import committed, find, reading
 from datastates.commit.ending import Ending
 from datastates.commit.manifest import Manifest
+from datastates.commit.newest import committed, find
+from datastates.commit.protection import reading
 
 __all__ = ["Ballot", "Catalog", "Ending", "Manifest", "Vote", "committed", "find", "reading"]

@@ -81,22 +81,12 @@ class Ballot:
             sequence: Returns the checkpoint's sequence number. Called on the coordinator at the commit.
             step: The step of the checkpoint.
         """
-        self._world = world
+        self.world = world
         self._name = name
         self._sequence = sequence
         self.step = step
         self.attempt = world.token(name) if world.size > 1 else None
         """The name of the attempt, which is part of the partial directory's name; None in a world of one rank."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._world.rank
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self._world.size
 
     def cast(
         self, vote: Vote, pending: manifest.Pending, target: Callable[[], Path], retain: Callable[[], None]
@@ -124,7 +114,7 @@ class Ballot:
             def target_in_time() -> Path:
                 path = target()
                 # once rank 0 has begun to decide, the others wait at least `timeout` for its answer, then give up
-                timeout = self._world.timeout
+                timeout = self.world.timeout
                 if (seconds := time.monotonic() - begin) > 0.8 * timeout:
                     raise CommitError(f"rank 0 needed {seconds:.3g} s to commit, and is given {timeout:.3g} s")
                 return path
@@ -137,9 +127,9 @@ class Ballot:
             return _COMMITTED + str(committed[0]).encode("utf-8", "surrogateescape")
 
         try:
-            done = self._world.agree(self._name, vote.encode(), decide)
+            done = self.world.agree(self._name, vote.encode(), decide)
         except (CommitError, RanksMissingError, StorageError) as error:
-            if self.rank == 0:
+            if self.world.rank == 0:
                 if committed:
                     return committed[0]
                 raise
@@ -158,14 +148,14 @@ class Ballot:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         text = text.encode(errors="replace").decode()  # a path in it may have bytes that are no text
         vote = Vote(self.step, error=text, skipped=isinstance(error, SnapshotSkippedError))
-        if self.ranks > 1:
+        if self.world.size > 1:
             with contextlib.suppress(Exception):  # the caller reports this rank's own error
-                self._world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
+                self.world.agree(self._name, vote.encode(), lambda data: _declined(_decoded(data)))
 
     def _commit(self, votes: dict[int, Vote], pending: manifest.Pending, target: Callable[[], Path]) -> Path:
         containers = tuple(
             manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
-            for rank, v in sorted(votes.items())
+            for rank, v in votes.items()
         )
         made = manifest.Manifest(
             format=manifest.FORMAT_VERSION,
@@ -173,15 +163,16 @@ class Ballot:
             sequence=self._sequence(),
             attempt=pending.attempt,
             created=manifest.now(),
-            world_size=self.ranks,
+            world_size=self.world.size,
             containers=containers,
-            catalog=_write_catalog(votes, pending) if self.ranks > 1 else None,
+            catalog=_write_catalog(votes, pending) if self.world.size > 1 else None,
         )
         return manifest.commit(pending, made, target)
 
 
 def _decoded(data: dict[int, bytes]) -> dict[int, Vote]:
-    return {rank: Vote.decode(vote) for rank, vote in data.items()}
+    """The votes, in the order of the ranks."""
+    return {rank: Vote.decode(vote) for rank, vote in sorted(data.items())}
 
 
 def _declined(votes: dict[int, Vote]) -> bytes:
@@ -190,7 +181,7 @@ def _declined(votes: dict[int, Vote]) -> bytes:
     Raises:
         CommitError: A rank has failed, or the ranks took a snapshot of different steps.
     """
-    failed = {rank: vote for rank, vote in sorted(votes.items()) if vote.error}
+    failed = {rank: vote for rank, vote in votes.items() if vote.error}
     reasons = "; ".join(f"rank {rank}: {vote.error}" for rank, vote in failed.items())
     if not all(vote.skipped for vote in failed.values()):
         raise CommitError(reasons)
@@ -198,7 +189,7 @@ def _declined(votes: dict[int, Vote]) -> bytes:
         return _SKIPPED + reasons.encode(errors="replace")
     steps = {vote.step for vote in votes.values()}
     if len(steps) > 1:
-        ranks = {step: [r for r, v in sorted(votes.items()) if v.step == step] for step in sorted(steps)}
+        ranks = {step: [r for r, v in votes.items() if v.step == step] for step in sorted(steps)}
         said = ", ".join(f"step {step} on {rank_names(who)}" for step, who in ranks.items())
         raise CommitError(f"the ranks took a snapshot of different steps: {said}")
     return b""
@@ -206,14 +197,14 @@ def _declined(votes: dict[int, Vote]) -> bytes:
 
 def _write_catalog(votes: dict[int, Vote], pending: manifest.Pending) -> manifest.CatalogEntry:
     """Check that all containers exist and together make one state; then write the catalog."""
-    paths = [pending.directory / vote.file for _, vote in sorted(votes.items())]
-    for (rank, vote), path, found in zip(sorted(votes.items()), paths, directories.lengths(paths), strict=True):
+    paths = [pending.directory / vote.file for vote in votes.values()]
+    for (rank, vote), path, found in zip(votes.items(), paths, files.lengths(paths), strict=True):
         if found != vote.nbytes:
             what = "is missing" if found is None else f"has {found} bytes, not the {vote.nbytes} that it wrote"
             raise CommitError(f"the container of rank {rank} {what}: {path}")
-    claims: list[Any] = [vote.claims for _, vote in sorted(votes.items())]
-    nbytes = np.array([v.nbytes for _, v in sorted(votes.items())], np.uint64)
-    index_crc = np.array([v.index_crc32 for _, v in sorted(votes.items())], np.uint32)
+    claims: list[Any] = [vote.claims for vote in votes.values()]
+    nbytes = np.array([vote.nbytes for vote in votes.values()], np.uint64)
+    index_crc = np.array([vote.index_crc32 for vote in votes.values()], np.uint32)
     try:
         if sum(c.cover for c in claims) % PRIME:
             raise CommitError("the ranks' parts do not make whole tensors")

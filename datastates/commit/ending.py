@@ -62,11 +62,11 @@ class CheckpointEnding:
             target: Returns the path that the checkpoint is to have; called at the commit.
             retain: Called after the commit, before the other ranks are told: to delete old checkpoints.
         """
-        self.path = pending.file(manifest.container_name(ballot.rank))
+        self.path = pending.file(manifest.container_name(ballot.world.rank))
         self.identity: Identity = {
             "step": ballot.step,
-            "rank": ballot.rank,
-            "world_size": ballot.ranks,
+            "rank": ballot.world.rank,
+            "world_size": ballot.world.size,
             "attempt": pending.attempt,
         }
         self.committed: float | None = None

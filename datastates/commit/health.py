@@ -7,7 +7,8 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from datastates.commit import directories, manifest
+from datastates._base import files
+from datastates.commit import manifest, newest
 from datastates.errors import DatastatesError, FormatError, RestoreError, StorageError, TrustError
 
 
@@ -15,16 +16,14 @@ def problem(path: Path) -> str | None:
     """What is wrong with a checkpoint directory; None if it looks whole. Does not read its data."""
     try:
         opened = manifest.open(path)
-        entries = [(one.file, one.nbytes) for one in opened.containers]
-        if opened.catalog is not None:
-            entries.append((opened.catalog.file, opened.catalog.nbytes))
-        lengths = directories.lengths([path / file for file, _ in entries])
+        entries = [one for one in (*opened.containers, opened.catalog) if one is not None]
+        lengths = files.lengths([path / one.file for one in entries])
     except (DatastatesError, OSError) as error:
         return str(error)
     wrong = [
-        f"{file} is missing" if found is None else f"{file} has {found} bytes, not {nbytes}"
-        for (file, nbytes), found in zip(entries, lengths, strict=True)
-        if found != nbytes
+        f"{one.file} is missing" if found is None else f"{one.file} has {found} bytes, not {one.nbytes}"
+        for one, found in zip(entries, lengths, strict=True)
+        if found != one.nbytes
     ]
     return ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "") if wrong else None
 
@@ -54,7 +53,7 @@ def advice(path: Path, how: str | None) -> Iterator[None]:
 
 
 def _advice(path: Path, how: str) -> str:
-    every = list(directories.by_age(path.parent).items())
+    every = list(newest.by_age(path.parent).items())
     before = every[: next((i for i, (_, other) in enumerate(every) if other == path), 0)]
     for step, other in reversed(before):
         if problem(other) is None:

@@ -34,35 +34,37 @@ FORMAT_VERSION = 2
 _MAX_NBYTES = 1 << 28
 
 
-class ContainerEntry(BaseModel):
-    """One container of a checkpoint."""
+_FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=255)]
+"""A name within the checkpoint's directory: never a path."""
+_Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Crc32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 
+
+class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=255)]
-    """Its name within the checkpoint's directory: never a path."""
+
+class ContainerEntry(_Model):
+    """One container of a checkpoint."""
+
+    file: _FileName
     rank: Annotated[int, Field(ge=0)]
-    nbytes: Annotated[int, Field(ge=0, lt=1 << 63)]
-    index_crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
+    nbytes: _Bytes
+    index_crc32: _Crc32
     """CRC-32 of its index. The index identifies the snapshot and holds the checksums of all the rest."""
 
 
-class CatalogEntry(BaseModel):
+class CatalogEntry(_Model):
     """The catalog of a checkpoint of several ranks."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=255)]
-    """Its name within the checkpoint's directory: never a path."""
-    nbytes: Annotated[int, Field(ge=0, lt=1 << 63)]
-    head_crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
+    file: _FileName
+    nbytes: _Bytes
+    head_crc32: _Crc32
     """CRC-32 of its head, which holds the checksums of all the rest."""
 
 
-class Manifest(BaseModel):
+class Manifest(_Model):
     """What makes a directory a checkpoint."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     format: int
     step: Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -258,6 +260,17 @@ def abandon(pending: Pending) -> None:
     with contextlib.suppress(OSError), files.opened(pending.directory / LOCK, os.O_RDWR) as lock:
         if locks.try_lock(lock) is not False and os.listdir(pending.directory) == [LOCK]:
             shutil.rmtree(pending.directory, ignore_errors=True)
+
+
+def stat(path: Path) -> os.stat_result | None:
+    """The stat of a checkpoint's manifest; None if it has none, and so is no checkpoint."""
+    file = path / FILE
+    try:
+        return os.stat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:  # an unreadable manifest must not count as an absent one
+        raise StorageError(error.errno or 0, "stat", str(file)) from error
 
 
 def open(path: Path) -> Manifest:

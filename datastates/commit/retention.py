@@ -12,7 +12,8 @@ from pathlib import Path
 
 from datastates._base import files, locks
 from datastates.commit import manifest
-from datastates.commit.directories import PARTIAL, STEP, by_age, entries, in_order
+from datastates.commit.directories import PARTIAL, STEP, entries
+from datastates.commit.newest import by_age, in_order
 from datastates.errors import StorageError
 
 _log = logging.getLogger("datastates")
@@ -49,16 +50,16 @@ def debris(root: Path, targets: re.Pattern[str] = STEP) -> list[Path]:
     return [e for e in left if not is_live(e)]
 
 
-def debris_of(target: Path) -> list[Path]:
-    """The debris of snapshots to the path ``target``, beside it."""
-    return debris(target.parent, re.compile(re.escape(target.name) + r"\Z"))
-
-
 def sweep(root: Path, targets: re.Pattern[str] = STEP) -> None:
     """Delete what :func:`debris` finds, and log each; raises StorageError."""
     for path in debris(root, targets):
         _log.warning("removing what an interrupted run left: %s", path)
         clear(path)
+
+
+def sweep_beside(target: Path) -> None:
+    """Delete what interrupted runs left of writing the path ``target``; as :func:`sweep`."""
+    sweep(target.parent, re.compile(re.escape(target.name) + r"\Z"))
 
 
 def is_live(entry: Path) -> bool:

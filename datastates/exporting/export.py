@@ -164,8 +164,7 @@ def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], d
 @contextlib.contextmanager
 def _pending(target: Path) -> Iterator[manifest.Pending]:
     """A partial folder beside the target. If the export fails, it is removed, with parents that were made for it."""
-    for left in retention.debris_of(target) if target.parent.is_dir() else []:
-        retention.clear(left)
+    retention.sweep_beside(target)
     missing = [folder for folder in target.parents if not folder.exists()]
     with contextlib.ExitStack() as after_failure:
         after_failure.callback(_remove_empty, missing)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from datastates._base.files import storage_errors
-from datastates.commit import directories
+from datastates.commit import directories, protection
 from datastates.errors import StorageError
 from datastates.formats import (
     dcp,
@@ -84,5 +84,5 @@ def kept(path: Path, step: int | None = None) -> Iterator[tuple[Format, Path]]:
     if (found := other(path)) is not None:
         yield found, path
         return
-    with directories.kept(path, step) as chosen:
+    with protection.kept(path, step) as chosen:
         yield own, chosen

@@ -43,7 +43,7 @@ DONE, FAILED = b"+", b"-"
 def text_of(error: BaseException) -> str:
     """The text that other ranks receive about an error."""
     kind, text = type(error).__name__, str(error)
-    return text if isinstance(error, DatastatesError) else f"{kind}: {text}" if text else kind
+    return kind if not text else text if isinstance(error, DatastatesError) else f"{kind}: {text}"
 
 
 def token_of(run: str, name: str) -> str:
@@ -145,14 +145,13 @@ class BoardWorld:
         self._refuse_strangers()
         return token_of(self._board.run, name)
 
-    def agree(self, name: str, payload: bytes, decide: Decide, *, timeout: float | None = None) -> bytes:
+    def agree(self, name: str, payload: bytes, decide: Decide) -> bytes:
         """See :meth:`datastates.ranks.world.World.agree`."""
         self._refuse_strangers()
-        timeout = self.timeout if timeout is None else timeout
         try:
             if self.rank == COORDINATOR:
-                return self._bring_together(name, payload, decide, timeout)
-            return self._take_part(name, payload, timeout)
+                return self._bring_together(name, payload, decide)
+            return self._take_part(name, payload)
         except RanksMissingError:
             self._missed = True
             raise
@@ -165,10 +164,10 @@ class BoardWorld:
 
     # --- rank 0
 
-    def _bring_together(self, name: str, payload: bytes, decide: Decide, timeout: float) -> bytes:
+    def _bring_together(self, name: str, payload: bytes, decide: Decide) -> bytes:
         failure: BaseException | None = None
         try:
-            votes = self._gather(name, payload, timeout)
+            votes = self._gather(name, payload)
             _pass("decide", name)
             answer = _DECIDED + decide(votes)
         except BaseException as error:  # even an interrupt: the other ranks must get an answer
@@ -188,9 +187,9 @@ class BoardWorld:
             raise failure
         raise CommitError(text_of(failure)) from failure
 
-    def _gather(self, name: str, payload: bytes, timeout: float) -> dict[int, bytes]:
+    def _gather(self, name: str, payload: bytes) -> dict[int, bytes]:
         # rank 0 stops waiting early, so that the others still hear in time which ranks are missing
-        patience = timeout - min(timeout / 5, 30.0)
+        patience = self.timeout - min(self.timeout / 5, 30.0)
         votes = f"{name}.votes"
 
         def come() -> bool | None:
@@ -234,8 +233,8 @@ class BoardWorld:
 
     # --- the other ranks
 
-    def _take_part(self, name: str, payload: bytes, timeout: float) -> bytes:
-        end = time.monotonic() + timeout
+    def _take_part(self, name: str, payload: bytes) -> bytes:
+        end = time.monotonic() + self.timeout
         _pass("post", name)
         self._board.put(f"{name}.votes", payload)
         if payload.startswith(FAILED):
@@ -243,7 +242,7 @@ class BoardWorld:
         answer = None
         try:
             _pass("wait", name)
-            answer = self._await_answer(name, end, timeout)
+            answer = self._await_answer(name, end)
         finally:
             # failures from here on do not matter: rank 0 may have ended already, once the answer was read
             with contextlib.suppress(CommitError, StorageError):
@@ -252,24 +251,20 @@ class BoardWorld:
                 self._board.mark(f"{name}.read")
         return _opened(answer)
 
-    def _await_answer(self, name: str, end: float, timeout: float) -> bytes:
+    def _await_answer(self, name: str, end: float) -> bytes:
         def look() -> bytes | None:
             return self._board.read(f"{name}.answer", (COORDINATOR,)).get(COORDINATOR)
 
         answer = until(look, end, self._interval)
         if answer is None:
             if self._board.claim(f"{name}.gate") != COORDINATOR:
-                raise RanksMissingError(
-                    f"{name}: no answer from rank {COORDINATOR}, which the others report to, within {timeout:.3g} s",
-                    ranks=(COORDINATOR,),
-                    undecided=True,  # rank 0 will find the gate claimed, and cannot decide
-                )
-            answer = until(look, time.monotonic() + timeout, self._interval)
+                text = f"no answer from rank {COORDINATOR}, which the others report to, within {self.timeout:.3g} s"
+                # rank 0 will find the gate claimed, and cannot decide
+                raise RanksMissingError(f"{name}: {text}", ranks=(COORDINATOR,), undecided=True)
+            answer = until(look, time.monotonic() + self.timeout, self._interval)
         if answer is None:
-            raise RanksMissingError(
-                f"{name}: rank {COORDINATOR} heard all and has not told within {2 * timeout:.3g} s what came of it",
-                ranks=(COORDINATOR,),
-            )
+            text = f"rank {COORDINATOR} heard all and has not told within {2 * self.timeout:.3g} s what came of it"
+            raise RanksMissingError(f"{name}: {text}", ranks=(COORDINATOR,))
         return answer
 
     def close(self) -> None:

@@ -208,15 +208,6 @@ def _is_alive(folder: Path) -> bool:
     return False
 
 
-def _answer(file: Path) -> None:
-    try:
-        with storage_errors("write", file):
-            file.touch()
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise  # otherwise, the rank 0 of that run has given up, and another one will write a session
-
-
 def _follow(root: Path, process: str, size: int, timeout: float) -> str:
     """As another rank, answer every session that names this process, until one names the members; returns its run."""
     answered = set()
@@ -227,7 +218,10 @@ def _follow(root: Path, process: str, size: int, timeout: float) -> str:
                 return session
             if session.run not in answered:
                 answered.add(session.run)
-                _answer(root / session.run / _ANSWERS / process)
+                answer = root / session.run / _ANSWERS / process
+                # absent: the rank 0 of that run has given up, and another one will write a session
+                with storage_errors("write", answer), contextlib.suppress(FileNotFoundError):
+                    answer.touch()
         return None
 
     session = until(settled, time.monotonic() + timeout, slowest(size))

@@ -25,7 +25,7 @@ def first(interval: float) -> float:
     Many ranks begin to poll at about the same time. Their first pause is an eighth of ``interval``, so that they do not
     flood the server.
     """
-    return max(_FIRST, interval / 8) if interval > _SLOWEST else _FIRST
+    return interval / 8 if interval > _SLOWEST else _FIRST
 
 
 def until(look: Callable[[], _T | None], end: float, interval: float) -> _T | None:

@@ -37,7 +37,7 @@ def settle(
         CommitError: Another rank has failed, or ``decide`` has. All ranks raise it with the same text.
         RanksMissingError: Some ranks did not come in time.
     """
-    text = b"" if error is None else (text_of(error) or type(error).__name__).encode(errors="replace")
+    text = b"" if error is None else text_of(error).encode(errors="replace")
 
     def outcome(told: dict[int, bytes]) -> bytes:
         if failed := [f"rank {rank}: {t[1:].decode()}" for rank, t in sorted(told.items()) if t[:1] == FAILED]:

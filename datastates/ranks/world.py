@@ -29,14 +29,15 @@ class World(Protocol):
     Attributes:
         rank: The number of this rank, from 0.
         size: The number of ranks.
-        timeout: Seconds that one wait for the other ranks may take.
+        timeout: Seconds that one wait for the other ranks may take. Rank 0 waits a fifth less, but at most 30 s less:
+            it needs the rest to tell the others who is missing.
     """
 
     rank: int
     size: int
     timeout: float
 
-    def agree(self, name: str, payload: bytes, decide: Decide, *, timeout: float | None = None) -> bytes:
+    def agree(self, name: str, payload: bytes, decide: Decide) -> bytes:
         """Collect one payload of each rank on rank 0; returns on every rank what rank 0 decides.
 
         A rank that runs out of time withdraws its payload, so that rank 0 cannot decide without it. If rank 0 has begun
@@ -48,8 +49,6 @@ class World(Protocol):
                 without waiting for the others.
             decide: Called on rank 0 only, with the payloads by rank. A rank may be absent only if another has failed.
                 Its result is returned on every rank.
-            timeout: Seconds that one wait may take; None for those of the world. Rank 0 waits a fifth less, but at most
-                30 s less: it needs the rest to tell the others who is missing.
 
         Raises:
             RanksMissingError: Some ranks did not answer in time. Rank 0 tells the others which. A rank that rank 0 did
@@ -82,7 +81,7 @@ class SoloWorld:
         self._run = secrets.token_hex(8)
         self.by_wish = by_wish
 
-    def agree(self, name: str, payload: bytes, decide: Decide, *, timeout: float | None = None) -> bytes:
+    def agree(self, name: str, payload: bytes, decide: Decide) -> bytes:
         """Call ``decide`` at once. What it raises passes through unchanged."""
         return decide({0: payload})
 
@@ -193,13 +192,12 @@ class _Opening:
 
 
 def _checked(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if rank is None or world_size is None:
+        missing = "rank" if rank is None else "world_size"
+        raise SettingsError(f"{missing}: rank and world_size are given together or not at all")
     for field, number in (("rank", rank), ("world_size", world_size)):
-        if number is None:
-            raise SettingsError(f"{field}: rank and world_size are given together or not at all")
         if isinstance(number, bool) or not isinstance(number, int):
             raise SettingsError(f"{field}: {number!r:.40} is not an integer")
-    assert rank is not None
-    assert world_size is not None
     if world_size < 1:
         raise SettingsError(f"world_size: {world_size} is less than 1")
     if not 0 <= rank < world_size:

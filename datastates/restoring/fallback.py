@@ -14,9 +14,9 @@ import msgpack
 from datastates.commit import health
 from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
 from datastates.executor.executor import Executor
-from datastates.restoring.choose import advised, open_together
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.meeting import Meeting
+from datastates.restoring.open_together import advised, open_together
 from datastates.restoring.provider_view import Trust
 from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored

@@ -16,7 +16,7 @@ import numpy as np
 from datastates._base import files
 from datastates._base.columns import U64
 from datastates._base.files import read_bytes
-from datastates.commit import directories, manifest
+from datastates.commit import manifest, newest
 from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
 from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, container_name
@@ -397,4 +397,4 @@ def open_all(path: Path) -> list[Container]:
         FormatError: A file is damaged, or not the one that the manifest names.
         StorageError: A file is missing or cannot be read.
     """
-    return [open_container(path)] if path.is_file() else open_checkpoint(directories.find(path))[1]
+    return [open_container(path)] if path.is_file() else open_checkpoint(newest.find(path))[1]

@@ -105,8 +105,8 @@ def collect(
         memory += _storages(own) if kept is None else kept
         objects += [(p, shard) for shard in objects_of(shards)]
     keys = {(p, shard.key) for p, shard in objects}
-    if not all(isinstance(key, str) for _, key in keys):
-        raise _no_list(chosen[next(p for p, key in keys if not isinstance(key, str))].name)
+    if (untold := next((p for p, key in keys if not isinstance(key, str)), None)) is not None:
+        raise _no_list(chosen[untold].name)
     if len(keys) < len(objects):
         p, key = next(k for k in keys if sum((p, s.key) == k for p, s in objects) > 1)
         raise ProviderError(f"two shards have the key {full_key(chosen[p].name, key)!r}")
@@ -201,7 +201,8 @@ def _checked_rows(
             own = [shard for shard in (shards if layout is None else layout) if not shard.is_object]
         _check_keys(names[p], own)
         for shard in own:
-            _check_buffer(names[p], shard)
+            if (flaw := _flaw(shard)) is not None:
+                raise ProviderError(f"{full_key(names[p], shard.key)!r} {flaw}")
         rows += [(p, shard) for shard in own]
     return rows
 
@@ -311,28 +312,21 @@ def _check_parts(key: str, shards: list[Shard]) -> None:
         raise ProviderError(f"{key!r} is described by parts that overlap")
 
 
-def _check_buffer(name: str, shard: Shard) -> None:
-    buffer, dtype = shard.buffer, BY_NAME.get(shard.dtype or "")
-    if buffer is None or dtype is None or (wrong := _wrong(shard, buffer, dtype.itemsize)):
-        key = full_key(name, shard.key)
-        if dtype is None:
-            raise ProviderError(f"{key!r} is of an unknown element type {shard.dtype!r}")
-        if buffer is None:
-            raise ProviderError(f"{key!r} is an array without a buffer")
-        raise ProviderError(f"{key!r} {wrong}")
-
-
-def _wrong(shard: Shard, buffer: Buffer, itemsize: int) -> str | None:
-    """What is wrong with a shard's place in its buffer, to follow its key in a message; None if nothing is."""
-    if len(shard.shape) != len(shard.stride) or shard.buffer_offset < 0 or shard.buffer_offset % itemsize:
+def _flaw(shard: Shard) -> str | None:
+    """What is wrong with an array shard, to follow its key in a message; None if nothing is."""
+    if (dtype := BY_NAME.get(shard.dtype or "")) is None:
+        return f"is of an unknown element type {shard.dtype!r}"
+    if shard.buffer is None:
+        return "is an array without a buffer"
+    if len(shard.shape) != len(shard.stride) or shard.buffer_offset < 0 or shard.buffer_offset % dtype.itemsize:
         return "has strides that do not fit its shape, or an offset that does not fit its type"
     elements = 1
     for size, step in zip(shard.shape, shard.stride, strict=True):
         if size < 0 or step < 0:
             return "has a negative shape or stride"
         elements += (size - 1) * step
-    if shard.buffer_offset + (0 if 0 in shard.shape else elements * itemsize) > buffer.nbytes:
-        return f"reaches beyond its buffer of {buffer.nbytes} bytes"
+    if shard.buffer_offset + (0 if 0 in shard.shape else elements * dtype.itemsize) > shard.buffer.nbytes:
+        return f"reaches beyond its buffer of {shard.buffer.nbytes} bytes"
     return shard.part.flaw
 
 

@@ -59,9 +59,9 @@ class ContainerFraming:
             table.check(records.nbytes)  # so that nothing is written that a reader would refuse
         except (FormatError, ValueError, OverflowError) as error:
             raise ProviderError(f"a shard is described wrongly: {error}") from error
-        stored: dict[tuple[int, str], StoredArray] = {}
+        stored: list[dict[str, StoredArray]] = [{} for _ in structure.names]
         for (p, shard), number in zip(structure.arrays, record, strict=True):
-            stored.setdefault((p, shard.key), _stored(shard, number))  # data.pkl has the first of several parts
+            stored[p].setdefault(shard.key, _stored(shard, number))  # data.pkl has the first of several parts
         claims = claims_of(table) if self.ranks > 1 else None
         digests = plan_digests(table, records.nbytes, plan.order, np.zeros_like(plan.order))
         prepared = prepare_write(plan, literal, digests.runs)
@@ -78,7 +78,8 @@ class ContainerFrame:
     table: ShardTable
     claims: Claims | None
     digests: DigestPlan
-    stored: dict[tuple[int, str], StoredArray]
+    stored: list[dict[str, StoredArray]]
+    """The arrays of each provider by key."""
     pickle_offset: int
     nest: Nest | None
     bare: bool
@@ -91,10 +92,9 @@ class ContainerFrame:
         records = list(zip(data, archives, strict=True))
         return ((row, *records[row.record]) for row in self.table.rows(range(len(self.table))))
 
-    def encode_objects(self, names: Sequence[str], objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
+    def encode_objects(self, objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
         """Encode ``data.pkl``; the function that is returned encodes the index."""
-        states = self._states(names, objects)
-        pickle, stored = data_pkl.encode_pickle(states, self.pickle_offset, bare=self.bare)
+        pickle, stored = data_pkl.encode_pickle(self._states(objects), self.pickle_offset, bare=self.bare)
 
         def encode_tail(job: WriteJob, identity: Identity) -> Tail:
             index = self._index(job, identity, pickle, stored)
@@ -118,16 +118,12 @@ class ContainerFrame:
             nested=self.nest is not None,
         )
 
-    def _states(self, names: Sequence[str], objects: Objects) -> list[ProviderState]:
-        stored = self.stored
-        own: list[dict[str, bytes | StoredArray]] = [{} for _ in names]
-        for (p, key), array in stored.items():
-            own[p][key] = array
+    def _states(self, objects: Objects) -> list[ProviderState]:
         states = []
-        for number, name in enumerate(names):
+        for number, (name, stored) in enumerate(zip(self.table.providers, self.stored, strict=True)):
 
-            def locate(leaf: ArrayLeaf, number: int = number) -> StoredArray:
-                found = stored[number, leaf.key]
+            def locate(leaf: ArrayLeaf, stored: dict[str, StoredArray] = stored) -> StoredArray:
+                found = stored[leaf.key]
                 return replace(found, requires_grad=True) if leaf.requires_grad else found
 
             encoded = {
@@ -136,7 +132,7 @@ class ContainerFrame:
                 if p == number
             }
             whole = encoded.get("")
-            items = () if whole is not None else tuple({**own[number], **encoded}.items())
+            items = () if whole is not None else tuple({**stored, **encoded}.items())
             states.append(ProviderState(name, whole, items))
         return states
 

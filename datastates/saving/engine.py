@@ -25,7 +25,6 @@ from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.running import Running
 from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
-from datastates.saving.target import Target
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
@@ -55,7 +54,7 @@ class Engine:
             threads: Number of snapshots that can be finished at the same time.
             auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
             ended: Called, on a thread of the engine, with each committed snapshot, and with each failed one of
-                :meth:`take`.
+                :meth:`take` and :meth:`take_file`.
         """
         self.executor = executor
         self.world = world
@@ -90,7 +89,8 @@ class Engine:
         self,
         collected: Collected,
         ballot: Ballot,
-        place: Target,
+        expected: Callable[[], Path],
+        target: Callable[[], Path],
         retain: Callable[[], None] = lambda: None,
         *,
         begin: float,
@@ -100,7 +100,8 @@ class Engine:
         Args:
             collected: What the providers described.
             ballot: The agreement of the ranks that commits it.
-            place: The path of the checkpoint.
+            expected: Returns the path that is expected now. The partial directory lies beside it.
+            target: Returns the path to commit to. Called on the coordinator at the commit.
             retain: Called on the coordinator after the commit, to delete old checkpoints.
             begin: When the user's call began, on the monotonic clock.
 
@@ -118,18 +119,11 @@ class Engine:
         snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
 
         def open_ending() -> Ending:
-            snapshot.path = place.expected()
+            snapshot.path = expected()
             pending = manifest.begin(snapshot.path, ballot.attempt)
-            return CheckpointEnding(pending, ballot, place.final, retain)
+            return CheckpointEnding(pending, ballot, target, retain)
 
-        try:
-            self._take(self._saver, collected, snapshot, open_ending)
-        except (StorageError, DeviceError) as error:
-            snapshot.fail(error)
-            self.decline(ballot, error)
-            self._tell(snapshot)
-        snapshot.called()
-        return snapshot
+        return self._take(self._saver, collected, snapshot, open_ending, ballot)
 
     def take_file(
         self, saver: Saver, providers: Sequence[StateProvider], path: Path, *, attempt: str, begin: float
@@ -138,10 +132,30 @@ class Engine:
         collected = saver.collect(providers)
         snapshot = Snapshot(0, collected.structure.nbytes, begin)
         snapshot.path = path
+        ending = FileEnding(path, identity_alone(attempt))
+        return self._take(saver, collected, snapshot, lambda: ending, ending)
+
+    def _take(
+        self,
+        saver: Saver,
+        collected: Collected,
+        snapshot: Snapshot,
+        open_ending: Callable[[], Ending],
+        whom: Ballot | Ending,
+    ) -> Snapshot:
         try:
-            self._take(saver, collected, snapshot, lambda: FileEnding(path, identity_alone(attempt)))
+            running = saver.begin(collected, snapshot, open_ending())
+            try:
+                gate.guard(snapshot, automatic=self._auto_gate)
+                self.take_later(snapshot, lambda: running)
+            except BaseException as error:
+                running.cancel(error)
+                snapshot.exception()  # marks it as delivered, because it is raised here
+                raise
         except (StorageError, DeviceError) as error:
             snapshot.fail(error)
+            self.decline(whom, error)
+            self._tell(snapshot)
         snapshot.called()
         return snapshot
 
@@ -150,7 +164,7 @@ class Engine:
         with self._lock:
             self._in_flight.append(snapshot)
         try:
-            self.do_later(self._begin_and_finish, snapshot, begin)
+            self._submit(self._pool, self._begin_and_finish, snapshot, begin)
         except BaseException as error:  # no thread, or the interpreter is ending: nobody must wait for the snapshot
             snapshot.fail(error)
             self._forget(snapshot)
@@ -163,55 +177,34 @@ class Engine:
         except BaseException as error:  # the snapshot passes it to whoever waits
             snapshot.fail(error)
             self._forget(snapshot)
-        else:
-            self._finish(snapshot, running)
+            return
+        failure = running.run()
+        self._forget(snapshot)
+        if failure is not None:
+            self.decline(running.ending, failure)
+        self._tell(snapshot)
 
     def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this rank takes no part in a checkpoint."""
-        if self.world.size == 1:
-            return
-        try:
-            self.do_aside(whom.decline, error)
-        except RuntimeError:  # the interpreter is ending, and starts no more threads
-            whom.decline(error)
-
-    def _take(self, saver: Saver, collected: Collected, snapshot: Snapshot, open_ending: Callable[[], Ending]) -> None:
-        running = saver.begin(collected, snapshot, open_ending())
-        with self._lock:
-            self._in_flight.append(snapshot)
-        try:
-            gate.guard(snapshot, automatic=self._auto_gate)
-            self.do_later(self._finish, snapshot, running)
-        except BaseException as error:  # no thread, or the interpreter is ending: nobody must wait for the snapshot
-            running.cancel(error)
-            snapshot.exception()  # marks it as delivered, because it is raised here
-            self._forget(snapshot)
-            raise
-
-    def _finish(self, snapshot: Snapshot, running: Running) -> None:
-        error = running.run()
-        self._forget(snapshot)
-        if error is not None:
-            self.decline(running.ending, error)
-        self._tell(snapshot)
+        if self.world.size > 1:
+            self._aside_or_here(whom.decline, error)
 
     def _tell(self, snapshot: Snapshot) -> None:
         """Log a commit, and call ``ended``, away from the threads that capture state."""
         if snapshot.committed:
             _log.info("%s", snapshot.report)
+        self._aside_or_here(self._ended, snapshot)
+
+    def _aside_or_here(self, work: Callable[..., None], *arguments: object) -> None:
         try:
-            self.do_aside(self._ended, snapshot)
+            self.do_aside(work, *arguments)
         except RuntimeError:  # the interpreter is ending, and starts no more threads
-            self._ended(snapshot)
+            work(*arguments)
 
     def _forget(self, snapshot: Snapshot) -> None:
         with self._lock:
             if snapshot in self._in_flight:  # an interrupted call may have removed it, and so may its thread
                 self._in_flight.remove(snapshot)
-
-    def do_later(self, work: Callable[..., None], *arguments: object) -> None:
-        """Run ``work`` on one of the threads that capture state and finish snapshots."""
-        self._submit(self._pool, work, *arguments)
 
     def do_aside(self, work: Callable[..., None], *arguments: object) -> None:
         """Run ``work``, which may wait for other ranks, on a thread that no capture needs."""
@@ -246,9 +239,9 @@ class Engine:
         with self._lock:
             return [s for s in self._in_flight if not s.ended]
 
-    def wait(self) -> None:
-        """Wait until no snapshot is in flight."""
-        while pending := self.pending():
+    def wait(self, fewer_than: int = 1) -> None:
+        """Wait until fewer than so many snapshots are in flight; by default until there is none."""
+        while len(pending := self.pending()) >= fewer_than:
             pending[0].wait_ended()
 
     def close(self) -> None:
@@ -264,7 +257,7 @@ class Engine:
         """End the threads and close the world once all work in flight is done. No more snapshots may be taken."""
         with self._lock:
             self._closing = True
-        self.do_later(lambda: None)
+        self._submit(self._pool, lambda: None)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -283,7 +276,7 @@ def take_one(
     providers: Sequence[StateProvider],
     world: World,
     ballot: Ballot,
-    place: Target,
+    target: Path,
     *,
     auto_gate: bool,
 ) -> Snapshot:
@@ -294,7 +287,7 @@ def take_one(
         providers: The state.
         world: The ranks; closed with the engine.
         ballot: The agreement of the ranks that commits the checkpoint.
-        place: The path of the checkpoint.
+        target: The path of the checkpoint.
         auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
     """
     begin = time.monotonic()
@@ -302,7 +295,7 @@ def take_one(
         collected = collect(providers, rank=world.rank, ranks=world.size)
         executor = make_executor(settings, collected.structure.nbytes)
         engine = Engine(executor, world, threads=1, auto_gate=auto_gate)
-        taken = engine.take(collected, ballot, place, begin=begin)
+        taken = engine.take(collected, ballot, lambda: target, lambda: target, begin=begin)
     except BaseException as error:
         ballot.decline(error)
         raise

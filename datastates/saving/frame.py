@@ -41,11 +41,10 @@ class Frame(Protocol):
     def plan(self) -> WritePlan:
         """Where the state lies in the file."""
 
-    def encode_objects(self, names: Sequence[str], objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
+    def encode_objects(self, objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
         """Encode what is no array, while the arrays are being written.
 
         Args:
-            names: The names that the providers are stored under.
             objects: What the providers serialized.
 
         Returns:

@@ -8,8 +8,6 @@ from typing import Any
 
 from datastates.executor.timeline import Stage
 
-STATES = ("started", "captured", "persisted", "committed")
-
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -27,9 +27,16 @@ from datastates.state.shards import Shard, Shards, full_key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavePlan:
-    """Everything that depends on the structure alone. It is kept from one snapshot to the next."""
+    """Everything that depends on the structure alone. It is kept from one snapshot to the next.
 
-    structure: Structure
+    Attributes:
+        structure: The structure; None if its shards keep live arrays.
+        key: Its :meth:`~datastates.saving.structure.Structure.plan_key`.
+        frame: What the file holds besides the state.
+        prepared: The plan in the form that the executor takes.
+    """
+
+    structure: Structure | None
     key: tuple[Any, ...]
     frame: Frame
     prepared: PreparedWrite
@@ -172,7 +179,7 @@ class Running:
         """Encode the metadata while the data is being written; returns the file's tail, and this rank's vote."""
         frame = self.planned.frame
         with self.snapshot.stage("serialize"):
-            encode_tail = frame.encode_objects(self.collected.structure.names, self.objects)
+            encode_tail = frame.encode_objects(self.objects)
         self._release()
         self.job.wait_checksummed()
         with self.snapshot.stage("encode"):

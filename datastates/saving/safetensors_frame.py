@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,7 @@ class SafetensorsFraming:
 
     def plan(self, structure: Structure, block: int) -> tuple[SafetensorsFrame, PreparedWrite]:
         """Plan a file; raises ProviderError for what safetensors cannot hold."""
+        assert len(structure.names) == 1
         tensors = [_tensor(structure, i) for i in range(len(structure.arrays))]
         order = file_order(tensors)
         owner: dict[int, str] = {}
@@ -58,9 +59,8 @@ class SafetensorsFrame:
 
     plan: WritePlan
 
-    def encode_objects(self, names: Sequence[str], objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
+    def encode_objects(self, objects: Objects) -> Callable[[WriteJob, Identity], Tail]:
         """Return a function that gives the empty tail: nothing stands behind the tensors."""
-        assert len(names) == 1
         assert not objects
         return lambda job, identity: Tail(b"")
 

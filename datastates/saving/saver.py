@@ -74,6 +74,6 @@ class Saver:
             key = structure.plan_key()
             if last is None or last.key != key:
                 last = SavePlan(structure, key, *self._framing.plan(structure, self._executor.block))
-            last = replace(last, structure=structure.without_state())
+            last = replace(last, structure=None if structure.holds_state else structure)
         self._last = last
         return last

@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 
 from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
 from datastates.executor.timeline import Span, chrome_trace, stages
-from datastates.saving.report import STATES, Report
+from datastates.saving.report import Report
 
 _log = logging.getLogger("datastates")
 
@@ -94,9 +94,6 @@ class Snapshot:
         self._times: dict[str, float] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._delivered = False
-        self._call_seconds: float | None = None
-        self._gate_seconds = 0.0
         self._figures: Callable[[], dict[str, Any]] = dict
         self._native_spans: Callable[[], list[Span]] = list
         self._spans: list[Span] = []
@@ -154,16 +151,16 @@ class Snapshot:
     def report(self) -> Report:
         """Its sizes, times and rates so far."""
         figures, spans = self._figures(), self._all_spans()
+        waits = {name: [s.end - s.begin for s in spans if s.stage == name] for name in ("stall", "gate")}
         with self._changed:
-            reached = [s for s in STATES if s in self._times]
             return Report(
                 step=self.step,
                 path=self.path,
-                state="failed" if self._error else reached[-1] if reached else STATES[0],
+                state="failed" if self._error else next(reversed(self._times), "started"),
                 nbytes=self._nbytes,
                 file_nbytes=self._file_nbytes,
-                snapshot_seconds=time.monotonic() - self._begin if self._call_seconds is None else self._call_seconds,
-                gate_seconds=self._gate_seconds,
+                snapshot_seconds=sum(waits["stall"]) if waits["stall"] else time.monotonic() - self._begin,
+                gate_seconds=sum(waits["gate"]),
                 capture_seconds=self._times.get("captured"),
                 persist_seconds=self._times.get("persisted"),
                 commit_seconds=self._times.get("committed"),
@@ -209,7 +206,7 @@ class Snapshot:
     def deliver(self) -> BaseException | None:
         """Its error if it was not delivered yet, else None. The error then counts as delivered."""
         with self._changed:
-            return None if self._delivered else self._deliver()
+            return self._deliver() if self in _silent else None
 
     @property
     def failed(self) -> bool:
@@ -217,16 +214,12 @@ class Snapshot:
         return self._error is not None
 
     def _deliver(self) -> BaseException | None:
-        if self._error is not None:
-            self._delivered = True
-            _silent.discard(self)
+        _silent.discard(self)
         return self._error
 
     def called(self) -> None:
         """Record that the user's call returns now."""
-        end = time.monotonic()
-        self._call_seconds = end - self._begin
-        self._spans.append(Span("stall", "training thread", self._begin, end, 0))
+        self._spans.append(Span("stall", "training thread", self._begin, time.monotonic(), 0))
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -246,9 +239,7 @@ class Snapshot:
         gate()
         while gate is not (gate := self._gate):  # it has been replaced in the meantime
             gate()
-        end = time.monotonic()
-        self._gate_seconds += end - begin
-        self._spans.append(Span("gate", "training thread", begin, end, 0))
+        self._spans.append(Span("gate", "training thread", begin, time.monotonic(), 0))
 
     def reach(self, state: str, *, at: float | None = None, file_nbytes: int = 0) -> None:
         """Record that a state has been reached, now or at the time ``at`` of the monotonic clock."""
@@ -287,10 +278,10 @@ class Snapshot:
         with self._changed:
             self._changed.wait_for(lambda: self.captured or self.ended)
 
-    def wait_ended(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended, without raising its error. Returns False if ``timeout`` seconds pass first."""
+    def wait_ended(self) -> None:
+        """Wait until it has ended, without raising its error."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.ended, timeout)
+            self._changed.wait_for(lambda: self.ended)
 
     def _wait(self, state: str, timeout: float | None) -> None:
         with self._changed:

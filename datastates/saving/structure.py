@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -95,10 +95,6 @@ class Structure:
         pointers = then.copy()
         pointers[buffers] = begins[rows]
         return pointers, devices, streams
-
-    def without_state(self) -> Structure:
-        """The structure to keep for the next snapshot: without shards and buffers if these keep live arrays."""
-        return replace(self, names=(), arrays=[], buffers=[]) if self.holds_state else self
 
     @gc_pause.paused()
     def plan_key(self) -> tuple[Any, ...]:

@@ -38,7 +38,8 @@ from random_states import differences
 import datastates as ds
 from datastates import _native
 from datastates._base import faults
-from datastates.commit import directories, retention
+from datastates.commit import retention
+from datastates.commit.newest import committed
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.formats.own_verify import verify_container
 from datastates.restoring.stored import open_checkpoint
@@ -112,11 +113,11 @@ class Told:
 
 def live(life: Life, root: Path, newest: Save | None, told: Told) -> None:
     """Live one life: restore the save ``newest``, then save."""
-    before = directories.committed(root)
+    before = committed(root)
     with ds.Checkpointer(root, **life.options) as ckpt:
         told.say("opened")
         check(retention.debris(root) == [], "what was left is still there")
-        check(directories.committed(root) == before, "opening lost a checkpoint")
+        check(committed(root) == before, "opening lost a checkpoint")
         state: State | None = None
         if newest is not None:
             state = State(newest.structure)
@@ -283,9 +284,9 @@ class Audit:
 
     def _contents(self) -> Save | None:
         """Check all committed checkpoints, to the bit; returns the newest save."""
-        committed = directories.committed(self._root)
+        there = committed(self._root)
         self._found = {}
-        for step, path in committed.items():
+        for step, path in there.items():
             opened, containers = open_checkpoint(path)
             check(opened.step == step, f"{path} is of step {opened.step}")
             problems = [p for c in containers for p in verify_container(c, lambda _: None)]
@@ -297,7 +298,7 @@ class Audit:
             check(save.step == step, f"save {number} stands as step {step}")
             wrong = differences(found, expected_of(save))
             check(not wrong, f"save {number} differs at {wrong}")
-        left = set(self._root.iterdir()) - set(committed.values()) - set(retention.superseded(self._root))
+        left = set(self._root.iterdir()) - set(there.values()) - set(retention.superseded(self._root))
         check(left == set(retention.debris(self._root)), f"neither a checkpoint nor debris: {left}")
         return self._saves[max(self._found.values())] if self._found else None
 

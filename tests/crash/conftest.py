@@ -17,7 +17,7 @@ from by_path import module_at
 
 import datastates as ds
 from datastates import _native
-from datastates.commit import directories, retention
+from datastates.commit import newest, retention
 from datastates.errors import DatastatesError
 from datastates.formats.own_verify import verify_container
 from datastates.restoring.stored import open_checkpoint
@@ -97,7 +97,7 @@ def audit(training: ModuleType) -> Callable[[Path], list[int]]:
     """Check what a crash left in a directory of the training loop's checkpoints; returns the committed steps."""
 
     def check(root: Path) -> list[int]:
-        committed = directories.committed(root)
+        committed = newest.committed(root)
         checkpoints = {*committed.values(), *retention.superseded(root)}
         assert set(retention.debris(root)) == set(root.iterdir()) - checkpoints
         for step, path in committed.items():
@@ -116,12 +116,12 @@ def resume(training: ModuleType, audit: Callable[[Path], list[int]]) -> Callable
     """Run again in a directory: check that it cleans up, loses no checkpoint, restores the newest and saves another."""
 
     def next_run(root: Path) -> None:
-        before = directories.committed(root)
+        before = newest.committed(root)
         state = training.state_of(0)
         providers = training.providers_of(state)
         with ds.Checkpointer(root, **training.OPTIONS) as ckpt:
             assert retention.debris(root) == []
-            assert directories.committed(root) == before
+            assert newest.committed(root) == before
             restored = ckpt.restore(providers)
             begin = restored.step if restored else 0
             assert begin == max(before, default=0)

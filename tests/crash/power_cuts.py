@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import datastates as ds
-from datastates.commit import directories, retention
+from datastates.commit import newest, retention
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, from_state_dict
 from datastates.restoring.stored import open_checkpoint
@@ -159,7 +159,7 @@ def told(pipe: int, seconds: float) -> set[int]:
 def audit(root: Path, before: set[int]) -> list[str]:
     """What is wrong with a directory in which the steps ``before`` had been committed."""
     wrong = []
-    committed = directories.committed(root)
+    committed = newest.committed(root)
     for step in before:
         if step not in committed and sum(s > step for s in committed) < KEEP:
             wrong.append(f"step {step} is lost; there are {list(committed)}")

@@ -13,12 +13,12 @@ import numpy as np
 import datastates as ds
 from datastates import _native
 from datastates._base import files
-from datastates.commit import directories, manifest, retention
+from datastates.commit import directories, manifest, newest, protection, retention
 from datastates.providers import HostTensorProvider
 from datastates.state.provider import StateProvider
 
 OPTIONS: dict[str, Any] = {"host_cache": "4MiB", "block": "1MiB"}
-SOURCES = "".join(map(inspect.getsource, (directories, files, manifest, retention)))
+SOURCES = "".join(map(inspect.getsource, (directories, files, manifest, protection, retention)))
 OPERATIONS = sorted(set(re.findall(r'\bsyscall\("(\w+)"', SOURCES)))
 """The system calls on a checkpoint's files that have fault points."""
 PRELUDE = f"""
@@ -46,7 +46,7 @@ def providers(step: int) -> list[StateProvider]:
 
 
 def assert_holds(root: Path, *steps: int) -> None:
-    committed = directories.committed(root)
+    committed = newest.committed(root)
     assert list(committed) == list(steps)
     for step, path in committed.items():
         assert np.array_equal(ds.load(path)["model"]["a"], array_of(step))

@@ -15,7 +15,7 @@ from steps import OPTIONS, array_of, assert_holds, providers
 import datastates as ds
 from datastates._base import faults
 from datastates.cli import commands
-from datastates.commit import directories, retention
+from datastates.commit import protection, retention
 
 
 def save(root: Path, *steps: int, **options: Any) -> None:
@@ -28,7 +28,7 @@ def save(root: Path, *steps: int, **options: Any) -> None:
 def overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in which step 1 is deleted, in favour of step 2, after a reader found it and before it holds it."""
     save(tmp_path, 1)
-    real = directories.reading
+    real = protection.reading
     waiting = [2]
 
     def reading(path: Path) -> Any:
@@ -36,7 +36,7 @@ def overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             save(tmp_path, waiting.pop(), keep_last=1)
         return real(path)
 
-    monkeypatch.setattr(directories, "reading", reading)
+    monkeypatch.setattr(protection, "reading", reading)
     return tmp_path
 
 

@@ -23,7 +23,7 @@ import datastates as ds
 from datastates import _native
 from datastates._base import faults, files
 from datastates._base.faults import Fault
-from datastates.commit import directories, manifest, retention
+from datastates.commit import manifest, newest, retention
 from datastates.errors import StorageError
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider
@@ -85,8 +85,8 @@ def disarm() -> None:
 
 def assert_holds(root: Path, step: int) -> None:
     """Check that the newest checkpoint is that of ``step``, whole and right."""
-    assert directories.find(root) == directories.committed(root)[step]
-    _, containers = open_checkpoint(directories.find(root))
+    assert newest.find(root) == newest.committed(root)[step]
+    _, containers = open_checkpoint(newest.find(root))
     assert [p for c in containers for p in verify_container(c, lambda _: None)] == []
     loaded = ds.load(root)["model"]
     assert all(np.array_equal(loaded[key], array) for key, array in state_of(step).items())
@@ -236,7 +236,7 @@ def test_a_failing_deletion_is_logged_and_made_up_for(
             ckpt.snapshot(providers_of(state), step=3).wait_committed()
     assert any(operation in record.getMessage() for record in caplog.records)
     assert ckpt.failures == 0
-    assert list(directories.committed(tmp_path)) == [3]
+    assert list(newest.committed(tmp_path)) == [3]
     ds.Checkpointer(tmp_path, **OPTIONS).close()
     assert entries(tmp_path) == ["step-00000003"]
 
@@ -343,7 +343,7 @@ FULL = """
 import os, subprocess, sys
 import numpy as np
 import datastates as ds
-from datastates.commit import directories
+from datastates.commit import newest
 from datastates.commit import retention
 from datastates.errors import StorageError
 from datastates.providers import HostTensorProvider
@@ -360,7 +360,7 @@ with ds.Checkpointer(root, host_cache="2MiB", block="1MiB", io_backend=backend) 
         print(error.errno, error.operation, error.filename)
     print(os.listdir(root))
     ckpt.restore(providers)
-    retention.remove(directories.committed(ckpt.directory)[1])
+    retention.remove(newest.committed(ckpt.directory)[1])
     ckpt.snapshot(providers, step=3).wait_committed()
     print(os.listdir(root))
     assert np.array_equal(ds.load(root)["model"]["a"], np.arange(500_000))

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import datastates as ds
-from datastates.commit import directories, retention
+from datastates.commit import newest, retention
 
 PRELUDE = """
 import os, signal, sys, time
 import numpy as np
 import datastates as ds
 from datastates import _native
-from datastates.commit import directories
+from datastates.commit import newest
 from datastates.errors import SnapshotAbandonedError
 from datastates.providers import HostTensorProvider
 
@@ -75,7 +75,7 @@ with ds.Checkpointer(root, io_backend={backend!r}, **OPTIONS) as ckpt:
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(directories.committed(tmp_path)) == [1, 2, *STEPS_OF_THE_CHILD.get(work, [])]
+    assert list(newest.committed(tmp_path)) == [1, 2, *STEPS_OF_THE_CHILD.get(work, [])]
     assert retention.debris(tmp_path) == []
 
 
@@ -96,7 +96,7 @@ with ds.Checkpointer(root, **OPTIONS) as ckpt:
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(directories.committed(tmp_path)) == [1, 2, 10]
+    assert list(newest.committed(tmp_path)) == [1, 2, 10]
 
 
 IN_FLIGHT = f"""
@@ -134,7 +134,7 @@ ckpt.close()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(directories.committed(tmp_path)) == [1, 2]
+    assert list(newest.committed(tmp_path)) == [1, 2]
     assert retention.debris(tmp_path) == []
 
 
@@ -160,7 +160,7 @@ begun.wait_committed()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(directories.committed(tmp_path)) == [1, 2]
+    assert list(newest.committed(tmp_path)) == [1, 2]
 
 
 def test_a_child_that_exits_at_once_does_not_disturb_the_snapshot_in_flight(
@@ -175,7 +175,7 @@ _native.clear_faults()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(directories.committed(tmp_path)) == [1]
+    assert list(newest.committed(tmp_path)) == [1]
 
 
 def test_an_abandoned_snapshot_counts_as_no_failure_in_the_child(tmp_path: Path, run: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 
 import datastates as ds
 from datastates import _native
-from datastates.commit import directories, retention
+from datastates.commit import newest, retention
 from datastates.errors import (
     ClosedError,
     SnapshotRefusedError,
@@ -194,7 +194,7 @@ def test_sigterm_calls_the_handler_that_was_there(tmp_path: Path, run: Callable[
 def test_sigterm_is_left_alone_by_default(tmp_path: Path, run: Callable[..., Any]) -> None:
     ended = run("-c", sigterm_script(""), tmp_path)
     assert ended.returncode == -signal.SIGTERM, ended.stderr
-    assert list(directories.committed(tmp_path)) == []
+    assert list(newest.committed(tmp_path)) == []
 
 
 def test_close_gives_the_signal_back(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ interrupted.set()
 """
     ended = run("-c", script, tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "interrupted\n")
-    assert list(directories.committed(tmp_path)) == [1]
+    assert list(newest.committed(tmp_path)) == [1]
 
 
 # --- failures are told once

@@ -16,7 +16,7 @@ from hold import held
 from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 
 import datastates as ds
-from datastates.commit import directories, manifest, retention
+from datastates.commit import directories, manifest, newest, retention
 from datastates.providers import HostTensorProvider
 
 # --- retention
@@ -179,7 +179,7 @@ def test_every_step_committed_stays_committed_without_retention(tmp_path: Path) 
     with ds.Checkpointer(tmp_path, max_in_flight=4, **OPTIONS) as ckpt:
         for step in steps:
             ckpt.snapshot([HostTensorProvider("model", {"a": np.full(10, step)})], step=step)
-    assert list(directories.committed(tmp_path)) == steps
+    assert list(newest.committed(tmp_path)) == steps
 
 
 def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
@@ -199,7 +199,7 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
         shutil.copytree(tmp_path / "spare", root / f"step-{10 + listings:08d}")
         return found
 
-    monkeypatch.setattr(directories, "entries", entries)
+    monkeypatch.setattr(newest, "entries", entries)
     assert retention.superseded(root) == [root / "step-00000001"]
     assert listings > 0
 
@@ -211,7 +211,7 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
         ckpt.snapshot(providers(100), step=100)
     assert (foreign / "model.safetensors").read_bytes() == b"theirs"
-    assert directories.committed(tmp_path)[100].name == "step-00000100.r1"
+    assert newest.committed(tmp_path)[100].name == "step-00000100.r1"
 
 
 def test_the_gate_does_not_wait_for_a_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,4 +230,4 @@ def test_the_gate_does_not_wait_for_a_deletion(tmp_path: Path, monkeypatch: pyte
         assert deleting.wait(30)
         ckpt.gate()
         go_on.set()
-    assert list(directories.committed(tmp_path)) == [2]
+    assert list(newest.committed(tmp_path)) == [2]

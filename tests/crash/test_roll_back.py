@@ -14,7 +14,7 @@ from steps import OPTIONS, array_of, assert_holds, providers
 
 import datastates as ds
 from datastates._base import faults
-from datastates.commit import directories, manifest, retention
+from datastates.commit import manifest, newest, retention, sequence
 from datastates.errors import FormatError, StorageError
 
 
@@ -24,7 +24,7 @@ def save(root: Path, *steps: int, **options: Any) -> None:
             ckpt.snapshot(providers(step), step=step).wait_committed()
 
 
-def newest(root: Path) -> int | None:
+def restored_newest(root: Path) -> int | None:
     with ds.Checkpointer(root, **OPTIONS) as ckpt:
         restored = ckpt.restore(providers(0))
         step = restored.step if restored else None
@@ -44,7 +44,7 @@ def test_a_roll_back_lasts(tmp_path: Path) -> None:
         ckpt.restore(providers(0), step=80)
         for step in (85, 90):
             ckpt.snapshot(providers(step), step=step)
-    assert newest(tmp_path) == 90
+    assert restored_newest(tmp_path) == 90
     assert np.array_equal(ds.load(tmp_path)["model"]["a"], array_of(90))
     assert_holds(tmp_path, 80, 85, 90, 100)
 
@@ -52,7 +52,7 @@ def test_a_roll_back_lasts(tmp_path: Path) -> None:
 def test_a_step_saved_again_after_a_roll_back_is_the_newest(tmp_path: Path) -> None:
     save(tmp_path, 80, 100)
     save(tmp_path, 80)
-    assert newest(tmp_path) == 80
+    assert restored_newest(tmp_path) == 80
 
 
 def test_retention_keeps_those_that_were_taken_last(tmp_path: Path) -> None:
@@ -74,17 +74,17 @@ def test_another_process_in_the_directory_counts(tmp_path: Path) -> None:
 def test_single_snapshots_count(tmp_path: Path) -> None:
     for step in (20, 10):
         ds.snapshot(providers(step), tmp_path / f"step-{step:08d}", step=step, **OPTIONS).wait_committed()
-    assert newest(tmp_path) == 10
+    assert restored_newest(tmp_path) == 10
 
 
 def test_checkpoints_without_a_sequence_are_older_and_in_the_order_of_their_steps(tmp_path: Path) -> None:
     save(tmp_path, 100, 80)
-    for path in directories.committed(tmp_path).values():
+    for path in newest.committed(tmp_path).values():
         without_sequence(path)
-    assert newest(tmp_path) == 100
+    assert restored_newest(tmp_path) == 100
     save(tmp_path, 85)
-    assert newest(tmp_path) == 85
-    assert list(directories.by_age(tmp_path)) == [80, 100, 85]
+    assert restored_newest(tmp_path) == 85
+    assert list(newest.by_age(tmp_path)) == [80, 100, 85]
 
 
 def test_a_damaged_manifest_is_not_passed_over(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_an_old_damaged_manifest_is_in_nobodys_way(tmp_path: Path) -> None:
     save(tmp_path, 80, 100)
     (tmp_path / "step-00000080" / manifest.FILE).write_bytes(b"damaged")
     os.utime(tmp_path / "step-00000080", ns=(0, 0))  # otherwise both may have the same time
-    assert newest(tmp_path) == 100
+    assert restored_newest(tmp_path) == 100
     save(tmp_path, 90)
-    assert newest(tmp_path) == 90
+    assert restored_newest(tmp_path) == 90
 
 
 def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_taken_for_the_newest(tmp_path: Path) -> None:
@@ -110,11 +110,11 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_is_not_taken_for_the_newest
         os.utime(path, ns=(0, 0))
     for nth in (1, 2):
         for restored in (
-            lambda: newest(tmp_path),
+            lambda: restored_newest(tmp_path),
             lambda: ds.load(tmp_path)["model"]["a"][0],
             lambda: ds.restore(providers(0), tmp_path, fallback=True).step,
         ):
-            directories._sequence.cache_clear()
+            newest._sequence.cache_clear()
             faults.arm(faults.Fault("manifest.read", "fail", errno.EIO, nth))
             assert restored() == 100
 
@@ -126,9 +126,9 @@ def test_nor_for_the_newest_of_its_step(tmp_path: Path) -> None:
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
     for nth in (1, 2):
-        directories._sequence.cache_clear()
+        newest._sequence.cache_clear()
         faults.arm(faults.Fault("manifest.read", "fail", errno.EIO, nth))
-        assert directories.find(tmp_path, 80) == newer
+        assert newest.find(tmp_path, 80) == newer
 
 
 def test_a_manifest_that_may_be_the_newest_and_cannot_be_read_is_an_error(
@@ -137,7 +137,7 @@ def test_a_manifest_that_may_be_the_newest_and_cannot_be_read_is_an_error(
     save(tmp_path, 80, 100)
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
-    directories._sequence.cache_clear()
+    newest._sequence.cache_clear()
     read = manifest.open
 
     def fail(path: Path) -> Any:
@@ -156,7 +156,7 @@ def test_nothing_is_deleted_by_a_guess(tmp_path: Path) -> None:
     save(tmp_path, 80, 100)
     for path in tmp_path.glob("step-*"):
         os.utime(path, ns=(0, 0))
-    directories._sequence.cache_clear()
+    newest._sequence.cache_clear()
     faults.arm(faults.Fault("manifest.read", "fail", errno.EIO))
     with pytest.raises(StorageError, match="step-00000080"):
         retention.outdated(tmp_path, 1, None)
@@ -165,10 +165,10 @@ def test_nothing_is_deleted_by_a_guess(tmp_path: Path) -> None:
 
 def test_a_manifest_that_cannot_be_read_counts_for_the_next_number(tmp_path: Path) -> None:
     save(tmp_path, 80, 100)
-    directories._sequence.cache_clear()
+    newest._sequence.cache_clear()
     faults.arm(faults.Fault("manifest.read", "fail", errno.EIO, nth=2))
-    assert directories.next_sequence(tmp_path) == 3
-    assert directories.next_sequence(tmp_path) == 3
+    assert sequence.next_sequence(tmp_path) == 3
+    assert sequence.next_sequence(tmp_path) == 3
 
 
 def test_a_roll_back_of_several_ranks_lasts(tmp_path: Path, ranks: Callable[..., Any]) -> None:

@@ -14,11 +14,12 @@ INTERRUPTED = {
     # the snapshot counts as in flight, and no thread has it yet
     "before a thread has it": """
 from datastates.saving.engine import Engine
-do_later = Engine.do_later
-def interrupted(self, *arguments):
-    os.kill(os.getpid(), signal.SIGTERM)
-    do_later(self, *arguments)
-Engine.do_later = interrupted
+submit = Engine._submit
+def interrupted(self, pool, *arguments):
+    if pool is self._pool:
+        os.kill(os.getpid(), signal.SIGTERM)
+    submit(self, pool, *arguments)
+Engine._submit = interrupted
 """,
     # the main thread holds a lock that the snapshot's own thread needs, too
     "in the gate": """

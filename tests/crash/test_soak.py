@@ -20,7 +20,7 @@ from random_states import differences, random_array, random_tree
 import datastates as ds
 from datastates import _native
 from datastates._base import faults
-from datastates.commit import directories
+from datastates.commit import newest
 from datastates.errors import StorageError
 from datastates.formats.own_verify import verify_container
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
@@ -116,9 +116,9 @@ def test_random_snapshots_leave_nothing_behind(rounds: int, backend: str, tmp_pa
                 _native.clear_faults()
             if rng.random() < 0.05:
                 ckpt.wait()
-                newest = ckpt.latest()
-                assert newest is not None
-                assert ckpt.restore(providers_of(state_of(newest))).step == newest
+                last = ckpt.latest()
+                assert last is not None
+                assert ckpt.restore(providers_of(state_of(last))).step == last
             if step == rounds // 5:
                 warm = resident()
         ckpt.wait()
@@ -127,7 +127,7 @@ def test_random_snapshots_leave_nothing_behind(rounds: int, backend: str, tmp_pa
     assert grown < 64 << 20
     assert 1 <= failures <= rounds // 25
     assert_in_use(before)
-    committed = directories.committed(tmp_path)
+    committed = newest.committed(tmp_path)
     assert list(committed)[-1] == rounds
     assert len(committed) >= 5
     assert sorted(tmp_path.iterdir()) == sorted(committed.values())
@@ -174,7 +174,7 @@ def test_checkpointers_opened_and_closed_leave_nothing_behind(rounds: int, backe
         once(step)
     assert resident() - warm < 64 << 20
     assert_in_use(before)
-    assert list(directories.committed(tmp_path)) == [rounds - 2, rounds - 1]
+    assert list(newest.committed(tmp_path)) == [rounds - 2, rounds - 1]
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["committed", "failed"])

@@ -14,7 +14,7 @@ import torch
 
 import datastates as ds
 from datastates.cli import commands
-from datastates.commit import directories, manifest
+from datastates.commit import directories, manifest, newest
 from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
 from datastates.container.file import Container, open_container
@@ -55,7 +55,7 @@ def test_every_element_is_in_one_container(count: int, layout: str, ranks: Any, 
     told = reports(ranks(count, LOOP, root, 1, 2, LAYOUT=layout))
     assert [rank["2"]["committed"] for rank in told] == ["step-00000002"] * count
     assert_tidy(root, 1, 2)
-    path = directories.committed(root)[2]
+    path = newest.committed(root)[2]
     found = containers(path)
     held = {key: Counter[int]() for key in SHAPES}
     holders: dict[str, set[int]] = {key: set() for key in SHAPES}

@@ -17,7 +17,7 @@ from elastic_state import SHAPES, SMALL, Rank, restore, save
 from split_state import Split
 
 import datastates as ds
-from datastates.commit import directories, manifest, retention
+from datastates.commit import manifest, protection, retention
 from datastates.errors import (
     CheckpointNotFoundError,
     CommitError,
@@ -276,14 +276,14 @@ def test_a_rank_that_cannot_keep_the_checkpoint_from_deletion_stops_all(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
 ) -> None:
     save(threads, tmp_path / "run" / "step-00000003", "rows", 2)
-    original, calls = directories.reading, itertools.count()
+    original, calls = protection.reading, itertools.count()
 
     def reading(path: Path) -> Any:
         if next(calls) == 1:  # rank 0 was the first
             raise StorageError(errno.ENOLCK, "lock", str(path))
         return original(path)
 
-    monkeypatch.setattr(directories, "reading", reading)
+    monkeypatch.setattr(protection, "reading", reading)
     first, second = refused(threads, tmp_path / "run", fallback=fallback)
     assert isinstance(first, RestoreError)
     assert str(first) == f"rank 1: {second}"

@@ -15,7 +15,7 @@ from jax_ranks import HEAD, RANKS, Reports, reports
 from safetensors.numpy import save_file
 
 import datastates as ds
-from datastates.commit import directories
+from datastates.commit import newest
 from datastates.providers import from_pytree
 
 SAVES = f"""{HEAD}
@@ -112,7 +112,7 @@ def runs(module_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for script, may_fail in ((SAVES, ()), (RANK_1_IS_KILLED, [1]), (RANK_0_IS_KILLED, [0, 1])):
         done = module_ranks(2, script, root, may_fail=may_fail, **RANKS)
         told.append(reports(done))
-        committed.append(list(directories.committed(root)))
+        committed.append(list(newest.committed(root)))
         statuses.append([d.returncode for d in done])
     return Runs(root, root.with_name("mesh"), *told, committed, statuses)
 

@@ -12,7 +12,7 @@ import pytest
 
 from datastates._base import files as base_files
 from datastates.cli import commands
-from datastates.commit import directories, manifest, retention
+from datastates.commit import manifest, newest, protection, retention
 
 HERE = Path(__file__).parent
 LOOP = HERE / "rank_loop.py"
@@ -138,7 +138,7 @@ def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_pat
     variables = {"CONFUSED": "0", "OPTIONS": options(keep_last=1, rank_timeout=1.5)}
     told = reports(ranks(3, LOOP, root, 1, "2/manifest.remove=kill", may_fail=[0], **variables))
     assert [rank["2/manifest.remove=kill"]["committed"] for rank in told[1:]] == ["step-00000002"] * 2
-    assert list(directories.committed(root)) == [2]
+    assert list(newest.committed(root)) == [2]
     (left,) = retention.debris(root)
     assert names(left) == ["catalog.bin", "manifest.json", "rank-00000.pt", "rank-00001.pt", "rank-00002.pt"]
     ranks(2, LOOP, root, 3, OPTIONS=options(keep_last=1))
@@ -148,7 +148,7 @@ def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_pat
 def test_what_another_job_reads_is_deleted_later(ranks: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
     ranks(2, LOOP, root, 1)
-    with directories.reading(root / "step-00000001"):
+    with protection.reading(root / "step-00000001"):
         ranks(2, LOOP, root, 2, 3, OPTIONS=options(keep_last=1))
         assert names(root) == ["step-00000001", "step-00000003"]
         assert is_whole(root / "step-00000001")
@@ -221,7 +221,7 @@ tell("close", ckpt.close)
         raised = [said["text"] for said in rank.values() if "error" in said]
         assert len(raised) == 1
         assert "No space left on device" in raised[0] or "no shards today" in raised[0]
-    committed = list(directories.committed(tmp_path / "run"))
+    committed = list(newest.committed(tmp_path / "run"))
     assert committed[:2] == [0, 1]
     assert committed[-7:] == list(range(7, 14))
 

@@ -31,9 +31,9 @@ def joined(votes):
 
 
 def agree(world, name, timeout=SECONDS, decide=joined):
-    begin = time.monotonic()
+    begin, world.timeout = time.monotonic(), timeout
     try:
-        answer = {{"answer": world.agree(name, b"<%d>" % RANK, decide, timeout=timeout).decode()}}
+        answer = {{"answer": world.agree(name, b"<%d>" % RANK, decide).decode()}}
     except DatastatesError as error:
         ranks = list(getattr(error, "ranks", ()))
         answer = {{"error": type(error).__name__, "text": str(error), "ranks": ranks}}
@@ -62,10 +62,10 @@ def test_over_the_store(ranks: Any) -> None:
     script = f"""{STORE}
 agree(world, "first", 20)
 for i in range(50):
-    total = world.agree(f"many {{i}}", b"x" * RANK, lambda votes: b"%d" % len(joined(votes)), timeout=20)
+    total = world.agree(f"many {{i}}", b"x" * RANK, lambda votes: b"%d" % len(joined(votes)))
     assert total == b"3"
 large = bytes([RANK]) * (9 << 20)
-answer = world.agree("large", large, lambda votes: votes[2] + votes[1], timeout=20)
+answer = world.agree("large", large, lambda votes: votes[2] + votes[1])
 assert answer == bytes([2]) * (9 << 20) + bytes([1]) * (9 << 20)
 store = dist.distributed_c10d._get_default_store()
 if RANK == 2:
@@ -138,10 +138,10 @@ def test_a_frozen_coordinator_holds_nobody_up(ranks: Any) -> None:
 agree(world, "first", 20)
 if RANK == 0:
     # thawed again by rank 1, when that has said what it has to say
-    assert world.agree("pid", b"", lambda votes: b"%d" % os.getpid(), timeout=20)
+    assert world.agree("pid", b"", lambda votes: b"%d" % os.getpid())
     agree(world, "second", 30, lambda votes: os.kill(os.getpid(), signal.SIGSTOP) or joined(votes))
 else:
-    coordinator = int(world.agree("pid", b"", joined, timeout=20))
+    coordinator = int(world.agree("pid", b"", joined))
     agree(world, "second")
     os.kill(coordinator, signal.SIGCONT)
     time.sleep(0.5)

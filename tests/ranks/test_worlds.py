@@ -16,7 +16,7 @@ from coordination import Coordination
 from memory_keys import Memory, MemoryKeys
 
 from datastates._base import locks
-from datastates.commit import directories, retention
+from datastates.commit import directories, newest, retention
 from datastates.errors import (
     ClosedError,
     CommitError,
@@ -61,7 +61,9 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def agree(worlds: list[World], name: str = "name", timeout: float = SECONDS, **options: Any) -> list[Any]:
     """Let all these worlds agree at once on their joined votes; returns the outcome of each."""
     options = {"decide": joined, **options}
-    return together(*(lambda w=w: w.agree(name, f"<{w.rank}>".encode(), timeout=timeout, **options) for w in worlds))
+    for world in worlds:
+        world.timeout = timeout
+    return together(*(lambda w=w: w.agree(name, f"<{w.rank}>".encode(), **options) for w in worlds))
 
 
 def give_up(worlds: list[Any], name: str = "name") -> list[Any]:
@@ -71,7 +73,8 @@ def give_up(worlds: list[Any], name: str = "name") -> list[Any]:
     def coordinate() -> bytes:
         while first._board.marks(f"{name}.votes") < len(others):
             time.sleep(0.001)
-        return first.agree(name, f"<{first.rank}>".encode(), joined, timeout=0.5)
+        first.timeout = 0.5
+        return first.agree(name, f"<{first.rank}>".encode(), joined)
 
     told, heard = together(coordinate, lambda: agree(others, name))
     return [told, *heard]
@@ -146,7 +149,7 @@ def test_ranks_may_come_in_any_order(worlds: list[World]) -> None:
 
         def come(world: World, late: int = late) -> bytes:
             time.sleep(0.1 if world.rank == late else 0)
-            return world.agree(f"late {late}", f"<{world.rank}>".encode(), joined, timeout=SECONDS)
+            return world.agree(f"late {late}", f"<{world.rank}>".encode(), joined)
 
         assert together(*(lambda w=w: come(w) for w in worlds)) == [ALL] * SIZE
 
@@ -192,7 +195,7 @@ def test_a_failed_vote_ends_the_wait(worlds: list[World], failed: int) -> None:
 
     def vote(world: World) -> bytes:
         text = b"-failed" if world.rank == failed else b"fine"
-        return world.agree("name", text, decide, timeout=SECONDS)
+        return world.agree("name", text, decide)
 
     begin = time.monotonic()
     outcomes = together(*(lambda w=w: vote(w) for w in worlds if w.rank != 3))
@@ -222,10 +225,10 @@ def test_an_interrupted_coordinator_tells_the_others(worlds: list[World]) -> Non
 
     def interrupted() -> str:
         with pytest.raises(KeyboardInterrupt):
-            worlds[0].agree("name", b"<0>", decide, timeout=SECONDS)
+            worlds[0].agree("name", b"<0>", decide)
         return "interrupted"
 
-    others = (lambda w=w: w.agree("name", b"", decide, timeout=SECONDS) for w in worlds[1:])
+    others = (lambda w=w: w.agree("name", b"", decide) for w in worlds[1:])
     assert [str(o) for o in together(interrupted, *others)] == ["interrupted"] + ["KeyboardInterrupt"] * 3
 
 
@@ -234,7 +237,7 @@ def test_several_agreements_at_once_on_any_threads(worlds: list[World]) -> None:
 
     def all_names(world: World) -> list[bytes]:
         order = names[world.rank :] + names[: world.rank]
-        calls = (lambda n=n: world.agree(n, f"<{world.rank}>".encode(), joined, timeout=SECONDS) for n in order)
+        calls = (lambda n=n: world.agree(n, f"<{world.rank}>".encode(), joined) for n in order)
         return together(*calls)
 
     assert together(*(lambda w=w: all_names(w) for w in worlds)) == [[ALL] * len(names)] * SIZE
@@ -248,7 +251,7 @@ def test_payloads_of_any_length(worlds: list[World], nbytes: int) -> None:
         assert votes == {rank: bytes([rank]) + data for rank in range(SIZE)}
         return data
 
-    calls = (lambda w=w: w.agree("name", bytes([w.rank]) + data, decide, timeout=SECONDS) for w in worlds)
+    calls = (lambda w=w: w.agree("name", bytes([w.rank]) + data, decide) for w in worlds)
     assert together(*calls) == [data] * SIZE
 
 
@@ -271,7 +274,7 @@ def test_tokens_are_alike_on_all_ranks_and_of_one_run(worlds: list[World], tmp_p
 def test_a_closed_world_is_refused(worlds: list[World]) -> None:
     worlds[1].close()
     with pytest.raises(ClosedError):
-        worlds[1].agree("name", b"", joined, timeout=1)
+        worlds[1].agree("name", b"", joined)
     with pytest.raises(ClosedError):
         worlds[1].token("name")
     worlds[1].close()
@@ -282,7 +285,7 @@ def test_a_forked_child_is_no_rank(worlds: list[World]) -> None:
     child = os.fork()
     if child == 0:
         try:
-            worlds[1].agree("name", b"", joined, timeout=1)
+            worlds[1].agree("name", b"", joined)
         except BaseException as error:
             os.write(write, f"{type(error).__name__}: {error}".encode())
         worlds[0].close()
@@ -343,7 +346,7 @@ def test_no_file_is_left(tmp_path: Path) -> None:
 def test_the_folder_of_the_ranks_is_no_checkpoint(tmp_path: Path) -> None:
     worlds = over_directory(tmp_path)
     assert (tmp_path / FOLDER).is_dir()
-    assert directories.committed(tmp_path) == {}
+    assert newest.committed(tmp_path) == {}
     assert retention.debris(tmp_path) == []
     assert directories.target(tmp_path, 1) == tmp_path / "step-00000001"
     for world in worlds:
@@ -358,17 +361,19 @@ def test_the_coordinator_closes_last(worlds: list[World]) -> None:
         time.sleep(0.3)
         begin = time.monotonic()
         with pytest.raises(RanksMissingError):
-            worlds[3].agree("name", b"<3>", joined, timeout=SECONDS)
+            worlds[3].agree("name", b"<3>", joined)
         return begin
 
     def closing() -> float:
+        worlds[0].timeout = 0.1
         with pytest.raises(RanksMissingError):
-            worlds[0].agree("name", b"<0>", joined, timeout=0.1)
+            worlds[0].agree("name", b"<0>", joined)
         told.set()
+        worlds[0].timeout = SECONDS
         worlds[0].close()
         return time.monotonic()
 
-    others = (lambda w=w: w.agree("name", f"<{w.rank}>".encode(), joined, timeout=SECONDS) for w in worlds[1:3])
+    others = (lambda w=w: w.agree("name", f"<{w.rank}>".encode(), joined) for w in worlds[1:3])
     closed, read, *_ = together(closing, slow, *others)
     assert read <= closed
 
@@ -562,7 +567,7 @@ def test_runs_follow_each_other_in_one_directory(tmp_path: Path) -> None:
         outcomes = []
         for _ in range(5):
             world = world_of(rank, SIZE, tmp_path, SECONDS)
-            outcomes.append(world.agree("name", f"<{rank}>".encode(), joined, timeout=SECONDS))
+            outcomes.append(world.agree("name", f"<{rank}>".encode(), joined))
             world.close()
         return outcomes
 
@@ -629,7 +634,7 @@ def test_a_run_whose_folder_is_gone_is_told_so(tmp_path: Path) -> None:
     worlds = over_directory(tmp_path)
     worlds[0].close()
     with pytest.raises(UnreachableError, match="is gone: rank 0 has closed this run"):
-        worlds[1].agree("name", b"", joined, timeout=SECONDS)
+        worlds[1].agree("name", b"", joined)
     for world in worlds[1:]:
         world.close()
 
@@ -641,9 +646,9 @@ def test_alone(tmp_path: Path) -> None:
     for world in (world_of(None, None, tmp_path, 1), world_of(0, 1, tmp_path, 1)):
         assert isinstance(world, SoloWorld)
         assert (world.rank, world.size) == (0, 1)
-        assert world.agree("name", b"<0>", joined, timeout=0) == b"<0>"
+        assert world.agree("name", b"<0>", joined) == b"<0>"
         with pytest.raises(AttributeError):  # no other rank has to be told, so the error is raised as it is
-            world.agree("name", b"", lambda votes: votes.nothing, timeout=0)  # type: ignore[attr-defined]
+            world.agree("name", b"", lambda votes: votes.nothing)  # type: ignore[attr-defined]
         assert world.token("a") == world.token("a") != world.token("b")
         world.close()
     assert list(tmp_path.iterdir()) == []

@@ -149,8 +149,7 @@ class Session:
             raise SnapshotAbandonedError("this process was forked from one that saves, so it cannot save")
         turn = self._next_turn()
         try:
-            while len(pending := self._engine.pending()) >= IN_FLIGHT:
-                pending[0].wait_ended()
+            self._engine.wait(IN_FLIGHT)
         except BaseException as error:  # an interrupt
             self.decline(turn, error)
             raise

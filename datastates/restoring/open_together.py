@@ -1,4 +1,4 @@
-"""Choosing the checkpoint to restore: the coordinator finds it, and all ranks open it and protect it from deletion."""
+"""Opens one checkpoint on all ranks: the coordinator chooses it, and all protect it from deletion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from datastates.commit import directories, health, manifest
+from datastates.commit import health, manifest, protection
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.stored import Head, Stored
 
@@ -44,7 +44,7 @@ def open_together(
     """
 
     def pick() -> bytes:
-        if (path := directories.keep(find, reading)) is None:
+        if (path := protection.keep(find, reading)) is None:
             return b""
         with advised(path, wish):
             return Head.of(path, manifest.open(path)).encode()
@@ -57,7 +57,7 @@ def open_together(
 
     def keep() -> None:
         if meeting.rank:
-            reading.enter_context(directories.reading(stored.head.path))
+            reading.enter_context(protection.reading(stored.head.path))
 
     meeting.begin(keep)
     return stored

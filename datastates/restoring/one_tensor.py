@@ -1,4 +1,4 @@
-""":class:`Checkpoint`, a checkpoint as a mapping: each array is read and verified when it is accessed."""
+"""Reads one tensor at each access: :class:`Checkpoint`, a checkpoint as a mapping of full keys to arrays."""
 
 from __future__ import annotations
 

@@ -1,0 +1,158 @@
+"""Finds the newest checkpoint: orders what is committed in a directory by its age."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from datastates.commit import manifest
+from datastates.commit.directories import STEP, entries
+from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+
+
+def candidates(path: Path, step: int | None = None, *, certain: bool = True) -> list[Path]:
+    """The checkpoints that ``path`` may mean, the newest last: itself, or all in it, or the newest of ``step``.
+
+    Args:
+        path: A checkpoint, or a directory of them.
+        step: The step that is wanted; None for any.
+        certain: Fail where the newest cannot be told, as the manifest of what may be the newest cannot be read.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` is itself a checkpoint, but of another step.
+        StorageError: With ``certain``, the newest cannot be told.
+    """
+    if manifest.stat(path) is not None:
+        if step is not None and (found := manifest.open(path).step) != step:
+            raise CheckpointNotFoundError(f"{path} is the checkpoint of step {found}, not of step {step}")
+        return [path]
+    every = by_certain_age(path, step) if certain else by_age(path)
+    return list(every.values()) if step is None else [every[step]] if step in every else []
+
+
+def find(path: Path, step: int | None = None) -> Path:
+    """The checkpoint directory that ``path`` means: itself, or the newest in it, or the newest of ``step``.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    if not (found := candidates(path, step)):
+        refuse_absence(path, step)
+    return found[-1]
+
+
+def refuse_absence(path: Path, step: int | None) -> NoReturn:
+    """Raise CheckpointNotFoundError for ``path``, or for a step in it."""
+    if (path / ".metadata").is_file():
+        raise CheckpointNotFoundError(
+            f"{path} is a checkpoint of torch.distributed.checkpoint: dcp.load restores from it, datastates.open and "
+            "datastates.load read it"
+        )
+    where = f" at {path}" if step is None else f" of step {step} in {path}"
+    raise CheckpointNotFoundError(f"no committed checkpoint{where}")
+
+
+def committed(root: Path) -> dict[int, Path]:
+    """The committed checkpoints below ``root`` by step, ascending. For a step saved again, the newest one."""
+    return dict(sorted(by_age(root).items()))
+
+
+def by_age(root: Path, *, certain: bool = False) -> dict[int, Path]:
+    """As :func:`committed`, but the oldest first. After a roll-back this is not the order of the steps."""
+    found: dict[int, Path] = {}
+    for step, path in in_order(root, certain=certain):
+        found.pop(step, None)
+        found[step] = path
+    return found
+
+
+def by_certain_age(root: Path, step: int | None = None) -> dict[int, Path]:
+    """As :func:`by_age`, but the place of the newest, or of the newest of ``step``, is no guess.
+
+    Raises:
+        StorageError: The manifest of what may be the newest cannot be read.
+    """
+
+    def choose() -> Path | None:
+        return next(reversed(every.values()), None) if step is None else every.get(step)
+
+    every = by_age(root)
+    while (newest := choose()) is not None:
+        with contextlib.suppress(CheckpointNotFoundError):  # another process has just deleted it
+            if (stat := manifest.stat(newest)) is not None:
+                _sequence(newest, _identity(stat))  # cached, unless it could not be read before
+        every = by_age(root)
+        if choose() == newest:
+            break
+    return every
+
+
+def in_order(root: Path, *, certain: bool = False) -> list[tuple[int, Path]]:
+    """Step and path of every committed checkpoint, the oldest first.
+
+    Checkpoints of format 1 have no sequence number. They come first, in the order of their steps. A checkpoint whose
+    manifest cannot be read comes after those whose directories were not changed later than its own. With ``certain``,
+    one that the storage cannot read raises StorageError instead.
+    """
+    every = numbered(root, certain=certain)
+    known = [(one.changed, one.sequence) for one in every if one.sequence is not None]
+
+    def age(one: Numbered) -> tuple[int, bool, int, int]:
+        if one.sequence is not None:
+            return one.sequence, False, one.step, one.revision
+        guess = max((sequence for changed, sequence in known if changed <= one.changed), default=0)
+        return guess, guess > 0, one.step, one.revision
+
+    return [(one.step, one.path) for one in sorted(every, key=age)]
+
+
+class Numbered(NamedTuple):
+    """A committed checkpoint, and what tells its age.
+
+    Attributes:
+        sequence: The number in its manifest; 0 if that is of format 1, None if it cannot be read.
+        step: Its step.
+        revision: The number in its directory's name; 0 if there is none.
+        path: Its directory.
+        changed: When the directory was changed, in nanoseconds.
+    """
+
+    sequence: int | None
+    step: int
+    revision: int
+    path: Path
+    changed: int
+
+
+def numbered(root: Path, *, certain: bool = False) -> list[Numbered]:
+    """Every committed checkpoint, ordered by path. With ``certain``, StorageError if a manifest cannot be read."""
+    found = []
+    for entry in entries(root):
+        if (match := STEP.match(entry.name)) and (stat := manifest.stat(entry)) is not None:
+            with contextlib.suppress(CheckpointNotFoundError, FileNotFoundError):  # another process has just deleted it
+                changed = entry.stat().st_mtime_ns  # the commit made the last change: it unlinked the lock
+                try:
+                    sequence = _sequence(entry, _identity(stat))
+                except StorageError:
+                    if certain:
+                        raise
+                    sequence = None  # reported to whoever opens it
+                found.append(Numbered(sequence, int(match[1]), int(match[2] or 0), entry, changed))
+    return found
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _sequence(path: Path, identity: tuple[int, ...]) -> int | None:
+    """The sequence number in a manifest. Cached while ``identity``, the file's stat, stays the same."""
+    del identity
+    try:
+        return manifest.open(path).sequence or 0
+    except FormatError:
+        return None
