@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import numpy as np
+
 from datastates.container import own_classes, pickle_policy
 from datastates.errors import FormatError, TrustError
 from datastates.state import dressed, dtypes
@@ -77,9 +79,7 @@ _BYTES_EACH = 3
 _SLACK = 4096
 
 
-_PurePython: Any = (
-    pickle._Unpickler
-)  # typeshed does not describe the pure Python classes, which are there to be extended
+_PurePython: Any = pickle._Unpickler  # typeshed does not describe the pure Python classes, made to be extended
 
 
 class _Reader(_PurePython):  # type: ignore[misc]
@@ -160,9 +160,9 @@ class _Reader(_PurePython):  # type: ignore[misc]
         kind = type(target)
         if kind is collections.OrderedDict and type(state) is dict:
             super().load_build()
-        elif any(c.__module__ == "numpy" and c.__name__ == "ndarray" for c in kind.__mro__):
+        elif issubclass(kind, np.ndarray):
             pickle_policy.set_numpy_array(target, self.stack.pop())
-        elif any(c.__module__ == "numpy" and c.__name__ == "dtype" for c in kind.__mro__):
+        elif issubclass(kind, np.dtype):
             pickle_policy.set_numpy_dtype(target, self.stack.pop())
         elif pickle_policy.is_generator(target):
             pickle_policy.set_generator(target, self.stack.pop())
