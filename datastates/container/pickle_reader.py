@@ -479,14 +479,6 @@ def loads(
     return _read(_Reader(data, resolve, trust, with_torch=with_torch))
 
 
-def structure(data: bytes, resolve: Callable[[StoredArray], object], *, trust: Collection[str] | str = ()) -> Any:
-    """Read a pickle as :func:`loads` does, but build no object of another class: :class:`Unbuilt` stands for each.
-
-    Nothing in it depends on the arrays' elements, so it can be read before them. Raises as :func:`loads` does.
-    """
-    return survey(data, resolve, trust=trust)[0]
-
-
 def survey(
     data: bytes,
     resolve: Callable[[StoredArray], object],
@@ -494,7 +486,13 @@ def survey(
     trust: Collection[str] | str = (),
     with_torch: bool = True,
 ) -> tuple[Any, bool]:
-    """What :func:`structure` gives, and whether it is complete, so that nothing is left to be built."""
+    """Read a pickle as :func:`loads` does, but build no object of another class: :class:`Unbuilt` stands for each.
+
+    Nothing in it depends on the arrays' elements, so it can be read before them. Raises as :func:`loads` does.
+
+    Returns:
+        The value, and whether it is complete, so that nothing is left to be built.
+    """
     reader = _Surveyor(data, resolve, trust, with_torch=with_torch)
     return _read(reader), reader.complete
 
