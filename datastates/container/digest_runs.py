@@ -11,8 +11,8 @@ from datastates._base.columns import I64, Bools
 from datastates.container.table import BOX, FLAT, Row, ShardTable
 from datastates.planning.plans import DigestRuns
 from datastates.state import dtypes
-from datastates.state.runs import grid
-from datastates.state.strides import row_major
+from datastates.state.runs import grid, pairs
+from datastates.state.strides import row_major, row_majors
 from datastates.state.tensor_scan import contiguous
 
 
@@ -64,8 +64,7 @@ class Places:
         """
         length = self.count[rows] * self.run[rows]
         stretches = self.nbytes[rows] // length
-        digest = np.repeat(np.arange(len(rows)), stretches)
-        within = np.arange(len(digest)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
+        digest, within = pairs(0, stretches)
         begin = np.repeat(self.begin[rows], stretches)
         apart = [_stretches(self.table.row(i)) for i in rows[stretches > 1]]
         begin[stretches[digest] > 1] += np.concatenate([np.zeros(0, np.int64), *apart])
@@ -102,7 +101,7 @@ def places_of(table: ShardTable) -> Places:
         width = np.arange(shape.shape[1])
         whole = table.global_dims[global_at[rows][:, None] + width].astype(np.int64)
         place = table.place[place_at[rows][:, None] + width].astype(np.int64)
-        inner, partial = _inner(whole), shape != whole
+        inner, partial = row_majors(whole), shape != whole
         # A run spans the last partial dimension and all dimensions behind it. A stretch spans further: it begins with
         # the partial dimension before that one.
         last = _last(partial)
@@ -127,13 +126,6 @@ def _by_ndim(rows: I64, ndim: np.ndarray[Any, Any], starts: I64) -> list[tuple[I
         chosen = rows[ndim[rows] == k]
         groups.append((chosen, starts[chosen][:, None] + np.arange(k)))
     return groups
-
-
-def _inner(shape: I64) -> I64:
-    """Row-major strides of each shape, in elements."""
-    ones = np.ones((len(shape), 1), np.int64)
-    products = np.cumprod(np.append(ones, shape[:, :0:-1], axis=1), axis=1)
-    return products[:, ::-1][:, : shape.shape[1]]
 
 
 def _last(marked: Bools) -> I64:

@@ -9,8 +9,8 @@ import numpy as np
 from datastates._base.columns import I32, I64, U8, U64, Bools, as_u64
 from datastates._base.sizes import CHUNK
 from datastates.planning.plans import Chunks, ReadPlan
-from datastates.planning.wanted import GAP, Wanted, bytes_between, pairs, simplified
-from datastates.state.runs import Runs
+from datastates.planning.wanted import GAP, Wanted, bytes_between, simplified
+from datastates.state.runs import Runs, pairs
 
 WASTE = 32
 """Number of wanted bytes for which one unwanted byte may be read. With the whole pages that direct I/O reads, and the
@@ -49,9 +49,7 @@ def plan_chunks(data_offset: U64, nbytes: U64, crcs: np.ndarray) -> Chunks:
         crcs: CRC-32 of each chunk, in file order.
     """
     lengths = nbytes.astype(np.int64)
-    counts = -(-lengths // CHUNK)
-    record = np.repeat(np.arange(len(lengths)), counts)
-    ordinal = np.arange(len(record)) - np.repeat(np.cumsum(counts) - counts, counts)
+    record, ordinal = pairs(0, -(-lengths // CHUNK))
     offset = data_offset.astype(np.int64)[record] + ordinal * CHUNK
     length = np.minimum(CHUNK, lengths[record] - ordinal * CHUNK)
     return Chunks(record.astype(np.int32), as_u64(offset), as_u64(length), np.ascontiguousarray(crcs, dtype=np.uint32))

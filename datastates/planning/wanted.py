@@ -131,13 +131,6 @@ def _union(runs: Runs, gapped: Bools) -> Runs:
     return union[np.argsort(union.source, kind="stable")]
 
 
-def pairs(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs ``(i, j)`` with ``low[i] <= j < high[i]``, as two columns."""
-    counts = high - low
-    which = np.repeat(np.arange(len(low)), counts)
-    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - low, counts)
-
-
 def bytes_between(runs: Runs, low: I64, high: I64) -> I64:
     """Number of bytes that disjoint, ascending runs have in each range from ``low`` to before ``high``."""
     before = np.cumsum(runs.size) - runs.size

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from datastates._base.columns import I64
-from datastates.state.runs import Runs, spread
+from datastates.state.runs import Runs, pairs, spread
 from datastates.state.strides import row_major
 
 _Spread = tuple[Sequence[int], Sequence[int], Sequence[int], int, int, int]
@@ -203,9 +203,7 @@ def intersect(source: Part, dest: Part) -> Runs:
     (a_begin, a_length), (b_begin, b_length) = source.runs(), dest.runs()
     a_end, b_end = a_begin + a_length, b_begin + b_length
     low_at = np.searchsorted(a_end, b_begin, side="right")
-    count = np.maximum(np.searchsorted(a_begin, b_end, side="left") - low_at, 0)
-    b = np.repeat(np.arange(len(b_begin)), count)
-    a = np.arange(len(b)) - np.repeat(np.cumsum(count) - count - low_at, count)
+    b, a = pairs(low_at, np.maximum(np.searchsorted(a_begin, b_end, side="left"), low_at))
     begin = np.maximum(a_begin[a], b_begin[b])
     length = np.minimum(a_end[a], b_end[b]) - begin
     source_at = begin - a_begin[a] + (np.cumsum(a_length) - a_length)[a]
