@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,21 +116,19 @@ def plan_digests(table: ShardTable, record_nbytes: U64, source: I64, begin: I64)
     )
 
 
-class Contribution:
-    """What one part contributes to the digest of its logical tensor, computed from its elements in row-major order."""
+def contribution_of(places: Places, row: int, pieces: Iterable[Any]) -> int:
+    """What one part contributes to the digest of its logical tensor.
 
-    def __init__(self, places: Places, row: int) -> None:
-        """Expect the elements of one row."""
-        rows = np.array([row] if places.nbytes[row] else [], np.int64)
-        self._digester = digester(places.runs(rows, np.zeros_like(rows), np.zeros_like(rows)))
-
-    def update(self, data: Any) -> None:
-        """Take the next bytes of the elements."""
-        self._digester.update(data)
-
-    def value(self) -> int:
-        """The contribution, once all bytes have been given."""
-        return int(np.bitwise_xor.reduce(self._digester.finish()))
+    Args:
+        places: The places of a table's rows.
+        row: The number of the part's row.
+        pieces: The bytes of the part's elements in row-major order, cut anywhere.
+    """
+    rows = np.array([row] if places.nbytes[row] else [], np.int64)
+    folded = digester(places.runs(rows, np.zeros_like(rows), np.zeros_like(rows)))
+    for piece in pieces:
+        folded.update(piece)
+    return int(np.bitwise_xor.reduce(folded.finish()))
 
 
 def digester(runs: DigestRuns) -> checksums.Digester:
@@ -156,10 +154,7 @@ def contributions(shards: Sequence[Shard]) -> Iterator[int]:
             raise DatastatesError(f"{shard.key!r} is an object: it has no digest")
     places = places_of(table_of([""], [(0, shard) for shard in shards], [0] * len(shards)))
     for row, shard in enumerate(shards):
-        part = Contribution(places, row)
-        for piece in _row_major(shard):
-            part.update(piece)
-        yield part.value()
+        yield contribution_of(places, row, _row_major(shard))
 
 
 def strided(memory: Any, offset: int, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> Any:
