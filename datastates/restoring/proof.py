@@ -12,7 +12,7 @@ from datastates.container.digests import contribution, digest_of
 from datastates.container.table import Row
 from datastates.errors import CorruptError
 from datastates.restoring.sources import TensorFile
-from datastates.state import arrays
+from datastates.state import arrays, memory
 from datastates.state.strides import is_row_major
 
 _STEP = 4 << 20
@@ -94,8 +94,7 @@ def check_parts(key: str, array: Any, sources: Sequence[tuple[TensorFile, Row]])
         if row.flat is not None:
             part = array.reshape(-1)[row.flat[0] : row.flat[1]]
         else:
-            assert row.box is not None
-            part = array[tuple(slice(b, b + n) for b, n in zip(row.box, row.shape, strict=True))]
+            part = memory.region(array, row.box or (), row.shape)
         if digest_of(contribution(arrays.array_shard(key, part)), nbytes) != crc:
             raise _corrupt(key, str(source.path))
 

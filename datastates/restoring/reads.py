@@ -19,7 +19,7 @@ from datastates.planning import read
 from datastates.planning.plans import ReadPlan
 from datastates.planning.several import plan_several
 from datastates.restoring.read_queue import Ranges, ReadQueue, Source
-from datastates.state import arrays, dtensors, parts, strides
+from datastates.state import arrays, parts, strides
 from datastates.state import memory as array_memory
 from datastates.state.parts import Block
 from datastates.state.runs import Runs, spread
@@ -325,14 +325,10 @@ def _places(number: int, queue: ReadQueue) -> Iterator[Any]:
 
 def _region(shard: Shard, block: Block) -> Any:
     """A block of a live array, as a view that can be copied into."""
-    array: Any = dtensors.local(shard.source)
-    is_torch = arrays.kind_of(array) == "torch"
-    if is_torch:
-        array = array.detach()
-    if shard.flat is None:  # the ellipsis makes a view of a 0-d array, too
-        return array[(*(slice(b, b + n) for b, n in zip(block.dest, block.size, strict=True)), ...)]
-    array = array[block.dest[0] :]
-    if is_torch:
+    if shard.flat is None:
+        return array_memory.region(shard.source, block.dest, block.size)
+    array = array_memory.region(shard.source, block.dest, (shard.shape[0] - block.dest[0],))
+    if arrays.kind_of(array) == "torch":
         steps = [step * array.stride(0) for step in block.steps]
         return array.as_strided(block.size, steps, array.storage_offset())
     steps = [step * array.strides[0] for step in block.steps]

@@ -70,6 +70,15 @@ def strided(array: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
     return np.lib.stride_tricks.as_strided(plain, shape, strides).view(array.dtype)
 
 
+def region(array: Any, begin: Sequence[int], size: Sequence[int]) -> Any:
+    """A box of an array, or of a DTensor's local tensor, as a view that can be copied into."""
+    array = dtensors.local(array)
+    if kind_of(array) == "torch":
+        array = array.detach()
+    # the dots make a view of a 0-d array, too
+    return array[(*(slice(b, b + n) for b, n in zip(begin, size, strict=True)), ...)]
+
+
 def with_grad(array: Any, requires_grad: bool) -> Any:
     """Make a torch tensor require a gradient if asked and if its type allows it; other arrays are returned as is."""
     if requires_grad and kind_of(array) == "torch" and (array.is_floating_point() or array.is_complex()):

@@ -283,6 +283,21 @@ def _boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tu
             yield (row + rows, *at), (1, *size)
 
 
+def boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box into boxes of at most ``most`` elements: yields the begin and the size of each, in row-major order."""
+    d = next((d for d, n in enumerate(shape) if n > 1), None)
+    if d is None or math.prod(shape) <= most:
+        if math.prod(shape):
+            yield (0,) * len(shape), tuple(shape)
+        return
+    inner = math.prod(shape) // shape[d]
+    step = max(1, most // inner)
+    for at in range(0, shape[d], step):
+        slab = (*shape[:d], min(step, shape[d] - at), *shape[d + 1 :])
+        for begin, size in boxes(slab, most):
+            yield (*begin[:d], at + begin[d], *begin[d + 1 :]), size
+
+
 def uncovered(dest: Part, sources: Sequence[Part]) -> int:
     """Number of elements of ``dest`` that no part of ``sources`` has; sources may overlap.
 
