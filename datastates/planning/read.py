@@ -115,7 +115,8 @@ def plan_read(
     checks = np.flatnonzero(segments.verified)
     within = extents[0][np.searchsorted(starts, np.arange(len(record)), side="right") - 1]
     which, extent, piece = _pieces(ranges, *extents)
-    needed, between = bytes_between(ranges.union, *extents), ranges.shared_between(*extents)
+    needed = bytes_between(ranges.union, *extents)
+    between = bytes_between(ranges.fetched, *extents) - needed
     extent_check = np.searchsorted(checks, np.append(starts, len(record)))
     verified = np.append(0, np.cumsum(bytes_between(ranges.union, segments.begin[checks], segments.end[checks])))
     return ReadPlan(
@@ -148,14 +149,15 @@ def plan_read(
     )
 
 
-def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, extent_nbytes: int) -> ReadPlan:
+def plan_ahead(chunks: Chunks, count: int, *, complete: bool, extent_nbytes: int) -> ReadPlan:
     """Plan the first extents of a file that is wanted whole, as :func:`plan_read` does, but without destinations.
+
+    They are expected to be in host memory, where storage can be read straight into them.
 
     Args:
         chunks: The file's first chunks.
         count: Largest number of extents.
         complete: Whether these are all chunks of the file. If not, the last extent is left out, as it may be longer.
-        in_place: Whether the storage can be read straight into all destinations.
         extent_nbytes: Longest extent in bytes; see :func:`plan_read`.
     """
     zero = np.zeros(len(chunks.offset) + 1, np.uint64)
@@ -163,7 +165,7 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, ex
         wanted=Runs.single(chunks.offset.astype(np.int64), zero[1:].astype(np.int64), chunks.length.astype(np.int64)),
         dest=zero[1:].astype(np.int32),
         dest_nbytes=np.array([2**62], np.uint64),
-        in_place=np.array([in_place], np.uint8),
+        in_place=np.ones(1, np.uint8),
         whole=np.ones(1, np.uint8),
         chunks=chunks,
         extent_nbytes=extent_nbytes,

@@ -61,10 +61,6 @@ class Wanted:
         """Bytes in narrow gaps."""
         return int(self.fetched.size.sum()) - self.needed_nbytes
 
-    def shared_between(self, low: I64, high: I64) -> I64:
-        """Number of bytes in narrow gaps in each range from ``low`` to before ``high``."""
-        return bytes_between(self.fetched, low, high) - bytes_between(self.union, low, high)
-
     def coverage(self, weight: I64 | int = 1) -> I64:
         """For each chunk, the sum of the weights of the ranges that intersect it."""
         marks = np.zeros(len(self.chunk_begin) + 1, np.int64)

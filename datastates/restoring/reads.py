@@ -210,13 +210,8 @@ class Reads:
         room = executor.most_ahead - self._extents_ahead
         end = offset[0] + np.uint64(room * extent_nbytes)
         records = min(AHEAD_RECORDS, int(np.searchsorted(offset, end)))
-        plan = read.plan_ahead(
-            source.chunks(0, records),
-            room,
-            complete=records == len(offset),
-            in_place=True,
-            extent_nbytes=extent_nbytes,
-        )
+        complete = records == len(offset)
+        plan = read.plan_ahead(source.chunks(0, records), room, complete=complete, extent_nbytes=extent_nbytes)
         if not self._ahead:  # behind the data it would wait for its turn
             will_need(source.path, source.index.pickle_offset, source.index.pickle_nbytes)
         self._ahead[source] = executor.read_ahead(source.path, plan)
