@@ -17,7 +17,6 @@ from datastates.container.checksums import crc32
 from datastates.container.index import FORMAT_VERSION, Index, decode_index, encode_index
 from datastates.container.nested_archives import ROOM, Nest
 from datastates.container.records import Records
-from datastates.container.table import Row
 from datastates.errors import FormatError
 from datastates.state.shards import StoredArray
 
@@ -57,12 +56,13 @@ def nest_of(index: Index) -> Nest | None:
     records, rows = np.unique(table.record, return_index=True)
     if len(records) != len(index.records):
         raise FormatError("index: a record without an array cannot be an archive")
-    return Nest([stored_array(row, int(index.records.nbytes[row.record])) for row in map(table.row, rows.tolist())])
-
-
-def stored_array(row: Row, record_nbytes: int) -> StoredArray:
-    """Where a row's elements are, as ``data.pkl`` says it."""
-    return StoredArray.within(row.record, record_nbytes, row.dtype.name, row.offset, row.shape, row.stride)
+    nbytes = index.records.nbytes.tolist()
+    return Nest(
+        [
+            StoredArray.within(row.record, nbytes[row.record], row.dtype.name, row.offset, row.shape, row.stride)
+            for row in table.rows(rows.tolist())
+        ]
+    )
 
 
 def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[bytes, int]:
