@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.loaded import loaded
-from datastates.state import dtensors, dtypes
+from datastates.state import dressed, dtensors, dtypes
 from datastates.state.arrays import _view, kind_of
 from datastates.state.shards import ArrayRef
 from datastates.state.strides import span
@@ -150,8 +150,7 @@ def assign(destination: Any, source: Any) -> None:
 
 def convert(destination: Any, source: Any) -> None:
     """Copy an array in host memory into one of the same shape and another floating-point type, on any device."""
-    torch: Any = loaded("torch")
-    if torch is not None and isinstance(destination, torch.Tensor):
+    if dressed.is_tensor(destination):
         assign(destination, source)  # torch converts while it copies
     elif isinstance(destination, np.ndarray):
         np.copyto(destination, source, casting="unsafe")
