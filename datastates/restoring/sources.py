@@ -144,9 +144,13 @@ class Tensors(Protocol):
     def whole(self, fulls: Sequence[str]) -> Sequence[tuple[Row, Sequence[FoundRow]]]:
         """For each full key, any row of its tensor, and all rows that hold elements of it, each with its file.
 
+        A tensor without elements has no such rows.
+
         Raises:
             KeyError: There is no tensor with one of the keys.
             DatastatesError: Only a part of a tensor is there.
+            FormatError: A file is damaged, or the parts of a tensor are of different types or shapes.
+            StorageError: A file cannot be read.
         """
 
     def sources(self, wanted: Sequence[tuple[Row, Part]]) -> Sequence[Sequence[FoundRow]]:
