@@ -111,33 +111,8 @@ class Part:
         if self.flat is not None or self.is_whole:
             first, n = self.flat[0] if self.flat is not None else 0, self.numel
             return np.array([first] if n else [], np.int64), np.array([n] if n else [], np.int64)
-        assert self.offset is not None
-        if not self.numel:
-            return _NONE.source, _NONE.length
-        here = _box_spread(self.global_shape, self.shape, self.offset, (0,) * len(self.shape), self.shape)
-        _, runs = spread(*here).stretches()
+        _, runs = intersect(Part.whole(self.global_shape), self).stretches()
         return runs.source, runs.length
-
-
-def _box_spread(
-    a_shape: tuple[int, ...],
-    b_shape: tuple[int, ...],
-    a_begin: Sequence[int],
-    b_begin: Sequence[int],
-    size: Sequence[int],
-) -> _Spread:
-    """How a box of ``size`` spreads over stretches that are contiguous in arrays of ``a_shape`` and of ``b_shape``.
-
-    The box begins at the index ``a_begin`` of the one and ``b_begin`` of the other. It is not empty.
-    """
-    inner = len(size)  # from this dimension on the box spans both arrays
-    while inner and size[inner - 1] == a_shape[inner - 1] == b_shape[inner - 1]:
-        inner -= 1
-    outer = max(inner - 1, 0)  # along this dimension it is one stretch
-    a_steps, b_steps = row_major(a_shape), row_major(b_shape)
-    a_first = sum(b * s for b, s in zip(a_begin, a_steps, strict=True))
-    b_first = sum(b * s for b, s in zip(b_begin, b_steps, strict=True))
-    return size[:outer], a_steps[:outer], b_steps[:outer], math.prod(size[outer:]), a_first, b_first
 
 
 def _shared_box(source: Part, dest: Part) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
@@ -154,9 +129,18 @@ def _shared_box(source: Part, dest: Part) -> tuple[tuple[int, ...], tuple[int, .
 
 @functools.lru_cache(maxsize=1024)  # tensors of equal shapes are often cut alike
 def _shared_spread(source: Part, dest: Part) -> _Spread | None:
-    """How the intersection of two boxes spreads over stretches; None when there is none."""
-    box = _shared_box(source, dest)
-    return None if box is None else _box_spread(source.shape, dest.shape, *box)
+    """How the intersection of two boxes spreads over stretches that are contiguous in both; None when there is none."""
+    if (box := _shared_box(source, dest)) is None:
+        return None
+    at, to, size = box
+    inner = len(size)  # from this dimension on the intersection spans both boxes
+    while inner and size[inner - 1] == source.shape[inner - 1] == dest.shape[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)  # along this dimension it is one stretch
+    steps, to_steps = row_major(source.shape), row_major(dest.shape)
+    first = sum(b * s for b, s in zip(at, steps, strict=True))
+    to_first = sum(b * s for b, s in zip(to, to_steps, strict=True))
+    return size[:outer], steps[:outer], to_steps[:outer], math.prod(size[outer:]), first, to_first
 
 
 def stretch(source: Part, dest: Part) -> tuple[int, int, int] | None:
