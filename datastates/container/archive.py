@@ -7,6 +7,7 @@ and its end records; the footer. The footer is the archive's comment. It gives t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from datastates.errors import FormatError
 from datastates.state.shards import StoredArray
 
 _FOOTER = "datastates/{:02d} index={:016x}+{:016x} crc={:08x}"
+_FOOTER_PATTERN = rb"datastates/(\d\d) index=([\da-f]{16})\+([\da-f]{16}) crc=([\da-f]{8})"
 FOOTER_NBYTES = len(_FOOTER.format(0, 0, 0, 0))
 GUESS = 1 << 16
 """Bytes at the end of a file that an index is looked for in, at first."""
@@ -112,18 +114,10 @@ def decode_footer(ending: bytes, file_nbytes: int) -> Footer:
     Raises:
         FormatError: They are no footer, name an unknown format, or place the index beyond the end of the file.
     """
-    try:
-        text = ending[-FOOTER_NBYTES:].decode("ascii")
-        version, offset, nbytes, crc = (
-            int(text[11:13]),
-            int(text[20:36], 16),
-            int(text[37:53], 16),
-            int(text[58:66], 16),
-        )
-        if text != _FOOTER.format(version, offset, nbytes, crc):
-            raise ValueError(text)
-    except (ValueError, IndexError):
-        raise FormatError("not a datastates container, or one cut short: it does not end in a footer") from None
+    fields = re.fullmatch(_FOOTER_PATTERN, ending[-FOOTER_NBYTES:])
+    if fields is None:
+        raise FormatError("not a datastates container, or one cut short: it does not end in a footer")
+    version, (offset, nbytes, crc) = int(fields[1]), (int(number, 16) for number in fields.groups()[1:])
     if version != FORMAT_VERSION:
         raise FormatError(f"a container of format {version}; this reads format {FORMAT_VERSION}")
     if not offset + nbytes <= file_nbytes - ENDING_NBYTES:
