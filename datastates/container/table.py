@@ -187,12 +187,9 @@ class ShardTable:
                 row's key.
         """
         n = len(self.keys)
-        numbers = (self.provider, self.kind, self.dtype, self.record, self.offset, self.part, self.ndim)
-        for column in (*numbers, self.digest, self.digested):
-            if len(column) != n:
-                raise FormatError(f"index: a column has {len(column)} rows instead of {n}")
-        if len(self.global_ndim) != n:
-            raise FormatError("index: the global shapes do not match the rows")
+        for name in _NUMBERS:
+            if (rows := len(getattr(self, name))) != n:
+                raise FormatError(f"index: the column {name!r} has {rows} rows instead of {n}")
         lengths = tuple(int(counts.sum()) for counts in self._counts)
         if (len(self.dims), len(self.global_dims), len(self.place)) != lengths or len(self.strides) != lengths[0]:
             raise FormatError("index: the shapes do not match the rows")
@@ -250,10 +247,10 @@ class ShardTable:
         self._refuse(np.bincount(owner[of_box], weights=beyond, minlength=n) > 0, "reaches beyond its logical tensor")
         i = np.flatnonzero(flat)
         first, end = self.place[places[i]].astype(np.float64), self.place[places[i] + 1].astype(np.float64)
-        total = _products(globals_, self.global_ndim)[i]
+        total = _products(globals_, self.global_ndim)
+        self._refuse(total * itemsize >= 2**62, "is a part of an impossible tensor")
         wrong = np.zeros(n, bool)
-        self._refuse(_products(globals_, self.global_ndim) * itemsize >= 2**62, "is a part of an impossible tensor")
-        wrong[i] = (end < first) | (end > total) | (end - first != dims[starts[i]])
+        wrong[i] = (end < first) | (end > total[i]) | (end - first != dims[starts[i]])
         self._refuse(wrong, "is not a range of its logical tensor")
 
     def _refuse(self, bad: np.ndarray[Any, Any], what: str) -> None:
