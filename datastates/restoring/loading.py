@@ -198,9 +198,8 @@ class _Tensors(_Blocks):
     def __init__(self, sources: Sequence[Container], into: Into) -> None:
         super().__init__()
         self._reads = [Reads(in_full=True)]
-        self._arrays: dict[str, Any] = {}
-        self._keys: dict[int, dict[DataPlace, str]] = {id(source): {} for source in sources}
-        self._places: dict[tuple[int, str], DataPlace] = {}
+        self._arrays: dict[tuple[int, DataPlace], Any] = {}  # by container and place
+        self._places: dict[tuple[int, str], DataPlace] = {}  # by container and key
         tensors = combine([source.index.shards for source in sources])
         if into.device is not None:
             wholes = (logical(tensor.parts[0][2]) for tensor in tensors.values())
@@ -212,22 +211,21 @@ class _Tensors(_Blocks):
             # as many elements as the tensor has, but not all of them: some are there twice
             if len(tensor.parts) > 1 and uncovered(Part.whole(tensor.shape), [row.part for _, _, row in tensor.parts]):
                 raise FormatError(f"{key!r} has parts that overlap")
-            self._arrays[key] = into.empty(logical(tensor.parts[0][2]))
-            live = arrays.array_shard(key, self._arrays[key])
+            live = arrays.array_shard(key, into.empty(logical(tensor.parts[0][2])))
             for number, _, row in tensor.parts:
-                place = self._places[id(sources[number]), key] = place_of(row)
-                self._keys[id(sources[number])][place] = key
+                source = sources[number]
+                place = self._places[id(source), key] = place_of(row)
+                self._arrays[id(source), place] = live.source
                 if row.part.numel:
-                    self._reads[0].add(sources[number], row, live)
+                    self._reads[0].add(source, row, live)
 
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
         """The array of a container's full key, as a reference has it. Tied arrays are the same object."""
-        return as_referred(self._arrays[self._keys[id(source)][self._places[id(source), full]]], ref)
+        return as_referred(self._arrays[id(source), self._places[id(source), full]], ref)
 
     def at(self, source: Container, place: DataPlace) -> Any:
         """The array at a place in a container; None if the index lists none there."""
-        key = self._keys[id(source)].get(place)
-        return None if key is None else self._arrays[key]
+        return self._arrays.get((id(source), place))
 
     def start(self, executor: Callable[[int], Executor]) -> None:
         """Begin to read and verify all tensors."""
