@@ -14,7 +14,7 @@ from datastates._base.columns import I64, U64
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.stretches import form, forms
 from datastates.container.table import Row, ShardTable
-from datastates.errors import FormatError
+from datastates.errors import CorruptError, FormatError
 from datastates.restoring.read_queue import Source
 from datastates.state.parts import Part
 
@@ -40,6 +40,9 @@ class TensorFile(Source, Protocol):
 
     def record_crc(self, record: int) -> int | None:
         """CRC-32 of a whole record; None if it has none."""
+
+    def corrupt(self, key: str) -> CorruptError:
+        """The error for damaged data, which ``key`` names in its message."""
 
     def read_row(self, row: Row) -> memoryview:
         """Read the bytes from a row's first element to its last.
