@@ -15,7 +15,6 @@ import numpy as np
 
 from datastates._base import files
 from datastates._base.columns import U64
-from datastates._base.files import read_bytes
 from datastates.commit import directories, manifest
 from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
@@ -73,24 +72,6 @@ class Head:
         return cls(**{**fields, "path": Path(os.fsdecode(fields["path"]))})
 
 
-def open_catalog(head: Head) -> Catalog:
-    """Open the catalog of a checkpoint that several ranks wrote.
-
-    Raises:
-        FormatError: The catalog is damaged, or not the one that the manifest names.
-        StorageError: The catalog cannot be read.
-    """
-    assert head.catalog is not None
-    path, entry = head.path / head.catalog.file, head.catalog
-    nbytes = files.length(path)
-    if nbytes != entry.nbytes:
-        raise FormatError(f"{path} is not the catalog that the manifest names: {nbytes} bytes, not {entry.nbytes}")
-    opened = Catalog(read_bytes(path), nbytes, entry.head_crc32, str(path))
-    if opened.ranks != head.ranks:
-        raise FormatError(f"{path}: a catalog of {opened.ranks} ranks, not of {head.ranks}")
-    return opened
-
-
 class Stored:
     """The containers of one checkpoint, and the parts of logical tensors that each holds. Not thread-safe.
 
@@ -142,8 +123,22 @@ class Stored:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The catalog of a checkpoint that several ranks wrote; raises as :func:`open_catalog` does."""
-        return open_catalog(self.head)
+        """The catalog of a checkpoint that several ranks wrote.
+
+        Raises:
+            FormatError: The catalog is damaged, or not the one that the manifest names.
+            StorageError: The catalog cannot be read.
+        """
+        entry = self.head.catalog
+        assert entry is not None
+        path, ranks = self.head.path / entry.file, self.head.ranks
+        nbytes = files.length(path)
+        if nbytes != entry.nbytes:
+            raise FormatError(f"{path} is not the catalog that the manifest names: {nbytes} bytes, not {entry.nbytes}")
+        opened = Catalog(files.read_bytes(path), nbytes, entry.head_crc32, str(path))
+        if opened.ranks != ranks:
+            raise FormatError(f"{path}: a catalog of {opened.ranks} ranks, not of {ranks}")
+        return opened
 
     def container(self, rank: int) -> Container | None:
         """A rank's container; None if the file is missing.
