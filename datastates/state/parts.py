@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,8 +28,14 @@ class HeldPart(NamedTuple):
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...] | None
-    flat: tuple[int, int] | None
-    replicas: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+    replicas: tuple[int, ...] = ()
+
+
+def replicas(ranks: Iterable[int]) -> tuple[int, ...]:
+    """Ranks that hold the same part, as a shard names them: ascending, each once; none if it is only one."""
+    unique = tuple(sorted(set(ranks)))
+    return unique if len(unique) > 1 else ()
 
 
 @dataclass(frozen=True, slots=True)
