@@ -205,14 +205,18 @@ def _lasts(starts: I64, count: int) -> I64:
 
 def _pieces(ranges: Wanted, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
     """What each range has in each extent, ordered by extent: the numbers of both, and the part of the range."""
-    runs = ranges.runs
-    which, extent = pairs(
-        np.searchsorted(end, runs.source, side="right"), np.searchsorted(begin, runs.end, side="left")
-    )
-    of, piece = runs[which].within(begin[extent], end[extent])
-    which, extent = which[of], extent[of]
+    which, extent, piece = _cut(ranges.runs, begin, end)
     order = np.lexsort((piece.source, extent))
     return which[order], extent[order], piece[order]
+
+
+def _cut(runs: Runs, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
+    """What each run has in each of some ascending ranges: the numbers of both, and the part of the run."""
+    which, number = pairs(
+        np.searchsorted(end, runs.source, side="right"), np.searchsorted(begin, runs.end, side="left")
+    )
+    of, part = runs[which].within(begin[number], end[number])
+    return which[of], number[of], part
 
 
 def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int) -> tuple[np.ndarray, int]:
@@ -228,16 +232,11 @@ def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int)
 
 def _loosened(wanted: Runs, every: _Segments) -> _Segments:
     """Chunks that are not verified are cut down to what is wanted of them."""
-    which, chunk = pairs(
-        np.searchsorted(every.end, wanted.source, side="right"), np.searchsorted(every.begin, wanted.end, side="left")
-    )
-    loose = ~every.verified[chunk]
-    which, chunk = which[loose], chunk[loose]
-    of, cut = wanted[which].within(every.begin[chunk], every.end[chunk])
-    kept = every.verified
+    kept, loose = every.verified, np.flatnonzero(~every.verified)
+    _, number, cut = _cut(wanted, every.begin[loose], every.end[loose])
     runs = Runs.joined([every.runs[kept], cut])
     order = np.argsort(runs.source, kind="stable")
-    numbers = np.append(every.chunk[kept], every.chunk[chunk[of]])
+    numbers = np.append(every.chunk[kept], every.chunk[loose[number]])
     return _Segments(runs[order], numbers[order], (np.arange(len(order)) < kept.sum())[order])
 
 
