@@ -164,7 +164,7 @@ class _Blocks(ABC):
 
     @abstractmethod
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        """The array of a container's full key, as a reference has it."""
+        """The array of a container's full key, as a reference has it. Tied arrays are the same object."""
 
     @abstractmethod
     def at(self, source: Container, place: DataPlace) -> Any:
@@ -220,15 +220,12 @@ class _Tensors(_Blocks):
                     self._reads[0].add(source, row, live)
 
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        """The array of a container's full key, as a reference has it. Tied arrays are the same object."""
         return as_referred(self._arrays[id(source), self._places[id(source), full]], ref)
 
     def at(self, source: Container, place: DataPlace) -> Any:
-        """The array at a place in a container; None if the index lists none there."""
         return self._arrays.get((id(source), place))
 
     def start(self, executor: Callable[[int], Executor]) -> None:
-        """Begin to read and verify all tensors."""
         self._reads[0].start(executor(self._reads[0].nbytes))
 
 
@@ -250,12 +247,10 @@ class _Records(_Blocks):
         self._made: dict[tuple[object, ...], Any] = {}
 
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        """The array of the container's full key, as a reference has it."""
         del source
         return as_referred(self._array(self._numbers[full], replace(ref, key=full)), ref)
 
     def at(self, source: Container, place: DataPlace) -> Any:
-        """The array at a place in the container; None if the index lists none there."""
         del source
         number = self._by_place.get(place)
         return None if number is None else self._array(number, reference(self._table.row(number)))
