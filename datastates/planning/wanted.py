@@ -95,19 +95,14 @@ def _in_combs(runs: Runs) -> Bools:
     lies between its rows. A run that no other reaches into is a comb of one.
     """
     begin, end = runs.source, runs.end
-    starts = _and_first(begin[1:] >= np.maximum.accumulate(end)[:-1])
-    follows = _and_first(begin[1:] == begin[:-1] + runs.length[:-1])
-    alike = _and_first((runs.count[1:] == runs.count[:-1]) & (runs.source_step[1:] == runs.source_step[:-1]))
+    starts = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])
+    follows = np.append(True, begin[1:] == begin[:-1] + runs.length[:-1])
+    alike = np.append(True, (runs.count[1:] == runs.count[:-1]) & (runs.source_step[1:] == runs.source_step[:-1]))
     fits = runs.has_gaps & (runs.length < GAP) & (starts | (follows & alike))
     firsts = np.flatnonzero(starts)
     space = runs.source_step[firsts] - np.add.reduceat(runs.length, firsts)
     combs = np.logical_and.reduceat(fits, firsts) & (space >= 0) & (space <= GAP)
     return np.asarray(combs[np.cumsum(starts) - 1])
-
-
-def _and_first(others: Bools) -> Bools:
-    """Marks the first of some things, and those of the others."""
-    return np.append(True, others)
 
 
 def _joined(runs: Runs) -> Runs:
