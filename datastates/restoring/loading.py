@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +57,21 @@ def load(
     """
     pickle_reader.check_trust(trust)
     sources = open_all(path)
-    pickles = [(source, list(_pieces(source, _read_pickle(source)))) for source in sources]
+    pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
     apart = len(sources) == 1 and not sources[0].index.shards.by_key.repeated
     blocks = _Records(sources[0], into, place) if apart else _Tensors(sources, into)
     with contextlib.closing(blocks):
         blocks.start(executor)
         # an untrusted or damaged object stops the reads
-        for source, pieces in pickles:
-            for piece in pieces:
-                with naming(str(source.path)):
-                    piece.survey(source, blocks, trust, into)
+        for piece in pieces:
+            with naming(str(piece.source.path)):
+                piece.survey(blocks, trust, into)
         blocks.finish()
     built = []
-    for source, pieces in pickles:
-        for piece in pieces:
-            with naming(str(source.path)):
-                built.append(piece.built(source, blocks, trust, into))
-    result: dict[str, Any] = built[0] if built else {}
-    for more in built[1:]:
-        result = _merged(result, more)
-    return result
+    for piece in pieces:
+        with naming(str(piece.source.path)):
+            built.append(piece.built(blocks, trust, into))
+    return reduce(_merged, built) if built else {}
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +79,7 @@ class _Piece:
     """A part of ``data.pkl`` that is read by itself.
 
     Attributes:
+        source: The container.
         provider: The provider whose only object it is; None if it is of several providers.
         whole: Whether it is all of ``data.pkl``.
         opcodes: The opcodes that push it.
@@ -91,41 +87,42 @@ class _Piece:
         complete: Whether nothing of the value has to be built once all arrays are read.
     """
 
+    source: Container
     provider: str | None
     whole: bool
     opcodes: bytes
     value: Any = None
     complete: bool = False
 
-    def survey(self, source: Container, blocks: _Blocks, trust: Trust, into: Into) -> None:
+    def survey(self, blocks: _Blocks, trust: Trust, into: Into) -> None:
         """Read it before its arrays, natively if it is plain; raises as :func:`load` does."""
         if (name := self.provider) is not None:
-            self.complete = self._read_natively(source, name, blocks)
+            self.complete = self._read_natively(name, blocks)
         if not self.complete:
             stream = pickle_writer.stream(self.opcodes)
-            resolve = blocks.of(source)
+            resolve = blocks.of(self.source)
             self.value, self.complete = pickle_reader.survey(stream, resolve, trust=trust, with_torch=into.with_torch)
         if self.whole and not isinstance(self.value, dict):
             raise FormatError(f"data.pkl holds a {type(self.value).__name__}, not a mapping of providers")
 
-    def _read_natively(self, source: Container, name: str, blocks: _Blocks) -> bool:
-        plain = read_plain(self.opcodes, StoredRows(source.index, name))
+    def _read_natively(self, name: str, blocks: _Blocks) -> bool:
+        plain = read_plain(self.opcodes, StoredRows(self.source.index, name))
         if plain is None:
             return False
         (self.value,) = plain
         try:
-            return fill(self.value, lambda ref: blocks.referred(source, full_key(name, ref.key), ref))
+            return fill(self.value, lambda ref: blocks.referred(self.source, full_key(name, ref.key), ref))
         except (FormatError, ImportError):
             raise
         except Exception as error:  # for example a parameter of integers that is said to require a gradient
             raise FormatError(f"objects cannot be decoded: {type(error).__name__}: {error}") from error
 
-    def built(self, source: Container, blocks: _Blocks, trust: Trust, into: Into) -> dict[str, Any]:
+    def built(self, blocks: _Blocks, trust: Trust, into: Into) -> dict[str, Any]:
         """The values by provider, now that all arrays are read."""
         value = self.value
         if not self.complete:
             stream = pickle_writer.stream(self.opcodes)
-            value = pickle_reader.loads(stream, blocks.of(source), trust=trust, with_torch=into.with_torch)
+            value = pickle_reader.loads(stream, blocks.of(self.source), trust=trust, with_torch=into.with_torch)
         return value if self.whole or self.provider is None else {self.provider: value}
 
 
@@ -134,12 +131,12 @@ def _pieces(source: Container, data: bytes) -> Iterator[_Piece]:
     index, body = source.index, pickle_writer.body(data)
     names = [index.shards.providers[stored.provider] for stored in index.objects if stored.key == ""]
     if len(index.objects) != len(names) or sorted(names) != sorted(index.shards.providers):
-        yield _Piece(None, True, body)
+        yield _Piece(source, None, True, body)
         return
     for name, stored in sorted(zip(names, index.objects, strict=True), key=lambda pair: pair[1].offset):
         begin = stored.offset - index.pickle_offset
         opcodes = data[begin : begin + stored.nbytes]
-        yield _Piece(name, opcodes == body, opcodes)
+        yield _Piece(source, name, opcodes == body, opcodes)
 
 
 def _merged(first: Any, second: Any) -> Any:
