@@ -24,6 +24,7 @@ from datastates.state import memory as array_memory
 from datastates.state.parts import Block
 from datastates.state.runs import Runs, spread
 from datastates.state.shards import HOST, ArrayRef, Buffer, Shard
+from datastates.state.strides import span
 
 SMALL_STATE = 1 << 20
 """A restore that fills fewer bytes may read so many unwanted ones, so that small states are verified completely."""
@@ -123,7 +124,7 @@ class Reads:
         if place is None:
             landing = array_memory.empty(replace(reference(row), kind=shard.kind))  # which it is copied to
             self._copies.append((shard.source, landing))
-            place = arrays.memory(landing)
+            place = replace(arrays.memory(landing), nbytes=span(row.shape, row.stride) * row.dtype.itemsize)
         offset = int(queue.source.data_offset[row.record]) + row.offset
         queue.add(row.key, offset, place, whole=row.flat is None and row.shape == row.global_shape)
 
@@ -152,9 +153,10 @@ class Reads:
         apart = row.stride if row.flat is None else [step * row.stride[0] for step in block.steps]
         runs, stride = _stretches(block.size, apart)
         landing = array_memory.empty(ArrayRef(row.key, shard.kind, row.dtype.name, block.size, stride))
+        memory = replace(arrays.memory(landing), nbytes=int(runs.size.sum()) * itemsize)
         first = sum(b * s for b, s in zip(block.source, row.stride, strict=True))
         offset = first * itemsize + int(queue.source.data_offset[row.record]) + row.offset
-        queue.add_runs(row.key, arrays.memory(landing), runs.placed(itemsize, offset))
+        queue.add_runs(row.key, memory, runs.placed(itemsize, offset))
         self._copies.append((_region(shard, block), landing))
 
     @property

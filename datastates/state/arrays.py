@@ -81,10 +81,6 @@ class _View:
     def end(self) -> int:
         return self.pointer + span(self.shape, self.stride) * self.dtype.itemsize
 
-    def buffer(self, owner: object) -> Buffer:
-        stream = current_stream(self.kind, self.device)
-        return Buffer(self.pointer, self.end - self.pointer, self.device, stream, owner)
-
 
 def _view(array: Any) -> _View:
     whole, array = array, dtensors.local(array)
@@ -311,7 +307,7 @@ def _own_place(view: _View, array: object) -> Buffer | None:
     """An array's memory if its elements fill it exactly, else None."""
     if view.array is not dtensors.local(array) or not is_dense(view.shape, view.stride):
         return None
-    return view.buffer(array)
+    return Buffer(view.pointer, view.end - view.pointer, view.device, current_stream(view.kind, view.device), array)
 
 
 class Destinations(Described):
@@ -370,9 +366,12 @@ def place(shard: Shard, stride: Sequence[int]) -> Buffer | None:
     return _own_place(view, shard.source) if view.stride == stride else None
 
 
-def memory(array: object) -> Buffer:
-    """The memory of a new array of torch, on any device, or of NumPy, from its first element to its last."""
-    return _view(array).buffer(array)
+def memory(array: Any) -> Buffer:
+    """The memory of a new contiguous array of torch, on any device, or of NumPy."""
+    if kind_of(array) != "torch":
+        return Buffer(array.ctypes.data, array.nbytes, owner=array)
+    device = array.device.index if array.is_cuda else HOST
+    return Buffer(array.data_ptr(), array.nbytes, device, current_stream("torch", device), array)
 
 
 def is_lazy_kind(array: object) -> bool:
