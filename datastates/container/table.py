@@ -230,9 +230,7 @@ class ShardTable:
             if any((row.dtype, row.global_shape) != (first.dtype, first.global_shape) for row in others):
                 raise FormatError(f"index: {first.key!r} has parts of different types or shapes")
 
-    def _check_parts(
-        self, row: np.ndarray[Any, Any], dims: np.ndarray[Any, Any], itemsize: np.ndarray[Any, Any]
-    ) -> None:
+    def _check_parts(self, row: I64, dims: np.ndarray, itemsize: np.ndarray) -> None:
         """Refuse parts that do not lie within their logical tensors."""
         n = len(self.keys)
         whole, box, flat = self.part == WHOLE, self.part == BOX, self.part == FLAT
@@ -276,6 +274,7 @@ def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], reco
     rows = [s for _, s in shards]
     part = [FLAT if s.flat is not None else WHOLE if s.shape == s.global_shape else BOX for s in rows]
     place = [() if p == WHOLE else s.flat if p == FLAT else s.offset for s, p in zip(rows, part, strict=True)]
+    global_shape = [() if p == WHOLE else s.global_shape for s, p in zip(rows, part, strict=True)]
 
     def flatten(tuples: Sequence[tuple[int, ...] | None]) -> U64:
         return np.array([n for t in tuples if t for n in t], np.uint64)
@@ -292,10 +291,8 @@ def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], reco
         ndim=np.array([len(s.shape) for s in rows], np.uint8),
         dims=flatten([s.shape for s in rows]),
         strides=flatten([s.stride for s in rows]),
-        global_ndim=np.array(
-            [0 if p == WHOLE else len(s.global_shape) for s, p in zip(rows, part, strict=True)], np.uint8
-        ),
-        global_dims=flatten([() if p == WHOLE else s.global_shape for s, p in zip(rows, part, strict=True)]),
+        global_ndim=np.array(list(map(len, global_shape)), np.uint8),
+        global_dims=flatten(global_shape),
         place=flatten(place),
         digest=np.zeros(len(rows), np.uint32),
         digested=np.zeros(len(rows), np.uint8),
