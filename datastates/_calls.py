@@ -21,7 +21,7 @@ from datastates.formats import recognise
 from datastates.formats.format import Format, Opened
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.restoring.comparison import Comparison
-from datastates.restoring.fallback import check, comparing
+from datastates.restoring.fallback import check
 from datastates.restoring.fallback import compare as compare_newest
 from datastates.restoring.fallback import restore as restore_newest
 from datastates.restoring.meeting import Meeting
@@ -205,8 +205,6 @@ def load_like(
         other=other,
         step=step,
         trust=trust,
-        verify="checksum",
-        replicas="read",
     )
     if restored is None:
         newest.refuse_absence(path, None)
@@ -235,7 +233,7 @@ def compare_by(
         meeting.refuse(error)
     if other is not None:
         tensors = open_other(other, path, meeting, wish, scope)
-        return comparing(tensors, providers, executor, meeting, scope=scope, trust=trust)
+        return Restore(tensors, providers, executor, meeting, strict=False, trust=trust, scope=scope).compare()
     candidates = partial(newest.candidates, path, wish, certain=True)
     found = compare_newest(providers, candidates, executor, meeting, step=wish, scope=scope, trust=trust)
     return newest.refuse_absence(path, wish) if found is None else found

@@ -37,8 +37,7 @@ from datastates.restoring.selection import Keys
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
-from datastates.state.devices import Device
-from datastates.state.into import AS_SAVED, Framework, Into
+from datastates.state.into import AS_SAVED, Device, Framework, Into
 from datastates.state.provider import StateProvider
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from datastates.container.digest_runs import Places, places_of
-from datastates.container.digests import Contribution, row_major, strided
+from datastates.container.digests import contribution_of, row_major, strided
 from datastates.container.logical import Logical, combine
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_policy import TorchName
@@ -110,13 +110,12 @@ class _Tensors:
         if c not in self._places:
             self._places[c] = places_of(source.shards)
         row = source.shards.row(i)
-        part = Contribution(self._places[c], i)
-        if 0 not in row.shape:
-            data = source.read_row(row)
-            self.read += len(data)
-            for piece in row_major(strided(data, 0, row.shape, row.stride, row.dtype.itemsize)):
-                part.update(piece)
-        return part.value()
+        if 0 in row.shape:
+            return 0
+        data = source.read_row(row)
+        self.read += len(data)
+        elements = strided(data, 0, row.shape, row.stride, row.dtype.itemsize)
+        return contribution_of(self._places[c], i, row_major(elements))
 
 
 # --- objects

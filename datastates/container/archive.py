@@ -7,6 +7,7 @@ and its end records; the footer. The footer is the archive's comment. It gives t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,11 +18,11 @@ from datastates.container.checksums import crc32
 from datastates.container.index import FORMAT_VERSION, Index, decode_index, encode_index
 from datastates.container.nested_archives import ROOM, Nest
 from datastates.container.records import Records
-from datastates.container.table import Row
 from datastates.errors import FormatError
 from datastates.state.shards import StoredArray
 
 _FOOTER = "datastates/{:02d} index={:016x}+{:016x} crc={:08x}"
+_FOOTER_PATTERN = rb"datastates/(\d\d) index=([\da-f]{16})\+([\da-f]{16}) crc=([\da-f]{8})"
 FOOTER_NBYTES = len(_FOOTER.format(0, 0, 0, 0))
 GUESS = 1 << 16
 """Bytes at the end of a file that an index is looked for in, at first."""
@@ -57,12 +58,13 @@ def nest_of(index: Index) -> Nest | None:
     records, rows = np.unique(table.record, return_index=True)
     if len(records) != len(index.records):
         raise FormatError("index: a record without an array cannot be an archive")
-    return Nest([stored_array(row, int(index.records.nbytes[row.record])) for row in map(table.row, rows.tolist())])
-
-
-def stored_array(row: Row, record_nbytes: int) -> StoredArray:
-    """Where a row's elements are, as ``data.pkl`` says it."""
-    return StoredArray.within(row.record, record_nbytes, row.dtype.name, row.offset, row.shape, row.stride)
+    nbytes = index.records.nbytes.tolist()
+    return Nest(
+        [
+            StoredArray.within(row.record, nbytes[row.record], row.dtype.name, row.offset, row.shape, row.stride)
+            for row in table.rows(rows.tolist())
+        ]
+    )
 
 
 def encode_tail(index: Index, pickle: bytes, nest: Nest | None = None) -> tuple[bytes, int]:
@@ -112,18 +114,10 @@ def decode_footer(ending: bytes, file_nbytes: int) -> Footer:
     Raises:
         FormatError: They are no footer, name an unknown format, or place the index beyond the end of the file.
     """
-    try:
-        text = ending[-FOOTER_NBYTES:].decode("ascii")
-        version, offset, nbytes, crc = (
-            int(text[11:13]),
-            int(text[20:36], 16),
-            int(text[37:53], 16),
-            int(text[58:66], 16),
-        )
-        if text != _FOOTER.format(version, offset, nbytes, crc):
-            raise ValueError(text)
-    except (ValueError, IndexError):
-        raise FormatError("not a datastates container, or one cut short: it does not end in a footer") from None
+    fields = re.fullmatch(_FOOTER_PATTERN, ending[-FOOTER_NBYTES:])
+    if fields is None:
+        raise FormatError("not a datastates container, or one cut short: it does not end in a footer")
+    version, (offset, nbytes, crc) = int(fields[1]), (int(number, 16) for number in fields.groups()[1:])
     if version != FORMAT_VERSION:
         raise FormatError(f"a container of format {version}; this reads format {FORMAT_VERSION}")
     if not offset + nbytes <= file_nbytes - ENDING_NBYTES:

@@ -58,13 +58,13 @@ def encode_pickle(
         return b"".join(parts), tuple(objects)
     add(pickle_writer.MAPPING_BEGIN)
     for number, state in enumerate(states):
-        add(pickle_writer.mapping_frame(state.name))
+        add(pickle_writer.text(state.name))
         if state.whole is not None:
             add_object(number, "", state.whole)
             continue
         add(pickle_writer.MAPPING_BEGIN)
         for key, item in state.items:
-            add(pickle_writer.mapping_frame(key))
+            add(pickle_writer.text(key))
             if isinstance(item, bytes):
                 add_object(number, key, item)
             else:
@@ -76,5 +76,5 @@ def encode_pickle(
 
 def encode_arrays(arrays: Mapping[str, StoredArray]) -> bytes:
     """A ``data.pkl`` that is one dict of arrays. Those that name one place share their storage when they are loaded."""
-    items = (pickle_writer.mapping_frame(key) + pickle_writer.encode_array(one) for key, one in arrays.items())
+    items = (pickle_writer.text(key) + pickle_writer.encode_array(one) for key, one in arrays.items())
     return pickle_writer.stream(b"".join([pickle_writer.MAPPING_BEGIN, *items, pickle_writer.MAPPING_END]))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from datastates._base.columns import I64, Bools
 from datastates.container.table import BOX, FLAT, Row, ShardTable
 from datastates.planning.plans import DigestRuns
-from datastates.state import dtypes
-from datastates.state.runs import grid
-from datastates.state.strides import row_major
-from datastates.state.tensor_scan import contiguous
+from datastates.state.runs import grid, pairs
+from datastates.state.strides import row_major, row_majors
+from datastates.state.tensor_scan import ITEMSIZES, by_ndim, contiguous
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,8 +62,7 @@ class Places:
         """
         length = self.count[rows] * self.run[rows]
         stretches = self.nbytes[rows] // length
-        digest = np.repeat(np.arange(len(rows)), stretches)
-        within = np.arange(len(digest)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
+        digest, within = pairs(0, stretches)
         begin = np.repeat(self.begin[rows], stretches)
         apart = [_stretches(self.table.row(i)) for i in rows[stretches > 1]]
         begin[stretches[digest] > 1] += np.concatenate([np.zeros(0, np.int64), *apart])
@@ -94,15 +91,15 @@ def places_of(table: ShardTable) -> Places:
     begin, count = np.zeros(n, np.int64), np.ones(n, np.int64)
     flat = np.flatnonzero(table.part == FLAT)
     begin[flat] = table.place[place_at[flat]]
-    for rows, columns in _by_ndim(flat, table.global_ndim, global_at):
+    for rows, columns in by_ndim(flat, table.global_ndim, global_at):
         total[rows] = table.global_dims[columns].astype(np.int64).prod(axis=1)
     boxes = np.flatnonzero((table.part == BOX) & (numel > 0))
-    for rows, columns in _by_ndim(boxes, table.ndim, at):
+    for rows, columns in by_ndim(boxes, table.ndim, at):
         shape = table.dims[columns].astype(np.int64)
         width = np.arange(shape.shape[1])
         whole = table.global_dims[global_at[rows][:, None] + width].astype(np.int64)
         place = table.place[place_at[rows][:, None] + width].astype(np.int64)
-        inner, partial = _inner(whole), shape != whole
+        inner, partial = row_majors(whole), shape != whole
         # A run spans the last partial dimension and all dimensions behind it. A stretch spans further: it begins with
         # the partial dimension before that one.
         last = _last(partial)
@@ -114,26 +111,10 @@ def places_of(table: ShardTable) -> Places:
         run[rows] = spans[each, last]
         count[rows] = spans[each, first] // spans[each, last]
         step[rows] = np.where(last > 0, inner[each, last - 1], run[rows]) if len(width) else 1
-    itemsize = np.array([d.itemsize for d in dtypes.ALL], np.int64)[table.dtype]
+    itemsize = ITEMSIZES[table.dtype].astype(np.int64)
     return Places(
         table, numel * itemsize, total * itemsize, begin * itemsize, run * itemsize, count, step * itemsize, in_order
     )
-
-
-def _by_ndim(rows: I64, ndim: np.ndarray[Any, Any], starts: I64) -> list[tuple[I64, I64]]:
-    """Rows grouped by number of dimensions: their numbers, and a matrix of where their entries are in the column."""
-    groups = []
-    for k in np.flatnonzero(np.bincount(ndim[rows])).tolist():
-        chosen = rows[ndim[rows] == k]
-        groups.append((chosen, starts[chosen][:, None] + np.arange(k)))
-    return groups
-
-
-def _inner(shape: I64) -> I64:
-    """Row-major strides of each shape, in elements."""
-    ones = np.ones((len(shape), 1), np.int64)
-    products = np.cumprod(np.append(ones, shape[:, :0:-1], axis=1), axis=1)
-    return products[:, ::-1][:, : shape.shape[1]]
 
 
 def _last(marked: Bools) -> I64:

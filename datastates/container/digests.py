@@ -9,8 +9,7 @@ only on the tensor's length.
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from datastates.errors import DatastatesError
 from datastates.planning.plans import DigestRuns, fields_of
 from datastates.state import arrays, memory, strides
 from datastates.state.dtypes import BY_NAME
+from datastates.state.parts import boxes
 from datastates.state.shards import HOST, ArrayRef, Shard
 from datastates.state.strides import span
 
@@ -116,21 +116,19 @@ def plan_digests(table: ShardTable, record_nbytes: U64, source: I64, begin: I64)
     )
 
 
-class Contribution:
-    """What one part contributes to the digest of its logical tensor, computed from its elements in row-major order."""
+def contribution_of(places: Places, row: int, pieces: Iterable[Any]) -> int:
+    """What one part contributes to the digest of its logical tensor.
 
-    def __init__(self, places: Places, row: int) -> None:
-        """Expect the elements of one row."""
-        rows = np.array([row] if places.nbytes[row] else [], np.int64)
-        self._digester = digester(places.runs(rows, np.zeros_like(rows), np.zeros_like(rows)))
-
-    def update(self, data: Any) -> None:
-        """Take the next bytes of the elements."""
-        self._digester.update(data)
-
-    def value(self) -> int:
-        """The contribution, once all bytes have been given."""
-        return int(np.bitwise_xor.reduce(self._digester.finish()))
+    Args:
+        places: The places of a table's rows.
+        row: The number of the part's row.
+        pieces: The bytes of the part's elements in row-major order, cut anywhere.
+    """
+    rows = np.array([row] if places.nbytes[row] else [], np.int64)
+    folded = digester(places.runs(rows, np.zeros_like(rows), np.zeros_like(rows)))
+    for piece in pieces:
+        folded.update(piece)
+    return int(np.bitwise_xor.reduce(folded.finish()))
 
 
 def digester(runs: DigestRuns) -> checksums.Digester:
@@ -156,10 +154,7 @@ def contributions(shards: Sequence[Shard]) -> Iterator[int]:
             raise DatastatesError(f"{shard.key!r} is an object: it has no digest")
     places = places_of(table_of([""], [(0, shard) for shard in shards], [0] * len(shards)))
     for row, shard in enumerate(shards):
-        part = Contribution(places, row)
-        for piece in _row_major(shard):
-            part.update(piece)
-        yield part.value()
+        yield contribution_of(places, row, _row_major(shard))
 
 
 def strided(memory: Any, offset: int, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> Any:
@@ -186,34 +181,20 @@ def _row_major(shard: Shard) -> Iterator[Any]:
     if 0 in shard.shape:
         return
     if buffer.device == HOST:
-        memory = (ctypes.c_char * buffer.nbytes).from_address(buffer.pointer)
-        yield from row_major(strided(memory, shard.buffer_offset, shard.shape, shard.stride, itemsize))
+        held = (ctypes.c_char * buffer.nbytes).from_address(buffer.pointer)
+        yield from row_major(strided(held, shard.buffer_offset, shard.shape, shard.stride, itemsize))
         return
     source: Any = shard.source
     if arrays.kind_of(source) is None or tuple(source.shape) != shard.shape:
         raise DatastatesError(f"{shard.key!r} lies on a device, and its source is not the part itself")
     for piece in _pieces(source, itemsize):
-        yield _on_host(shard, piece)
-
-
-def _on_host(shard: Shard, piece: Any) -> Any:
-    assert shard.dtype is not None
-    shape = tuple(piece.shape)
-    block = memory.allocate(shard.kind, math.prod(shape) * BY_NAME[shard.dtype].itemsize)
-    ref = ArrayRef(shard.key, shard.kind, shard.dtype, shape, strides.row_major(shape))
-    memory.assign(memory.view(block, ref, 0), piece)
-    return np.asarray(block)
+        shape = tuple(piece.shape)
+        ref = ArrayRef(shard.key, shard.kind, shard.dtype, shape, strides.row_major(shape))
+        block = memory.allocate(shard.kind, memory.nbytes_of(ref))
+        memory.assign(memory.view(block, ref, 0), piece)
+        yield np.asarray(block)
 
 
 def _pieces(array: Any, itemsize: int) -> Iterator[Any]:
-    """Cut an array that is not empty into consecutive parts of at most :data:`_PIECE` bytes, or one element."""
-    nbytes = math.prod(array.shape) * itemsize
-    if nbytes <= _PIECE or not array.shape:
-        yield array
-    elif nbytes // array.shape[0] > _PIECE:
-        for i in range(array.shape[0]):
-            yield from _pieces(array[i], itemsize)
-    else:
-        rows = _PIECE // (nbytes // array.shape[0])
-        for i in range(0, array.shape[0], rows):
-            yield array[i : i + rows]
+    """Cut an array into consecutive parts of at most :data:`_PIECE` bytes, or one element."""
+    return (memory.region(array, *box) for box in boxes(array.shape, max(1, _PIECE // itemsize)))

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from datastates._base.loaded import loaded
 from datastates.errors import FormatError
 from datastates.state import dtypes
@@ -54,8 +56,6 @@ def size(sizes: Any) -> tuple[int, ...]:
 
 def _rebuild_numpy(subtype: object, shape: object, kind: object) -> Any:
     # NumPy always writes an empty array here, which __setstate__ fills; a larger shape would only allocate memory
-    import numpy as np
-
     # a subclass gets here only if the caller trusts it
     if not (isinstance(subtype, type) and issubclass(subtype, np.ndarray)) or shape != (0,) or kind not in (b"b", "b"):
         raise FormatError("a NumPy array is rebuilt with arguments that NumPy does not write")
@@ -64,8 +64,6 @@ def _rebuild_numpy(subtype: object, shape: object, kind: object) -> Any:
 
 def numpy_dtype(*args: Any) -> Any:
     """Make a NumPy dtype, which :func:`set_numpy_dtype` completes."""
-    import numpy as np
-
     # NumPy writes a name, align=False and copy=True; because of the copy, BUILD changes no dtype of this process
     match args:
         case (str(), False, True):
@@ -99,8 +97,6 @@ def _is_of_ml_dtypes(scalar: type) -> bool:
 
 def set_numpy_dtype(dtype: Any, state: Any) -> None:
     """Check and set a dtype's state: NumPy would believe any state, even that a type with objects has none."""
-    import numpy as np
-
     expected: Any = None
     match state:
         case (3, str(), None, None, None, int(), int(), int()):
@@ -123,8 +119,6 @@ def set_numpy_dtype(dtype: Any, state: Any) -> None:
 
 
 def _structured(names: tuple[Any, ...], fields: dict[Any, Any], size: int, *, align: bool) -> Any:
-    import numpy as np
-
     entries = [fields[n] for n in names]
     if len(fields) != len(names) or not all(len(e) == 2 and isinstance(e[0], np.dtype) for e in entries):
         raise FormatError("a NumPy type has fields without a name of their own")
@@ -134,8 +128,6 @@ def _structured(names: tuple[Any, ...], fields: dict[Any, Any], size: int, *, al
 
 def set_numpy_array(array: Any, state: Any) -> None:
     """Check and set an array's state: NumPy would allocate any shape, and would not count the objects."""
-    import numpy as np
-
     match state:
         case (int(), tuple(shape), np.dtype() as dtype, bool(), bytes() | list() as data):
             pass
@@ -150,8 +142,6 @@ def set_numpy_array(array: Any, state: Any) -> None:
 
 
 def _numpy_scalar(dtype: Any, data: Any) -> Any:
-    import numpy as np
-
     fits = isinstance(dtype, np.dtype) and isinstance(data, bytes) and len(data) == dtype.itemsize
     if not fits or dtype.hasobject:
         raise FormatError("a NumPy scalar does not fit its type")
@@ -321,12 +311,6 @@ def set_generator(generator: Any, state: Any) -> None:
             raise FormatError("a random number generator has a state that torch does not write")
 
 
-def _ndarray() -> Any:
-    import numpy as np
-
-    return np.ndarray
-
-
 _BUILTINS: tuple[type, ...] = (set, frozenset, complex, slice, range, *_FACTORIES[:8])
 _STANDARD: tuple[Any, ...] = (
     *(collections.deque, collections.defaultdict, decimal.Decimal, fractions.Fraction),
@@ -341,7 +325,7 @@ SAFE: dict[str, Callable[[], Any]] = {
     "collections.OrderedDict": lambda: collections.OrderedDict,
     "collections.Counter": lambda: collections.Counter,
     "_codecs.encode": lambda: _encode,
-    "numpy.ndarray": _ndarray,
+    "numpy.ndarray": lambda: np.ndarray,
     "numpy.dtype": lambda: numpy_dtype,
     **{f"numpy.{m}.multiarray._reconstruct": lambda: _rebuild_numpy for m in ("core", "_core")},
     **{f"numpy.{m}.multiarray.scalar": lambda: _numpy_scalar for m in ("core", "_core")},

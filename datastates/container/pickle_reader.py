@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import numpy as np
+
 from datastates.container import own_classes, pickle_policy
 from datastates.errors import FormatError, TrustError
 from datastates.state import dressed, dtypes
@@ -77,9 +79,7 @@ _BYTES_EACH = 3
 _SLACK = 4096
 
 
-_PurePython: Any = (
-    pickle._Unpickler
-)  # typeshed does not describe the pure Python classes, which are there to be extended
+_PurePython: Any = pickle._Unpickler  # typeshed does not describe the pure Python classes, made to be extended
 
 
 class _Reader(_PurePython):  # type: ignore[misc]
@@ -160,9 +160,9 @@ class _Reader(_PurePython):  # type: ignore[misc]
         kind = type(target)
         if kind is collections.OrderedDict and type(state) is dict:
             super().load_build()
-        elif any(c.__module__ == "numpy" and c.__name__ == "ndarray" for c in kind.__mro__):
+        elif issubclass(kind, np.ndarray):
             pickle_policy.set_numpy_array(target, self.stack.pop())
-        elif any(c.__module__ == "numpy" and c.__name__ == "dtype" for c in kind.__mro__):
+        elif issubclass(kind, np.dtype):
             pickle_policy.set_numpy_dtype(target, self.stack.pop())
         elif pickle_policy.is_generator(target):
             pickle_policy.set_generator(target, self.stack.pop())
@@ -479,14 +479,6 @@ def loads(
     return _read(_Reader(data, resolve, trust, with_torch=with_torch))
 
 
-def structure(data: bytes, resolve: Callable[[StoredArray], object], *, trust: Collection[str] | str = ()) -> Any:
-    """Read a pickle as :func:`loads` does, but build no object of another class: :class:`Unbuilt` stands for each.
-
-    Nothing in it depends on the arrays' elements, so it can be read before them. Raises as :func:`loads` does.
-    """
-    return survey(data, resolve, trust=trust)[0]
-
-
 def survey(
     data: bytes,
     resolve: Callable[[StoredArray], object],
@@ -494,7 +486,13 @@ def survey(
     trust: Collection[str] | str = (),
     with_torch: bool = True,
 ) -> tuple[Any, bool]:
-    """What :func:`structure` gives, and whether it is complete, so that nothing is left to be built."""
+    """Read a pickle as :func:`loads` does, but build no object of another class: :class:`Unbuilt` stands for each.
+
+    Nothing in it depends on the arrays' elements, so it can be read before them. Raises as :func:`loads` does.
+
+    Returns:
+        The value, and whether it is complete, so that nothing is left to be built.
+    """
     reader = _Surveyor(data, resolve, trust, with_torch=with_torch)
     return _read(reader), reader.complete
 

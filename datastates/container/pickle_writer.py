@@ -37,7 +37,8 @@ def _integer(value: int) -> bytes:
     return pickle.LONG1 + bytes([len(data)]) + data
 
 
-def _text(value: str) -> bytes:
+def text(value: str) -> bytes:
+    """The opcodes of a string; those of a key stand before its value in a mapping."""
     data = value.encode("utf-8", "surrogatepass")
     return pickle.BINUNICODE + struct.pack("<I", len(data)) + data
 
@@ -63,7 +64,7 @@ def array_frame(dtype: dtypes.DType) -> tuple[bytes, bytes]:
         f"ctorch._utils\n_rebuild_tensor_v{2 if typed else 3}\n".encode()
         + pickle.MARK
         + pickle.MARK
-        + _text("storage")
+        + text("storage")
         + storage.encode()
     )
     return head, _NO_HOOKS + (b"" if typed else f"ctorch\n{dtype.name}\n".encode()) + pickle.TUPLE + pickle.REDUCE
@@ -75,8 +76,8 @@ def encode_array(stored: StoredArray, *, parameter: bool = False) -> bytes:
     head, tail = array_frame(dtype)
     body = (
         head
-        + _text(stored.record)
-        + _text("cpu")
+        + text(stored.record)
+        + text("cpu")
         + _integer(stored.elements if dtype.storage is not None else stored.elements * dtype.itemsize)
         + pickle.TUPLE
         + pickle.BINPERSID
@@ -90,13 +91,6 @@ def encode_array(stored: StoredArray, *, parameter: bool = False) -> bytes:
         head = b"ctorch._utils\n_rebuild_parameter\n" + pickle.MARK
         body = head + body + _flag(stored.requires_grad) + _NO_HOOKS + pickle.TUPLE + pickle.REDUCE
     return body
-
-
-def _rebuild(stored: StoredArray) -> tuple[bytes, bytes]:
-    """The opcodes of :func:`encode_array` that push the function that makes the array, and those of its arguments."""
-    opcodes = encode_array(stored)
-    begin = opcodes.index(pickle.MARK)
-    return opcodes[:begin], opcodes[begin : -len(pickle.REDUCE)]
 
 
 _PurePython: Any = pickle._Pickler  # typeshed does not describe the pure Python classes, which are there to be extended
@@ -154,13 +148,14 @@ class _Writer(_PurePython):  # type: ignore[misc]
             self.save(obj.attributes)
             self.write(pickle.TUPLE + pickle.REDUCE)
         else:
-            function, arguments = _rebuild(stored)
+            # as encode_array() has them: the function that makes the array, its arguments, and the call
+            function, mark, arguments = encode_array(stored)[: -len(pickle.REDUCE)].partition(pickle.MARK)
             self.write(b"ctorch._tensor\n_rebuild_from_type_v2\n" + pickle.MARK + function)
             if obj.kind is None:
                 self.write(b"ctorch\nTensor\n")
             else:
                 self.save(obj.kind)
-            self.write(arguments)
+            self.write(mark + arguments)
             self.save(obj.attributes)
             self.write(pickle.TUPLE + pickle.REDUCE)
         self.memoize(obj)
@@ -209,11 +204,6 @@ def body(stream: bytes) -> bytes:
 def stream(spliced: bytes) -> bytes:
     """Make a whole pickle of a body; the inverse of :func:`body`."""
     return _HEADER + spliced + END
-
-
-def mapping_frame(key: str) -> bytes:
-    """The opcodes of a key, which stand before its value in a spliced mapping."""
-    return _text(key)
 
 
 MAPPING_BEGIN = pickle.EMPTY_DICT + pickle.MARK

@@ -13,6 +13,7 @@ from datastates._base.columns import I64, U8, U32, U64
 from datastates.container.index import Index
 from datastates.container.table import WHOLE, Row
 from datastates.state import dtypes, strides
+from datastates.state.runs import pairs
 from datastates.state.shards import ArrayRef
 
 DataPlace = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
@@ -108,10 +109,8 @@ class StoredRows(Mapping[str, Row]):
         table, rows = self._index.shards, self._numbers
         if keys != self.keys_in_order:
             rows = np.array([self._number[key] for key in keys], np.int64)
-        ndim = table.ndim.astype(np.int64)
-        begin, counts = (np.cumsum(ndim) - ndim)[rows], ndim[rows]
-        dims = np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-        record = table.record[rows]
+        begin, record = table.starts[0][rows], table.record[rows]
+        _, dims = pairs(begin, begin + table.ndim[rows])
         return Columns(
             table.kind[rows],
             table.dtype[rows],

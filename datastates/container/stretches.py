@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -11,18 +10,6 @@ from datastates._base.columns import I64, U64, Bools
 from datastates.container.table import BOX, FLAT, WHOLE, ShardTable
 from datastates.state.dtypes import DType
 from datastates.state.strides import row_majors
-
-
-class File(Protocol):
-    """A file with a table of arrays."""
-
-    @property
-    def shards(self) -> ShardTable:
-        """The arrays."""
-
-    @property
-    def data_offset(self) -> U64:
-        """File offset of each record's data."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +31,8 @@ class Stretches:
     is_one: Bools
 
     @classmethod
-    def of(cls, file: File, rows: I64) -> Stretches:
-        """Describe the rows of these numbers."""
-        table = file.shards
+    def of(cls, table: ShardTable, data_offset: U64, rows: I64) -> Stretches:
+        """Describe the rows of these numbers; ``data_offset`` is the file offset of each record's data."""
         ndim, part = table.ndim[rows].astype(np.int64), table.part[rows]
         dims_at, global_at, place_at = (starts[rows] for starts in table.starts)
         width = int(ndim.max(initial=0))
@@ -62,7 +48,7 @@ class Stretches:
         return cls(
             begin=(place * steps).sum(axis=1),
             numel=numel,
-            offset=(file.data_offset[table.record[rows]] + table.offset[rows]).astype(np.int64),
+            offset=(data_offset[table.record[rows]] + table.offset[rows]).astype(np.int64),
             whole=part == WHOLE,
             is_one=straight & (((size - 1) * steps).sum(axis=1) + 1 == numel),
         )

@@ -187,12 +187,9 @@ class ShardTable:
                 row's key.
         """
         n = len(self.keys)
-        numbers = (self.provider, self.kind, self.dtype, self.record, self.offset, self.part, self.ndim)
-        for column in (*numbers, self.digest, self.digested):
-            if len(column) != n:
-                raise FormatError(f"index: a column has {len(column)} rows instead of {n}")
-        if len(self.global_ndim) != n:
-            raise FormatError("index: the global shapes do not match the rows")
+        for name in _NUMBERS:
+            if (rows := len(getattr(self, name))) != n:
+                raise FormatError(f"index: the column {name!r} has {rows} rows instead of {n}")
         lengths = tuple(int(counts.sum()) for counts in self._counts)
         if (len(self.dims), len(self.global_dims), len(self.place)) != lengths or len(self.strides) != lengths[0]:
             raise FormatError("index: the shapes do not match the rows")
@@ -233,9 +230,7 @@ class ShardTable:
             if any((row.dtype, row.global_shape) != (first.dtype, first.global_shape) for row in others):
                 raise FormatError(f"index: {first.key!r} has parts of different types or shapes")
 
-    def _check_parts(
-        self, row: np.ndarray[Any, Any], dims: np.ndarray[Any, Any], itemsize: np.ndarray[Any, Any]
-    ) -> None:
+    def _check_parts(self, row: I64, dims: np.ndarray, itemsize: np.ndarray) -> None:
         """Refuse parts that do not lie within their logical tensors."""
         n = len(self.keys)
         whole, box, flat = self.part == WHOLE, self.part == BOX, self.part == FLAT
@@ -250,10 +245,10 @@ class ShardTable:
         self._refuse(np.bincount(owner[of_box], weights=beyond, minlength=n) > 0, "reaches beyond its logical tensor")
         i = np.flatnonzero(flat)
         first, end = self.place[places[i]].astype(np.float64), self.place[places[i] + 1].astype(np.float64)
-        total = _products(globals_, self.global_ndim)[i]
+        total = _products(globals_, self.global_ndim)
+        self._refuse(total * itemsize >= 2**62, "is a part of an impossible tensor")
         wrong = np.zeros(n, bool)
-        self._refuse(_products(globals_, self.global_ndim) * itemsize >= 2**62, "is a part of an impossible tensor")
-        wrong[i] = (end < first) | (end > total) | (end - first != dims[starts[i]])
+        wrong[i] = (end < first) | (end > total[i]) | (end - first != dims[starts[i]])
         self._refuse(wrong, "is not a range of its logical tensor")
 
     def _refuse(self, bad: np.ndarray[Any, Any], what: str) -> None:
@@ -279,6 +274,7 @@ def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], reco
     rows = [s for _, s in shards]
     part = [FLAT if s.flat is not None else WHOLE if s.shape == s.global_shape else BOX for s in rows]
     place = [() if p == WHOLE else s.flat if p == FLAT else s.offset for s, p in zip(rows, part, strict=True)]
+    global_shape = [() if p == WHOLE else s.global_shape for s, p in zip(rows, part, strict=True)]
 
     def flatten(tuples: Sequence[tuple[int, ...] | None]) -> U64:
         return np.array([n for t in tuples if t for n in t], np.uint64)
@@ -295,10 +291,8 @@ def table_of(providers: Sequence[str], shards: Sequence[tuple[int, Shard]], reco
         ndim=np.array([len(s.shape) for s in rows], np.uint8),
         dims=flatten([s.shape for s in rows]),
         strides=flatten([s.stride for s in rows]),
-        global_ndim=np.array(
-            [0 if p == WHOLE else len(s.global_shape) for s, p in zip(rows, part, strict=True)], np.uint8
-        ),
-        global_dims=flatten([() if p == WHOLE else s.global_shape for s, p in zip(rows, part, strict=True)]),
+        global_ndim=np.array(list(map(len, global_shape)), np.uint8),
+        global_dims=flatten(global_shape),
         place=flatten(place),
         digest=np.zeros(len(rows), np.uint32),
         digested=np.zeros(len(rows), np.uint8),

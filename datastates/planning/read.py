@@ -9,8 +9,8 @@ import numpy as np
 from datastates._base.columns import I32, I64, U8, U64, Bools, as_u64
 from datastates._base.sizes import CHUNK
 from datastates.planning.plans import Chunks, ReadPlan
-from datastates.planning.wanted import GAP, Wanted, bytes_between, pairs, simplified
-from datastates.state.runs import Runs
+from datastates.planning.wanted import GAP, Wanted, bytes_between, simplified
+from datastates.state.runs import Runs, pairs
 
 WASTE = 32
 """Number of wanted bytes for which one unwanted byte may be read. With the whole pages that direct I/O reads, and the
@@ -49,9 +49,7 @@ def plan_chunks(data_offset: U64, nbytes: U64, crcs: np.ndarray) -> Chunks:
         crcs: CRC-32 of each chunk, in file order.
     """
     lengths = nbytes.astype(np.int64)
-    counts = -(-lengths // CHUNK)
-    record = np.repeat(np.arange(len(lengths)), counts)
-    ordinal = np.arange(len(record)) - np.repeat(np.cumsum(counts) - counts, counts)
+    record, ordinal = pairs(0, -(-lengths // CHUNK))
     offset = data_offset.astype(np.int64)[record] + ordinal * CHUNK
     length = np.minimum(CHUNK, lengths[record] - ordinal * CHUNK)
     return Chunks(record.astype(np.int32), as_u64(offset), as_u64(length), np.ascontiguousarray(crcs, dtype=np.uint32))
@@ -117,7 +115,8 @@ def plan_read(
     checks = np.flatnonzero(segments.verified)
     within = extents[0][np.searchsorted(starts, np.arange(len(record)), side="right") - 1]
     which, extent, piece = _pieces(ranges, *extents)
-    needed, between = bytes_between(ranges.union, *extents), ranges.shared_between(*extents)
+    needed = bytes_between(ranges.union, *extents)
+    between = bytes_between(ranges.fetched, *extents) - needed
     extent_check = np.searchsorted(checks, np.append(starts, len(record)))
     verified = np.append(0, np.cumsum(bytes_between(ranges.union, segments.begin[checks], segments.end[checks])))
     return ReadPlan(
@@ -150,14 +149,15 @@ def plan_read(
     )
 
 
-def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, extent_nbytes: int) -> ReadPlan:
+def plan_ahead(chunks: Chunks, count: int, *, complete: bool, extent_nbytes: int) -> ReadPlan:
     """Plan the first extents of a file that is wanted whole, as :func:`plan_read` does, but without destinations.
+
+    They are expected to be in host memory, where storage can be read straight into them.
 
     Args:
         chunks: The file's first chunks.
         count: Largest number of extents.
         complete: Whether these are all chunks of the file. If not, the last extent is left out, as it may be longer.
-        in_place: Whether the storage can be read straight into all destinations.
         extent_nbytes: Longest extent in bytes; see :func:`plan_read`.
     """
     zero = np.zeros(len(chunks.offset) + 1, np.uint64)
@@ -165,7 +165,7 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, in_place: bool, ex
         wanted=Runs.single(chunks.offset.astype(np.int64), zero[1:].astype(np.int64), chunks.length.astype(np.int64)),
         dest=zero[1:].astype(np.int32),
         dest_nbytes=np.array([2**62], np.uint64),
-        in_place=np.array([in_place], np.uint8),
+        in_place=np.ones(1, np.uint8),
         whole=np.ones(1, np.uint8),
         chunks=chunks,
         extent_nbytes=extent_nbytes,
@@ -205,14 +205,18 @@ def _lasts(starts: I64, count: int) -> I64:
 
 def _pieces(ranges: Wanted, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
     """What each range has in each extent, ordered by extent: the numbers of both, and the part of the range."""
-    runs = ranges.runs
-    which, extent = pairs(
-        np.searchsorted(end, runs.source, side="right"), np.searchsorted(begin, runs.end, side="left")
-    )
-    of, piece = runs[which].within(begin[extent], end[extent])
-    which, extent = which[of], extent[of]
+    which, extent, piece = _cut(ranges.runs, begin, end)
     order = np.lexsort((piece.source, extent))
     return which[order], extent[order], piece[order]
+
+
+def _cut(runs: Runs, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
+    """What each run has in each of some ascending ranges: the numbers of both, and the part of the run."""
+    which, number = pairs(
+        np.searchsorted(end, runs.source, side="right"), np.searchsorted(begin, runs.end, side="left")
+    )
+    of, part = runs[which].within(begin[number], end[number])
+    return which[of], number[of], part
 
 
 def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int) -> tuple[np.ndarray, int]:
@@ -228,16 +232,11 @@ def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int)
 
 def _loosened(wanted: Runs, every: _Segments) -> _Segments:
     """Chunks that are not verified are cut down to what is wanted of them."""
-    which, chunk = pairs(
-        np.searchsorted(every.end, wanted.source, side="right"), np.searchsorted(every.begin, wanted.end, side="left")
-    )
-    loose = ~every.verified[chunk]
-    which, chunk = which[loose], chunk[loose]
-    of, cut = wanted[which].within(every.begin[chunk], every.end[chunk])
-    kept = every.verified
+    kept, loose = every.verified, np.flatnonzero(~every.verified)
+    _, number, cut = _cut(wanted, every.begin[loose], every.end[loose])
     runs = Runs.joined([every.runs[kept], cut])
     order = np.argsort(runs.source, kind="stable")
-    numbers = np.append(every.chunk[kept], every.chunk[chunk[of]])
+    numbers = np.append(every.chunk[kept], every.chunk[loose[number]])
     return _Segments(runs[order], numbers[order], (np.arange(len(order)) < kept.sum())[order])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import numpy as np
 
@@ -47,18 +47,17 @@ def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: 
     begin = _begins([file.nbytes + GAP + 1 for file in files])  # so that nothing reaches over their borders
     first_dest = _begins([len(file.dest_nbytes) for file in files])
     first_record = _begins([int(file.chunks.record.max(initial=-1)) + 1 for file in files])
+    placed = list(zip(files, begin, first_dest, first_record, strict=False))  # without the ends
     chunks = Chunks(
-        np.concatenate([f.chunks.record + np.int32(first) for f, first in zip(files, first_record, strict=False)]),
-        np.concatenate([f.chunks.offset + np.uint64(at) for f, at in zip(files, begin, strict=False)]),
+        np.concatenate([f.chunks.record + np.int32(record) for f, _, _, record in placed]),
+        np.concatenate([f.chunks.offset + np.uint64(at) for f, at, _, _ in placed]),
         np.concatenate([f.chunks.length for f in files]),
         np.concatenate([f.chunks.crc for f in files]),
         files[0].chunks.checked,
     )
     every = plan_read(
-        wanted=Runs.joined(
-            [replace(f.wanted, source=f.wanted.source + at) for f, at in zip(files, begin, strict=False)]
-        ),
-        dest=np.concatenate([f.dest + np.int32(first) for f, first in zip(files, first_dest, strict=False)]),
+        wanted=Runs.joined([replace(f.wanted, source=f.wanted.source + at) for f, at, _, _ in placed]),
+        dest=np.concatenate([f.dest + np.int32(dest) for f, _, dest, _ in placed]),
         dest_nbytes=np.concatenate([f.dest_nbytes for f in files]),
         in_place=np.concatenate([f.in_place for f in files]),
         whole=np.concatenate([f.whole for f in files]),
@@ -68,20 +67,18 @@ def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: 
     )
     extents = np.searchsorted(every.extent_offset, np.array(begin, np.uint64)).tolist()
     loose = np.searchsorted(every.unverified_dest, np.array(first_dest)).tolist()
-    plans = []
-    for i, ((first, last), (low, high)) in enumerate(zip(pairwise(extents), pairwise(loose), strict=True)):
-        part = every.part(first, last)
-        plans.append(
-            replace(
-                part,
-                extent_offset=part.extent_offset - np.uint64(begin[i]),
-                piece_dest=part.piece_dest - np.int32(first_dest[i]),
-                check_record=part.check_record - np.int32(first_record[i]),
-                dest_nbytes=files[i].dest_nbytes,
-                unverified_dest=part.unverified_dest[low:high] - np.int32(first_dest[i]),
-            )
+    parts = starmap(every.part, pairwise(extents))
+    return [
+        replace(
+            part,
+            extent_offset=part.extent_offset - np.uint64(at),
+            piece_dest=part.piece_dest - np.int32(dest),
+            check_record=part.check_record - np.int32(record),
+            dest_nbytes=f.dest_nbytes,
+            unverified_dest=part.unverified_dest[low:high] - np.int32(dest),
         )
-    return plans
+        for (f, at, dest, record), part, (low, high) in zip(placed, parts, pairwise(loose), strict=True)
+    ]
 
 
 def _begins(lengths: Sequence[int]) -> list[int]:

@@ -61,10 +61,6 @@ class Wanted:
         """Bytes in narrow gaps."""
         return int(self.fetched.size.sum()) - self.needed_nbytes
 
-    def shared_between(self, low: I64, high: I64) -> I64:
-        """Number of bytes in narrow gaps in each range from ``low`` to before ``high``."""
-        return bytes_between(self.fetched, low, high) - bytes_between(self.union, low, high)
-
     def coverage(self, weight: I64 | int = 1) -> I64:
         """For each chunk, the sum of the weights of the ranges that intersect it."""
         marks = np.zeros(len(self.chunk_begin) + 1, np.int64)
@@ -99,19 +95,14 @@ def _in_combs(runs: Runs) -> Bools:
     lies between its rows. A run that no other reaches into is a comb of one.
     """
     begin, end = runs.source, runs.end
-    starts = _and_first(begin[1:] >= np.maximum.accumulate(end)[:-1])
-    follows = _and_first(begin[1:] == begin[:-1] + runs.length[:-1])
-    alike = _and_first((runs.count[1:] == runs.count[:-1]) & (runs.source_step[1:] == runs.source_step[:-1]))
+    starts = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])
+    follows = np.append(True, begin[1:] == begin[:-1] + runs.length[:-1])
+    alike = np.append(True, (runs.count[1:] == runs.count[:-1]) & (runs.source_step[1:] == runs.source_step[:-1]))
     fits = runs.has_gaps & (runs.length < GAP) & (starts | (follows & alike))
     firsts = np.flatnonzero(starts)
     space = runs.source_step[firsts] - np.add.reduceat(runs.length, firsts)
     combs = np.logical_and.reduceat(fits, firsts) & (space >= 0) & (space <= GAP)
     return np.asarray(combs[np.cumsum(starts) - 1])
-
-
-def _and_first(others: Bools) -> Bools:
-    """Marks the first of some things, and those of the others."""
-    return np.append(True, others)
 
 
 def _joined(runs: Runs) -> Runs:
@@ -129,13 +120,6 @@ def _union(runs: Runs, gapped: Bools) -> Runs:
     begin, end = parts.union(runs.source[~gapped], runs.end[~gapped])
     union = Runs.joined([runs[gapped], Runs.single(begin, begin, end - begin)])
     return union[np.argsort(union.source, kind="stable")]
-
-
-def pairs(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs ``(i, j)`` with ``low[i] <= j < high[i]``, as two columns."""
-    counts = high - low
-    which = np.repeat(np.arange(len(low)), counts)
-    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - low, counts)
 
 
 def bytes_between(runs: Runs, low: I64, high: I64) -> I64:

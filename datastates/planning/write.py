@@ -10,6 +10,7 @@ import numpy as np
 from datastates._base.columns import I64, U8, U32, U64, as_u64
 from datastates._base.sizes import CHUNK, DESCRIPTOR, DESCRIPTOR_CRC, LARGE_RECORD, PAGE, SMALL
 from datastates.planning.plans import WritePlan
+from datastates.state.runs import pairs
 
 
 def file_order(source_nbytes: U64, eager: U8) -> I64:
@@ -159,7 +160,6 @@ def _cuts(end: int, checksums: np.ndarray, block_nbytes: int) -> np.ndarray:
 def reorder_chunks(crcs: np.ndarray, plan: WritePlan) -> U32:
     """Reorder chunk checksums from the order of the sources to the order of the records."""
     counts = -(-plan.source_nbytes.astype(np.int64) // CHUNK)
-    first = np.cumsum(counts) - counts
-    ordered = counts[plan.order]
-    within = np.arange(ordered.sum()) - np.repeat(np.cumsum(ordered) - ordered, ordered)
-    return np.ascontiguousarray(crcs[np.repeat(first[plan.order], ordered) + within])
+    end = np.cumsum(counts)
+    _, chunks = pairs((end - counts)[plan.order], end[plan.order])
+    return np.ascontiguousarray(crcs[chunks])

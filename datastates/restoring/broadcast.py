@@ -67,10 +67,8 @@ def agree(meeting: Meeting, wanted: Callable[[], Mapping[PartKey, int]]) -> list
 
     def decide(told: dict[int, bytes]) -> bytes:
         said = {rank: msgpack.unpackb(data) for rank, data in sorted(told.items())}
-        everybody = list(range(len(said)))
-        if sorted(torch_rank for torch_rank, _, _ in said.values()) != everybody or any(
-            size != len(said) for _, size, _ in said.values()
-        ):
+        everybody = [(number, len(said)) for number in range(len(said))]
+        if sorted((number, size) for number, size, _ in said.values()) != everybody:
             shown = ", ".join(f"rank {rank} is {number} of {size}" for rank, (number, size, _) in said.items())
             raise RestoreError(
                 "replicas: 'broadcast' needs the ranks that restore to be all those of torch.distributed, each once; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ from datastates.executor.executor import Executor
 from datastates.restoring.proof import check_record
 from datastates.restoring.reads import Reads, Tally
 from datastates.restoring.sources import TensorFile
-from datastates.state import arrays, dtensors, memory, strides
+from datastates.state import arrays, memory, parts, strides
 from datastates.state.dtypes import BY_NAME
 from datastates.state.shards import ArrayRef, Shard
 from datastates.state.strides import span
@@ -80,7 +80,7 @@ def run(casts: Sequence[Cast], executor: Executor) -> Tally:
         if not cast.sources:
             continue
         most = max(1, WINDOW // cast.row.dtype.itemsize)
-        for begin, size in boxes(cast.shard.shape, most):
+        for begin, size in parts.boxes(cast.shard.shape, most):
             if landed and nbytes + prod(size) * cast.row.dtype.itemsize > WINDOW:
                 tally = _flush(reads, executor, landed, tally)
                 landed, nbytes, reads = [], 0, Reads(in_full=True)
@@ -88,7 +88,7 @@ def run(casts: Sequence[Cast], executor: Executor) -> Tally:
             piece = _piece(cast, begin, size)
             for source, row in cast.sources:
                 reads.add(source, row, piece)
-            landed.append((_region(cast.shard, begin, size), piece.source))
+            landed.append((memory.region(cast.shard.source, begin, size), piece.source))
     tally = _flush(reads, executor, landed, tally) if landed else tally
     return replace(tally, unverified_keys=tuple(key for key in tally.unverified_keys if key not in proven))
 
@@ -146,21 +146,6 @@ def _memory(shard: Shard) -> tuple[int, int]:
     return begin, begin + span(shard.shape, shard.stride) * BY_NAME[shard.dtype].itemsize
 
 
-def boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a box into boxes of at most ``most`` elements: yields the begin and the size of each, in row-major order."""
-    d = next((d for d, n in enumerate(shape) if n > 1), None)
-    if d is None or prod(shape) <= most:
-        if prod(shape):
-            yield (0,) * len(shape), tuple(shape)
-        return
-    inner = prod(shape) // shape[d]
-    step = max(1, most // inner)
-    for at in range(0, shape[d], step):
-        slab = (*shape[:d], min(step, shape[d] - at), *shape[d + 1 :])
-        for begin, size in boxes(slab, most):
-            yield (*begin[:d], at + begin[d], *begin[d + 1 :]), size
-
-
 def _flush(reads: Reads, executor: Executor, landed: Sequence[tuple[Any, Any]], before: Tally) -> Tally:
     now = reads.run(executor)
     for destination, landing in landed:
@@ -194,10 +179,3 @@ def _landing(row: Row, shard: Shard, size: tuple[int, ...]) -> Any:
     """A new array of the stored type in host memory, of the library that converts it."""
     kind = "torch" if shard.kind == "torch" else "numpy"
     return memory.empty(ArrayRef(row.key, kind, row.dtype.name, size, strides.row_major(size)))
-
-
-def _region(shard: Shard, begin: tuple[int, ...], size: tuple[int, ...]) -> Any:
-    array: Any = dtensors.local(shard.source)
-    if arrays.kind_of(array) == "torch":
-        array = array.detach()
-    return array[(*(slice(b, b + n) for b, n in zip(begin, size, strict=True)), ...)]

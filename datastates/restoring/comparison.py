@@ -18,10 +18,8 @@ class Comparison:
         restored_keys: Full keys in the live state of the arrays and objects that would be restored, also of those
             that would be cast.
         cast_keys: Keys whose element type would be converted, each with both types.
-        missing_keys: As in :class:`~datastates.restoring.restored.Restored`.
-        unexpected_keys: As in :class:`~datastates.restoring.restored.Restored`.
-        mismatched_keys: As in :class:`~datastates.restoring.restored.Restored`.
-        left_out_keys: As in :class:`~datastates.restoring.restored.Restored`.
+        missing_keys, unexpected_keys, mismatched_keys, left_out_keys: As in
+            :class:`~datastates.restoring.restored.Restored`.
         nbytes: Bytes that this rank would fill without a conversion.
     """
 

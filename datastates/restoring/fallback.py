@@ -21,7 +21,6 @@ from datastates.restoring.provider_view import Trust
 from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored
 from datastates.restoring.scope import Scope
-from datastates.restoring.sources import Tensors
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
@@ -88,18 +87,18 @@ def restore(
             stored = open_together(meeting, step, find, reading, fallback=fallback, options=str(scope))
             if stored is None:
                 return None
-            path = stored.head.path
+            run = Restore(stored, providers, executor, meeting, scope=scope, **how).run
             if not fallback:
-                with advised(path, step):
-                    return Restore(stored, providers, executor, meeting, scope=scope, **how).run()
+                with advised(stored.path, step):
+                    return run()
             result, error = None, None
             try:
-                result = Restore(stored, providers, executor, meeting, scope=scope, **how).run()
+                result = run()
             except RanksMissingError:
                 raise
             except Exception as failure:
                 error = failure
-            again, passed = _agree(meeting, error, path, damaged)
+            again, passed = _agree(meeting, error, stored.path, damaged)
         if again:
             continue
         if result is None:
@@ -132,22 +131,8 @@ def compare(
         )
         if stored is None:
             return None
-        with advised(stored.head.path, step):
-            return comparing(stored, providers, executor, meeting, scope=scope, trust=trust)
-
-
-def comparing(
-    stored: Tensors,
-    providers: Sequence[StateProvider],
-    executor: Callable[[int], Executor],
-    meeting: Meeting,
-    *,
-    scope: Scope,
-    trust: Trust,
-) -> Comparison:
-    """Find out what a restore of a checkpoint would do; the arguments are those of :class:`Restore`."""
-    how: dict[str, Any] = {"strict": False, "verify": "checksum", "replicas": "read"}
-    return Restore(stored, providers, executor, meeting, scope=scope, trust=trust, **how).compare()
+        with advised(stored.path, step):
+            return Restore(stored, providers, executor, meeting, strict=False, trust=trust, scope=scope).compare()
 
 
 def _agree(

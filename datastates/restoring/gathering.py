@@ -82,7 +82,7 @@ def gather(found: Sequence[Sequence[FoundRow]], wanted: Sequence[tuple[Row, Shar
     if not wanted or not isinstance(found, Found):
         return [False] * len(wanted)
     live = _Live.of(wanted)
-    rows = [(held, Stretches.of(held.file, held.row)) for held in found.held]
+    rows = [(held, Stretches.of(held.file.shards, held.file.data_offset, held.row)) for held in found.held]
     taken = live.fits.copy()
     for held, row in rows:
         taken[held.part[~row.is_one & (row.numel > 0)]] = False

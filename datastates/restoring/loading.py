@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +57,21 @@ def load(
     """
     pickle_reader.check_trust(trust)
     sources = open_all(path)
-    pickles = [(source, list(_pieces(source, _read_pickle(source)))) for source in sources]
+    pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
     apart = len(sources) == 1 and not sources[0].index.shards.by_key.repeated
     blocks = _Records(sources[0], into, place) if apart else _Tensors(sources, into)
     with contextlib.closing(blocks):
         blocks.start(executor)
         # an untrusted or damaged object stops the reads
-        for source, pieces in pickles:
-            for piece in pieces:
-                with naming(str(source.path)):
-                    piece.survey(source, blocks, trust, into)
+        for piece in pieces:
+            with naming(str(piece.source.path)):
+                piece.survey(blocks, trust, into)
         blocks.finish()
     built = []
-    for source, pieces in pickles:
-        for piece in pieces:
-            with naming(str(source.path)):
-                built.append(piece.built(source, blocks, trust, into))
-    result: dict[str, Any] = built[0] if built else {}
-    for more in built[1:]:
-        result = _merged(result, more)
-    return result
+    for piece in pieces:
+        with naming(str(piece.source.path)):
+            built.append(piece.built(blocks, trust, into))
+    return reduce(_merged, built) if built else {}
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +79,7 @@ class _Piece:
     """A part of ``data.pkl`` that is read by itself.
 
     Attributes:
+        source: The container.
         provider: The provider whose only object it is; None if it is of several providers.
         whole: Whether it is all of ``data.pkl``.
         opcodes: The opcodes that push it.
@@ -91,41 +87,42 @@ class _Piece:
         complete: Whether nothing of the value has to be built once all arrays are read.
     """
 
+    source: Container
     provider: str | None
     whole: bool
     opcodes: bytes
     value: Any = None
     complete: bool = False
 
-    def survey(self, source: Container, blocks: _Blocks, trust: Trust, into: Into) -> None:
+    def survey(self, blocks: _Blocks, trust: Trust, into: Into) -> None:
         """Read it before its arrays, natively if it is plain; raises as :func:`load` does."""
         if (name := self.provider) is not None:
-            self.complete = self._read_natively(source, name, blocks)
+            self.complete = self._read_natively(name, blocks)
         if not self.complete:
             stream = pickle_writer.stream(self.opcodes)
-            resolve = blocks.of(source)
+            resolve = blocks.of(self.source)
             self.value, self.complete = pickle_reader.survey(stream, resolve, trust=trust, with_torch=into.with_torch)
         if self.whole and not isinstance(self.value, dict):
             raise FormatError(f"data.pkl holds a {type(self.value).__name__}, not a mapping of providers")
 
-    def _read_natively(self, source: Container, name: str, blocks: _Blocks) -> bool:
-        plain = read_plain(self.opcodes, StoredRows(source.index, name))
+    def _read_natively(self, name: str, blocks: _Blocks) -> bool:
+        plain = read_plain(self.opcodes, StoredRows(self.source.index, name))
         if plain is None:
             return False
         (self.value,) = plain
         try:
-            return fill(self.value, lambda ref: blocks.referred(source, full_key(name, ref.key), ref))
+            return fill(self.value, lambda ref: blocks.referred(self.source, full_key(name, ref.key), ref))
         except (FormatError, ImportError):
             raise
         except Exception as error:  # for example a parameter of integers that is said to require a gradient
             raise FormatError(f"objects cannot be decoded: {type(error).__name__}: {error}") from error
 
-    def built(self, source: Container, blocks: _Blocks, trust: Trust, into: Into) -> dict[str, Any]:
+    def built(self, blocks: _Blocks, trust: Trust, into: Into) -> dict[str, Any]:
         """The values by provider, now that all arrays are read."""
         value = self.value
         if not self.complete:
             stream = pickle_writer.stream(self.opcodes)
-            value = pickle_reader.loads(stream, blocks.of(source), trust=trust, with_torch=into.with_torch)
+            value = pickle_reader.loads(stream, blocks.of(self.source), trust=trust, with_torch=into.with_torch)
         return value if self.whole or self.provider is None else {self.provider: value}
 
 
@@ -134,12 +131,12 @@ def _pieces(source: Container, data: bytes) -> Iterator[_Piece]:
     index, body = source.index, pickle_writer.body(data)
     names = [index.shards.providers[stored.provider] for stored in index.objects if stored.key == ""]
     if len(index.objects) != len(names) or sorted(names) != sorted(index.shards.providers):
-        yield _Piece(None, True, body)
+        yield _Piece(source, None, True, body)
         return
     for name, stored in sorted(zip(names, index.objects, strict=True), key=lambda pair: pair[1].offset):
         begin = stored.offset - index.pickle_offset
         opcodes = data[begin : begin + stored.nbytes]
-        yield _Piece(name, opcodes == body, opcodes)
+        yield _Piece(source, name, opcodes == body, opcodes)
 
 
 def _merged(first: Any, second: Any) -> Any:
@@ -164,7 +161,7 @@ class _Blocks(ABC):
 
     @abstractmethod
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        """The array of a container's full key, as a reference has it."""
+        """The array of a container's full key, as a reference has it. Tied arrays are the same object."""
 
     @abstractmethod
     def at(self, source: Container, place: DataPlace) -> Any:
@@ -198,9 +195,8 @@ class _Tensors(_Blocks):
     def __init__(self, sources: Sequence[Container], into: Into) -> None:
         super().__init__()
         self._reads = [Reads(in_full=True)]
-        self._arrays: dict[str, Any] = {}
-        self._keys: dict[int, dict[DataPlace, str]] = {id(source): {} for source in sources}
-        self._places: dict[tuple[int, str], DataPlace] = {}
+        self._arrays: dict[tuple[int, DataPlace], Any] = {}  # by container and place
+        self._places: dict[tuple[int, str], DataPlace] = {}  # by container and key
         tensors = combine([source.index.shards for source in sources])
         if into.device is not None:
             wholes = (logical(tensor.parts[0][2]) for tensor in tensors.values())
@@ -212,25 +208,21 @@ class _Tensors(_Blocks):
             # as many elements as the tensor has, but not all of them: some are there twice
             if len(tensor.parts) > 1 and uncovered(Part.whole(tensor.shape), [row.part for _, _, row in tensor.parts]):
                 raise FormatError(f"{key!r} has parts that overlap")
-            self._arrays[key] = into.empty(logical(tensor.parts[0][2]))
-            live = arrays.array_shard(key, self._arrays[key])
+            live = arrays.array_shard(key, into.empty(logical(tensor.parts[0][2])))
             for number, _, row in tensor.parts:
-                place = self._places[id(sources[number]), key] = place_of(row)
-                self._keys[id(sources[number])][place] = key
+                source = sources[number]
+                place = self._places[id(source), key] = place_of(row)
+                self._arrays[id(source), place] = live.source
                 if row.part.numel:
-                    self._reads[0].add(sources[number], row, live)
+                    self._reads[0].add(source, row, live)
 
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        """The array of a container's full key, as a reference has it. Tied arrays are the same object."""
-        return as_referred(self._arrays[self._keys[id(source)][self._places[id(source), full]]], ref)
+        return as_referred(self._arrays[id(source), self._places[id(source), full]], ref)
 
     def at(self, source: Container, place: DataPlace) -> Any:
-        """The array at a place in a container; None if the index lists none there."""
-        key = self._keys[id(source)].get(place)
-        return None if key is None else self._arrays[key]
+        return self._arrays.get((id(source), place))
 
     def start(self, executor: Callable[[int], Executor]) -> None:
-        """Begin to read and verify all tensors."""
         self._reads[0].start(executor(self._reads[0].nbytes))
 
 
@@ -252,12 +244,10 @@ class _Records(_Blocks):
         self._made: dict[tuple[object, ...], Any] = {}
 
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        """The array of the container's full key, as a reference has it."""
         del source
         return as_referred(self._array(self._numbers[full], replace(ref, key=full)), ref)
 
     def at(self, source: Container, place: DataPlace) -> Any:
-        """The array at a place in the container; None if the index lists none there."""
         del source
         number = self._by_place.get(place)
         return None if number is None else self._array(number, reference(self._table.row(number)))

@@ -35,7 +35,7 @@ class NamedArrays(Compared):
         super().__init__(stored, provider.name, cut=cut, cast=cast)
         self._provider = provider
         self._live = live
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, str] = {}  # by key, why it cannot be restored
 
     def stored_key(self, key: str) -> str:
         """The full key in the checkpoint of an array that it has, by its key within the provider."""
@@ -50,7 +50,7 @@ class NamedArrays(Compared):
 
         It may have one of several arrays that are the same memory, as tied weights are: none of these is missing then.
         """
-        every = self._provider.arrays_by_name(self._refuse)
+        every = self._provider.arrays_by_name(self._refused.__setitem__)
         shards = [shard for shard in every if not shard.is_object and not is_inner(shard.key)]
         found = [shard for shard in shards if self._has(shard.key)]
         places = {_place(shard) for shard in found if self._takes(shard.key)}
@@ -66,9 +66,6 @@ class NamedArrays(Compared):
     def hand_over(self) -> None:
         """Give the provider its arrays."""
         self._provider.take_arrays(self.restored)
-
-    def _refuse(self, key: str, why: str) -> None:
-        self._refused[key] = why
 
     def _has(self, key: str) -> bool:
         return full_key(self.name, key) in self._live.stored

@@ -10,9 +10,8 @@ from datastates._base.files import read_bytes
 from datastates.container import checksums
 from datastates.container.digests import contribution, digest_of
 from datastates.container.table import Row
-from datastates.errors import CorruptError
 from datastates.restoring.sources import TensorFile
-from datastates.state import arrays
+from datastates.state import arrays, memory
 from datastates.state.strides import is_row_major
 
 _STEP = 4 << 20
@@ -31,8 +30,10 @@ def check_block(source: TensorFile, record: int, block: Any) -> None:
         CorruptError: They differ; the message names tensors in the record.
     """
     crc = None if source.checked else source.record_crc(record)
-    if crc is not None and block.nbytes == int(source.record_nbytes[record]) and _crc_of_block(block) != crc:
-        raise _corrupt(source.name_record(record), str(source.path))
+    if crc is None or block.nbytes != int(source.record_nbytes[record]):
+        return
+    if checksums.crc32(block.cpu().numpy() if arrays.kind_of(block) == "torch" else block) != crc:
+        raise source.corrupt(source.name_record(record))
 
 
 def check_record(source: TensorFile, record: int, key: str) -> bool:
@@ -52,7 +53,7 @@ def check_record(source: TensorFile, record: int, key: str) -> bool:
     """
     expected = source.record_crc(record)
     if expected is not None and crc_of_record(source, record) != expected:
-        raise _corrupt(key, str(source.path))
+        raise source.corrupt(key)
     return expected is not None
 
 
@@ -65,12 +66,6 @@ def crc_of_record(source: TensorFile, record: int, progress: Callable[[int], obj
         crc = checksums.crc32(data, crc)
         progress(len(data))
     return crc
-
-
-def _crc_of_block(block: Any) -> int:
-    if arrays.kind_of(block) == "torch":
-        block = block.cpu().numpy()
-    return checksums.crc32(block)
 
 
 def check_parts(key: str, array: Any, sources: Sequence[tuple[TensorFile, Row]]) -> None:
@@ -94,11 +89,6 @@ def check_parts(key: str, array: Any, sources: Sequence[tuple[TensorFile, Row]])
         if row.flat is not None:
             part = array.reshape(-1)[row.flat[0] : row.flat[1]]
         else:
-            assert row.box is not None
-            part = array[tuple(slice(b, b + n) for b, n in zip(row.box, row.shape, strict=True))]
+            part = memory.region(array, row.box or (), row.shape)
         if digest_of(contribution(arrays.array_shard(key, part)), nbytes) != crc:
-            raise _corrupt(key, str(source.path))
-
-
-def _corrupt(key: str, path: str) -> CorruptError:
-    return CorruptError(f"{key!r} in {path} does not match its checksum", key=key, path=path)
+            raise source.corrupt(key)

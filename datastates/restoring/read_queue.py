@@ -60,10 +60,7 @@ class Ranges:
 
     @staticmethod
     def joined(parts: Sequence[Ranges]) -> Ranges:
-        """Join them. Duplicates, as of tied tensors, are dropped: the same bytes to the same destination."""
-        if not parts:
-            none = np.zeros(0, np.uint64)
-            return Ranges(none, none, none, np.zeros(0, np.int32), none, np.zeros(0, bool), np.zeros(0, object))
+        """Join at least one. Duplicates, as of tied tensors, are dropped: the same bytes to the same destination."""
         all_ = [np.concatenate([getattr(p, c) for p in parts]) for c in Ranges.__slots__]
         order = np.lexsort((~all_[5], *all_[:4]))
         ordered = [c[order] for c in all_[:4]]
@@ -74,44 +71,42 @@ class Ranges:
         return Ranges(*all_)
 
 
+_ROW = np.dtype(
+    [
+        *((name, np.uint64) for name in ("offset", "nbytes", "pointer")),
+        *(("device", np.int32), ("stream", np.uint64), ("whole", bool), ("key", object)),
+    ]
+)
+"""The types of the columns of :class:`Ranges`."""
+
+
 @dataclass(slots=True, eq=False)
 class ReadQueue:
-    """The ranges of one file to read, and their destinations: first those of ``many``, then the buffers. In bytes.
+    """The ranges of one file to read, and their destinations. In bytes.
+
+    The destinations of single ranges are numbered first, then those of several ranges.
 
     Attributes:
         source: The file.
         many: Many ranges at once, each with a destination of its own.
-        owners: Objects that keep the memory of ``many`` alive.
-        keys: For each buffer, the full key of its array; empty if it is for no array.
-        buffers: The other destinations, each for one range or several.
-        offsets, lengths: For each buffer, file offset and length of its range; 0 if its ranges are in ``runs``.
-        whole: For each buffer, whether it gets a whole array, which is always verified.
-        runs: Buffers with several ranges: the buffer's number, and the ranges.
-        seen: The buffers of ``add`` so far, by place in the file and in memory.
+        rows: More of these, one by one: the entries of each in the columns of :class:`Ranges`.
+        owners: Objects that keep the memory of these alive.
+        runs: Destinations with several ranges: the full key of the array, the destination, and the ranges.
     """
 
     source: Source
     many: list[Ranges] = field(default_factory=list)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
     owners: list[object] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    buffers: list[Buffer] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
-    runs: list[tuple[int, Runs]] = field(default_factory=list)
-    seen: set[tuple[object, ...]] = field(default_factory=set)
+    runs: list[tuple[str, Buffer, Runs]] = field(default_factory=list)
 
     def add(self, key: str, offset: int, place: Buffer, *, whole: bool) -> None:
-        """Queue one range: from a file offset, as many bytes as ``place`` has. ``whole``: verify it at any cost."""
-        same = (offset, place.nbytes, place.device, place.pointer)
-        if same in self.seen:
-            return  # tied tensors: the same bytes to the same memory
-        self.seen.add(same)
-        self.keys.append(key)
-        self.buffers.append(place)
-        self.offsets.append(offset)
-        self.lengths.append(place.nbytes)
-        self.whole.append(whole)
+        """Queue one range: from a file offset, as many bytes as ``place`` has. ``whole``: verify it at any cost.
+
+        ``key`` is the full key of its array; empty if it is for no array.
+        """
+        self.rows.append((offset, place.nbytes, place.pointer, place.device, place.stream, whole, key))
+        self.owners.append(place)
 
     def add_runs(self, key: str, place: Buffer, runs: Runs) -> None:
         """Queue ranges of the file for one destination.
@@ -122,54 +117,50 @@ class ReadQueue:
             runs: The ranges in bytes: their sources are file offsets, their dests are offsets in the destination.
         """
         if len(runs):
-            self.runs.append((len(self.buffers), runs))
-            self.keys.append(key)
-            self.buffers.append(place)
-            self.offsets.append(0)
-            self.lengths.append(0)
-            self.whole.append(False)
+            self.runs.append((key, place, runs))
 
-    def _joined(self) -> Ranges:
-        if len(self.many) != 1:
-            self.many = [Ranges.joined(self.many)]
+    def _single(self) -> Ranges:
+        """All ranges with destinations of their own."""
+        if self.rows or len(self.many) != 1:
+            rows = np.array(self.rows, _ROW)
+            self.many = [Ranges.joined([*self.many, Ranges(*(rows[name] for name in Ranges.__slots__))])]
+            self.rows = []
         return self.many[0]
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is queued."""
-        return not self.buffers and not len(self._joined().offset)
+        return not self.runs and not len(self._single().offset)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory to fill."""
-        runs = sum(int(runs.size.sum()) for _, runs in self.runs)
-        return int(self._joined().nbytes.sum()) + sum(self.lengths) + runs
+        return int(self._single().nbytes.sum()) + sum(int(runs.size.sum()) for *_, runs in self.runs)
 
     @property
     def memory(self) -> Columns:
         """Address, device and stream of each destination."""
-        many, others = self._joined(), columns(self.buffers)
+        single, others = self._single(), columns([place for _, place, _ in self.runs])
         return (
-            np.append(many.pointer, others[0]),
-            np.append(many.device, others[1]),
-            np.append(many.stream, others[2]),
+            np.append(single.pointer, others[0]),
+            np.append(single.device, others[1]),
+            np.append(single.stream, others[2]),
         )
 
     def ranges(self) -> tuple[I64, Runs]:
         """All non-empty ranges in bytes, from file offsets to offsets in destinations, and the destination of each."""
-        many, count = self._joined(), len(self.buffers)
-        first = len(many.offset)
-        offset = np.concatenate((many.offset.astype(np.int64), np.array(self.offsets, np.int64)))
-        length = np.concatenate((many.nbytes.astype(np.int64), np.array(self.lengths, np.int64)))
-        single = Runs.single(offset, np.zeros(first + count, np.int64), length)
-        dest = np.concatenate((np.arange(first + count), *(np.full(len(runs), first + d) for d, runs in self.runs)))
-        every = Runs.joined([single, *(runs for _, runs in self.runs)])
+        single = self._single()
+        count = len(single.offset)
+        offset, length = single.offset.astype(np.int64), single.nbytes.astype(np.int64)
+        every = Runs.joined([Runs.single(offset, np.zeros(count, np.int64), length), *(runs for *_, runs in self.runs)])
+        several = (np.full(len(runs), count + number) for number, (*_, runs) in enumerate(self.runs))
+        dest = np.concatenate((np.arange(count), *several))
         filled = every.size > 0
         return dest[filled], every[filled]
 
     def wanted(self) -> FileRanges:
         """What to read, for the planner."""
-        many, (_, device, _) = self._joined(), self.memory
+        single, (_, device, _) = self._single(), self.memory
         dest, wanted = self.ranges()
         record = np.searchsorted(self.source.data_offset, wanted.source.astype(np.uint64), side="right") - 1
         first, last = (int(record.min()), int(record.max()) + 1) if len(record) else (0, 0)
@@ -177,14 +168,13 @@ class ReadQueue:
             nbytes=self.source.nbytes,
             wanted=wanted,
             dest=dest.astype(np.int32),
-            dest_nbytes=np.append(many.nbytes, np.array([b.nbytes for b in self.buffers], np.uint64)),
+            dest_nbytes=np.append(single.nbytes, np.array([place.nbytes for _, place, _ in self.runs], np.uint64)),
             in_place=(device == HOST).astype(np.uint8),
-            whole=np.append(many.whole, np.array(self.whole, bool)).astype(np.uint8),
+            whole=np.append(single.whole, np.zeros(len(self.runs), bool)).astype(np.uint8),
             chunks=self.source.chunks(first, last),
         )
 
     def unverified(self, plan: ReadPlan) -> set[str]:
         """The keys of arrays of which the plan reads some bytes without verifying them."""
-        keys = self._joined().key
-        first = len(keys)
-        return {keys[d] if d < first else self.keys[d - first] for d in plan.unverified_dest.tolist()}
+        keys = np.append(self._single().key, np.array([key for key, *_ in self.runs], object))
+        return set(keys[plan.unverified_dest].tolist())

@@ -19,7 +19,7 @@ from datastates.planning import read
 from datastates.planning.plans import ReadPlan
 from datastates.planning.several import plan_several
 from datastates.restoring.read_queue import Ranges, ReadQueue, Source
-from datastates.state import arrays, dtensors, parts, strides
+from datastates.state import arrays, parts, strides
 from datastates.state import memory as array_memory
 from datastates.state.parts import Block
 from datastates.state.runs import Runs, spread
@@ -210,13 +210,8 @@ class Reads:
         room = executor.most_ahead - self._extents_ahead
         end = offset[0] + np.uint64(room * extent_nbytes)
         records = min(AHEAD_RECORDS, int(np.searchsorted(offset, end)))
-        plan = read.plan_ahead(
-            source.chunks(0, records),
-            room,
-            complete=records == len(offset),
-            in_place=True,
-            extent_nbytes=extent_nbytes,
-        )
+        complete = records == len(offset)
+        plan = read.plan_ahead(source.chunks(0, records), room, complete=complete, extent_nbytes=extent_nbytes)
         if not self._ahead:  # behind the data it would wait for its turn
             will_need(source.path, source.index.pickle_offset, source.index.pickle_nbytes)
         self._ahead[source] = executor.read_ahead(source.path, plan)
@@ -325,14 +320,10 @@ def _places(number: int, queue: ReadQueue) -> Iterator[Any]:
 
 def _region(shard: Shard, block: Block) -> Any:
     """A block of a live array, as a view that can be copied into."""
-    array: Any = dtensors.local(shard.source)
-    is_torch = arrays.kind_of(array) == "torch"
-    if is_torch:
-        array = array.detach()
-    if shard.flat is None:  # the ellipsis makes a view of a 0-d array, too
-        return array[(*(slice(b, b + n) for b, n in zip(block.dest, block.size, strict=True)), ...)]
-    array = array[block.dest[0] :]
-    if is_torch:
+    if shard.flat is None:
+        return array_memory.region(shard.source, block.dest, block.size)
+    array = array_memory.region(shard.source, block.dest, (shard.shape[0] - block.dest[0],))
+    if arrays.kind_of(array) == "torch":
         steps = [step * array.stride(0) for step in block.steps]
         return array.as_strided(block.size, steps, array.storage_offset())
     steps = [step * array.strides[0] for step in block.steps]

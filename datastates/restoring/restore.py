@@ -79,8 +79,8 @@ class Restore:
         *,
         strict: bool,
         trust: Trust,
-        verify: Verify,
-        replicas: Replicas,
+        verify: Verify = "checksum",
+        replicas: Replicas = "read",
         scope: Scope = EVERYTHING,
     ) -> None:
         """Prepare a restore; nothing is read yet.
@@ -143,14 +143,11 @@ class Restore:
 
     @gc_pause.paused()
     def compare(self) -> Comparison:
-        """Find out what :meth:`run` would do; nothing is changed. Use it in the place of :meth:`run`."""
-        self._strict = False
+        """Find out what :meth:`run` would do; nothing is changed. Use it in the place of :meth:`run`.
 
-        def look_and_compare() -> Fit:
-            self._look(reads_ahead=False)
-            return self._compare()
-
-        unexpected, _ = self._meeting.compare(look_and_compare, self._strangers)
+        With ``strict`` it raises RestoreError if something does not fit.
+        """
+        unexpected, _ = self._meeting.compare(partial(self._look_and_compare, reads_ahead=False), self._strangers)
         self._result.unexpected_keys += unexpected
         self._result.missing_keys += self._not_here
         self._note_parts()
@@ -243,8 +240,8 @@ class Restore:
 
     # --- comparing: whether it fits
 
-    def _look_and_compare(self) -> Fit:
-        self._look(reads_ahead=True)
+    def _look_and_compare(self, *, reads_ahead: bool = True) -> Fit:
+        self._look(reads_ahead=reads_ahead)
         return self._compare()
 
     def _compare(self) -> Fit:

@@ -88,13 +88,11 @@ class Cut:
         return self._selection.takes(f"{self._provider}/{key}" if key else self._provider)
 
     def keeps(self, key: str) -> bool:
-        """Whether an array is restored: also one inside an object of another class, which belongs to the object."""
-        if is_inner(key):
+        """Whether an array or value is restored; notes it if not. An array inside an object belongs to the object."""
+        if is_inner(key) or self.takes(key):
             return True
-        if not self.takes(key):
-            self.left_out[key] = None
-            return False
-        return True
+        self.left_out[key] = None
+        return False
 
     def prune(self, value: object, key: str) -> Any:
         """Put a reference in the place of every value that is not selected: providers keep what is live there.
@@ -105,25 +103,16 @@ class Cut:
             value: A stored object's structure, or the object.
             key: Its key within the provider.
         """
-        return _Pruning(self).on(value, key)
+        return self._pruned(value, key, set())
 
-
-class _Pruning:
-    def __init__(self, cut: Cut) -> None:
-        self._cut = cut
-        self._seen: set[int] = set()
-
-    def on(self, value: Any, key: str) -> Any:
-        if isinstance(value, (ArrayRef, Unbuilt)) or id(value) in self._seen:
+    def _pruned(self, value: Any, key: str, seen: set[int]) -> Any:
+        if isinstance(value, (ArrayRef, Unbuilt)) or id(value) in seen:
             return value
         if isinstance(value, (dict, list)):
-            self._seen.add(id(value))
+            seen.add(id(value))
             for k, item in list(items(value)):
-                value[k] = self.on(item, join(key, k))
+                value[k] = self._pruned(item, join(key, k), seen)
             return value
         if isinstance(value, tuple):
-            return with_items(value, [self.on(item, join(key, i)) for i, item in enumerate(value)])
-        if self._cut.takes(key):
-            return value
-        self._cut.left_out[key] = None
-        return ArrayRef(key, "numpy", "uint8", (0,), (1,))
+            return with_items(value, [self._pruned(item, join(key, i), seen) for i, item in enumerate(value)])
+        return value if self.keeps(key) else ArrayRef(key, "numpy", "uint8", (0,), (1,))

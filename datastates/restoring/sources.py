@@ -14,7 +14,7 @@ from datastates._base.columns import I64, U64
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.stretches import form, forms
 from datastates.container.table import Row, ShardTable
-from datastates.errors import FormatError
+from datastates.errors import CorruptError, FormatError
 from datastates.restoring.read_queue import Source
 from datastates.state.parts import Part
 
@@ -40,6 +40,9 @@ class TensorFile(Source, Protocol):
 
     def record_crc(self, record: int) -> int | None:
         """CRC-32 of a whole record; None if it has none."""
+
+    def corrupt(self, key: str) -> CorruptError:
+        """The error for damaged data, which ``key`` names in its message."""
 
     def read_row(self, row: Row) -> memoryview:
         """Read the bytes from a row's first element to its last.
@@ -144,9 +147,13 @@ class Tensors(Protocol):
     def whole(self, fulls: Sequence[str]) -> Sequence[tuple[Row, Sequence[FoundRow]]]:
         """For each full key, any row of its tensor, and all rows that hold elements of it, each with its file.
 
+        A tensor without elements has no such rows.
+
         Raises:
             KeyError: There is no tensor with one of the keys.
             DatastatesError: Only a part of a tensor is there.
+            FormatError: A file is damaged, or the parts of a tensor are of different types or shapes.
+            StorageError: A file cannot be read.
         """
 
     def sources(self, wanted: Sequence[tuple[Row, Part]]) -> Sequence[Sequence[FoundRow]]:

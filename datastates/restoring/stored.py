@@ -15,7 +15,6 @@ import numpy as np
 
 from datastates._base import files
 from datastates._base.columns import U64
-from datastates._base.files import read_bytes
 from datastates.commit import manifest, newest
 from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
@@ -73,24 +72,6 @@ class Head:
         return cls(**{**fields, "path": Path(os.fsdecode(fields["path"]))})
 
 
-def open_catalog(head: Head) -> Catalog:
-    """Open the catalog of a checkpoint that several ranks wrote.
-
-    Raises:
-        FormatError: The catalog is damaged, or not the one that the manifest names.
-        StorageError: The catalog cannot be read.
-    """
-    assert head.catalog is not None
-    path, entry = head.path / head.catalog.file, head.catalog
-    nbytes = files.length(path)
-    if nbytes != entry.nbytes:
-        raise FormatError(f"{path} is not the catalog that the manifest names: {nbytes} bytes, not {entry.nbytes}")
-    opened = Catalog(read_bytes(path), nbytes, entry.head_crc32, str(path))
-    if opened.ranks != head.ranks:
-        raise FormatError(f"{path}: a catalog of {opened.ranks} ranks, not of {head.ranks}")
-    return opened
-
-
 class Stored:
     """The containers of one checkpoint, and the parts of logical tensors that each holds. Not thread-safe.
 
@@ -142,8 +123,22 @@ class Stored:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The catalog of a checkpoint that several ranks wrote; raises as :func:`open_catalog` does."""
-        return open_catalog(self.head)
+        """The catalog of a checkpoint that several ranks wrote.
+
+        Raises:
+            FormatError: The catalog is damaged, or not the one that the manifest names.
+            StorageError: The catalog cannot be read.
+        """
+        entry = self.head.catalog
+        assert entry is not None
+        path, ranks = self.head.path / entry.file, self.head.ranks
+        nbytes = files.length(path)
+        if nbytes != entry.nbytes:
+            raise FormatError(f"{path} is not the catalog that the manifest names: {nbytes} bytes, not {entry.nbytes}")
+        opened = Catalog(files.read_bytes(path), nbytes, entry.head_crc32, str(path))
+        if opened.ranks != ranks:
+            raise FormatError(f"{path}: a catalog of {opened.ranks} ranks, not of {ranks}")
+        return opened
 
     def container(self, rank: int) -> Container | None:
         """A rank's container; None if the file is missing.
@@ -218,15 +213,9 @@ class Stored:
         return next((row for rank in holders if (row := self._row(rank, full)) is not None), None)
 
     def whole(self, fulls: Sequence[str]) -> list[tuple[Row, Sequence[FoundRow]]]:
-        """For each full key, any row of its logical tensor, and all rows that hold elements of it, each with its file.
+        """The rows of whole tensors; see :meth:`datastates.restoring.sources.Tensors.whole`.
 
-        A tensor without elements has no such rows.
-
-        Raises:
-            KeyError: There is no array with one of the keys.
-            DatastatesError: Only a part of a tensor is there: this is one of several containers, or one is missing.
-            FormatError: A container is damaged.
-            StorageError: A container cannot be read.
+        Only a part of a tensor is there if this is one of several containers, or if one is missing.
         """
         rows = []
         for full in fulls:
@@ -247,17 +236,7 @@ class Stored:
         )
 
     def sources(self, wanted: Sequence[tuple[Row, Part]]) -> Sequence[Sequence[FoundRow]]:
-        """The rows that may share elements with parts of logical tensors, each with its container.
-
-        Args:
-            wanted: For each part, any row of its logical tensor, and the part.
-
-        Returns:
-            For each part, its sources.
-
-        Raises:
-            FormatError: A container has a tensor with another type or shape.
-        """
+        """The rows that parts of tensors may come from; see :meth:`datastates.restoring.sources.Tensors.sources`."""
         asked: dict[int, list[int]] = {}
         for number, (like, part) in enumerate(wanted):
             for rank in self.holders(like.key, part):
@@ -290,22 +269,23 @@ class Stored:
     def _row(self, rank: int, full: str) -> Row | None:
         return next(iter(self.rows(rank, [full]).get(full, ())), None)
 
+    def _every(self) -> list[Container]:
+        """All containers that are not missing."""
+        self.open_containers(range(self.head.ranks))
+        return [self._opened[rank] for rank in sorted(self._opened)]
+
     @cached_property
-    def keys(self) -> Mapping[str, int]:
+    def keys(self) -> Mapping[str, object]:
         """The full keys of all arrays, in the order of the ranks. This opens all containers.
 
         Raises:
             StorageError: A container is missing.
         """
-        found: dict[str, int] = {}
-        self.open_containers(range(self.head.ranks))
-        for rank in range(self.head.ranks):
-            if (source := self.container(rank)) is None:
-                raise lost_container(self.lost[rank], rank, self.head.ranks)
-            if self.head.ranks == 1:
-                return source.index.shards.by_key
-            found.update(dict.fromkeys(source.index.shards.by_key, rank))
-        return found
+        tables = [source.index.shards for source in self._every()]
+        if self.lost:
+            rank, path = min(self.lost.items())
+            raise lost_container(path, rank, self.head.ranks)
+        return tables[0].by_key if len(tables) == 1 else dict.fromkeys(key for table in tables for key in table.by_key)
 
     def has_lost(self, full: str, rank: int) -> bool:
         """Whether a rank saved an object with that full key in a container that is known to be missing."""
@@ -316,13 +296,8 @@ class Stored:
 
     def every_key(self, provider: str) -> list[str]:
         """The keys of all arrays of a provider, on all ranks. This opens all containers."""
-        keys: dict[str, None] = {}
-        self.open_containers(range(self.head.ranks))
-        for rank in range(self.head.ranks):
-            if (source := self.container(rank)) is not None:
-                table = source.index.shards
-                keys.update(dict.fromkeys(table.keys[i] for i in table.of_provider(provider)))
-        return list(keys)
+        tables = [source.index.shards for source in self._every()]
+        return list(dict.fromkeys(table.keys[i] for table in tables for i in table.of_provider(provider)))
 
     def strangers(self, wanted: U64, providers: Collection[str]) -> list[str]:
         """Full keys of these providers that were saved and that no rank wants, sorted.
@@ -353,8 +328,7 @@ class Stored:
 
     def objects(self) -> list[str]:
         """Full keys of all objects, in the order of the ranks. This opens all containers."""
-        every = (self.container(rank) for rank in range(self.head.ranks))
-        return list(dict.fromkeys(key for one in every if one for key in (o.key for o in one.objects)))
+        return list(dict.fromkeys(entry.key for source in self._every() for entry in source.objects))
 
     def digest(self, full: str) -> int | None:
         """What all parts of a tensor contribute to its digest; None if that is unknown."""

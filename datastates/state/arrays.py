@@ -120,7 +120,7 @@ def _view(array: Any) -> _View:
 
 def _view_of_jax(array: Any, dtype: dtypes.DType) -> _View:
     """The first box that this process holds of an array of JAX, or all of an array on one device."""
-    owner, pointer, device = jax_arrays.memory(jax_arrays.held(array)[0].data)
+    owner, pointer, device = jax_arrays.memory(jax_arrays.held(array)[0][1])
     shape = tuple(owner.shape)
     stride = tuple(s // dtype.itemsize for s in owner.strides) if device == HOST else row_major(shape)
     return _View("jax", dtype, shape, stride, pointer, pointer, device, owner)
@@ -188,7 +188,7 @@ def _held(key: str, array: Any, is_lazy: bool) -> list[tuple[str, Any, bool, Any
     if not jax_arrays.is_array(array):
         return [(key, array, is_lazy, array, None)]
     try:
-        return [(key, array, is_lazy, box.data, box.part) for box in jax_arrays.held(array)]
+        return [(key, array, is_lazy, data, part) for part, data in jax_arrays.held(array)]
     except ProviderError as error:
         raise ProviderError(f"{key!r} is {error}") from None
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from datastates._base.columns import I64
 from datastates.errors import ProviderError
-from datastates.state.parts import HeldPart
+from datastates.state.parts import HeldPart, replicas
 
 
 @functools.cache
@@ -57,7 +57,7 @@ class Meshes:
         """Collect the meshes of those values that are DTensors."""
         found = {id(mesh): mesh for mesh in map(mesh_of, values) if mesh is not None}
         self._ranks: dict[int, I64] = {i: np.array(mesh.mesh.tolist(), np.int64) for i, mesh in found.items()}
-        self.ranks = _ascending(np.concatenate(list(map(np.ravel, self._ranks.values())))) if found else ()
+        self.ranks = replicas(rank for ranks in self._ranks.values() for rank in ranks.ravel().tolist())
         self._known: dict[tuple[object, ...], HeldPart] = {}
 
     def part(self, key: str, value: Any, shape: tuple[int, ...]) -> HeldPart:
@@ -83,7 +83,7 @@ class Meshes:
         mesh, placements, shape = value.device_mesh, value.placements, tuple(value.shape)
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            return HeldPart(shape, None, (0, 0), ())  # ranks outside of the mesh hold an empty vector
+            return HeldPart(shape, None, (0, 0))  # ranks outside of the mesh hold an empty vector
         _refuse_what_is_no_box(key, value, coordinate)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -105,7 +105,7 @@ class Meshes:
         # along a mesh dimension that splits the tensor only this coordinate has the part, along the others all do
         along = [slice(None) if p.is_replicate() else c for p, c in zip(placements, coordinate, strict=True)]
         alike = ranks[tuple(along)]
-        return HeldPart(shape, tuple(offset), None, _ascending(self._in_all_slices(ranks, alike)))
+        return HeldPart(shape, tuple(offset), None, replicas(np.ravel(self._in_all_slices(ranks, alike)).tolist()))
 
     def _in_all_slices(self, mesh: I64, alike: I64) -> I64:
         """Ranks of one mesh, with the ranks at the same positions in the other slices of the widest mesh around it."""
@@ -119,12 +119,6 @@ class Meshes:
             return alike  # the ranks belong to the wider mesh, but are no slice of it
         slices: I64 = np.moveaxis(wide, along, range(len(along))).reshape(mesh.size, -1)
         return slices[np.isin(slices, alike).any(axis=1)]
-
-
-def _ascending(ranks: Any) -> tuple[int, ...]:
-    """Ranks as ``Shard.replicas`` has them: unique and ascending, or empty for a single rank."""
-    unique: list[int] = np.unique(ranks).astype(int).tolist()
-    return tuple(unique) if len(unique) > 1 else ()
 
 
 def _refuse_what_is_no_box(key: str, dtensor: Any, coordinate: Sequence[int]) -> None:

@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 from datastates.state import memory
-from datastates.state.devices import Device, cuda_device
 from datastates.state.shards import ArrayRef
 
 Framework: TypeAlias = Literal["pt", "np"]
 """The library of the arrays, by the names of ``safetensors.safe_open``: torch's or NumPy's."""
+Device: TypeAlias = Any
+"""A ``torch.device``, or what it takes: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or the number of a CUDA device."""
 _KINDS = {"pt": "torch", "np": "numpy"}
 
 
@@ -47,7 +48,7 @@ class Into:
                 import_module("torch")
             except ImportError as error:
                 raise ImportError("framework: 'pt' needs torch, which is not installed") from error
-        return cls(framework, cuda_device(device))
+        return cls(framework, _cuda_device(device))
 
     @property
     def with_torch(self) -> bool:
@@ -77,3 +78,33 @@ class Into:
 
 AS_SAVED = Into()
 """Host memory of the library that each array came from, if that is torch's or NumPy's."""
+
+
+def _cuda_device(device: Device) -> Any | None:
+    """The CUDA device that is meant, with its number; None for host memory.
+
+    Args:
+        device: The device. ``"cuda"`` is torch's current one.
+
+    Raises:
+        TypeError, ValueError: It is no device, or neither host memory nor a CUDA device of this process.
+        ImportError: It is not ``"cpu"``, and torch is not installed.
+    """
+    if isinstance(device, str) and device == "cpu":
+        return None
+    import torch
+
+    if not isinstance(device, str | int | torch.device) or isinstance(device, bool):
+        raise TypeError(f"device: {device!r:.80} is no device")
+    try:
+        meant = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: {device!r:.80} is no device") from error
+    if meant.type == "cpu":
+        return None
+    if meant.type != "cuda":
+        raise ValueError(f"device: {device!r:.80} is neither the CPU nor a CUDA device")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0 or (meant.index or 0) >= count:
+        raise ValueError(f"device: {device!r:.80} does not exist: torch finds {count} CUDA devices")
+    return torch.device("cuda", torch.cuda.current_device() if meant.index is None else meant.index)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
-from datastates.state.parts import HeldPart
+from datastates.state.parts import HeldPart, replicas
 from datastates.state.shards import HOST
 
 Box = tuple[slice, ...]
@@ -44,27 +43,16 @@ def is_key(value: Any) -> bool:
 def processes() -> tuple[int, ...]:
     """The numbers of all of JAX's processes; empty if there is only this one. Does not start JAX's devices."""
     distributed: Any = loaded("jax._src.distributed")
-    count = 1 if distributed is None else distributed.global_state.num_processes
-    return tuple(range(count)) if count > 1 else ()
+    return () if distributed is None else replicas(range(distributed.global_state.num_processes))
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """One box of an array, held by a device of this process.
-
-    Attributes:
-        data: The box as an array on one device.
-        part: Which part of the array it is.
-    """
-
-    data: Any
-    part: HeldPart
-
-
-def held(array: Any) -> list[Held]:
+def held(array: Any) -> list[tuple[HeldPart, Any]]:
     """The boxes of an array that this process holds, each once, in ascending order of where they begin.
 
     In a program of several processes, an array on the devices of this one alone is taken to be the same in all.
+
+    Returns:
+        For each box, which part of the array it is, and the box as an array on one device.
 
     Raises:
         ProviderError: The array was donated or deleted, or lies on the devices of one other process.
@@ -74,9 +62,8 @@ def held(array: Any) -> list[Held]:
     shape = tuple(array.shape)
     alike = processes() if array.is_fully_addressable else ()
     if 0 in shape:  # its boxes may all begin at one index
-        every = sorted({device.process_index for device in array.sharding.device_set})
-        part = HeldPart(shape, (0,) * len(shape), None, alike or (tuple(every) if len(every) > 1 else ()))
-        return [Held(np.empty(shape, array.dtype), part)]
+        every = replicas(device.process_index for device in array.sharding.device_set)
+        return [(HeldPart(shape, (0,) * len(shape), None, alike or every), np.empty(shape, array.dtype))]
     owners, shards = holders(array.sharding, shape), array.addressable_shards
     if not shards:  # processes outside of the array's mesh hold an empty vector
         if len(where := {device.process_index for device in array.sharding.device_set}) == 1:
@@ -84,9 +71,9 @@ def held(array: Any) -> list[Held]:
                 f"an array of JAX on the devices of process {where.pop()} alone, which takes it to be the same in all: "
                 "put it on devices of several processes"
             )
-        return [Held(np.empty(0, array.dtype), HeldPart(shape, None, (0, 0), ()))]
+        return [(HeldPart(shape, None, (0, 0)), np.empty(0, array.dtype))]
     begins = ((number, origin(shards[number].index)) for number in boxes(array))
-    return [Held(shards[n].data, HeldPart(shape, begin, None, alike or owners[begin])) for n, begin in begins]
+    return [(HeldPart(shape, begin, None, alike or owners[begin]), shards[n].data) for n, begin in begins]
 
 
 def boxes(array: Any) -> list[int]:
@@ -111,7 +98,7 @@ def holders(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tupl
     found: dict[tuple[int, ...], set[int]] = {}
     for device, box in sharding.devices_indices_map(shape).items():
         found.setdefault(origin(box), set()).add(device.process_index)
-    return {begin: tuple(sorted(ranks)) if len(ranks) > 1 else () for begin, ranks in found.items()}
+    return {begin: replicas(ranks) for begin, ranks in found.items()}
 
 
 def memory(data: Any) -> tuple[Any, int, int]:
@@ -187,11 +174,11 @@ def landings(like: Any) -> list[tuple[HeldPart, Any]]:
     """
     shape = tuple(like.shape)
     if like.sharding is None or 0 in shape:
-        return [(HeldPart(shape, (0,) * len(shape), None, ()), _empty(shape, like.dtype))]
+        return [(HeldPart(shape, (0,) * len(shape)), _empty(shape, like.dtype))]
     begins = _boxes(like.sharding, shape)
     if not begins:
-        return [(HeldPart(shape, None, (0, 0), ()), np.empty(0, like.dtype))]
-    return [(HeldPart(shape, begin, None, ()), _empty(begins[begin], like.dtype)) for begin in sorted(begins)]
+        return [(HeldPart(shape, None, (0, 0)), np.empty(0, like.dtype))]
+    return [(HeldPart(shape, begin), _empty(begins[begin], like.dtype)) for begin in sorted(begins)]
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -57,14 +57,13 @@ class Landing:
             like = jax_arrays.placed(like)
             return cls(like, jax_arrays.landings(like))
         shape = tuple(like.shape)
-        whole = HeldPart(shape, (0,) * len(shape), None, ())
-        return cls(like, [(whole, _empty(like))])
+        return cls(like, [(HeldPart(shape, (0,) * len(shape)), _empty(like))])
 
     @classmethod
     def filled(cls, like: Any, shards: Sequence[Shard]) -> Landing:
         """The memory again from what :meth:`shards` gave."""
         like = jax_arrays.placed(like) if describes(like) else like
-        return cls(like, [(HeldPart(s.global_shape, s.offset, s.flat, ()), s.source) for s in shards])
+        return cls(like, [(HeldPart(s.global_shape, s.offset, s.flat), s.source) for s in shards])
 
     def shards(self, key: str) -> list[Shard]:
         """The destinations of a restore, all of one key."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from datastates._base.loaded import loaded
-from datastates.state import dtensors, dtypes
+from datastates.state import dressed, dtensors, dtypes
 from datastates.state.arrays import _view, kind_of
 from datastates.state.shards import ArrayRef
 from datastates.state.strides import span
@@ -68,6 +68,15 @@ def strided(array: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
     """NumPy's ``as_strided``, also for the types of ml_dtypes, which it does not know; strides in bytes."""
     plain = array.view(np.dtype((np.void, array.itemsize)))
     return np.lib.stride_tricks.as_strided(plain, shape, strides).view(array.dtype)
+
+
+def region(array: Any, begin: Sequence[int], size: Sequence[int]) -> Any:
+    """A box of an array, or of a DTensor's local tensor, as a view that can be copied into."""
+    array = dtensors.local(array)
+    if kind_of(array) == "torch":
+        array = array.detach()
+    # the dots make a view of a 0-d array, too
+    return array[(*(slice(b, b + n) for b, n in zip(begin, size, strict=True)), ...)]
 
 
 def with_grad(array: Any, requires_grad: bool) -> Any:
@@ -141,8 +150,7 @@ def assign(destination: Any, source: Any) -> None:
 
 def convert(destination: Any, source: Any) -> None:
     """Copy an array in host memory into one of the same shape and another floating-point type, on any device."""
-    torch: Any = loaded("torch")
-    if torch is not None and isinstance(destination, torch.Tensor):
+    if dressed.is_tensor(destination):
         assign(destination, source)  # torch converts while it copies
     elif isinstance(destination, np.ndarray):
         np.copyto(destination, source, casting="unsafe")

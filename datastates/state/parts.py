@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from datastates._base.columns import I64
-from datastates.state.runs import Runs, spread
+from datastates.state.runs import Runs, pairs, spread
 from datastates.state.strides import row_major
 
 _Spread = tuple[Sequence[int], Sequence[int], Sequence[int], int, int, int]
@@ -28,8 +28,14 @@ class HeldPart(NamedTuple):
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...] | None
-    flat: tuple[int, int] | None
-    replicas: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+    replicas: tuple[int, ...] = ()
+
+
+def replicas(ranks: Iterable[int]) -> tuple[int, ...]:
+    """Ranks that hold the same part, as a shard names them: ascending, each once; none if it is only one."""
+    unique = tuple(sorted(set(ranks)))
+    return unique if len(unique) > 1 else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,33 +117,8 @@ class Part:
         if self.flat is not None or self.is_whole:
             first, n = self.flat[0] if self.flat is not None else 0, self.numel
             return np.array([first] if n else [], np.int64), np.array([n] if n else [], np.int64)
-        assert self.offset is not None
-        if not self.numel:
-            return _NONE.source, _NONE.length
-        here = _box_spread(self.global_shape, self.shape, self.offset, (0,) * len(self.shape), self.shape)
-        _, runs = spread(*here).stretches()
+        _, runs = intersect(Part.whole(self.global_shape), self).stretches()
         return runs.source, runs.length
-
-
-def _box_spread(
-    a_shape: tuple[int, ...],
-    b_shape: tuple[int, ...],
-    a_begin: Sequence[int],
-    b_begin: Sequence[int],
-    size: Sequence[int],
-) -> _Spread:
-    """How a box of ``size`` spreads over stretches that are contiguous in arrays of ``a_shape`` and of ``b_shape``.
-
-    The box begins at the index ``a_begin`` of the one and ``b_begin`` of the other. It is not empty.
-    """
-    inner = len(size)  # from this dimension on the box spans both arrays
-    while inner and size[inner - 1] == a_shape[inner - 1] == b_shape[inner - 1]:
-        inner -= 1
-    outer = max(inner - 1, 0)  # along this dimension it is one stretch
-    a_steps, b_steps = row_major(a_shape), row_major(b_shape)
-    a_first = sum(b * s for b, s in zip(a_begin, a_steps, strict=True))
-    b_first = sum(b * s for b, s in zip(b_begin, b_steps, strict=True))
-    return size[:outer], a_steps[:outer], b_steps[:outer], math.prod(size[outer:]), a_first, b_first
 
 
 def _shared_box(source: Part, dest: Part) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
@@ -154,9 +135,18 @@ def _shared_box(source: Part, dest: Part) -> tuple[tuple[int, ...], tuple[int, .
 
 @functools.lru_cache(maxsize=1024)  # tensors of equal shapes are often cut alike
 def _shared_spread(source: Part, dest: Part) -> _Spread | None:
-    """How the intersection of two boxes spreads over stretches; None when there is none."""
-    box = _shared_box(source, dest)
-    return None if box is None else _box_spread(source.shape, dest.shape, *box)
+    """How the intersection of two boxes spreads over stretches that are contiguous in both; None when there is none."""
+    if (box := _shared_box(source, dest)) is None:
+        return None
+    at, to, size = box
+    inner = len(size)  # from this dimension on the intersection spans both boxes
+    while inner and size[inner - 1] == source.shape[inner - 1] == dest.shape[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)  # along this dimension it is one stretch
+    steps, to_steps = row_major(source.shape), row_major(dest.shape)
+    first = sum(b * s for b, s in zip(at, steps, strict=True))
+    to_first = sum(b * s for b, s in zip(to, to_steps, strict=True))
+    return size[:outer], steps[:outer], to_steps[:outer], math.prod(size[outer:]), first, to_first
 
 
 def stretch(source: Part, dest: Part) -> tuple[int, int, int] | None:
@@ -203,9 +193,7 @@ def intersect(source: Part, dest: Part) -> Runs:
     (a_begin, a_length), (b_begin, b_length) = source.runs(), dest.runs()
     a_end, b_end = a_begin + a_length, b_begin + b_length
     low_at = np.searchsorted(a_end, b_begin, side="right")
-    count = np.maximum(np.searchsorted(a_begin, b_end, side="left") - low_at, 0)
-    b = np.repeat(np.arange(len(b_begin)), count)
-    a = np.arange(len(b)) - np.repeat(np.cumsum(count) - count - low_at, count)
+    b, a = pairs(low_at, np.maximum(np.searchsorted(a_begin, b_end, side="left"), low_at))
     begin = np.maximum(a_begin[a], b_begin[b])
     length = np.minimum(a_end[a], b_end[b]) - begin
     source_at = begin - a_begin[a] + (np.cumsum(a_length) - a_length)[a]
@@ -283,6 +271,21 @@ def _boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tu
     if begin < end:
         for at, size in _boxes_of_range(shape[1:], 0, end - begin):
             yield (row + rows, *at), (1, *size)
+
+
+def boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box into boxes of at most ``most`` elements: yields the begin and the size of each, in row-major order."""
+    d = next((d for d, n in enumerate(shape) if n > 1), None)
+    if d is None or math.prod(shape) <= most:
+        if math.prod(shape):
+            yield (0,) * len(shape), tuple(shape)
+        return
+    inner = math.prod(shape) // shape[d]
+    step = max(1, most // inner)
+    for at in range(0, shape[d], step):
+        slab = (*shape[:d], min(step, shape[d] - at), *shape[d + 1 :])
+        for begin, size in boxes(slab, most):
+            yield (*begin[:d], at + begin[d], *begin[d + 1 :]), size
 
 
 def uncovered(dest: Part, sources: Sequence[Part]) -> int:

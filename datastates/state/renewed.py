@@ -62,7 +62,7 @@ class Renewed:
         """The arrays as shards, once they are computed; None if the description does not hold for them."""
         if list(map(type, values)) != self.kinds or list(map(_form, values)) != self.forms:
             return None
-        if any(map(_is_gone, values)):
+        if any(jax_arrays.is_gone(value) for value in values if type(value) is not np.ndarray):
             return None
         memory = _memory(values, self.numbers)
         if [held.strides for held in memory] != self.strides:
@@ -76,10 +76,6 @@ class Renewed:
 
 def _form(value: Any) -> tuple[Any, ...]:
     return value.shape, value.dtype, None if type(value) is np.ndarray else value.sharding
-
-
-def _is_gone(value: Any) -> bool:
-    return type(value) is not np.ndarray and jax_arrays.is_gone(value)
 
 
 def _numbers(value: Any) -> list[int] | None:

@@ -68,8 +68,7 @@ class Runs:
 
     def stretches(self) -> tuple[I64, Runs]:
         """Each stretch as a run of its own, and the number of the run that it is from."""
-        which = np.repeat(np.arange(len(self)), self.count)
-        number = np.arange(len(which)) - np.repeat(np.cumsum(self.count) - self.count, self.count)
+        which, number = pairs(0, self.count)
         source = self.source[which] + number * self.source_step[which]
         return which, Runs.single(source, self.dest[which] + number * self.dest_step[which], self.length[which])
 
@@ -143,6 +142,13 @@ def grid(sizes: Sequence[int], steps: Sequence[int], first: int = 0) -> I64:
     for n, step in zip(sizes, steps, strict=True):
         result = (result[:, None] + np.arange(n, dtype=np.int64) * step).ravel()
     return result
+
+
+def pairs(low: I64 | int, high: I64) -> tuple[I64, I64]:
+    """All pairs ``(i, j)`` with ``low[i] <= j < high[i]``, as two columns, ordered by ``i``, then by ``j``."""
+    counts = high - low
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts - low, counts)
 
 
 def _places(runs: Runs) -> tuple[tuple[I64, I64], tuple[I64, I64]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,17 @@ def _exchanged_dtypes() -> Callable[[int], int | None]:
     return codes.get
 
 
+def by_ndim(rows: I64, ndim: U8, starts: I64) -> Iterator[tuple[I64, I64]]:
+    """Tensors of these numbers, grouped by dimensions: their numbers, and a matrix of where their entries are.
+
+    ``starts`` says where the entries of each tensor begin in a column of shapes or strides.
+    """
+    own = ndim[rows]
+    for n in np.flatnonzero(np.bincount(own)).tolist():
+        chosen = rows[own == n]
+        yield chosen, starts[chosen][:, None] + np.arange(n)
+
+
 def contiguous(ndim: U8, dims: U64, strides: U64) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
     """For each of many tensors, its number of elements, and whether it is contiguous in row-major order.
 
@@ -167,9 +178,7 @@ def contiguous(ndim: U8, dims: U64, strides: U64) -> tuple[I64, np.ndarray[Any, 
     """
     starts = np.cumsum(ndim, dtype=np.int64) - ndim
     count, result = np.ones(len(ndim), np.int64), np.ones(len(ndim), bool)
-    for n in set(ndim.tolist()) - {0}:
-        rows = np.flatnonzero(ndim == n)
-        entries = starts[rows][:, None] + np.arange(n)
+    for rows, entries in by_ndim(np.arange(len(ndim)), ndim, starts):
         sizes, steps = dims[entries].astype(np.int64), strides[entries].astype(np.int64)
         count[rows] = sizes.prod(axis=1)
         result[rows] = ((steps == row_majors(sizes)) | (sizes == 1)).all(axis=1)

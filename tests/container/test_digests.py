@@ -77,15 +77,15 @@ def test_parts_make_up_the_whole(tiling: tuple[np.ndarray[Any, Any], list[Any]],
     for part in parts:
         array = whole.reshape(-1)[part] if isinstance(part, slice) else whole[part]
         shard = described(np.ascontiguousarray(array).reshape(array.shape), whole.shape, part)
-        counted = digests.Contribution(places_of(table_of([""], [(0, shard)], [0])), 0)
         encoded = array.tobytes()
-        for begin, end in itertools.pairwise([0, *(s.stop for s in cuts(data.draw, len(encoded)))]):
-            counted.update(encoded[begin:end])
-        assert counted.value() == defined(whole, part)
-        assert digests.contribution(shard) == counted.value()
+        ends = [0, *(s.stop for s in cuts(data.draw, len(encoded)))]
+        pieces = (encoded[begin:end] for begin, end in itertools.pairwise(ends))
+        counted = digests.contribution_of(places_of(table_of([""], [(0, shard)], [0])), 0, pieces)
+        assert counted == defined(whole, part)
+        assert digests.contribution(shard) == counted
         if array.ndim:
-            assert digests.contribution(described(array, whole.shape, part)) == counted.value()
-        total ^= counted.value()
+            assert digests.contribution(described(array, whole.shape, part)) == counted
+        total ^= counted
     assert total == zlib.crc32(whole.tobytes())
 
 

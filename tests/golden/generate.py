@@ -123,9 +123,8 @@ def _digested(table: ShardTable, records: list[bytes]) -> ShardTable:
     folded = []
     for i in plan.folded.tolist():
         row = table.row(i)
-        part = digests.Contribution(digests.places_of(table), i)
-        part.update(records[row.record][row.offset :][: row.dtype.itemsize * math.prod(row.shape)])
-        folded.append(part.value())
+        data = records[row.record][row.offset :][: row.dtype.itemsize * math.prod(row.shape)]
+        folded.append(digests.contribution_of(digests.places_of(table), i, [data]))
     crc = np.array([checksums.crc32(r) for r in records], np.uint32)
     return plan.filled(crc, np.array(folded, np.uint32), table)
 

@@ -165,15 +165,6 @@ def test_ranks_that_want_different_keys_are_told(tmp_path: Path) -> None:
     assert "rank 1 the newest with keys=['s/n/b']" in said[0]
 
 
-@given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 50))
-def test_boxes_cover_each_element_once(shape: list[int], most: int) -> None:
-    seen = np.zeros(shape, int)
-    for begin, size in casting.boxes(shape, most):
-        assert int(np.prod(size)) <= most
-        seen[(*(slice(b, b + n) for b, n in zip(begin, size, strict=True)), ...)] += 1
-    assert (seen == 1).all()
-
-
 @given(st.text("ab*?/", min_size=1), st.text("ab", min_size=1), st.text("ab/"))
 def test_what_covers_a_provider_takes_all_its_keys(glob: str, name: str, key: str) -> None:
     assert checked_keys(glob) == (glob,)

@@ -35,14 +35,14 @@ def extents_of(plan: ReadPlan) -> Extents:
     return list(zip(plan.extent_offset.tolist(), plan.extent_length.tolist(), strict=True))
 
 
-def read_all(chunks: Chunks, sizes: list[int], offset: np.ndarray, *, in_place: bool) -> Extents:
+def read_all(chunks: Chunks, sizes: list[int], offset: np.ndarray) -> Extents:
     """The extents of a plan that reads each record to a destination of its own."""
     n = np.array(sizes, np.uint64)
     plan = read.plan_read(
         wanted=Runs.single(offset.astype(np.int64), np.zeros(len(n), np.int64), n.astype(np.int64)),
         dest=np.arange(len(n), dtype=np.int32),
         dest_nbytes=n,
-        in_place=np.full(len(n), in_place, np.uint8),
+        in_place=np.ones(len(n), np.uint8),
         whole=np.ones(len(n), np.uint8),
         chunks=chunks,
         extent_nbytes=4 * CHUNK,
@@ -50,15 +50,15 @@ def read_all(chunks: Chunks, sizes: list[int], offset: np.ndarray, *, in_place: 
     return extents_of(plan)
 
 
-@given(st.lists(SIZES, max_size=12), st.integers(0, 12), st.integers(1, 8), st.booleans())
-def test_the_first_extents_are_those_of_all(sizes: list[int], first: int, count: int, in_place: bool) -> None:
+@given(st.lists(SIZES, max_size=12), st.integers(0, 12), st.integers(1, 8))
+def test_the_first_extents_are_those_of_all(sizes: list[int], first: int, count: int) -> None:
     sizes.sort(reverse=True)
     n = np.array(sizes, np.uint64)
     offset = write.plan_write(n, np.ones(len(n), np.uint8), zip_frames.header_nbytes(len(n)), BLOCK).data_offset
     chunks = read.plan_chunks(offset, n, np.zeros(int((-(-n.astype(np.int64) // CHUNK)).sum()), np.uint32))
     some = read.plan_chunks(offset[:first], n[:first], chunks.crc)
-    ahead = read.plan_ahead(some, count, complete=first >= len(n), in_place=in_place, extent_nbytes=4 * CHUNK)
-    every = read_all(chunks, sizes, offset, in_place=in_place)
+    ahead = read.plan_ahead(some, count, complete=first >= len(n), extent_nbytes=4 * CHUNK)
+    every = read_all(chunks, sizes, offset)
     found = extents_of(ahead)
     assert found == every[: len(found)]
     assert first < len(n) or len(found) == min(count, len(every))

@@ -359,7 +359,7 @@ def test_small_stretches_go_to_a_device_by_way_of_one_copy(
             patch.setattr(arrays, "place", lambda shard, stride: replace(where, device=0))
             for container in stored.containers:
                 reads.add(container, container.index.shards.row(0), live("w", part, target))
-        used = {buffer.device for queue in reads._queues.values() for buffer in queue.buffers}
+        used = {device for queue in reads._queues.values() for device in queue.memory[1].tolist()}
         if used == {-1}:
             reads.run(executor)
             assert torch.equal(target, elements(stored.tensors["w"], part))

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from datastates.commit import tiling as tiling_proof
 from datastates.commit.tiling import PRIME
@@ -302,3 +304,12 @@ def test_cost() -> None:
     assert seconds(lambda: parts.intersect(box, Part(shape, (8192, 1500), (0, 1500)))) < 0.01
     assert seconds(lambda: parts.intersect(box, Part(shape, (8192, 1024), (0, 2048)))) < 0.0001
     assert seconds(lambda: parts.intersect(flat, Part(shape, (8, 4096), (8184, 0)))) < 0.0001
+
+
+@given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 50))
+def test_boxes_cover_each_element_once(shape: list[int], most: int) -> None:
+    seen = np.zeros(shape, int)
+    for begin, size in parts.boxes(shape, most):
+        assert int(np.prod(size)) <= most
+        seen[(*(slice(b, b + n) for b, n in zip(begin, size, strict=True)), ...)] += 1
+    assert (seen == 1).all()

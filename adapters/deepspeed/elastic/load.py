@@ -151,8 +151,6 @@ def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepS
         meeting,
         strict=True,
         trust="all",
-        verify="checksum",
-        replicas="read",
     ).run()
     # before DeepSpeed's collectives
     plain = meeting.together("plain", lambda: [saved.plain(share.scalar_source) for share in live.shares])
