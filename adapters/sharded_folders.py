@@ -19,6 +19,7 @@ from datastates.adapters.stand_ins import Function, standing_in
 from datastates.adapters.torch_files import Lazy, no_buffer_of
 from datastates.config import IoSettings
 from datastates.saving.snapshot import Snapshot
+from datastates.state import dtensors
 
 
 class ShardedFolders:
@@ -41,9 +42,12 @@ class ShardedFolders:
             folder: The folder of the checkpoint.
             modules: The models, whose buffers are copied.
             snapshots: The list that takes the folders' snapshots.
-            fsdp1: Whether FSDP of version 1 made the state dicts. It copies every shard, so no optimizer waits.
+            fsdp1: Whether FSDP of version 1 made the state dicts. It copies every shard, so no optimizer waits, unless
+                it was told to ignore DTensors of the models: those and their optimizer states are the live ones.
         """
         no_buffer = no_buffer_of(modules)
+        live = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        owned = fsdp1 and not any(map(dtensors.is_dtensor, live))
         self._is_lazy = lambda name, tensor: is_large(name, tensor) and no_buffer(name, tensor)
 
         def instead_of_save(stock: Function) -> Function:
@@ -55,9 +59,8 @@ class ShardedFolders:
                     return stock(state_dict, **options)
                 writer = self._writer(str(path.relative_to(folder)))
                 session = session_of(writer, path)
-                snapshots.append(
-                    session.save(state_dict, path, options.get("planner") or DefaultSavePlanner(), owned=fsdp1)
-                )
+                planner = options.get("planner") or DefaultSavePlanner()
+                snapshots.append(session.save(state_dict, path, planner, owned=owned))
                 return None
 
             return save
