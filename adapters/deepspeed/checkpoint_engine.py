@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,17 @@ import torch
 from datastates._base import paths
 from datastates.adapters import torch_files
 from datastates.adapters.deepspeed import binding
-from datastates.adapters.deepspeed.lazy import lazy_in
 from datastates.adapters.deepspeed.save import Save, begin_file, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
-from datastates.adapters.torch_files import TorchFiles, buffer_storages
+from datastates.adapters.torch_files import Lazy, TorchFiles, buffer_storages
 from datastates.commit import manifest
 from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.saving import gate
 
 _log = logging.getLogger("datastates")
+_STATE = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
+"""Keys of DeepSpeed's parameters and optimizer states. All else in a file that has one is small or the client's."""
 
 
 class CheckpointEngine:
@@ -162,7 +164,7 @@ class CheckpointEngine:
         save = self._opened or Save("alone", "", None, SoloWorld())
         final = Path(path).absolute()
         buffers = buffer_storages(self._context[0].module) if self._context else frozenset()
-        lazy, pending = lazy_in(state_dict, buffers), begin_file(final)
+        lazy, pending = _lazy_in(state_dict, buffers), begin_file(final)
         try:
             kind = final.name.removesuffix(".pt")
             taken = self._files.write(kind, state_dict, pending.files[0], lazy, attempt=save.attempt)
@@ -310,3 +312,24 @@ class CheckpointEngine:
             self.close()
         except Exception:
             _log.exception("a checkpoint failed, and nobody asked")
+
+
+def _lazy_in(state: dict[Any, Any], buffers: Collection[int]) -> Lazy:
+    """Which tensors of a file only an optimizer step changes: parameters and optimizer states.
+
+    Buffers, tensors in the optimizer's parameter groups, and what the client added may change at any time. Files
+    without DeepSpeed's usual keys (a pipeline's layers, experts) hold only parameters and buffers.
+
+    Args:
+        state: What the file is to hold.
+        buffers: Addresses of the storages that the forward pass may change.
+    """
+    has_sections = any(section in state for section in _STATE)
+
+    def is_lazy(key: str, tensor: torch.Tensor) -> bool:
+        path = key.split("/")
+        if (has_sections and path[0] not in _STATE) or "param_groups" in path:
+            return False
+        return tensor.untyped_storage().data_ptr() not in buffers
+
+    return is_lazy
