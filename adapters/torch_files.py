@@ -16,9 +16,7 @@ import torch
 from pydantic import Field
 
 from datastates.config import IoOptions, IoSettings
-from datastates.container import archive
-from datastates.container.file import open_container
-from datastates.errors import FormatError, ProviderError, SnapshotAbandonedError
+from datastates.errors import ProviderError, SnapshotAbandonedError
 from datastates.executor.make import make_executor, prepare
 from datastates.providers.nested.tree import TreeProvider
 from datastates.ranks.world import SoloWorld
@@ -38,7 +36,6 @@ from datastates.state.shards import Shard
 _log = logging.getLogger("datastates")
 _WORD = 8
 """Bytes that a fingerprint takes at once."""
-_TAIL = 4096
 
 Lazy = Callable[[str, torch.Tensor], bool]
 """Given a tensor and its key (``state_dict/layer.weight``), whether only an optimizer step changes it."""
@@ -307,20 +304,6 @@ def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> A
     """
     gate.pass_all()  # what is loaded is about to be copied over the training state
     return loading.load(path, lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location))
-
-
-def is_ours(file: Path) -> bool:
-    """Whether this package wrote a file; raises FormatError if it did and the file's index is damaged."""
-    try:
-        open_container(file)
-    except FormatError:
-        with file.open("rb") as opened:
-            opened.seek(max(0, file.stat().st_size - _TAIL))
-            tail = opened.read()
-        if archive.is_ending(tail):
-            raise
-        return False
-    return True
 
 
 def placed(map_location: Any) -> Callable[[Any], Any]:

@@ -22,6 +22,7 @@ from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.torch_files import Lazy, TorchFiles, buffer_storages
 from datastates.commit import manifest
 from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
+from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.saving import gate
 
@@ -271,7 +272,7 @@ class CheckpointEngine:
         """
         file = paths.local(path)
         self.wait_for(file)
-        if torch_files.is_ours(file):
+        if own.has_ending(file):
             return torch_files.load(file, self.settings, map_location, trust="all")
         gate.pass_all()  # what is loaded is about to be copied over the training state
         try:
