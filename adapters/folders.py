@@ -55,7 +55,7 @@ class FolderCheckpoints:
         self.files = TorchFiles(settings)
         self.snapshots: dict[Path, list[Snapshot]] = {}
         """The last checkpoints that were begun: for each folder, the snapshots of this rank's large files."""
-        self.sharded = ShardedFolders(settings, settings.rank_timeout)
+        self.sharded = ShardedFolders(settings)
         """Writes sharded state, where the framework saves such."""
         self._kind = kind
         self._timeout = settings.rank_timeout

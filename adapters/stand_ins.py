@@ -19,9 +19,18 @@ Write = Callable[[Mapping[str, torch.Tensor], Path, Mapping[str, str]], None]
 
 
 @contextlib.contextmanager
-def standing_in(
-    module: ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
+def having(holder: Any, name: str, value: object) -> Iterator[None]:
+    """A context in which an attribute of an object has another value."""
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+@contextlib.contextmanager
+def standing_in(module: ModuleType, name: str, make: Callable[[Function], Function]) -> Iterator[None]:
     """A context in which another function is called for one of a module, by this thread.
 
     Args:
@@ -36,11 +45,8 @@ def standing_in(
     def call(*words: Any, **options: Any) -> Any:
         return (instead if threading.get_ident() == thread else stock)(*words, **options)
 
-    setattr(module, name, call)
-    try:
+    with having(module, name, call):
         yield
-    finally:
-        setattr(module, name, stock)
 
 
 @contextlib.contextmanager

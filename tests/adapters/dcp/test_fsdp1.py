@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import Shard, distribute_tensor
 from datastates.adapters.sharded_folders import ShardedFolders
-from datastates.config import IoSettings
+from datastates.adapters.folders import FolderSettings
 from hold import GATE, held
 
 class Mixed(nn.Module):
@@ -49,7 +49,7 @@ def locals_of(content):
 
 update()
 expected, snapshots = locals_of(content()), []
-folders = ShardedFolders(IoSettings.of({}), rank_timeout=30)
+folders = ShardedFolders(FolderSettings.of({}))
 with folders.writing(root, [model], snapshots, fsdp1=True), held("capture", until=GATE):
     dcp.save(content(), checkpoint_id=root / "saved")
     update()
