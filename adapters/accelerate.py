@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
-from datastates.adapters.stand_ins import Function, having, standing_in, writing_tensors
+from datastates.adapters.stand_ins import Function, having, standing_in
 from datastates.adapters.torch_files import is_optimizer_state, no_buffer_of
 from datastates.saving.snapshot import Snapshot
 
@@ -124,7 +124,7 @@ class AcceleratorCheckpoints(FolderCheckpoints):
             return save
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(writing_tensors(_SAVE_FILE, folder, self.tensor_writer(modules, snapshots)))
+            stack.enter_context(self.writing_tensors(_SAVE_FILE, folder, modules, snapshots))
             stack.enter_context(standing_in(checkpointing, "save", instead_of_save))
             if accelerator.distributed_type == DistributedType.FSDP:
                 stack.enter_context(self.sharded.writing_for(accelerator, folder, modules, snapshots))

@@ -7,8 +7,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from pydantic import Field
 
 from datastates._base import files
 from datastates.adapters.sharded_folders import ShardedFolders
-from datastates.adapters.stand_ins import Function, Write
+from datastates.adapters.stand_ins import Function, standing_in
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of
 from datastates.commit import manifest, retention
 from datastates.errors import CommitError
@@ -134,19 +135,42 @@ class FolderCheckpoints:
         if spoiled is not None:
             raise spoiled
 
-    def tensor_writer(self, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot]) -> Write:
-        """A function that begins to write safetensors files of modules, whose buffers are copied.
+    @contextlib.contextmanager
+    def writing_tensors(
+        self,
+        functions: Mapping[str, ModuleType],
+        folder: Path,
+        modules: Sequence[torch.nn.Module],
+        snapshots: list[Snapshot],
+    ) -> Iterator[None]:
+        """A context in which safetensors' ``save_file`` only begins to write files below a folder.
 
         Args:
-            modules: The modules.
+            functions: The names that libraries call ``save_file`` by, each with the module that it is looked up in.
+            folder: The folder.
+            modules: The modules whose tensors are written. Their buffers are copied.
             snapshots: The list that takes the files' snapshots.
         """
         is_lazy = no_buffer_of(modules)
 
-        def write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-            snapshots.append(self.files.write_tensors(tensors, path, metadata, is_lazy))
+        def make(stock: Function) -> Function:
+            def save(
+                tensors: dict[str, torch.Tensor],
+                filename: str | os.PathLike[str],
+                metadata: dict[str, str] | None = None,
+            ) -> None:
+                path = Path(filename)
+                if path.is_relative_to(folder):
+                    snapshots.append(self.files.write_tensors(tensors, path, metadata or {}, is_lazy))
+                else:
+                    stock(tensors, filename, metadata)
 
-        return write
+            return save
+
+        with contextlib.ExitStack() as stack:
+            for name, module in functions.items():
+                stack.enter_context(standing_in(module, name, make))
+            yield
 
     def has(self, final: Path) -> bool:
         """Whether a checkpoint is there, or was begun and has not failed."""
