@@ -79,11 +79,11 @@ class TorchFile(ForeignFile):
             order = sorted(range(len(names)), key=lambda i: (records[i].offset, records[i].nbytes))
             data = [(number, names[i]) for number, i in enumerate(order) if names[i].startswith(DATA)]
             self._numbers = {name.removeprefix(DATA).decode("utf-8", "replace"): number for number, name in data}
-            self._records = [records[i] for i in order]
+            self.records = [records[i] for i in order]
             self.value, _ = self._survey(lambda stored: stored, with_torch=False)
             found = [(key, leaf) for key, leaf in leaves(self.value, prefix) if isinstance(leaf, StoredArray)]
             tensors = [(self._numbers[a.record], whole(key, a)) for key, a in found]
-        super().__init__(path, nbytes, self._records, tensors, self._entries(prefix))
+        super().__init__(path, nbytes, self.records, tensors, self._entries(prefix))
 
     def number(self, array: StoredArray) -> int:
         """The number of the record that an array of the value lies in."""
@@ -104,7 +104,7 @@ class TorchFile(ForeignFile):
         if stored.record not in self._numbers:
             raise FormatError(f"storage {stored.record!r} is missing")
         itemsize = dtypes.BY_NAME[stored.dtype].itemsize
-        if stored.elements * itemsize > self._records[self._numbers[stored.record]].nbytes:
+        if stored.elements * itemsize > self.records[self._numbers[stored.record]].nbytes:
             raise FormatError(f"storage {stored.record!r} is shorter than the pickle says")
         if stored.offset + span(stored.shape, stored.stride) > stored.elements:
             raise FormatError(f"a tensor reaches beyond its storage {stored.record!r}")
