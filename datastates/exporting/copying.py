@@ -163,7 +163,12 @@ class Copier:
             ThreadPoolExecutor(1, "datastates-export") as writer,
             contextlib.ExitStack() as at_end,
         ):
-            at_end.callback(lambda: [reads.close() for reads in reading])
+
+            @at_end.callback
+            def stop() -> None:
+                for reads in reading:
+                    reads.close()
+
             sharing = Sharing(fd)
 
             def begin(number: int) -> _Window:
