@@ -128,7 +128,7 @@ class TorchFiles:
         """Whether the checkpoint that ended last has failed. Set in the background, before what follows it."""
         self._engine: Engine | None = None
         self._process = os.getpid()
-        self._under_way: list[Future[None]] = []
+        self._last: Future[None] | None = None
         self._saves: list[Future[None]] = []
 
     def _start(self) -> Engine:
@@ -241,8 +241,7 @@ class TorchFiles:
             end()
             return
         self._start()
-        ended = self._in_order.submit(end)
-        self._under_way = [*(future for future in self._under_way if not future.done()), ended]
+        self._last = ended = self._in_order.submit(end)
         if snapshots is not None:
             self._saves.append(ended)
 
@@ -265,8 +264,8 @@ class TorchFiles:
 
     def wait(self) -> None:
         """Wait until everything begun has ended; :meth:`begin` and :meth:`close` raise the failures."""
-        while self._engine is not None and self._under_way:
-            self._under_way.pop(0).exception()
+        if self._last is not None:  # everything before has ended by then
+            self._last.exception()
 
     def close(self) -> None:
         """Wait until everything begun has ended, and free threads and memory. Idempotent.
