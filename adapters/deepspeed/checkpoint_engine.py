@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import logging
 import os
@@ -250,8 +249,7 @@ class CheckpointEngine:
         """Wait until nothing reads the memory of the training state any more. Raises no failures."""
         for save in list(self.saves):
             for snapshot in save.snapshots.values():
-                with contextlib.suppress(Exception):
-                    snapshot.wait_captured()
+                snapshot.wait_free()
 
     # --- loading
 

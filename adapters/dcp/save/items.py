@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +53,7 @@ class ItemsProvider(StateProvider):
                 key += AGAIN
             data: Any = planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
-                shard = _bytes_shard(key, data)
+                shard = arrays.array_shard(key, np.frombuffer(data.getbuffer(), np.uint8), lazy=False)
             else:
                 shard = _tensor_shard(key, item, data.detach())
                 buffer = shard.buffer
@@ -71,10 +70,6 @@ class ItemsProvider(StateProvider):
     def shards(self) -> Sequence[Shard]:
         """Each item as an array shard."""
         return self._shards
-
-
-def _bytes_shard(key: str, data: io.BytesIO) -> Shard:
-    return arrays.array_shard(key, np.frombuffer(data.getbuffer(), np.uint8), lazy=False)
 
 
 def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:

@@ -141,7 +141,7 @@ def saved(step, last_step=False):
         expected = full(trained.model)
     return save(step, last_step)
 trained.checkpointer.save = saved
-with held("host_read", until=(Snapshot, "wait_captured")):  # even what shares a block with eager state
+with held("host_read", until=(Snapshot, "wait_free")):  # even what shares a block with eager state
     trained.train(6, until=4)
 assert trained.captured == [False] * 4, trained.captured
 trained.checkpointer.close()
