@@ -13,18 +13,17 @@ from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
-from datastates.formats.archives import DATA, PICKLE, Archive, open_archive
+from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.loading import Blocks
 from datastates.formats.record_file import Record
 from datastates.restoring.provider_view import Trust, naming
-from datastates.state import dtypes, memory
+from datastates.state import memory
 from datastates.state.into import Into
 from datastates.state.keys import join
 from datastates.state.nested import leaves
 from datastates.state.shards import ArrayRef, StoredArray
-from datastates.state.strides import span
 
 NAME = "a file of torch.save"
 _ZIP = b"PK\3\4"
@@ -101,13 +100,8 @@ class TorchFile(ForeignFile):
 
     def _checked(self, stored: StoredArray) -> StoredArray:
         """An array of the pickle, after a check that its storage is there."""
-        if stored.record not in self._numbers:
-            raise FormatError(f"storage {stored.record!r} is missing")
-        itemsize = dtypes.BY_NAME[stored.dtype].itemsize
-        if stored.elements * itemsize > self.records[self._numbers[stored.record]].nbytes:
-            raise FormatError(f"storage {stored.record!r} is shorter than the pickle says")
-        if stored.offset + span(stored.shape, stored.stride) > stored.elements:
-            raise FormatError(f"a tensor reaches beyond its storage {stored.record!r}")
+        number = self._numbers.get(stored.record)
+        check_place(stored, None if number is None else self.records[number].nbytes)
         return stored
 
     def _entries(self, prefix: str) -> list[ObjectEntry]:
