@@ -116,7 +116,8 @@ class CheckpointEngine:
 
     def _refuse_children(self) -> None:
         if os.getpid() != self._process:
-            raise SnapshotAbandonedError(f"this process was forked from rank {self.rank}, so it cannot save")
+            text = "so it cannot save, nor wait for what that process saves"
+            raise SnapshotAbandonedError(f"this process was forked from rank {self.rank}, {text}")
 
     def _wait_for_room(self) -> None:
         while len(self.saves) >= self.settings.max_in_flight:
@@ -267,6 +268,7 @@ class CheckpointEngine:
             CorruptError: A file that this engine saved does not match its checksums; the message names the tensor.
             FormatError: The file is damaged, or torch cannot read it; the message names it.
             StorageError: The file cannot be read.
+            SnapshotAbandonedError: The process that this one was forked from was still saving the file.
         """
         file = paths.local(path)
         self.wait_for(file)
@@ -281,7 +283,8 @@ class CheckpointEngine:
     def wait_for(self, file: Path) -> None:
         """Wait until the checkpoint that writes a file has ended; return at once if none does."""
         for save in list(self.saves):
-            if save is not self._opened and file.absolute() in save.snapshots:
+            if save is not self._opened and file.absolute() in save.snapshots and not save.ended:
+                self._refuse_children()
                 save.wait()
 
     # --- ending
