@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
-from datastates.adapters.stand_ins import Function, standing_in, writing_tensors
+from datastates.adapters.stand_ins import Function, having, standing_in
 from datastates.adapters.torch_files import is_optimizer_state, no_buffer_of
 from datastates.saving.snapshot import Snapshot
 
@@ -125,22 +124,13 @@ class AcceleratorCheckpoints(FolderCheckpoints):
             return save
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(writing_tensors(_SAVE_FILE, folder, self.tensor_writer(modules, snapshots)))
+            stack.enter_context(self.writing_tensors(_SAVE_FILE, folder, modules, snapshots))
             stack.enter_context(standing_in(checkpointing, "save", instead_of_save))
             if accelerator.distributed_type == DistributedType.FSDP:
                 stack.enter_context(self.sharded.writing_for(accelerator, folder, modules, snapshots))
-            stack.enter_context(_named_by_hand(accelerator.project_configuration))
+            # to the folder that it is given
+            stack.enter_context(having(accelerator.project_configuration, "automatic_checkpoint_naming", False))
             self._stock_save(str(folder), *words, **options)
-
-
-@contextlib.contextmanager
-def _named_by_hand(config: Any) -> Iterator[None]:
-    """A context in which ``save_state`` saves to the folder that it is given."""
-    automatic, config.automatic_checkpoint_naming = config.automatic_checkpoint_naming, False
-    try:
-        yield
-    finally:
-        config.automatic_checkpoint_naming = automatic
 
 
 def _rotate(root: Path, limit: int | None) -> None:

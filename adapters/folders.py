@@ -7,8 +7,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from pydantic import Field
 
 from datastates._base import files
 from datastates.adapters.sharded_folders import ShardedFolders
-from datastates.adapters.stand_ins import Function, Write
+from datastates.adapters.stand_ins import Function, standing_in
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of
 from datastates.commit import manifest, retention
 from datastates.errors import CommitError
@@ -55,7 +56,7 @@ class FolderCheckpoints:
         self.files = TorchFiles(settings)
         self.snapshots: dict[Path, list[Snapshot]] = {}
         """The last checkpoints that were begun: for each folder, the snapshots of this rank's large files."""
-        self.sharded = ShardedFolders(settings, settings.rank_timeout)
+        self.sharded = ShardedFolders(settings)
         """Writes sharded state, where the framework saves such."""
         self._kind = kind
         self._timeout = settings.rank_timeout
@@ -93,20 +94,22 @@ class FolderCheckpoints:
         self.files.begin()
         room = room or final.parent
         world = self._prepare(room, final.name)
-        folder = _Folder(final, room, world.token(name))
+        attempt, hidden = world.token(name), room / f".{final.name}"
+        staged = room / f".{final.name}.partial-{attempt}"
         snapshots: list[Snapshot] = []
         spoiled: Exception | None = None
+        locked = contextlib.ExitStack()  # its lock says that the folder is not abandoned
         try:
-            folder.begin()
-            folder.refuse_others(proof)
-            write(folder.staged, snapshots)
+            locked.callback(manifest.begin(hidden, attempt).close)
+            _refuse_others(final, proof)
+            write(staged, snapshots)
         except Exception as error:  # the other ranks must not wait for this one
             spoiled = error
 
         def publish(votes: dict[int, bytes]) -> bytes:
             del votes
-            folder.refuse_others(proof)
-            folder.publish()
+            _refuse_others(final, proof)
+            _publish(staged, final)
             try:
                 retain()
             except OSError as error:  # this checkpoint stands nevertheless
@@ -115,15 +118,15 @@ class FolderCheckpoints:
 
         def end(failure: BaseException | None) -> None:
             try:
-                failure = spoiled or failure or _synced(folder.staged)
+                failure = spoiled or failure or _synced(staged)
                 settle(world, f"{name}/end", failure, b"", publish)
             except Exception:
                 self._begun.discard(final)
                 if world.rank == 0:
-                    folder.discard()
+                    shutil.rmtree(staged, ignore_errors=True)
                 raise
             finally:
-                folder.close()
+                locked.close()
 
         self._begun.add(final)
         in_flight = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)}
@@ -132,19 +135,42 @@ class FolderCheckpoints:
         if spoiled is not None:
             raise spoiled
 
-    def tensor_writer(self, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot]) -> Write:
-        """A function that begins to write safetensors files of modules, whose buffers are copied.
+    @contextlib.contextmanager
+    def writing_tensors(
+        self,
+        functions: Mapping[str, ModuleType],
+        folder: Path,
+        modules: Sequence[torch.nn.Module],
+        snapshots: list[Snapshot],
+    ) -> Iterator[None]:
+        """A context in which safetensors' ``save_file`` only begins to write files below a folder.
 
         Args:
-            modules: The modules.
+            functions: The names that libraries call ``save_file`` by, each with the module that it is looked up in.
+            folder: The folder.
+            modules: The modules whose tensors are written. Their buffers are copied.
             snapshots: The list that takes the files' snapshots.
         """
         is_lazy = no_buffer_of(modules)
 
-        def write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-            snapshots.append(self.files.write_tensors(tensors, path, metadata, is_lazy))
+        def make(stock: Function) -> Function:
+            def save(
+                tensors: dict[str, torch.Tensor],
+                filename: str | os.PathLike[str],
+                metadata: dict[str, str] | None = None,
+            ) -> None:
+                path = Path(filename)
+                if path.is_relative_to(folder):
+                    snapshots.append(self.files.write_tensors(tensors, path, metadata or {}, is_lazy))
+                else:
+                    stock(tensors, filename, metadata)
 
-        return write
+            return save
+
+        with contextlib.ExitStack() as stack:
+            for name, module in functions.items():
+                stack.enter_context(standing_in(module, name, make))
+            yield
 
     def has(self, final: Path) -> bool:
         """Whether a checkpoint is there, or was begun and has not failed."""
@@ -213,53 +239,31 @@ def refuse_to_attach(saves: Any, method: str, reasons: Iterable[tuple[object, st
             raise ValueError(f"{type(saves).__name__} cannot save lazily: {why}")
 
 
-class _Folder:
-    """The folder of one checkpoint: filled under a name of its own, and published under the final one."""
+def _refuse_others(final: Path, proof: str | None) -> None:
+    """Raise CommitError if something without the file ``proof`` has the final name: it would be replaced."""
+    if proof is None or not final.exists():
+        return
+    if not final.is_dir() or ((there := os.listdir(final)) and proof not in there):
+        raise CommitError(
+            f"{final} holds other files, and a checkpoint takes the place of the whole folder: save to another "
+            "one, and add no files to it before it has its name"
+        )
 
-    def __init__(self, final: Path, room: Path, attempt: str) -> None:
-        self.final = final
-        self.staged = room / f".{final.name}.partial-{attempt}"
-        self._attempt = attempt
-        self._pending: manifest.Pending | None = None
 
-    def begin(self) -> None:
-        """Make the folder, with the lock that says that it is not abandoned."""
-        self._pending = manifest.begin(self.staged.with_name(f".{self.final.name}"), self._attempt)
-
-    def refuse_others(self, proof: str | None) -> None:
-        """Raise CommitError if something without the file ``proof`` has the final name: it would be replaced."""
-        final = self.final
-        if proof is None or not final.exists():
-            return
-        if not final.is_dir() or ((there := os.listdir(final)) and proof not in there):
-            raise CommitError(
-                f"{final} holds other files, and a checkpoint takes the place of the whole folder: save to another "
-                "one, and add no files to it before it has its name"
-            )
-
-    def publish(self) -> None:
-        """Give it its final name, in the place of a folder that has it."""
-        old = self.staged.with_name(self.staged.name + _OLD)
-        files.make_directory(self.final.parent)
-        if self.final.exists():
-            os.rename(self.final, old)
-        try:
-            os.rename(self.staged, self.final)
-        except OSError:
-            _put_back(old, self.final)
-            raise
-        (self.final / manifest.LOCK).unlink()  # not earlier: a folder without a lock counts as abandoned
-        files.sync_directory(self.final.parent)
-        shutil.rmtree(old, ignore_errors=True)
-
-    def discard(self) -> None:
-        """Delete what was written."""
-        shutil.rmtree(self.staged, ignore_errors=True)
-
-    def close(self) -> None:
-        """Release the lock."""
-        if self._pending is not None:
-            self._pending.close()
+def _publish(staged: Path, final: Path) -> None:
+    """Give a folder its final name, in the place of a folder that has it."""
+    old = staged.with_name(staged.name + _OLD)
+    files.make_directory(final.parent)
+    if final.exists():
+        os.rename(final, old)
+    try:
+        os.rename(staged, final)
+    except OSError:
+        _put_back(old, final)
+        raise
+    (final / manifest.LOCK).unlink()  # not earlier: a folder without a lock counts as abandoned
+    files.sync_directory(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _sweep(room: Path, names: re.Pattern[str]) -> None:

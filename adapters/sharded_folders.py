@@ -15,21 +15,21 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from datastates.adapters.dcp import DataStatesStorageWriter
 from datastates.adapters.dcp.save.async_save import session_of
 from datastates.adapters.dcp.save.staging import is_large
-from datastates.adapters.stand_ins import Function, standing_in
-from datastates.adapters.torch_files import Lazy, no_buffer_of
+from datastates.adapters.dcp.save.writer import WriterSettings
+from datastates.adapters.stand_ins import Function, having, standing_in
+from datastates.adapters.torch_files import no_buffer_of
 from datastates.config import IoSettings
 from datastates.saving.snapshot import Snapshot
+from datastates.state import dtensors
 
 
 class ShardedFolders:
     """Stands in for ``torch.distributed.checkpoint.save`` while a framework saves. Used on the training thread."""
 
-    def __init__(self, settings: IoSettings, rank_timeout: float) -> None:
-        """Take the settings of writers; nothing is started yet."""
-        self._options = {name: getattr(settings, name) for name in IoSettings.model_fields}
-        self._timeout = rank_timeout
+    def __init__(self, settings: IoSettings) -> None:
+        """Take the settings, which have those of writers; nothing is started yet."""
+        self._options: Any = {name: getattr(settings, name) for name in WriterSettings.model_fields}
         self._writers: dict[str, DataStatesStorageWriter] = {}
-        self._is_lazy: Lazy = is_large
 
     @contextlib.contextmanager
     def writing(
@@ -41,10 +41,12 @@ class ShardedFolders:
             folder: The folder of the checkpoint.
             modules: The models, whose buffers are copied.
             snapshots: The list that takes the folders' snapshots.
-            fsdp1: Whether FSDP of version 1 made the state dicts. It copies every shard, so no optimizer waits.
+            fsdp1: Whether FSDP of version 1 made the state dicts. It copies every shard, so no optimizer waits, unless
+                it was told to ignore DTensors of the models: those and their optimizer states are the live ones.
         """
         no_buffer = no_buffer_of(modules)
-        self._is_lazy = lambda name, tensor: is_large(name, tensor) and no_buffer(name, tensor)
+        live = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        owned = fsdp1 and not any(map(dtensors.is_dtensor, live))
 
         def instead_of_save(stock: Function) -> Function:
             def save(state_dict: dict[str, Any], **options: Any) -> Any:
@@ -54,10 +56,10 @@ class ShardedFolders:
                 if place is None or not (path := Path(place)).is_relative_to(folder):
                     return stock(state_dict, **options)
                 writer = self._writer(str(path.relative_to(folder)))
+                writer.lazy = lambda name, tensor: is_large(name, tensor) and no_buffer(name, tensor)
                 session = session_of(writer, path)
-                snapshots.append(
-                    session.save(state_dict, path, options.get("planner") or DefaultSavePlanner(), owned=fsdp1)
-                )
+                planner = options.get("planner") or DefaultSavePlanner()
+                snapshots.append(session.save(state_dict, path, planner, owned=owned))
                 return None
 
             return save
@@ -71,20 +73,17 @@ class ShardedFolders:
     ) -> Iterator[None]:
         """As :meth:`writing`, for accelerate's FSDP. Shards of FSDP2, which are not copies, stay on the device."""
         config = accelerator.state.fsdp_plugin.state_dict_config
-        offloads = config.offload_to_cpu
-        config.offload_to_cpu = offloads and not accelerator.is_fsdp2
-        try:
-            with self.writing(folder, modules, snapshots, fsdp1=not accelerator.is_fsdp2):
-                yield
-        finally:
-            config.offload_to_cpu = offloads
+        fsdp1 = not accelerator.is_fsdp2
+        with (
+            having(config, "offload_to_cpu", config.offload_to_cpu and fsdp1),
+            self.writing(folder, modules, snapshots, fsdp1=fsdp1),
+        ):
+            yield
 
     def _writer(self, name: str) -> DataStatesStorageWriter:
         """The writer of what has that path in each checkpoint: it keeps plans and pinned memory."""
         if name not in self._writers:
-            self._writers[name] = DataStatesStorageWriter(
-                lazy=lambda key, tensor: self._is_lazy(key, tensor), rank_timeout=self._timeout, **self._options
-            )
+            self._writers[name] = DataStatesStorageWriter(**self._options)
         return self._writers[name]
 
     def close(self) -> None:

@@ -16,9 +16,7 @@ import torch
 from pydantic import Field
 
 from datastates.config import IoOptions, IoSettings
-from datastates.container import archive
-from datastates.container.file import open_container
-from datastates.errors import FormatError, ProviderError, SnapshotAbandonedError
+from datastates.errors import ProviderError, SnapshotAbandonedError
 from datastates.executor.make import make_executor, prepare
 from datastates.providers.nested.tree import TreeProvider
 from datastates.ranks.world import SoloWorld
@@ -38,7 +36,6 @@ from datastates.state.shards import Shard
 _log = logging.getLogger("datastates")
 _WORD = 8
 """Bytes that a fingerprint takes at once."""
-_TAIL = 4096
 
 Lazy = Callable[[str, torch.Tensor], bool]
 """Given a tensor and its key (``state_dict/layer.weight``), whether only an optimizer step changes it."""
@@ -131,7 +128,7 @@ class TorchFiles:
         """Whether the checkpoint that ended last has failed. Set in the background, before what follows it."""
         self._engine: Engine | None = None
         self._process = os.getpid()
-        self._under_way: list[Future[None]] = []
+        self._last: Future[None] | None = None
         self._saves: list[Future[None]] = []
 
     def _start(self) -> Engine:
@@ -244,8 +241,7 @@ class TorchFiles:
             end()
             return
         self._start()
-        ended = self._in_order.submit(end)
-        self._under_way = [*(future for future in self._under_way if not future.done()), ended]
+        self._last = ended = self._in_order.submit(end)
         if snapshots is not None:
             self._saves.append(ended)
 
@@ -268,8 +264,8 @@ class TorchFiles:
 
     def wait(self) -> None:
         """Wait until everything begun has ended; :meth:`begin` and :meth:`close` raise the failures."""
-        while self._engine is not None and self._under_way:
-            self._under_way.pop(0).exception()
+        if self._last is not None:  # everything before has ended by then
+            self._last.exception()
 
     def close(self) -> None:
         """Wait until everything begun has ended, and free threads and memory. Idempotent.
@@ -307,20 +303,6 @@ def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> A
     """
     gate.pass_all()  # what is loaded is about to be copied over the training state
     return loading.load(path, lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location))
-
-
-def is_ours(file: Path) -> bool:
-    """Whether this package wrote a file; raises FormatError if it did and the file's index is damaged."""
-    try:
-        open_container(file)
-    except FormatError:
-        with file.open("rb") as opened:
-            opened.seek(max(0, file.stat().st_size - _TAIL))
-            tail = opened.read()
-        if archive.is_ending(tail):
-            raise
-        return False
-    return True
 
 
 def placed(map_location: Any) -> Callable[[Any], Any]:

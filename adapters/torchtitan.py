@@ -6,7 +6,6 @@ Written for ``BaseCheckpointManager`` of torchtitan 0.3.0. Checkpoints are those
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.override import derive, override
 
 from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, async_save
-from datastates.errors import DatastatesError
 from datastates.saving.snapshot import Snapshot
 
 
@@ -114,8 +112,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
     def _maybe_wait_for_staging(self) -> None:
         # torch's optimizers wait for the capture by themselves; what fails is told where the save is waited for
         if self.save_future is not None:
-            with contextlib.suppress(DatastatesError):
-                self.save_future.wait_captured()
+            self.save_future.wait_free()
 
     def _wait_for_saving(self) -> None:
         saved, self.save_future = self.save_future, None

@@ -17,7 +17,6 @@ from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
-from datastates.adapters.stand_ins import writing_tensors
 from datastates.adapters.torch_files import is_optimizer_state
 from datastates.saving.snapshot import Snapshot
 
@@ -136,7 +135,7 @@ class TrainerCheckpoints(FolderCheckpoints):
             if hasattr(module, "peft_config"):
                 trainer.save_model(str(folder), _internal_call=True)  # PEFT adapters are small
             else:
-                with writing_tensors(_SAVE_FILE, folder, self.tensor_writer([module], snapshots)):
+                with self.writing_tensors(_SAVE_FILE, folder, [module], snapshots):
                     trainer._save(str(folder))
         if not args.save_only_model:
             if args.should_save and not trainer.is_fsdp_enabled:

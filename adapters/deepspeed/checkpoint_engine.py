@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import logging
 import os
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,18 @@ import torch
 from datastates._base import paths
 from datastates.adapters import torch_files
 from datastates.adapters.deepspeed import binding
-from datastates.adapters.deepspeed.lazy import lazy_in
 from datastates.adapters.deepspeed.save import Save, begin_file, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
-from datastates.adapters.torch_files import TorchFiles, buffer_storages
+from datastates.adapters.torch_files import Lazy, TorchFiles, buffer_storages
 from datastates.commit import manifest
 from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
+from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.saving import gate
 
 _log = logging.getLogger("datastates")
+_STATE = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
+"""Keys of DeepSpeed's parameters and optimizer states. All else in a file that has one is small or the client's."""
 
 
 class CheckpointEngine:
@@ -114,7 +116,8 @@ class CheckpointEngine:
 
     def _refuse_children(self) -> None:
         if os.getpid() != self._process:
-            raise SnapshotAbandonedError(f"this process was forked from rank {self.rank}, so it cannot save")
+            text = "so it cannot save, nor wait for what that process saves"
+            raise SnapshotAbandonedError(f"this process was forked from rank {self.rank}, {text}")
 
     def _wait_for_room(self) -> None:
         while len(self.saves) >= self.settings.max_in_flight:
@@ -162,7 +165,7 @@ class CheckpointEngine:
         save = self._opened or Save("alone", "", None, SoloWorld())
         final = Path(path).absolute()
         buffers = buffer_storages(self._context[0].module) if self._context else frozenset()
-        lazy, pending = lazy_in(state_dict, buffers), begin_file(final)
+        lazy, pending = _lazy_in(state_dict, buffers), begin_file(final)
         try:
             kind = final.name.removesuffix(".pt")
             taken = self._files.write(kind, state_dict, pending.files[0], lazy, attempt=save.attempt)
@@ -247,8 +250,7 @@ class CheckpointEngine:
         """Wait until nothing reads the memory of the training state any more. Raises no failures."""
         for save in list(self.saves):
             for snapshot in save.snapshots.values():
-                with contextlib.suppress(Exception):
-                    snapshot.wait_captured()
+                snapshot.wait_free()
 
     # --- loading
 
@@ -266,10 +268,11 @@ class CheckpointEngine:
             CorruptError: A file that this engine saved does not match its checksums; the message names the tensor.
             FormatError: The file is damaged, or torch cannot read it; the message names it.
             StorageError: The file cannot be read.
+            SnapshotAbandonedError: The process that this one was forked from was still saving the file.
         """
         file = paths.local(path)
         self.wait_for(file)
-        if torch_files.is_ours(file):
+        if own.has_ending(file):
             return torch_files.load(file, self.settings, map_location, trust="all")
         gate.pass_all()  # what is loaded is about to be copied over the training state
         try:
@@ -280,7 +283,8 @@ class CheckpointEngine:
     def wait_for(self, file: Path) -> None:
         """Wait until the checkpoint that writes a file has ended; return at once if none does."""
         for save in list(self.saves):
-            if save is not self._opened and file.absolute() in save.snapshots:
+            if save is not self._opened and file.absolute() in save.snapshots and not save.ended:
+                self._refuse_children()
                 save.wait()
 
     # --- ending
@@ -310,3 +314,24 @@ class CheckpointEngine:
             self.close()
         except Exception:
             _log.exception("a checkpoint failed, and nobody asked")
+
+
+def _lazy_in(state: dict[Any, Any], buffers: Collection[int]) -> Lazy:
+    """Which tensors of a file only an optimizer step changes: parameters and optimizer states.
+
+    Buffers, tensors in the optimizer's parameter groups, and what the client added may change at any time. Files
+    without DeepSpeed's usual keys (a pipeline's layers, experts) hold only parameters and buffers.
+
+    Args:
+        state: What the file is to hold.
+        buffers: Addresses of the storages that the forward pass may change.
+    """
+    has_sections = any(section in state for section in _STATE)
+
+    def is_lazy(key: str, tensor: torch.Tensor) -> bool:
+        path = key.split("/")
+        if (has_sections and path[0] not in _STATE) or "param_groups" in path:
+            return False
+        return tensor.untyped_storage().data_ptr() not in buffers
+
+    return is_lazy

@@ -17,6 +17,7 @@ from datastates._base.sizes import LARGE_RECORD
 from datastates.adapters import torch_files
 from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles
 from datastates.commit import manifest, retention
+from datastates.formats import own
 from datastates.saving.snapshot import Snapshot
 
 try:
@@ -142,7 +143,7 @@ class DataStatesCheckpointIO(CheckpointIO):
         self.files.wait()
         if not file.exists():
             raise FileNotFoundError(f"there is no checkpoint {path}")
-        if not torch_files.is_ours(file):
+        if not own.has_ending(file):
             found: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=weights_only)
             return found
         named = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]

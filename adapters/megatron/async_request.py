@@ -60,12 +60,9 @@ def request(snapshot: Snapshot, async_strategy: str) -> Any:
     Megatron adds afterwards, such as the one that writes ``metadata.json``, do not run. They run on no rank, as the
     snapshots of all ranks end alike.
     """
-    kind = _request_class(async_strategy)
-    return kind(wait_for, (token(snapshot),), [snapshot.wait_committed], async_fn_kwargs={}, preload_fn=None)
-
-
-def _request_class(async_strategy: str) -> Any:
     strategies = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
-    if not hasattr(strategies, "get_async_strategy"):  # before 0.17 there is only one class
-        return strategies.AsyncRequest
-    return strategies.get_async_strategy(async_strategy, "AsyncRequest")[1]
+    if hasattr(strategies, "get_async_strategy"):
+        kind = strategies.get_async_strategy(async_strategy, "AsyncRequest")[1]
+    else:  # before 0.17 there is only one class
+        kind = strategies.AsyncRequest
+    return kind(wait_for, (token(snapshot),), [snapshot.wait_committed], async_fn_kwargs={}, preload_fn=None)

@@ -112,30 +112,6 @@ class _Window:
         return memory.view(self.staging, ref, begin)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sums:
-    """CRC-32 of each tensor of a file, as far as its elements have been read.
-
-    Attributes:
-        stored: Of the elements as they are stored.
-        in_file: Of the elements as they are in the file; files without checksums have it of what is not cast.
-    """
-
-    stored: U32
-    in_file: U32
-
-
-class _Reading:
-    """The reads that may be under way, to be stopped at the end. Older ones are forgotten, with what they were for."""
-
-    def __init__(self) -> None:
-        self.latest: deque[Reads] = deque(maxlen=2)
-
-    def close(self) -> None:
-        for reads in self.latest:
-            reads.close()
-
-
 class Copier:
     """Copies the tensors of a checkpoint into files. Not thread-safe."""
 
@@ -179,19 +155,27 @@ class Copier:
         staging = int(size * ratio) + ALIGNMENT * cast
         rooms = [(memory.allocate("torch", size + PAGE), memory.allocate("torch", staging)) for _ in range(BUFFERS)]
         written: list[Future[None]] = []
-        sums = _Sums(*(np.zeros(len(file.tensors), np.uint32) for _ in range(2)))
+        reading: deque[Reads] = deque(maxlen=2)  # what may be under way; older reads are forgotten with their windows
+        # CRC-32 of each tensor as far as it was read: as stored, and as written (of what is cast, where files have it)
+        sums = np.zeros((2, len(file.tensors)), np.uint32)
         with (
             _opened(path, direct=self._direct_io) as fd,
             ThreadPoolExecutor(1, "datastates-export") as writer,
-            contextlib.closing(_Reading()) as reading,
+            contextlib.ExitStack() as at_end,
         ):
+
+            @at_end.callback
+            def stop() -> None:
+                for reads in reading:
+                    reads.close()
+
             sharing = Sharing(fd)
 
             def begin(number: int) -> _Window:
                 if number >= BUFFERS:
                     written[number - BUFFERS].result()
                 window = self._window(file, number, *rooms[number % BUFFERS])
-                reading.latest.append(window.reads)
+                reading.append(window.reads)
                 window.reads.start(self._executor)
                 return window
 
@@ -209,7 +193,7 @@ class Copier:
                 os.ftruncate(fd, plan.end)
             if file.tail_nbytes:
                 _write_through_cache(fd)  # the tail begins on any byte
-                _write(fd, path, np.frombuffer(file.encode_tail(sums.in_file), np.uint8), plan.end)
+                _write(fd, path, np.frombuffer(file.encode_tail(sums[1]), np.uint8), plan.end)
                 self._progress(file.tail_nbytes)
             with files.syscall("sync", path):
                 os.fsync(fd)
@@ -254,24 +238,25 @@ class Copier:
                 window.stretches.append(found)
         window.pieces.append(_Piece(number, end, array, place if is_cast else None))
 
-    def _check(self, file: File, window: _Window, sums: _Sums) -> None:
+    def _check(self, file: File, window: _Window, sums: U32) -> None:
         """Compare the digests of the tensors that end in a window, cast what is to be cast, and fill in checksums."""
+        as_stored, as_written = sums
         for piece in window.pieces:
             tensor = file.tensors[piece.number]
             key, origin = tensor.key, self._origins[tensor.key]
-            found = sums.stored[piece.number] = checksums.crc32(_as_bytes(piece.read), int(sums.stored[piece.number]))
+            found = as_stored[piece.number] = checksums.crc32(_as_bytes(piece.read), int(as_stored[piece.number]))
             if piece.end == math.prod(tensor.shape) and origin.digest is not None and found != origin.digest:
                 path = str(origin.sources[0][0].path)
                 raise CorruptError(f"{key!r} from {path} does not match its digest", key=key, path=path)
             if piece.cast is not None:
                 memory.convert(piece.cast, piece.read)
                 if file.tail_nbytes:
-                    found = checksums.crc32(_as_bytes(piece.cast), int(sums.in_file[piece.number]))
-            sums.in_file[piece.number] = found
+                    found = checksums.crc32(_as_bytes(piece.cast), int(as_written[piece.number]))
+            as_written[piece.number] = found
         plan = file.plan
         patches = slice(*np.searchsorted(plan.patch_extent, [window.number, window.number + 1]).tolist())
         places = plan.patch_offset[patches].astype(np.int64)[:, None] + np.arange(4)
-        window.bytes[places] = sums.in_file[plan.patch_source[patches], None].astype("<u4").view(np.uint8)
+        window.bytes[places] = as_written[plan.patch_source[patches], None].astype("<u4").view(np.uint8)
 
     def _write(self, fd: int, path: Path, window: _Window, sharing: Sharing) -> None:
         """Write what of a window cannot share its blocks with the checkpoint."""

@@ -13,7 +13,7 @@ from datastates._base.files import read_bytes
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
 from datastates.errors import FormatError
-from datastates.formats.archives import DATA, PICKLE, Archive, open_archive
+from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive
 from datastates.restoring.provider_view import Trust, naming
 from datastates.state import memory
 from datastates.state.into import Into
@@ -69,21 +69,15 @@ class ArchivedObject:
         """
         blocks: dict[str, Any] = {}  # tensors of one storage share it
 
-        def block_of(record: str) -> Any:
+        def array(stored: StoredArray) -> Any:
+            record, name = stored.record, DATA + stored.record.encode()
+            check_place(stored, self._archive.nbytes.get(name))
             if record not in blocks:
-                if (name := DATA + record.encode()) not in self._archive.nbytes:
-                    raise FormatError(f"storage {record!r} is missing")
                 data = self._archive.read(name)
                 blocks[record] = into.allocate("torch", len(data))
                 memory.assign(blocks[record], np.frombuffer(data, np.uint8).copy())
-            return blocks[record]
-
-        def array(stored: StoredArray) -> Any:
-            block = block_of(stored.record)
-            ref = ArrayRef(stored.record, "torch", stored.dtype, stored.shape, stored.stride)
-            if stored.begin + memory.nbytes_of(ref) > block.nbytes:
-                raise FormatError("a tensor reaches beyond its storage")
-            return memory.with_grad(into.view(block, ref, stored.begin), stored.requires_grad)
+            ref = ArrayRef(record, "torch", stored.dtype, stored.shape, stored.stride)
+            return memory.with_grad(into.view(blocks[record], ref, stored.begin), stored.requires_grad)
 
         with naming(str(self.path)):
             return pickle_reader.loads(self._archive.read(PICKLE), array, trust=trust, with_torch=into.with_torch)

@@ -119,12 +119,18 @@ def find_tensor(read: Read, nbytes: int) -> ArchivedTensor | None:
     if array is None:
         return None
     name = DATA + array.record.encode()
-    if name not in archive.nbytes:
-        raise FormatError(f"its storage {array.record!r} is missing")
-    nbytes, itemsize = archive.nbytes[name], dtypes.BY_NAME[array.dtype].itemsize
-    if array.elements * itemsize > nbytes or array.offset + span(array.shape, array.stride) > array.elements:
-        raise FormatError("its tensor reaches beyond its storage")
-    return ArchivedTensor(array, archive.offset(name), nbytes, archive.crc(name))
+    check_place(array, archive.nbytes.get(name))
+    return ArchivedTensor(array, archive.offset(name), archive.nbytes[name], archive.crc(name))
+
+
+def check_place(array: StoredArray, nbytes: int | None) -> None:
+    """Raise FormatError if an array does not lie within its storage, of so many bytes; None: it is not there."""
+    if nbytes is None:
+        raise FormatError(f"storage {array.record!r} is missing")
+    if array.elements * dtypes.BY_NAME[array.dtype].itemsize > nbytes:
+        raise FormatError(f"storage {array.record!r} is shorter than the pickle says")
+    if array.offset + span(array.shape, array.stride) > array.elements:
+        raise FormatError(f"a tensor reaches beyond its storage {array.record!r}")
 
 
 @functools.lru_cache(1024)  # many tensors have the same pickle

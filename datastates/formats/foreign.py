@@ -81,7 +81,9 @@ class Foreign:
             if not parts:
                 raise KeyError(full)
             _, first = parts[0]
-            held = self._with_elements(full, parts)
+            if len({(row.dtype, row.global_shape) for _, row in parts}) > 1:
+                raise FormatError(f"{self.path}: the parts of {full!r} are of different types or shapes")
+            held = [(file, row) for file, row in parts if row.part.numel]
             if uncovered(Part.whole(first.global_shape), [row.part for _, row in held]):
                 raise DatastatesError(f"{full!r} cannot be read from {self.path}: only a part of it is there")
             result.append((first, held))
@@ -99,11 +101,6 @@ class Foreign:
                 places.setdefault(file, []).append((part, row))
         held = [Held(self.files[file], *np.array(places[file], np.int64).T) for file in sorted(places)]
         return Found([like for like, _ in wanted], held)
-
-    def _with_elements(self, full: str, parts: Sequence[tuple[ForeignFile, Row]]) -> list[tuple[ForeignFile, Row]]:
-        if len({(row.dtype, row.global_shape) for _, row in parts}) > 1:
-            raise FormatError(f"{self.path}: the parts of {full!r} are of different types or shapes")
-        return [(file, row) for file, row in parts if row.part.numel]
 
     def _parts(self, fulls: Sequence[str]) -> dict[str, list[tuple[ForeignFile, Row]]]:
         found: dict[str, list[tuple[ForeignFile, Row]]] = {full: [] for full in fulls}

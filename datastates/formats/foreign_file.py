@@ -13,7 +13,7 @@ from datastates.container import checksums
 from datastates.container.digests import plan_digests
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.table import MAX_NDIM, Row, ShardTable, table_of
-from datastates.errors import CorruptError, FormatError
+from datastates.errors import FormatError
 from datastates.formats.record_file import Record, RecordFile, overlap
 from datastates.state import dtypes
 from datastates.state.shards import Shard, StoredArray
@@ -130,10 +130,6 @@ class ForeignFile(RecordFile):
         if record.crc is not None and nbytes == record.nbytes and checksums.crc32(data) != record.crc:
             raise self.corrupt(row.key)
         return memoryview(data)
-
-    def corrupt(self, key: str) -> CorruptError:
-        """The error for a damaged tensor."""
-        return CorruptError(f"{key!r} in {self.path} does not match its checksum", key=key, path=str(self.path))
 
 
 def _check(path: Path, record: Record, shard: Shard) -> None:

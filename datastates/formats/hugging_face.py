@@ -32,15 +32,10 @@ def open(path: Path) -> Foreign:
         FormatError: A file is damaged, or the index and the files contradict each other; the message names the file.
         StorageError: A file is missing or cannot be read; the message names it.
     """
-    return Foreign(NAME, path, open_files(path))
-
-
-def open_files(path: Path) -> list[ForeignFile]:
-    """Open the files of the weights; raises as :func:`open` does."""
     first = _found(path)
     assert first is not None
     if not first.name.endswith(_INDEX):
-        return [_open_file(first)]
+        return Foreign(NAME, path, [_open_file(first)])
     weights = _read_index(first)
     names = list(dict.fromkeys(weights.values()))
     missing = [name for name in names if not (path / name).is_file()]
@@ -53,7 +48,7 @@ def open_files(path: Path) -> list[ForeignFile]:
     for key, name in weights.items():
         if key not in held[name]:
             raise FormatError(f"{first}: {key!r} is not in {name}")
-    return files
+    return Foreign(NAME, path, files)
 
 
 def _open_file(path: Path) -> ForeignFile:

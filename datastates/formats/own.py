@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from datastates._base import files
+from datastates._base.files import length, read_bytes
 from datastates.commit import manifest
 from datastates.container import archive
 from datastates.container.file import Container
@@ -22,6 +22,17 @@ from datastates.state.into import Into
 NAME = "a checkpoint of datastates"
 _HEAD, _TAIL = 64, 4096
 """Bytes at each end of a file that tell a container."""
+
+
+def has_ending(path: Path) -> bool:
+    """Whether a file ends as a container does, perhaps a damaged one; raises StorageError."""
+    tail = min(nbytes := length(path), _TAIL)
+    return archive.is_ending(read_bytes(path)(nbytes - tail, tail))
+
+
+def has_beginning(path: Path) -> bool:
+    """Whether a file begins as a container with records does, even if it was cut short; raises StorageError."""
+    return archive.is_beginning(read_bytes(path)(0, min(length(path), _HEAD)))
 
 
 class OwnCheckpoint:
@@ -77,9 +88,7 @@ def recognises(path: Path) -> bool:
     """Whether a folder is a checkpoint, or a file a container, perhaps a damaged one."""
     if not path.is_file():
         return (path / manifest.FILE).exists()
-    nbytes, read = files.length(path), files.read_bytes(path)
-    tail = min(nbytes, _TAIL)
-    return archive.is_ending(read(nbytes - tail, tail)) or archive.is_beginning(read(0, min(nbytes, _HEAD)))
+    return has_ending(path) or has_beginning(path)
 
 
 def open(path: Path) -> OwnCheckpoint:

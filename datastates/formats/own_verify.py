@@ -33,11 +33,14 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
         chunks.record.tolist(), chunks.offset.tolist(), chunks.length.tolist(), chunks.crc.tolist(), strict=True
     )
     total = np.zeros(len(index.records.crc), np.uint32)
-    digested = _Digests(source)
+    # the records end to end, as one source
+    begin = np.cumsum(index.records.nbytes, dtype=np.int64) - index.records.nbytes.astype(np.int64)
+    plan = digests.plan_digests(index.shards, index.records.nbytes, np.zeros_like(begin), begin)
+    digester = digests.digester(plan.runs)
     for record, offset, length, crc in columns:
         data = read(offset, length)
         found = checksums.crc32(data)
-        digested.update(data)
+        digester.update(data)
         total[record] = checksums.crc32_combine(int(total[record]), found, length)
         progress(length)
         if found != crc and record not in wrong:
@@ -47,7 +50,7 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
         if record not in wrong:
             wrong.add(record)
             yield Problem(source.path, source.name_record(record), "its chunks' checksums contradict its record's")
-    yield from digested.problems(total, wrong)
+    yield from _wrong_digests(source, plan, plan.contributions(total, digester.finish(), index.shards), wrong)
     for key in _overlapping(index.shards):
         yield Problem(source.path, key, "has parts that overlap")
     for offset, frame in archive.frame_ranges(index):
@@ -88,30 +91,15 @@ def _overlapping(table: ShardTable) -> Iterator[str]:
             yield rows[0].key
 
 
-class _Digests:
-    """The digests of a container's rows, recomputed while its records are read in order."""
-
-    def __init__(self, source: Container) -> None:
-        self._source = source
-        index = source.index
-        # the records end to end, as one source
-        begin = np.cumsum(index.records.nbytes, dtype=np.int64) - index.records.nbytes.astype(np.int64)
-        self._plan = digests.plan_digests(index.shards, index.records.nbytes, np.zeros_like(begin), begin)
-        self._digester = digests.digester(self._plan.runs)
-
-    def update(self, data: bytes) -> None:
-        self._digester.update(data)
-
-    def problems(self, record_crc: U32, damaged: set[int]) -> Iterator[Problem]:
-        """Digests that contradict the data that was read, except in records that are known to be damaged."""
-        table, known = self._source.index.shards, self._plan.known
-        found = self._plan.contributions(record_crc, self._digester.finish(), table)
-        wrong = (table.digested == 1) & ((known == 0) | (table.digest != found))
-        sound = np.ones(len(record_crc), bool)
-        sound[list(damaged)] = False
-        for i in np.flatnonzero(wrong & sound[table.record]).tolist():
-            what = "its digest contradicts its data" if known[i] else "has a digest, which its places do not allow"
-            yield Problem(self._source.path, table.row(i).key, what)
+def _wrong_digests(source: Container, plan: digests.DigestPlan, found: U32, damaged: set[int]) -> Iterator[Problem]:
+    """Digests that contradict the data that was read, except in records that are known to be damaged."""
+    table = source.index.shards
+    wrong = (table.digested == 1) & ((plan.known == 0) | (table.digest != found))
+    sound = np.ones(len(source.index.records), bool)
+    sound[list(damaged)] = False
+    for i in np.flatnonzero(wrong & sound[table.record]).tolist():
+        what = "its digest contradicts its data" if plan.known[i] else "has a digest, which its places do not allow"
+        yield Problem(source.path, table.row(i).key, what)
 
 
 def _verify_tail(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from datastates._base.columns import U64
+from datastates.errors import CorruptError
 from datastates.planning.plans import Chunks
 from datastates.planning.read import plan_chunks
 
@@ -58,6 +59,10 @@ class RecordFile:
         run = slice(first, last)
         found = plan_chunks(self.data_offset[run], self.record_nbytes[run], np.zeros(0, np.uint32))
         return replace(found, record=found.record + np.int32(first), checked=False)
+
+    def corrupt(self, key: str) -> CorruptError:
+        """The error for a damaged tensor."""
+        return CorruptError(f"{key!r} in {self.path} does not match its checksum", key=key, path=str(self.path))
 
 
 def overlap(records: Sequence[Record], nbytes: int) -> bool:

@@ -13,18 +13,17 @@ from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
-from datastates.formats.archives import DATA, PICKLE, Archive, open_archive
+from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.loading import Blocks
-from datastates.formats.nested import arrays_in, has_other, is_built
 from datastates.formats.record_file import Record
 from datastates.restoring.provider_view import Trust, naming
-from datastates.state import dtypes, memory
+from datastates.state import memory
 from datastates.state.into import Into
 from datastates.state.keys import join
+from datastates.state.nested import leaves
 from datastates.state.shards import ArrayRef, StoredArray
-from datastates.state.strides import span
 
 NAME = "a file of torch.save"
 _ZIP = b"PK\3\4"
@@ -79,11 +78,11 @@ class TorchFile(ForeignFile):
             order = sorted(range(len(names)), key=lambda i: (records[i].offset, records[i].nbytes))
             data = [(number, names[i]) for number, i in enumerate(order) if names[i].startswith(DATA)]
             self._numbers = {name.removeprefix(DATA).decode("utf-8", "replace"): number for number, name in data}
-            self._records = [records[i] for i in order]
+            self.records = [records[i] for i in order]
             self.value, _ = self._survey(lambda stored: stored, with_torch=False)
-            found = list(arrays_in(self.value, prefix))
+            found = [(key, leaf) for key, leaf in leaves(self.value, prefix) if isinstance(leaf, StoredArray)]
             tensors = [(self._numbers[a.record], whole(key, a)) for key, a in found]
-        super().__init__(path, nbytes, self._records, tensors, self._entries(prefix))
+        super().__init__(path, nbytes, self.records, tensors, self._entries(prefix))
 
     def number(self, array: StoredArray) -> int:
         """The number of the record that an array of the value lies in."""
@@ -101,24 +100,18 @@ class TorchFile(ForeignFile):
 
     def _checked(self, stored: StoredArray) -> StoredArray:
         """An array of the pickle, after a check that its storage is there."""
-        if stored.record not in self._numbers:
-            raise FormatError(f"storage {stored.record!r} is missing")
-        itemsize = dtypes.BY_NAME[stored.dtype].itemsize
-        if stored.elements * itemsize > self._records[self._numbers[stored.record]].nbytes:
-            raise FormatError(f"storage {stored.record!r} is shorter than the pickle says")
-        if stored.offset + span(stored.shape, stored.stride) > stored.elements:
-            raise FormatError(f"a tensor reaches beyond its storage {stored.record!r}")
+        number = self._numbers.get(stored.record)
+        check_place(stored, None if number is None else self.records[number].nbytes)
         return stored
 
     def _entries(self, prefix: str) -> list[ObjectEntry]:
         """What is no tensor: one entry for each item of the value that has something else in it."""
         if not isinstance(self.value, dict):
-            rest = has_other(self.value)
-            return [ObjectEntry(prefix, 0, self._survey, self._pickle)] if rest else []
+            return [ObjectEntry(prefix, 0, self._survey, self._pickle)] if _has_other(self.value) else []
         return [
             ObjectEntry(join(prefix, key), 0, functools.partial(self._item, key), self._pickle)
             for key, item in self.value.items()
-            if has_other(item)
+            if _has_other(item)
         ]
 
     def _item(self, key: object, resolve: Callable[[StoredArray], object]) -> tuple[Any, bool]:
@@ -126,7 +119,7 @@ class TorchFile(ForeignFile):
         if self._surveyed is None or self._surveyed[0] is not resolve:
             self._surveyed = resolve, self._survey(resolve)[0]
         item = self._surveyed[1][key]
-        return item, is_built(item)
+        return item, not any(isinstance(leaf, pickle_reader.Unbuilt) for _, leaf in leaves(item))
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> Any:
         """Read and verify the file, and build its value; the arguments are those of ``Opened.load``.
@@ -162,6 +155,11 @@ class TorchCheckpoint(Foreign):
         """The value of the file; one that is no dict is under the empty key."""
         value = self.files[0].load(executor, trust=trust, into=into)
         return value if isinstance(value, dict) else {"": value}
+
+
+def _has_other(value: object) -> bool:
+    """Whether there is anything beside arrays in nested dicts, lists and tuples; an empty one counts as that."""
+    return any(not isinstance(leaf, StoredArray) for _, leaf in leaves(value))
 
 
 def _archive(path: Path, nbytes: int) -> Archive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,8 @@ class ShardedZeroProvider(StateProvider):
             raise ValueError(f"{name!r}: a share has a parameter, but there is no optimizer that knows it")
         if optimizer is None:
             last = max((share.group for share in shares), default=0)
-            optimizer = _Groups([{} for _ in range(last + 1)] if param_groups is None else param_groups)
+            groups = [{} for _ in range(last + 1)] if param_groups is None else param_groups
+            optimizer = SimpleNamespace(param_groups=groups)
         elif param_groups is not None:
             raise ValueError(f"{name!r}: an optimizer has its own param_groups")
         self._optimizer = optimizer
@@ -317,13 +319,6 @@ class ShardedZeroProvider(StateProvider):
             for state, new in states.items():
                 live[state] = new if new.ndim else _number(live.get(state), new, state, share.parameter, group)
         self._pending = []
-
-
-@dataclass
-class _Groups:
-    """Parameter groups without an optimizer."""
-
-    param_groups: Groups
 
 
 @dataclass

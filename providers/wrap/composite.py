@@ -78,11 +78,8 @@ class CompositeProvider(StateProvider):
 
     def arrays_by_name(self, refuse: Callable[[str, str], None]) -> Sequence[Shard]:
         """The arrays of all children; the child's name is put in front of each key."""
-        found: list[Shard] = []
-        for child in self._children:
-            by_name = child.arrays_by_name(partial(_refuse_of, child, refuse))
-            found += [_adopt(child, shard) for shard in by_name]
-        return found
+        named = ((child, child.arrays_by_name(partial(_refuse_of, child, refuse))) for child in self._children)
+        return [_adopt(child, shard) for child, shards in named for shard in shards]
 
     def take_arrays(self, shards: Sequence[Shard]) -> None:
         """Hand to each child its own arrays."""

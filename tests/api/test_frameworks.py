@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +149,8 @@ def test_both_kinds_of_several_ranks(tmp_path: Path) -> None:
         provider = from_state_dict(f"s{rank}", state)
         ds.snapshot([provider], tmp_path / "c", rank=rank, world_size=2).wait_committed()
 
-    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(save, range(2)))
     kinds: dict[Framework, type] = {"np": np.ndarray, "pt": torch().Tensor}
     for framework, kind in kinds.items():
         found = ds.load(tmp_path / "c", framework=framework)

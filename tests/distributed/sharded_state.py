@@ -27,7 +27,10 @@ from datastates.state import arrays
 from datastates.state.shards import full_key
 
 sys.path.insert(0, str(Path(__file__).parent))
-from logical import HandMade, check_tiles, restore, whole
+from logical import check_tiles, restore
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from in_memory import Checkpoint, of_state_dict, whole
 
 
 class Net(nn.Module):
@@ -54,9 +57,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, width: 
     optimizer.step()
 
 
-def check_states(optimizer: torch.optim.Optimizer, saved: HandMade) -> None:
+def check_states(optimizer: torch.optim.Optimizer, saved: Checkpoint) -> None:
     states = optimizer.state_dict()["state"]
-    for key, tensor in saved.whole.items():
+    for key, tensor in saved.arrays.items():
         _, i, name = key.split("/")
         assert torch.equal(whole(states[int(i)][name]), tensor), key
 
@@ -86,9 +89,8 @@ def check_model_and_optimizer(make: Callable[[], nn.Module], width: int = 5) -> 
         layout = one.shards().layout  # type: ignore[attr-defined]
         assert one.shards().layout is layout  # type: ignore[attr-defined]
 
-    saved = [
-        HandMade(s) for s in (model.state_dict(), optimizer.state_dict(), get_optimizer_state_dict(model, optimizer))
-    ]
+    named = get_optimizer_state_dict(model, optimizer)
+    saved = [of_state_dict(state) for state in (model.state_dict(), optimizer.state_dict(), named)]
     train(model, optimizer, 2, width)
     expected = [{k: whole(v).clone() for k, v in model.state_dict().items()}]
     again = make()
@@ -250,7 +252,7 @@ def data_parallel() -> None:
     assert all(s.replicas == (() if s.is_object else tuple(range(world))) for s in first)
     assert provider.shards().layout is first.layout  # type: ignore[attr-defined]
     check_tiles(provider, {k: v for k, v in model.state_dict().items() if v.dtype == torch.float32})
-    saved = HandMade(model.state_dict())
+    saved = of_state_dict(model.state_dict())
     other = Net()
     with torch.no_grad():
         for parameter in other.parameters():

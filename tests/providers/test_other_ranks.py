@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from in_memory import Checkpoint, of_state_dict
 
 import datastates as ds
 from datastates.providers import FlatLayout, Partition, ShardedZeroProvider, from_state_dict, from_stateful
-from datastates.state import memory
 from datastates.state.keys import join, parts
-from datastates.state.provider import Saved
-from datastates.state.shards import ArrayRef
 from datastates.testing import equal
 
 STATES = ("step", "exp_avg", "exp_avg_sq")
@@ -82,85 +80,6 @@ def test_what_was_saved_key_by_key_restores_into_containers(tmp_path: Path) -> N
     assert equal(live["state"], optimizer.state_dict()["state"])
 
 
-class Merged(Saved):
-    """A checkpoint of several ranks: the nested value of one, whose arrays are listed, and arrays of the others."""
-
-    strict = True
-
-    def __init__(self, base: Any, others: dict[str, torch.Tensor]) -> None:
-        self.whole: dict[str, torch.Tensor] = {}
-        self.reported: list[Any] = []
-        self.value = self._walk(base, "")
-        self.listed = list(self.whole)
-        self.whole |= others
-
-    def _walk(self, value: Any, key: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            self.whole[key] = value.clone()
-            return self._reference(key)
-        if isinstance(value, dict):
-            return {k: self._walk(v, join(key, k)) for k, v in value.items()}
-        return [self._walk(v, join(key, i)) for i, v in enumerate(value)] if isinstance(value, list) else value
-
-    def _reference(self, key: str) -> ArrayRef:
-        t = self.whole[key]
-        return ArrayRef(key, "torch", str(t.dtype)[6:], tuple(t.shape), tuple(t.stride()))
-
-    def arrays(self) -> Mapping[str, ArrayRef]:
-        saved = self
-
-        class Found(Mapping[str, ArrayRef]):
-            def __len__(self) -> int:
-                return len(saved.listed)
-
-            def __iter__(self) -> Iterator[str]:
-                return iter(saved.listed)
-
-            def __contains__(self, key: object) -> bool:
-                return key in saved.whole
-
-            def __getitem__(self, key: str) -> ArrayRef:
-                return saved._reference(key)
-
-        return Found()
-
-    def every_key(self) -> Sequence[str]:
-        return list(self.whole)
-
-    def objects(self) -> Sequence[str]:
-        return [""]
-
-    def report(self, **differences: Any) -> None:
-        self.reported += [(k, v) for k, v in differences.items() if v]
-
-    def restored_keys(self) -> Sequence[str]:
-        return self.every_key()
-
-    def structure(self, key: str) -> object:
-        return self.value
-
-    def restore(self, provider: ds.StateProvider) -> set[str]:
-        """Restore as the engine does; returns the keys of the arrays that were read."""
-        shards = provider.destinations(self)
-        into = {shard.key: shard.source for shard in shards if not shard.is_object}
-        for shard in shards:
-            if not shard.is_object:
-                whole = self.whole[shard.key]
-                memory.assign(shard.source, whole if shard.flat is None else whole.reshape(-1)[slice(*shard.flat)])
-
-        def build(value: Any) -> Any:
-            if isinstance(value, ArrayRef):
-                return into.get(value.key, value)
-            if isinstance(value, dict):
-                return {k: build(v) for k, v in value.items()}
-            return [build(v) for v in value] if isinstance(value, list) else value
-
-        for shard in shards:
-            if shard.is_object:
-                provider.restore(shard, build(self.value))
-        return set(into)
-
-
 def _without(state: Any, number: int) -> tuple[Any, dict[str, torch.Tensor]]:
     """An optimizer's state without one parameter, and the arrays of that parameter by key."""
     gone = {f"state/{number}/{name}": tensor for name, tensor in state["state"][number].items()}
@@ -171,7 +90,7 @@ def _without(state: Any, number: int) -> tuple[Any, dict[str, torch.Tensor]]:
 def test_states_that_another_rank_had_are_not_dropped(is_fresh: bool) -> None:
     model, optimizer = _trained(1)
     other = torch.optim.AdamW(model.parameters()) if is_fresh else _trained(2)[1]
-    Merged(*_without(optimizer.state_dict(), 2)).restore(from_stateful("optim", other))
+    of_state_dict(*_without(optimizer.state_dict(), 2)).restore(from_stateful("optim", other))
     assert equal(_states(other), _states(optimizer))
 
 
@@ -181,7 +100,7 @@ def test_a_rank_that_had_no_states_stands_for_none(is_fresh: bool) -> None:
     other = torch.optim.AdamW(model.parameters()) if is_fresh else _trained(2)[1]
     state = optimizer.state_dict()
     others = {f"state/{n}/{name}": t for n, states in state["state"].items() for name, t in states.items()}
-    Merged({**state, "state": {}}, others).restore(from_stateful("optim", other))
+    of_state_dict({**state, "state": {}}, others).restore(from_stateful("optim", other))
     assert equal(_states(other), _states(optimizer))
 
 
@@ -189,24 +108,23 @@ def test_a_rank_that_had_no_states_stands_for_none(is_fresh: bool) -> None:
 def test_a_partition_takes_what_any_rank_had(number: int) -> None:
     """The listed arrays of one rank lack a parameter; the partition takes it from another rank."""
     model, optimizer = _trained(1)
-    saved = Merged(*_without(optimizer.state_dict(), number))
+    saved = of_state_dict(*_without(optimizer.state_dict(), number))
     for provider in (_zero(*_trained(2)), _zero(model, torch.optim.AdamW(model.parameters()))):
-        assert len(saved.restore(provider)) == 4 * len(STATES)
-        found = provider._optimizer.state
-        (states,) = found.values()
+        found = saved.restore(provider)
+        assert len(found.read) == 4 * len(STATES)
+        assert found.differences == []
+        (states,) = provider._optimizer.state.values()
         for state in STATES[1:]:
             expected = [optimizer.state[p][state].reshape(-1) for p in model.parameters()]
             assert torch.equal(states[state], torch.cat(expected))
         assert states["step"] == 1
-    assert saved.reported == []
 
 
 def test_layers_that_another_rank_had_are_restored() -> None:
     model, other = _trained(1)[0], _trained(2)[0]
     state = model.state_dict()
-    saved = Merged({k: v for k, v in state.items() if k[0] == "0"}, {k: v for k, v in state.items() if k[0] == "1"})
-    saved.restore(from_stateful("model", other))
-    assert saved.reported == []
+    own, others = ({k: v for k, v in state.items() if k[0] == layer} for layer in "01")
+    assert of_state_dict(own, others).restore(from_stateful("model", other)).differences == []
     assert equal(dict(other.state_dict()), dict(state))
 
 
@@ -216,9 +134,9 @@ def test_what_no_rank_had_is_missing() -> None:
         "new": {"b": torch.zeros(3), "c": torch.zeros(4), "n": 7},
         "gone": {"d": torch.zeros(1)},
     }
-    saved = Merged({"a": torch.ones(2)}, {"new/b": torch.ones(3)})
-    assert saved.restore(from_state_dict("s", live)) == {"a", "new/b"}
-    assert saved.reported == [("missing", ["new/c", "new/n", "gone"])]
+    found = of_state_dict({"a": torch.ones(2)}, {"new/b": torch.ones(3)}).restore(from_state_dict("s", live))
+    assert {shard.key for shard in found.read} == {"a", "new/b"}
+    assert found.differences == found.missing == ["new/c", "new/n", "gone"]
     assert live["new"]["b"].sum() == 3  # type: ignore[index]
 
 
@@ -238,26 +156,28 @@ class ByName:
         self.value = state
 
 
-def _saved_by_name(*names: str, others: Sequence[str] = ()) -> Merged:
+def _saved_by_name(*names: str, others: Sequence[str] = ()) -> Checkpoint:
     base = ByName(*names).state_dict()
     for i, name in enumerate(names):
         base["state"][name]["m"].fill_(i + 1)
     base["param_groups"][0]["lr"] = 0.5
-    return Merged(base, {f"state/{name}/m": torch.full((2,), 9.0) for name in others})
+    return of_state_dict(base, {f"state/{name}/m": torch.full((2,), 9.0) for name in others})
 
 
 def test_a_stage_takes_only_its_own_parameters() -> None:
     stage, saved = ByName("c", "b"), _saved_by_name("a", "b", "c")
-    assert saved.restore(from_stateful("optim", stage)) == {"state/b/m", "state/c/m"}
+    found = saved.restore(from_stateful("optim", stage))
+    assert {shard.key for shard in found.read} == {"state/b/m", "state/c/m"}
     expected = {"c": {"m": torch.full((2,), 3.0)}, "b": {"m": torch.full((2,), 2.0)}}
     assert equal(dict(sorted(stage.value["state"].items())), dict(sorted(expected.items())))
     assert stage.value["param_groups"] == [{"params": ["c", "b"], "lr": 0.5}]
-    assert saved.reported == [("unexpected", ["state/a"])]
+    assert found.differences == found.unexpected == ["state/a"]
 
 
 def test_stages_are_merged() -> None:
     stage, saved = ByName("a", "b"), _saved_by_name("a", others=["b"])
-    assert saved.restore(from_stateful("optim", stage)) == {"state/a/m", "state/b/m"}
+    found = saved.restore(from_stateful("optim", stage))
+    assert {shard.key for shard in found.read} == {"state/a/m", "state/b/m"}
     assert equal(stage.value["state"], {"a": {"m": torch.ones(2)}, "b": {"m": torch.full((2,), 9.0)}})
     assert stage.value["param_groups"] == [{"params": ["a", "b"], "lr": 0.5}]
-    assert saved.reported == []
+    assert found.differences == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +158,7 @@ def test_ranks_that_open_different_files_are_told(tmp_path: Path) -> None:
             ds.restore([from_state_dict("m", {"w": torch.zeros(4)})], path, rank=rank, world_size=2)
         said[rank] = str(caught.value)
 
-    threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(restore, range(2)))
     assert all("0.safetensors" in text and "1.safetensors" in text for text in said.values())
     assert len(said) == 2

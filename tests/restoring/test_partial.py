@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,11 +156,8 @@ def test_ranks_that_want_different_keys_are_told(tmp_path: Path) -> None:
             ds.restore([from_state_dict("s", _state(0))], path, keys=["s/a", "s/n/b"][rank], rank=rank, world_size=2)
         said.append(str(caught.value))
 
-    threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(restore, range(2)))
     assert len(said) == 2
     assert "rank 1 the newest with keys=['s/n/b']" in said[0]
 
@@ -186,11 +183,8 @@ def test_each_of_two_ranks_restores_and_casts_what_it_selects(tmp_path: Path) ->
         provider = from_state_dict("s", live[rank])
         results[rank] = ds.restore([provider], path, keys=["s/a", "s/n/b*"], cast=True, rank=rank, world_size=2)
 
-    threads = [threading.Thread(target=restore, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(restore, range(2)))
     assert [float(state["a"][0]) for state in live] == [1, 1]
     assert live[0]["n"]["b"].sum() == 3
     assert [state["l"][0] for state in live] == [0, 0]

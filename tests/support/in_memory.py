@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from datastates.state import dtypes, memory
+from datastates.state import dtensors, dtypes, memory
 from datastates.state.keys import join
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import ArrayRef, Shard
@@ -25,11 +25,18 @@ def elements(shard: Shard) -> torch.Tensor:
     return flat.as_strided(shard.shape, shard.stride).clone()
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The logical tensor, which the ranks gather if it is a DTensor."""
+    return (tensor.full_tensor() if dtensors.is_dtensor(tensor) else tensor).detach()  # type: ignore[operator]
+
+
 class Checkpoint:
     """Logical tensors by key, how often each of their elements was saved, and the objects of each rank."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, torch.Tensor] = {}
+        self.others: list[str] = []
+        """Keys of arrays that only other ranks saved: they are found, and are not listed."""
         self.kinds: dict[str, str] = {}
         self.times: dict[str, torch.Tensor] = {}
         self.empty: list[str] = []
@@ -88,15 +95,20 @@ def describe(provider: StateProvider) -> dict[str, Any]:
     return {"arrays": found, "objects": objects, "nbytes": sum(nbytes for _, nbytes in buffers)}
 
 
-def of_state_dict(state: Any) -> Checkpoint:
-    """What ``from_stateful`` would save: the arrays by their path, and one object for all."""
+def of_state_dict(state: Any, others: Mapping[str, torch.Tensor] | None = None) -> Checkpoint:
+    """What ``from_stateful`` would save: the arrays by their path, and one object for all.
+
+    ``others``: arrays that only other ranks saved, by key. The object does not name them.
+    """
     checkpoint = Checkpoint()
+
+    def add(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        checkpoint.arrays[key], checkpoint.kinds[key] = whole(tensor).clone(), "torch"
+        return checkpoint.arrays[key]
 
     def walk(item: Any, key: str) -> Any:
         if isinstance(item, torch.Tensor):
-            checkpoint.arrays[key] = item.detach().clone()
-            checkpoint.kinds[key] = "torch"
-            return _reference(key, "torch", item)
+            return _reference(key, "torch", add(key, item))
         if isinstance(item, dict):
             return {k: walk(v, join(key, k)) for k, v in item.items()}
         if isinstance(item, (list, tuple)):
@@ -104,6 +116,9 @@ def of_state_dict(state: Any) -> Checkpoint:
         return item
 
     checkpoint.objects.append({"": walk(state, "")})
+    for key, tensor in (others or {}).items():
+        add(key, tensor)
+        checkpoint.others.append(key)
     return checkpoint
 
 
@@ -118,17 +133,18 @@ class InMemory(Saved):
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: dict[str, str] = {}
+        self.read: list[Shard] = []
+        """The arrays that were restored."""
 
     @property
     def differences(self) -> list[str]:
         return [*self.missing, *self.unexpected, *self.mismatched]
 
     def arrays(self) -> Mapping[str, ArrayRef]:
-        kinds = self._checkpoint.kinds
-        return {key: _reference(key, kinds[key], tensor) for key, tensor in self._checkpoint.arrays.items()}
+        return _Arrays(self._checkpoint)
 
     def every_key(self) -> Sequence[str]:
-        return list(self.arrays())
+        return list(self._checkpoint.arrays)
 
     def objects(self) -> Sequence[str]:
         return list(self._objects)
@@ -170,9 +186,29 @@ class InMemory(Saved):
             else:
                 memory.assign(shard.source, part)
             targets[shard.key] = shard.source
+            self.read.append(shard)
         for shard in shards:
             if shard.is_object:
                 provider.restore(shard, _build(self._objects[shard.key], targets))
+
+
+class _Arrays(Mapping[str, ArrayRef]):
+    """The arrays as one rank sees them: it lists its own, and finds all."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.arrays) - len(self._checkpoint.others)
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self._checkpoint.arrays if key not in self._checkpoint.others)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._checkpoint.arrays
+
+    def __getitem__(self, key: str) -> ArrayRef:
+        return _reference(key, self._checkpoint.kinds[key], self._checkpoint.arrays[key])
 
 
 def _build(value: Any, targets: Mapping[str, object]) -> Any:

@@ -17,17 +17,17 @@ from torch.futures import Future
 from typing_extensions import Unpack
 
 from datastates._base import paths
-from datastates._base.files import length, read_bytes
+from datastates._base.files import length
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.loading import Loading, Place
 from datastates.adapters.dcp.load.own_file import OwnFile
 from datastates.adapters.dcp.load.read_items import ClaimedMemory, name_of
 from datastates.adapters.dcp.load.stock_file import StockFile
 from datastates.config import IoOptions, IoSettings
-from datastates.container import archive
 from datastates.container.file import open_container
 from datastates.errors import FormatError
 from datastates.executor.make import make_executor
+from datastates.formats import own
 from datastates.restoring.reads import Tally
 from datastates.saving import gate
 
@@ -162,10 +162,9 @@ class DataStatesStorageReader(FileSystemReader):
             raise FormatError(
                 f"{path} has {nbytes} bytes and should have {end}, where {name_of(last)} ends: it was cut short"
             )
-        read, tail = read_bytes(path), min(nbytes, archive.FOOTER_NBYTES + 4096)
-        if archive.is_ending(read(nbytes - tail, tail)):
+        if own.has_ending(path):
             return OwnFile(open_container(path))
-        if archive.is_beginning(read(0, min(nbytes, 64))):
+        if own.has_beginning(path):
             raise FormatError(f"{path} was cut short, or is damaged at its end")
         return StockFile(path, nbytes, needed, claims)
 

@@ -21,7 +21,7 @@ from datastates.adapters.dcp.load.read_items import ClaimedMemory, begin_of, is_
 from datastates.adapters.dcp.names import key_of_chunk
 from datastates.container import checksums
 from datastates.container.table import Row
-from datastates.errors import CorruptError, FormatError
+from datastates.errors import FormatError
 from datastates.formats.archive_ends import opened_ends
 from datastates.formats.archives import ArchivedTensor, find_tensor
 from datastates.formats.record_file import Record, RecordFile, overlap
@@ -55,6 +55,8 @@ class StockFile(RecordFile):
     covers the whole tensor, and reading all of it would undo the gain of reading ranges.
     """
 
+    records: Sequence[_Record]
+
     def __init__(
         self, path: Path, nbytes: int, needed: Sequence[tuple[ReadItem, _StorageInfo]], claims: ClaimedMemory
     ) -> None:
@@ -75,10 +77,9 @@ class StockFile(RecordFile):
         plain = {(p.offset, p.length): item for item, p in needed if not p.transform_descriptors}
         self.path = path
         found = sorted(self._find(plain), key=lambda of: of[1].offset)
-        self._records = [record for _, record in found]
-        super().__init__(path, nbytes, self._records)
+        super().__init__(path, nbytes, [record for _, record in found])
         # records that overlap: leave all items to torch
-        self._numbers = {} if overlap(self._records, nbytes) else {place: n for n, (place, _) in enumerate(found)}
+        self._numbers = {} if overlap(self.records, nbytes) else {place: n for n, (place, _) in enumerate(found)}
 
     def _find(self, needed: dict[tuple[int, int], ReadItem]) -> Iterator[tuple[tuple[int, int], _Record]]:
         archives = []
@@ -100,7 +101,7 @@ class StockFile(RecordFile):
 
     def name_record(self, record: int) -> str:
         """The key of the array in a record."""
-        return self._records[record].key
+        return self.records[record].key
 
     def queue(
         self, reads: Reads, item: ReadItem, place: _StorageInfo, planner: LoadPlanner
@@ -122,7 +123,7 @@ class StockFile(RecordFile):
         number = self._numbers.get((place.offset, place.length))
         if number is None or place.transform_descriptors:
             return None
-        record = self._records[number]
+        record = self.records[number]
         array = record.array
         if item.type == LoadItemType.BYTE_IO:
             data = torch.empty(record.nbytes, dtype=torch.uint8, device="cpu")
@@ -140,7 +141,7 @@ class StockFile(RecordFile):
 
     def _queue_whole(self, reads: Reads, number: int, item: ReadItem, planner: LoadPlanner) -> Callable[[], None]:
         """As :meth:`queue`, for a whole record. It is read with the file's layout, so that it can be verified."""
-        record = self._records[number]
+        record = self.records[number]
         array, dtype = record.array, getattr(torch, record.array.dtype)
         target = target_of(item, planner)
         count = span(array.shape, array.stride)
@@ -158,7 +159,7 @@ class StockFile(RecordFile):
         return end
 
     def _row(self, number: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Row:
-        record = self._records[number]
+        record = self.records[number]
         dtype = dtypes.BY_NAME[record.array.dtype]
         return Row(record.key, "torch", dtype, number, offset, shape, stride, shape, (0,) * len(shape), None, None)
 
@@ -175,14 +176,13 @@ class StockFile(RecordFile):
             CorruptError: A tensor does not match its checksum; the message names it. It is overwritten by then.
         """
         for number, flat in self._whole:
-            record, crc, data = self._records[number], 0, flat.view(torch.uint8)
+            record, crc, data = self.records[number], 0, flat.view(torch.uint8)
             for at in range(0, record.nbytes, _STEP):
                 piece: Any = data[at : at + _STEP].cpu().numpy()
                 crc = checksums.crc32(piece, crc)
             if crc != record.crc:
-                text = f"{record.key!r} in {self.path} does not match its checksum"
-                raise CorruptError(text, key=record.key, path=str(self.path))
-        verified = [self._records[number] for number in {number for number, _ in self._whole}]
+                raise self.corrupt(record.key)
+        verified = [self.records[number] for number in {number for number, _ in self._whole}]
         names = {record.key for record in verified}
         return replace(
             tally,

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Unpack
 
 from datastates._base import gc_pause, paths
+from datastates.adapters.dcp.save import items
 from datastates.adapters.dcp.save.ending import IN_FLIGHT, DcpEnding, Order, Turn
-from datastates.adapters.dcp.save.file_writer import FileWriter
 from datastates.adapters.dcp.save.global_plan import Planning
 from datastates.adapters.dcp.save.local_plans import LocalPlans
 from datastates.adapters.dcp.save.staging import Lazy, Staged
@@ -33,6 +33,7 @@ from datastates.ranks.board_world import text_of
 from datastates.ranks.world import world_of
 from datastates.saving.engine import Engine
 from datastates.saving.running import Running
+from datastates.saving.saver import Saver
 from datastates.saving.snapshot import Snapshot
 
 
@@ -117,7 +118,7 @@ class Session:
         self._world = world_of(None, None, directory, writer.settings.rank_timeout)
         self._process = os.getpid()
         self._engine = Engine(executor, self._world, threads=IN_FLIGHT, auto_gate=True)
-        self._files = FileWriter(executor)
+        self._saver = Saver(executor, items.FRAMING)
         self._plans = LocalPlans()
         self._planning = Planning(self._world)
         self._order = Order()
@@ -193,7 +194,7 @@ class Session:
             try:
                 plan = planner.finish_plan(agreed.plan)
                 ending.path = writer.new_file(plan)
-                running, ending.written = self._files.begin(plan, planner, ending, staged.snapshot, staged.check)
+                running, ending.written = items.begin(self._saver, plan, planner, ending, staged)
             except BaseException as error:
                 staged.give_up(error)  # training need not wait until the other ranks have heard of it
                 self._engine.decline(ending, error)

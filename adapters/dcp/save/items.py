@@ -1,8 +1,7 @@
-"""The items of a SavePlan as shards of one container, and where in the written file each item is."""
+"""The items of a SavePlan as shards of one container: written, and where in the file each item is."""
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +17,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates._base import files, gc_pause
 from datastates.adapters.dcp.names import AGAIN, NAME, key_of_chunk
+from datastates.adapters.dcp.save.staging import Staged
+from datastates.commit.ending import Ending
 from datastates.container.table import Row
 from datastates.errors import CommitError, ProviderError
+from datastates.saving.container_frame import ContainerFrame, ContainerFraming
+from datastates.saving.running import Running
+from datastates.saving.saver import Saver
 from datastates.state import arrays
 from datastates.state.provider import StateProvider
 from datastates.state.shards import Buffer, Shard
+
+FRAMING = ContainerFraming(nested=True)
+"""The format of a rank's files: each record is an archive of one tensor, as torch's reader wants it."""
 
 
 class ItemsProvider(StateProvider):
@@ -46,7 +53,7 @@ class ItemsProvider(StateProvider):
                 key += AGAIN
             data: Any = planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
-                shard = _bytes_shard(key, data)
+                shard = arrays.array_shard(key, np.frombuffer(data.getbuffer(), np.uint8), lazy=False)
             else:
                 shard = _tensor_shard(key, item, data.detach())
                 buffer = shard.buffer
@@ -63,10 +70,6 @@ class ItemsProvider(StateProvider):
     def shards(self) -> Sequence[Shard]:
         """Each item as an array shard."""
         return self._shards
-
-
-def _bytes_shard(key: str, data: io.BytesIO) -> Shard:
-    return arrays.array_shard(key, np.frombuffer(data.getbuffer(), np.uint8), lazy=False)
 
 
 def _tensor_shard(key: str, item: WriteItem, tensor: torch.Tensor) -> Shard:
@@ -111,3 +114,39 @@ class Written:
             item, place = self.indices[row.key[len(NAME) + 1 :]], data if row.kind == "numpy" else archive
             found.append(WriteResult(item, place[1], _StorageInfo(self.path.name, *place)))
         return found
+
+
+@gc_pause.paused()
+def begin(
+    saver: Saver, plan: SavePlan, planner: SavePlanner, ending: Ending, staged: Staged
+) -> tuple[Running, Written]:
+    """Begin to capture the items of a plan, and to write them into one container.
+
+    Args:
+        saver: Keeps the plan of the file before; its framing is :data:`FRAMING`.
+        plan: The items to write.
+        planner: Resolves each item to its data.
+        ending: Where the file is to be written, and how it ends.
+        staged: The state. Its snapshot goes on with the file.
+
+    Returns:
+        The rest of the work, to be run; and the file, which tells DCP where each item is once it is written.
+
+    Raises:
+        ProviderError: An item is no tensor that can be stored.
+        StorageError: The file cannot be made.
+        TornSnapshotError: The state has changed since it was staged; from this call on, the snapshot watches it.
+    """
+    provider = ItemsProvider(plan, planner)
+    collected = saver.collect([provider])
+    staged.snapshot.holds(collected.structure.nbytes)
+    running = saver.begin(collected, staged.snapshot, ending)
+    try:
+        running.job.wait_made()  # new_file() takes a name that no file has
+        staged.check()
+    except BaseException as error:
+        running.cancel(error)
+        raise
+    frame = running.planned.frame
+    assert isinstance(frame, ContainerFrame)
+    return running, Written(ending.path, provider.indices, frame.places)

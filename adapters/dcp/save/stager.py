@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 
-if TYPE_CHECKING:
-    from datastates.adapters.dcp.save.writer import DataStatesStorageWriter
 from datastates.adapters.dcp.save.staging import Staged, StagedStateDict
+from datastates.adapters.dcp.save.writer import DataStatesStorageWriter
 
 
 class _Handed(Future[dict[str, Any]]):

@@ -70,15 +70,15 @@ class Staged:
         self._devices: set[torch.device] = set()
         self._owned = owned
         self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
-        self._tensors = [tensor for _, tensor in self._kept]
-        self._before = array_versions.witness(self._tensors)
+        tensors = [tensor for _, tensor in self._kept]
+        self._before = array_versions.witness(tensors)
         self._begun = threading.Event()
         self._saver: threading.Thread | None = None
         self._latest = begin + grace
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._streams = _side_streams(self._devices | {tensor.device for tensor in self._tensors})
-        self.snapshot = Snapshot(step, sum(tensor.nbytes for tensor in self._tensors), begin)
+        self._streams = _side_streams(self._devices | {tensor.device for tensor in tensors})
+        self.snapshot = Snapshot(step, sum(tensor.nbytes for tensor in tensors), begin)
         self.snapshot.attach(self.wait_begun, dict, list)
         if not owned:
             gate.guard(self.snapshot, automatic=True)
@@ -133,7 +133,7 @@ class Staged:
         """Raise TornSnapshotError if the state has changed since staging, or the error for which it was given up."""
         if (error := self.snapshot.exception()) is not None:
             raise error  # the gate has been open since: the state may have changed
-        versions, addresses = array_versions.witness(self._tensors)
+        versions, addresses = array_versions.witness([tensor for _, tensor in self._kept])
         changed = (versions != self._before[0]) | (addresses != self._before[1])
         if changed.any():
             raise TornSnapshotError([self._kept[i][0] for i in changed.nonzero()[0].tolist()])
@@ -146,7 +146,7 @@ class Staged:
 
     def _end(self) -> None:
         """Let go of the state: from now on the snapshot's own gate holds, or the snapshot has failed."""
-        self._tensors, self._kept, self._streams = [], [], []
+        self._kept, self._streams = [], []
         self.state_dict = {}
         self._begun.set()
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,17 +18,14 @@ from typing_extensions import Unpack
 
 from datastates._base import files, paths
 from datastates.adapters.dcp import metadata_file
-from datastates.adapters.dcp.save.file_writer import FileWriter
+from datastates.adapters.dcp.save import items
 from datastates.adapters.dcp.save.staging import Lazy, Staged, StagedStateDict, is_large
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
-from datastates.saving.snapshot import Snapshot
-
-_OWN = frozenset({"session", "_executor", "_files", "_staged", "_saver", "_finishes", "_writing"})
-"""Attributes that belong to one process, and are not pickled."""
+from datastates.saving.saver import Saver
 
 
 class WriterSettings(IoSettings):
@@ -99,10 +94,11 @@ class DataStatesStorageWriter(FileSystemWriter):
         self._start()
 
     def _start(self) -> None:
+        """Set the attributes that belong to one process."""
         self.session: Closable | None = None
         """What :func:`~datastates.adapters.dcp.async_save` keeps from one save to the next; None before the first."""
         self._executor: Executor | None = None
-        self._files: FileWriter | None = None
+        self._files: Saver | None = None
         self._staged: Staged | None = None
         self._saver: threading.Thread | None = None
         self._finishes = True
@@ -110,7 +106,9 @@ class DataStatesStorageWriter(FileSystemWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and path, for another process."""
-        return {name: value for name, value in vars(self).items() if name not in _OWN}
+        fresh = object.__new__(type(self))
+        fresh._start()
+        return {name: value for name, value in vars(self).items() if name not in vars(fresh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take those, and begin as a new writer."""
@@ -227,17 +225,17 @@ class DataStatesStorageWriter(FileSystemWriter):
                 self._saver = None
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        staged, self._staged = self._staged, None
-        snapshot = staged.snapshot if staged else Snapshot(0, 0, time.monotonic())
-        check = staged.check if staged else lambda: None
+        # what was not staged stays as it is until this save returns, and needs no gate
+        staged, self._staged = self._staged or Staged({}, self.lazy, owned=True), None
+        snapshot = staged.snapshot
         try:
-            with staged.capturing() if staged else contextlib.nullcontext():
-                check()
+            with staged.capturing():
+                staged.check()
                 ending = FileEnding(self.new_file(plan), identity_alone(self.save_id[:8]))
                 if self._files is None:
                     self._executor = make_executor(self.settings)
-                    self._files = FileWriter(self._executor)
-                running, file = self._files.begin(plan, planner, ending, snapshot, check)
+                    self._files = Saver(self._executor, items.FRAMING)
+                running, file = items.begin(self._files, plan, planner, ending, staged)
         except BaseException:
             snapshot.exception()  # it is reported by the raise
             raise

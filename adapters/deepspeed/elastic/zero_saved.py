@@ -110,9 +110,6 @@ class SavedZero:
     def _base(self, zero: Mapping[str, Any]) -> Any:
         return zero["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
 
-    def _masters(self, zero: Mapping[str, Any]) -> Any:
-        return zero["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
-
     def _check_shapes(self) -> None:
         numbers = [i for group in self._groups for i in group["params"]]
         if not len(self._shapes) == len(self._held[0].arrays) == len(numbers) or numbers != sorted(numbers):
@@ -128,7 +125,8 @@ class SavedZero:
         base = self._base(zero)
         arrays: list[dict[str, Row]] = []
         plain: list[dict[str, object]] = []
-        for i, master in enumerate(self._masters(zero)):
+        masters = zero["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
+        for i, master in enumerate(masters):
             states = base["state"].get(i, {})
             refs = {MASTER: master, **{k: v for k, v in states.items() if isinstance(v, ArrayRef)}}
             arrays.append({state: file.row(ref) for state, ref in refs.items()})

@@ -235,7 +235,7 @@ for entry, match in (
 
 
 @pytest.mark.long
-def test_a_forked_child_neither_saves_nor_waits(train: Any, tmp_path: Path) -> None:
+def test_a_forked_child_neither_saves_nor_waits_and_loads_what_is_complete(train: Any, tmp_path: Path) -> None:
     train(
         1,
         """
@@ -243,11 +243,19 @@ from datastates.errors import SnapshotAbandonedError
 
 trained = engine(2)
 steps(trained, 0, 1)
+before = sys.argv[1] + "/before.pt"
+ours(trained).save({"n": torch.ones(2)}, before)
 with held("sync"):
     trained.save_checkpoint(sys.argv[1])
     child = os.fork()
     if child == 0:
-        for call in (ours(trained).wait, lambda: ours(trained).save({"n": 1}, sys.argv[1] + "/alone.pt")):
+        assert ours(trained).load(before)["n"].tolist() == [1, 1]
+        under_way = next(iter(ours(trained).saves[-1].snapshots))
+        for call in (
+            ours(trained).wait,
+            lambda: ours(trained).save({"n": 1}, sys.argv[1] + "/alone.pt"),
+            lambda: ours(trained).load(str(under_way)),
+        ):
             try:
                 call()
             except SnapshotAbandonedError:

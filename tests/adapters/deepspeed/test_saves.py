@@ -186,16 +186,18 @@ def test_latest_is_no_debris_while_it_is_written(give: Give, tmp_path: Path, mon
 
 def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(give: Give, tmp_path: Path) -> None:
     from datastates.adapters import torch_files
+    from datastates.formats import own
 
     save = saves.Save("save/0", "tag", None, SoloWorld())
     file = tmp_path / "tag" / "a.pt"
     give(save, file, 1)
     save.finish()
-    assert torch_files.is_ours(file)
+    assert own.has_ending(file)
     good = file.read_bytes()
     for at in (good.rindex(b"datastates/"), good.index(b"chunk_crc"), len(good) - 2):
         file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        assert own.has_ending(file)
         with pytest.raises(FormatError):
-            torch_files.is_ours(file)
+            torch_files.load(file, IoSettings(), None, "all")
     torch.save({"a": torch.zeros(5)}, file)
-    assert not torch_files.is_ours(file)
+    assert not own.has_ending(file)

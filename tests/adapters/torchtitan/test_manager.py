@@ -141,7 +141,7 @@ def saved(step, last_step=False):
         expected = full(trained.model)
     return save(step, last_step)
 trained.checkpointer.save = saved
-with held("capture", until=(Snapshot, "wait_captured")):
+with held("capture", until=(Snapshot, "wait_free")):
     trained.train(6, until=4)
 assert trained.captured == [False] * 4, trained.captured
 trained.checkpointer.close()
