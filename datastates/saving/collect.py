@@ -15,7 +15,7 @@ from datastates.errors import ProviderError
 from datastates.executor.executor import Columns, columns
 from datastates.planning import owners
 from datastates.saving.structure import Structure
-from datastates.state import dtensors, jax_arrays, versions
+from datastates.state import dtensors, versions
 from datastates.state.dtypes import BY_NAME
 from datastates.state.parts import overlap
 from datastates.state.provider import StateProvider, stored_name, walk_unique
@@ -44,14 +44,6 @@ class Collected:
     sources: list[object]
     memory: list[object]
     objects: list[tuple[int, Shard]]
-
-    def lost(self) -> list[str]:
-        """Keys of the arrays that were donated to a computation, or deleted, since the snapshot.
-
-        Their memory may have been written before it was copied. Once the copies are done, an array that is still there
-        was there all the time.
-        """
-        return [self.structure.key(i) for i in self.structure.donatable if jax_arrays.is_gone(self.sources[i])]
 
     def release(self) -> None:
         """Drop all references to the state. The structure stays, but loses shards that hold the state."""

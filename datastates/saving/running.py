@@ -19,7 +19,7 @@ from datastates.saving.collect import Collected
 from datastates.saving.frame import Frame
 from datastates.saving.snapshot import Snapshot
 from datastates.saving.structure import Structure
-from datastates.state import streams
+from datastates.state import jax_arrays, streams
 from datastates.state import versions as array_versions
 from datastates.state.provider import Encoder
 from datastates.state.shards import Shard, Shards, full_key
@@ -52,10 +52,11 @@ def _serialize(collected: Collected, provider: int, shard: Shard) -> bytes | Enc
     return result
 
 
-class VersionWitness:
-    """Finds tensors that changed in place since ``snapshot()``, by torch's version counters and their addresses.
+class ArrayWitness:
+    """Finds arrays that changed since ``snapshot()``, without reading data. Thread-safe.
 
-    They are compared once, before the gate allows updates. This reads no data. Thread-safe.
+    Tensors are asked for torch's version counter and their address, arrays of JAX whether they were donated. Each is
+    asked once, before the gate allows updates: what happens later does not count.
     """
 
     def __init__(self, collected: Collected) -> None:
@@ -68,8 +69,10 @@ class VersionWitness:
             self._before = np.concatenate(known)[counted] if known else counted
         else:
             self._before, _ = array_versions.witness(self._tensors)
+        self._donatable = [(i, collected.sources[i]) for i in self._structure.donatable]
         self._lock = threading.Lock()
         self._changed: list[str] | None = None
+        self._lost: list[str] | None = None
 
     def compare(self) -> list[str]:
         """Keys of the tensors that changed before the first call of this method."""
@@ -81,10 +84,23 @@ class VersionWitness:
                 self._tensors = []
             return self._changed
 
+    def lost(self) -> list[str]:
+        """Keys of arrays that were donated to a computation, or deleted, before the first call of this method.
+
+        Their memory may have been written before it was copied. Call it once the copies are done: an array that is
+        still there then was there all the time.
+        """
+        with self._lock:
+            if self._lost is None:
+                self._lost = [self._structure.key(i) for i, array in self._donatable if jax_arrays.is_gone(array)]
+                self._donatable = []
+            return self._lost
+
     def forget(self) -> None:
-        """Drop the tensors of a failed snapshot; :meth:`compare` then returns no keys."""
+        """Drop the arrays of a failed snapshot; no keys are returned from then on."""
         with self._lock:
             self._tensors, self._changed = [], []
+            self._donatable, self._lost = [], []
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +112,7 @@ class Running:
     planned: SavePlan
     job: WriteJob
     objects: list[tuple[int, Shard, bytes | Encoder | None]]
-    versions: VersionWitness
+    witness: ArrayWitness
     ending: Ending
     lazy_serialized: threading.Event = field(default_factory=threading.Event)
     cause: Exception | None = None  # what failed at the gate
@@ -116,11 +132,12 @@ class Running:
 
     def _pass(self) -> None:
         self.lazy_serialized.wait()
-        self.versions.compare()
+        self.witness.compare()
         try:
             self.job.gate(streams.consumer_streams(self.collected.structure.devices))
             if self.collected.structure.donatable:
                 self.job.wait_captured()  # the streams of its computations are known to the library alone
+                self.witness.lost()
         except DeviceError:
             # the device has failed: the snapshot reports it, not the optimizer that waits here
             with contextlib.suppress(DatastatesError):
@@ -148,7 +165,7 @@ class Running:
         self.lazy_serialized.set()
         self.job.abort()
         self.ending.abandon(made=self.job.made)
-        self.versions.forget()
+        self.witness.forget()
         self._let_go()
         self.snapshot.fail(error)
 
@@ -161,7 +178,7 @@ class Running:
         finally:
             self.lazy_serialized.set()
         self.job.wait_captured()
-        changed = set(self.versions.compare())
+        changed = set(self.witness.compare())
         if torn := set(self.job.torn()):
             structure = self.collected.structure
             for i, source in enumerate(structure.source):
@@ -169,7 +186,7 @@ class Running:
                 # a buffer without a witness is torn only if its memory was unmapped
                 if source in torn and (structure.arrays[i][1].lazy or not structure.witness[source]):
                     changed.add(structure.key(i))
-        changed.update(self.collected.lost())
+        changed.update(self.witness.lost())
         if changed:
             raise TornSnapshotError(sorted(changed))
         self.collected.release()  # a reference would keep the next computation from taking over an array of JAX

@@ -12,7 +12,7 @@ from datastates.executor.executor import Executor
 from datastates.executor.jobs import timeline
 from datastates.saving.collect import Collected, collect
 from datastates.saving.frame import Framing
-from datastates.saving.running import Running, SavePlan, VersionWitness, _serialize
+from datastates.saving.running import ArrayWitness, Running, SavePlan, _serialize
 from datastates.saving.snapshot import Snapshot
 from datastates.saving.structure import Structure
 from datastates.state.provider import StateProvider
@@ -56,9 +56,9 @@ class Saver:
             eager_objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
             structure = collected.structure
             planned = self._planned(structure)
-            versions = VersionWitness(collected)
+            witness = ArrayWitness(collected)
             job = self._executor.submit_write(ending.path, planned.prepared, collected.columns, structure.witness)
-            work = Running(collected, snapshot, planned, job, eager_objects, versions, ending)
+            work = Running(collected, snapshot, planned, job, eager_objects, witness, ending)
             snapshot.attach(work.gate, job.stats, partial(timeline, job))
         except BaseException:
             if job is not None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hold import GATE, held
 
 import datastates as ds
-from datastates import _native
 from datastates.errors import ProviderError, TornSnapshotError
+from datastates.executor.jobs import WriteJob
 from datastates.state import arrays
 from datastates.state.provider import StateProvider
 
@@ -77,7 +77,7 @@ class State(StateProvider):
 
 
 @pytest.fixture
-def jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of the module."""
     module = SimpleNamespace(
         Array=Array,
@@ -87,17 +87,10 @@ def jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         process_count=lambda: 1,
     )
     monkeypatch.setitem(sys.modules, "jax", module)  # type: ignore[arg-type]
-    yield
-    _native.clear_faults()
 
 
 def live() -> dict[str, Array]:
     return {key: Array(cupy.arange(1 << 20, dtype=cupy.float32) + n) for n, key in enumerate(("a", "b"))}
-
-
-def hold_up() -> None:
-    """Let no capture begin until the faults are cleared."""
-    _native.arm_fault("capture", "fail", 1)
 
 
 def test_arrays_on_a_gpu_are_captured_lazily_from_their_memory(jax: None, tmp_path: Path) -> None:
@@ -114,10 +107,9 @@ def test_arrays_on_a_gpu_are_captured_lazily_from_their_memory(jax: None, tmp_pa
 def test_a_donation_before_the_copy_fails_the_snapshot_by_key(jax: None, tmp_path: Path) -> None:
     state = State(live())
     with ds.Checkpointer(tmp_path) as ckpt:
-        hold_up()
-        snapshot = ckpt.snapshot([state], step=1)
-        state.live["b"].donate()
-        _native.clear_faults()
+        with held("capture"):
+            snapshot = ckpt.snapshot([state], step=1)
+            state.live["b"].donate()
         with pytest.raises(TornSnapshotError) as caught:
             snapshot.wait_committed()
         assert caught.value.keys == ["s/b"]
@@ -126,18 +118,24 @@ def test_a_donation_before_the_copy_fails_the_snapshot_by_key(jax: None, tmp_pat
             ckpt.snapshot([state], step=2)
 
 
-def test_the_gate_waits_for_the_copies_themselves(jax: None, tmp_path: Path) -> None:
+def test_the_gate_waits_for_the_copies_themselves(jax: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updated = threading.Event()
+    torn = WriteJob.torn
+
+    def torn_once_updated(job: WriteJob) -> list[int]:
+        """The background goes on from the captured job only when the arrays have been donated."""
+        updated.wait(60)
+        return torn(job)
+
+    monkeypatch.setattr(WriteJob, "torn", torn_once_updated)
     state = State(live())
     before = {key: array.memory.get() for key, array in state.live.items()}
-    with ds.Checkpointer(tmp_path) as ckpt:
-        hold_up()
+    with ds.Checkpointer(tmp_path) as ckpt, held("capture", until=GATE):
         ckpt.snapshot([state], step=1)
-        release = threading.Timer(0.2, _native.clear_faults)
-        release.start()
         ckpt.gate()
         for array in state.live.values():
             array.donate()
             array.memory.fill(-1)
-        release.join()
+        updated.set()
     found = ds.load(tmp_path)["s"]
     assert all(np.array_equal(found[key], values) for key, values in before.items())
