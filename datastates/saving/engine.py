@@ -145,12 +145,15 @@ class Engine:
     ) -> Snapshot:
         try:
             running = saver.begin(collected, snapshot, open_ending())
+            with self._lock:
+                self._in_flight.append(snapshot)  # before a fork or a signal can find it at the gate
             try:
                 gate.guard(snapshot, automatic=self._auto_gate)
-                self.take_later(snapshot, lambda: running)
-            except BaseException as error:
+                self._submit(self._pool, self._begin_and_finish, snapshot, lambda: running)
+            except BaseException as error:  # no thread, or the interpreter is ending: nobody must wait for the snapshot
                 running.cancel(error)
                 snapshot.exception()  # marks it as delivered, because it is raised here
+                self._forget(snapshot)
                 raise
         except (StorageError, DeviceError) as error:
             snapshot.fail(error)
@@ -165,7 +168,7 @@ class Engine:
             self._in_flight.append(snapshot)
         try:
             self._submit(self._pool, self._begin_and_finish, snapshot, begin)
-        except BaseException as error:  # no thread, or the interpreter is ending: nobody must wait for the snapshot
+        except BaseException as error:  # as in _take
             snapshot.fail(error)
             self._forget(snapshot)
             snapshot.exception()  # marks it as delivered, because it is raised here

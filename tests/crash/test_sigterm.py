@@ -11,6 +11,15 @@ import pytest
 from steps import PRELUDE, assert_holds
 
 INTERRUPTED = {
+    "right behind the gate's guard": """
+from datastates.saving import gate
+guard = gate.guard
+def interrupted(snapshot, **how):
+    guard(snapshot, **how)
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(0.5)  # time to end the process, if no snapshot counted as in flight
+gate.guard = interrupted
+""",
     # the snapshot counts as in flight, and no thread has it yet
     "before a thread has it": """
 from datastates.saving.engine import Engine
