@@ -263,9 +263,16 @@ class TorchFiles:
         self.then(f"removing {path}", None, remove)
 
     def wait(self) -> None:
-        """Wait until everything begun has ended; :meth:`begin` and :meth:`close` raise the failures."""
-        if self._last is not None:  # everything before has ended by then
-            self._last.exception()
+        """Wait until everything begun has ended; :meth:`begin` and :meth:`close` raise the failures.
+
+        Raises:
+            SnapshotAbandonedError: The process that this one was forked from was still saving.
+        """
+        if self._last is None or self._last.done():  # everything before has ended by then
+            return
+        if os.getpid() != self._process:
+            raise SnapshotAbandonedError("this process was forked from one that was still saving")
+        self._last.exception()
 
     def close(self) -> None:
         """Wait until everything begun has ended, and free threads and memory. Idempotent.
@@ -278,7 +285,7 @@ class TorchFiles:
         self.wait()
         self._in_order.shutdown(wait=True)
         self._engine.close()
-        self._engine = None
+        self._engine = self._last = None
         self.finish()
 
     def finish(self) -> None:
