@@ -142,7 +142,7 @@ def length(path: Path) -> int:
 
 
 def lengths(paths: Sequence[Path]) -> list[int | None]:
-    """The lengths of files in bytes, None for an absent one. Raises OSError."""
+    """The lengths of files in bytes, None for an absent one; raises StorageError."""
     if len(paths) == 1:
         return [_length(paths[0])]
     try:
@@ -153,10 +153,11 @@ def lengths(paths: Sequence[Path]) -> list[int | None]:
 
 
 def _length(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
+    with storage_errors("stat", path):
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:
+            return None
 
 
 def read_bytes(path: Path) -> Callable[[int, int], bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -98,7 +99,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         self.session: Closable | None = None
         """What :func:`~datastates.adapters.dcp.async_save` keeps from one save to the next; None before the first."""
         self._executor: Executor | None = None
-        self._files: Saver | None = None
+        self._file_saver: Saver | None = None
         self._staged: Staged | None = None
         self._saver: threading.Thread | None = None
         self._finishes = True
@@ -122,7 +123,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         with self._writing:
             if self._executor is not None:
                 self._executor.close()
-            self._executor = self._files = None
+            self._executor = self._file_saver = None
         if self.session is not None:
             self.session.close()
             self.session = None
@@ -225,17 +226,18 @@ class DataStatesStorageWriter(FileSystemWriter):
                 self._saver = None
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        given, self._staged = self._staged, None
         # what was not staged stays as it is until this save returns, and needs no gate
-        staged, self._staged = self._staged or Staged({}, self.lazy, owned=True), None
+        staged = given or Staged({}, self.lazy, owned=True)
         snapshot = staged.snapshot
         try:
-            with staged.capturing():
+            with staged.capturing() if given else contextlib.nullcontext():
                 staged.check()
                 ending = FileEnding(self.new_file(plan), identity_alone(self.save_id[:8]))
-                if self._files is None:
+                if self._file_saver is None:
                     self._executor = make_executor(self.settings)
-                    self._files = Saver(self._executor, items.FRAMING)
-                running, file = items.begin(self._files, plan, planner, ending, staged)
+                    self._file_saver = Saver(self._executor, items.FRAMING)
+                running, file = items.begin(self._file_saver, plan, planner, ending, staged)
         except BaseException:
             snapshot.exception()  # it is reported by the raise
             raise
