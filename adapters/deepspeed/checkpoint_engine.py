@@ -16,7 +16,7 @@ import torch
 from datastates._base import paths
 from datastates.adapters import torch_files
 from datastates.adapters.deepspeed import binding
-from datastates.adapters.deepspeed.save import Save, begin_file, sweep
+from datastates.adapters.deepspeed.ending import Save, begin_file, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.torch_files import Lazy, TorchFiles, buffer_storages
 from datastates.commit import manifest

@@ -27,7 +27,7 @@ from datastates.ranks.world import SoloWorld
 from datastates.saving import snapshot
 from datastates.saving.engine import Engine
 
-saves = pytest.importorskip("datastates.adapters.deepspeed.save")
+saves = pytest.importorskip("datastates.adapters.deepspeed.ending")
 RANKS = 3
 Give = Callable[[Any, Path, float], None]
 
@@ -162,7 +162,8 @@ def test_what_any_run_is_writing_is_no_debris(give: Give, tmp_path: Path) -> Non
     """This holds for another process, too: its lock says so, not a list in this process."""
     save = saves.Save("save/0", "tag", tmp_path / "latest", SoloWorld())
     give(save, tmp_path / "tag" / "a.pt", 1)
-    code = "import pathlib, sys; from datastates.adapters.deepspeed.save import sweep; sweep(pathlib.Path(sys.argv[1]))"
+    imported = "import pathlib, sys; from datastates.adapters.deepspeed.ending import sweep"
+    code = f"{imported}; sweep(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
     save.finish()
     assert save.undelivered() is None
