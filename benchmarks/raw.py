@@ -19,7 +19,7 @@ TRIED = 2 * 10**9
 """Bytes with which the modes are tried, at most."""
 Operation = Literal["write", "read", "restore"]
 READERS: dict[str, Operation] = {"raw": "read", "raw restore": "restore"}
-"""The rows that only read, by name."""
+"""What the rows do that only read, by name."""
 Mode = tuple[str, ...]
 
 
@@ -98,6 +98,12 @@ def best_mode(files: RawFiles, operation: Operation, tried: int = TRIED) -> Mode
     best = min(part.modes(), key=lambda mode: min(part.run(operation, mode)["seconds"] for _ in range(2)))
     files.remove()
     return best
+
+
+def reader_modes(files: RawFiles, tried: int = TRIED, *, restores: bool) -> dict[str, Mode]:
+    """The fastest modes of the rows of :data:`READERS`; without ``restores``, of those that only read."""
+    wanted = {name: operation for name, operation in READERS.items() if restores or operation == "read"}
+    return {name: best_mode(files, operation, tried) for name, operation in wanted.items()}
 
 
 def in_words(mode: Mode) -> str:

@@ -243,12 +243,12 @@ void direct(const std::string& path, Operation operation, std::size_t nbytes, st
     const bool write = operation == Operation::write;
     nbytes = up_to_page(nbytes);
     depth = static_cast<unsigned>(std::min<std::size_t>(depth, (nbytes + chunk - 1) / chunk));
-    std::optional<Placing> placing;
-    if (operation == Operation::restore) placing.emplace(nbytes);
-    // Some are read while others are put in place.
-    const unsigned count = placing ? 2 * depth : depth;
+    // In a restore, some are read while others are put in place.
+    const unsigned count = operation == Operation::restore ? 2 * depth : depth;
     const Memory memory(chunk * count);
     fill(memory.all());
+    std::optional<Placing> placing;  // behind the memory that its threads read
+    if (operation == Operation::restore) placing.emplace(nbytes);
     Ring ring(depth);
     std::vector<iovec> buffers;
     buffers.reserve(count);

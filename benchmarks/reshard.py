@@ -50,14 +50,12 @@ def run(directory: Path, plan: Plan, *, large: bool, tiny: bool) -> Result:
         result.parameters = {"bytes": nbytes}
         with Team(restoring, kind, cut) as team:
             stored = raw.RawFiles(tuple(directory / f"raw-{i}" for i in range(restoring)), nbytes)
+            modes = raw.reader_modes(stored, TRIED, restores=not gpu)  # a raw restore ends in host memory
+            stored.run("write", modes["raw"])
             actions: dict[str, Callable[[], Sample]] = {}
-            for name, operation in raw.READERS.items():
-                if operation == "restore" and gpu:
-                    continue  # it ends in host memory
-                mode = raw.best_mode(stored, operation, TRIED)
-                actions[f"{name}, {layout}"] = partial(_raw, stored, operation, mode)
+            for name, mode in modes.items():
+                actions[f"{name}, {layout}"] = partial(_raw, stored, raw.READERS[name], mode)
                 result.settings[f"{name}, {layout}"] = f"{restoring} processes: {raw.in_words(mode)}"
-            stored.run("write", mode)
             for system, path in paths.items():
                 actions[f"{system}, {layout}"] = partial(_restored, team, system, path, where)
             interleave(result, actions, plan)

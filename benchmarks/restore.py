@@ -62,7 +62,7 @@ def run(directory: Path, plan: Plan, *, cold: bool, tiny: bool) -> Result:
     prepare = page_cache.drop if cold else page_cache.fill
     path = directory / "raw"
     file = raw.RawFiles((path,), nbytes(state), direct=cold)
-    modes = {name: raw.best_mode(file, what) for name, what in raw.READERS.items() if cold or what == "read"}
+    modes = raw.reader_modes(file, restores=cold)
     file.run("write", modes["raw"])
 
     def run_raw(name: str) -> Sample:
