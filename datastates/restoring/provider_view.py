@@ -292,7 +292,8 @@ class _References(Mapping[str, ArrayRef]):
         return iter(self._saved.rows)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self._saved.find(key) is not None
+        # `find` makes a row, which takes longer
+        return key in self._saved.rows or (isinstance(key, str) and self._saved.find(key) is not None)
 
     def __getitem__(self, key: str) -> ArrayRef:
         row = self._saved.find(key)

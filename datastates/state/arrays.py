@@ -61,6 +61,10 @@ def _numpy_dtype(dtype: Any) -> dtypes.DType | None:
     return dtypes.BY_NUMPY.get(dtype.str) or dtypes.BY_NUMPY.get(dtype.name)
 
 
+def _dtype(array: Any) -> dtypes.DType | None:
+    return _torch_dtype(array.dtype) if dressed.is_tensor(array) else _numpy_dtype(array.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class _View:
     """An array as memory: its address, storage, shape and strides. For a DTensor, those of its local tensor.
@@ -342,16 +346,16 @@ class Destinations(Described):
 
 def fits(ref: ArrayRef, array: Any) -> bool:
     """Whether a live array has the element type and the shape of a stored one; a DTensor by its global shape."""
-    return (_view(array).dtype.name, tuple(array.shape)) == (ref.dtype, ref.shape)
+    dtype = _dtype(array)
+    return dtype is not None and (dtype.name, tuple(array.shape)) == (ref.dtype, ref.shape)
 
 
 def flaw(shard: Shard) -> str | None:
     """Why a shard does not describe its live array, to follow its key in a message; None if it does."""
     array: Any = dtensors.local(shard.source)
-    kind = kind_of(array)
-    if kind is None:
+    if kind_of(array) is None:
         return f"is no array that can be restored in place: {type(array).__name__}"
-    dtype = _torch_dtype(array.dtype) if kind == "torch" else _numpy_dtype(array.dtype)
+    dtype = _dtype(array)
     if dtype is None or (dtype.name, tuple(array.shape)) != (shard.dtype, shard.shape):
         return f"is {shard.dtype} of {shard.shape}, but its source is {array.dtype} of {tuple(array.shape)}"
     return shard.part.flaw
