@@ -23,14 +23,22 @@ constexpr int kPopulateWrite = 23;
 // Large enough that the calls cost little beside the work. Small enough that the first piece is
 // ready soon and that the destructor waits only for some 10 ms.
 constexpr std::size_t kPiece = std::size_t{64} << 20;
+constexpr std::size_t kPopulateStep = std::size_t{2} << 20;
 // Threads that populate memory. More of them would only wait for one another in the kernel, and
 // take cores from the training.
 constexpr unsigned kMaxWorkers = 4;
 constexpr unsigned kCoresPerWorker = 4;
 
 /// Backs memory with pages. Kernels before 5.14 cannot; there pages come at their first use.
+///
+/// One huge page a call: a call holds the lock on the process's mappings, for which each mmap() and
+/// munmap() of the training waits.
 void populate(std::span<std::byte> memory) {
-    static_cast<void>(::madvise(memory.data(), memory.size(), kPopulateWrite));
+    while (!memory.empty()) {
+        const auto step = memory.first(std::min(kPopulateStep, memory.size()));
+        static_cast<void>(::madvise(step.data(), step.size(), kPopulateWrite));
+        memory = memory.subspan(step.size());
+    }
 }
 
 /// Null where page-locking fails, most often because of the limit on locked memory.
