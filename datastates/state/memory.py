@@ -161,16 +161,9 @@ def convert(destination: Any, source: Any) -> None:
 def note_rewritten(values: Sequence[object]) -> None:
     """Increment the version counters of the torch tensors among some values, which torch has not seen change."""
     torch: Any = loaded("torch")
-    if torch is None:
-        return
-    tensors = [v for v in values if isinstance(v, torch.Tensor) and not v.is_inference()]
-    tensors = dtensors.unwrap(tensors, set(filter(dtensors.is_class, set(map(type, tensors)))))
-    increment = torch.autograd.graph.increment_version
-    try:
-        increment(tensors)
-    except TypeError:  # older versions take one tensor
-        for tensor in tensors:
-            increment(tensor)
+    for value in values:
+        if torch is not None and isinstance(value, torch.Tensor) and not value.is_inference():
+            torch.autograd.graph.increment_version(dtensors.local(value))
 
 
 def why_not_writable(array: Any) -> str | None:

@@ -10,7 +10,6 @@ import pytest
 import datastates as ds
 from datastates.errors import CorruptError
 from datastates.providers import HostTensorProvider, from_stateful
-from datastates.state.memory import note_rewritten
 
 torch = pytest.importorskip("torch")
 
@@ -43,20 +42,6 @@ def test_every_restored_tensor_counts_it_and_no_other(tmp_path: Path) -> None:
         ckpt.restore([HostTensorProvider("m", tensors)])
     assert all(tensors[key]._version > version for key, version in before.items())
     assert other._version == 0
-
-
-def test_torch_that_counts_one_tensor_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_one = torch.autograd.graph.increment_version
-
-    def increment_version(tensor: Any) -> None:  # as before torch took several
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError("argument 'tensor' must be Tensor")
-        count_one(tensor)
-
-    monkeypatch.setattr(torch.autograd.graph, "increment_version", increment_version)
-    tensors = [torch.ones(4), torch.ones(3)]
-    note_rewritten([*tensors, 1])
-    assert [t._version for t in tensors] == [1, 1]
 
 
 def test_a_restore_that_fails_on_the_way_counts_too(tmp_path: Path) -> None:
