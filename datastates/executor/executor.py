@@ -22,8 +22,6 @@ from datastates.state.shards import Buffer
 
 PreparedWrite = _native.WritePlan
 ReadAhead = _native.ReadAhead
-_AHEAD = 4
-"""Most extents that are read ahead, for each read that may be in flight."""
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
 
@@ -75,6 +73,7 @@ class Executor:
             "device_cache_bytes": settings.device_cache,
         }
         self._closed = False
+        self._had_job = False
         self._native: _native.Executor | None = _native.Executor(**self._options)
         _live.add(self)
 
@@ -90,6 +89,7 @@ class Executor:
         if self._native is not None:
             self._native.abandon()
             self._native = None
+            self._had_job = False
 
     def prepare(self, device: int, nbytes: int) -> None:
         """Allocate ``nbytes`` of the host cache in the background and page-lock them for a CUDA device.
@@ -109,6 +109,7 @@ class Executor:
             sources: The memory of the plan's sources. It must stay alive until it is captured or the job is aborted.
             witness: For each source, 1 to take the fingerprints that :meth:`WriteJob.torn` compares.
         """
+        self._had_job = True
         return self._core().submit_write(os.fsencode(path), prepared, *sources, witness)
 
     def submit_read(
@@ -128,6 +129,7 @@ class Executor:
             name_record: Gives the key of a record by its number, for errors.
             ahead: A read-ahead of the same file. Extents of it that are also in the plan are not read again.
         """
+        self._had_job = True
         job = self._core().submit_read(os.fsencode(path), _prepare_read(plan), *dests, ahead)
         return ReadJob(job, plan, name_record)
 
@@ -146,9 +148,13 @@ class Executor:
 
     @property
     def most_ahead(self) -> int:
-        """Most extents to read ahead. They take at most half of the host cache."""
+        """Most extents to read ahead, in at most half of the host cache.
+
+        Four for each read in flight. Before the first job it is one, as each takes memory that is not there yet.
+        """
         blocks: int = self._options["cache_bytes"] // self.block
-        return min(_AHEAD * int(self._options["queue_depth"]), blocks // 2)
+        depth: int = self._options["queue_depth"]
+        return min(4 * depth if self._had_job else depth, blocks // 2)
 
     @property
     def extent_nbytes(self) -> int:

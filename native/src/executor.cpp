@@ -18,8 +18,6 @@ constexpr std::uint64_t kReadMargin = 8192;
 constexpr const char* kMemory = "memory";
 // The storage may complete all its writes at once; then as many are queued already.
 constexpr unsigned kWritesPerRead = 2;
-// Blocks of a restore for each read in flight: some are being read, verified or copied to a device.
-constexpr std::size_t kBlocksPerRead = 4;
 // `pwrite` into one tmpfs file reaches 3.2 GB/s with any number of threads. Allocating, mapping and
 // filling pages costs more, but is faster from about this many threads on.
 constexpr unsigned kStoringWorkers = 4;
@@ -122,7 +120,7 @@ std::shared_ptr<Executor> Executor::make(const Options& options) {
 Executor::Executor(const Options& options)
     : direct_(options.direct),
       spare_blocks_(options.queue_depth),
-      read_blocks_(kBlocksPerRead * options.queue_depth),
+      read_blocks_(2 * std::size_t{options.queue_depth} + options.workers),
       cache_(options.cache_bytes, options.block_bytes),
       engines_(cache_),
       workers_(options.workers),
