@@ -20,6 +20,11 @@ def again(word):
     '''Begin a new run at the same address, while the checkpointer of the old one is still open.'''
     global client, ckpt
     report(f"between {{word}}", **outcome(lambda: take(ckpt, 8).wait_committed()))
+    ended = DIRECTORY.with_name(f"ended {{word}}")
+    if RANK == 0:  # which has the service: its shutdown() has stopped it
+        ended.touch()
+    while not ended.exists():  # else this process could join the run that ends
+        time.sleep(0.01)
     client = start()
     report(f"old {{word}}", **outcome(lambda: take(ckpt, 9).wait_committed()))
     report(f"old restore {{word}}", **outcome(lambda: ckpt.restore([state()])))
