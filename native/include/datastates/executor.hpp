@@ -211,7 +211,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
 
     const bool direct_;
     const std::size_t spare_blocks_;  // that read-aheads leave to jobs
-    const std::size_t read_blocks_;   // the most that one restore uses: see Reader::has_room()
+    const std::size_t read_blocks_;   // the most that one job reserves: see Reader::has_room()
     HostCache cache_;
     CopyEngines engines_;
     WorkerPool workers_;
