@@ -394,4 +394,4 @@ def open(
     settings, into = IoSettings.of(options), Into.of(framework, device)
     with contextlib.ExitStack() as reading:
         found = reading.enter_context(_calls.opened(path, step))
-        return Checkpoint(found.tensors, partial(make_small_executor, settings), reading.pop_all(), into)
+        return Checkpoint(found.tensors, partial(make_executor, settings), reading.pop_all(), into)

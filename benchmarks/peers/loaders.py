@@ -34,7 +34,12 @@ def _datastates(path: Path) -> Weights:
     return weights
 
 
-def _datastates_open(path: Path) -> Weights:
+def _datastates_items(path: Path) -> Weights:
+    with ds.open(path, device="cuda") as opened:
+        return {key.removeprefix("weights/"): array for key, array in opened.items()}
+
+
+def _datastates_keys(path: Path) -> Weights:
     with ds.open(path, device="cuda") as opened:
         return {key.removeprefix("weights/"): opened[key] for key in opened}
 
@@ -75,8 +80,9 @@ def _runai(path: Path) -> Weights:
 
 LOADERS = {
     "datastates": Loader("load(device='cuda'); all checksums verified", "datastates", _datastates),
-    "datastates open": Loader(
-        "open(device='cuda'), one tensor after the other; all checksums verified", "datastates", _datastates_open
+    "datastates items": Loader("open(device='cuda').items(); all checksums verified", "datastates", _datastates_items),
+    "datastates [key]": Loader(
+        "open(device='cuda')[key], one tensor after the other; all checksums verified", "datastates", _datastates_keys
     ),
     "InstantTensor": Loader("safe_open(device=…).tensors(); verifies nothing", "safetensors", _instanttensor),
     "fastsafetensors": Loader("fastsafe_open(nogds=True); verifies nothing", "safetensors", _fastsafetensors),

@@ -22,7 +22,7 @@ def make_executor(settings: IoSettings, nbytes: int | None = None) -> Executor:
 
 
 def make_small_executor(settings: IoSettings, nbytes: int) -> Executor:
-    """Make an executor for reads of one array at a time, of ``nbytes`` in all: its host cache is a few blocks."""
+    """Make an executor for reading ``nbytes`` with little memory: its host cache is a few blocks."""
     return make_executor(settings, min(nbytes, (settings.queue_depth + 1) * settings.block))
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise, starmap
 import numpy as np
 
 from datastates._base.columns import I32, U8, U64
-from datastates.planning.plans import Chunks, ReadPlan
+from datastates.planning.plans import Chunks, ReadPlan, fields_of
 from datastates.planning.read import plan_read
 from datastates.planning.wanted import GAP
 from datastates.state.runs import Runs
@@ -44,6 +44,10 @@ def plan_several(files: Sequence[FileRanges], extent_nbytes: int, spare_nbytes: 
     """
     if not files:
         return []
+    if len(files) == 1:
+        return [
+            plan_read(**fields_of(files[0], but=("nbytes",)), extent_nbytes=extent_nbytes, spare_nbytes=spare_nbytes)
+        ]
     begin = _begins([file.nbytes + GAP + 1 for file in files])  # so that nothing reaches over their borders
     first_dest = _begins([len(file.dest_nbytes) for file in files])
     first_record = _begins([int(file.chunks.record.max(initial=-1)) + 1 for file in files])

@@ -1,11 +1,12 @@
-"""Reads one tensor at each access: :class:`Checkpoint`, a checkpoint as a mapping of full keys to arrays."""
+"""Reads tensors when they are accessed: :class:`Checkpoint`, a checkpoint as a mapping of full keys to arrays."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from operator import itemgetter
 from types import TracebackType
 from typing import Any
 
@@ -13,16 +14,15 @@ import numpy as np
 
 from datastates._base.sizes import CHUNK
 from datastates.container.digests import digest_of
-from datastates.container.rows import logical, reference
+from datastates.container.rows import reference
 from datastates.container.table import Row
 from datastates.errors import ClosedError
 from datastates.executor.executor import Executor
-from datastates.restoring.proof import check_block, check_parts
+from datastates.restoring.new_tensors import FoundTensor, each, is_one_row, queue, span_nbytes
 from datastates.restoring.reads import Reads
-from datastates.restoring.sources import TensorFile, Tensors
-from datastates.state import arrays, memory
+from datastates.restoring.sources import FoundRow, TensorFile, Tensors
+from datastates.state import memory
 from datastates.state.into import Into
-from datastates.state.strides import span
 
 _SMALL_READ = 4 * CHUNK
 """Up to so many bytes, one plain read is faster than waking the executor's threads, or even starting them."""
@@ -46,7 +46,7 @@ class Checkpoint(Mapping[str, Any]):
 
         Args:
             stored: The checkpoint.
-            executor: Makes an executor for reads of up to so many bytes.
+            executor: Makes an executor for reading so many bytes.
             reading: Protects the checkpoint from deletion until it is closed.
             into: Whose arrays to read into.
         """
@@ -103,21 +103,29 @@ class Checkpoint(Mapping[str, Any]):
             DatastatesError: Only a part of the tensor is there: this is one of several containers, or one is missing.
             ImportError: The element type needs torch or ml_dtypes and neither is installed.
         """
-        with self._lock:
-            ((row, sources),) = self._stored.whole([key])
-        if self._closed:
-            raise ClosedError(f"{self._stored.path} is closed: {key!r} can no longer be read")
-        if len(sources) == 1 and row.flat is None:
-            return self._read_whole(*sources[0])
-        array = self._into.empty(logical(row))
-        live = arrays.array_shard(key, array)
+        (found,) = self._find([key])
+        _, sources = found
+        self._refuse_if_closed(key)
+        if is_one_row(sources) and span_nbytes(sources[0][1]) <= _SMALL_READ:
+            return self._read_small(*sources[0])
         reads = Reads(in_full=True)
-        for source, part in sources:
-            reads.add(source, part, live)
+        finish = queue(found, self._into, reads)
         if sources:
             self._run(reads, key, sources)
-            check_parts(key, array, sources)
-        return array
+        return finish()
+
+    def items(self) -> ItemsView[str, Any]:
+        """The full keys and the arrays, to iterate over all of them at the speed of :func:`datastates.load`.
+
+        Each array is read as ``[key]`` reads it. Up to 512 MiB of arrays are read before they are asked for, or the
+        next four arrays if these are larger. Nothing else keeps an array that the iterator has given out. An error that
+        names an array is raised up to 128 MiB before it.
+        """
+        return _Items(self)
+
+    def values(self) -> ValuesView[Any]:
+        """The arrays. Iterating reads the next ones meanwhile, as with :meth:`items`."""
+        return _Values(self)
 
     def digest(self, key: str) -> str | None:
         """The CRC-32 of an array's bytes in row-major order, as 8 hexadecimal digits; None if it was not stored.
@@ -140,21 +148,30 @@ class Checkpoint(Mapping[str, Any]):
         nbytes = math.prod(row.global_shape) * row.dtype.itemsize
         return f"{digest_of(contributed, nbytes):08x}"
 
-    def _read_whole(self, source: TensorFile, row: Row) -> Any:
-        block = self._into.allocate(row.kind, span(row.shape, row.stride) * row.dtype.itemsize)
-        if block.nbytes <= _SMALL_READ:
-            memory.assign(block, np.array(source.read_row(row)))
-        else:
-            reads = Reads()
-            reads.add_memory(source, int(source.data_offset[row.record]) + row.offset, arrays.memory(block))
-            self._run(reads, row.key, [(source, row)])
-            check_block(source, row.record, block)
+    def _each(self) -> Iterator[tuple[str, Any]]:
+        def unless_closed(item: tuple[str, Any]) -> tuple[str, Any]:
+            self._refuse_if_closed(item[0])
+            return item
+
+        # not a generator, which would keep an array that it has given out
+        return map(unless_closed, each(list(self), self._find, self._into, self._make_executor))
+
+    def _refuse_if_closed(self, key: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{self._stored.path} is closed: {key!r} can no longer be read")
+
+    def _find(self, keys: Sequence[str]) -> Sequence[FoundTensor]:
+        with self._lock:
+            return self._stored.whole(keys)
+
+    def _read_small(self, source: TensorFile, row: Row) -> Any:
+        block = self._into.allocate(row.kind, span_nbytes(row))
+        memory.assign(block, np.array(source.read_row(row)))
         return self._into.view(block, reference(row), 0)
 
-    def _run(self, reads: Reads, key: str, sources: Sequence[tuple[TensorFile, Row]]) -> None:
+    def _run(self, reads: Reads, key: str, sources: Sequence[FoundRow]) -> None:
         with self._lock:
-            if self._closed:
-                raise ClosedError(f"{self._stored.path} is closed: {key!r} can no longer be read")
+            self._refuse_if_closed(key)
             if self._executor is None:
                 largest = sum(int(source.record_nbytes.max()) for source, _ in sources)
                 self._executor = self._make_executor(largest)
@@ -183,3 +200,21 @@ class Checkpoint(Mapping[str, Any]):
     ) -> None:
         """Close."""
         self.close()
+
+
+class _Items(ItemsView[str, Any]):
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self._checkpoint = checkpoint
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return self._checkpoint._each()
+
+
+class _Values(ValuesView[Any]):
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self._checkpoint = checkpoint
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(itemgetter(1), self._checkpoint._each())

@@ -12,7 +12,7 @@ import torch
 import datastates as ds
 from datastates.errors import CorruptError
 from datastates.providers import from_state_dict
-from datastates.restoring import loading
+from datastates.restoring import loading, new_tensors
 
 DEVICES = ["cuda", 0, torch.device("cuda:0")]
 
@@ -49,6 +49,7 @@ def test_tensors_are_loaded_onto_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any, at_once: int
 ) -> None:
     monkeypatch.setattr(loading, "READ_AT_ONCE", at_once)
+    monkeypatch.setattr(new_tensors, "BATCH_NBYTES", at_once)
     state = save(tmp_path / "c")
     found = ds.load(tmp_path / "c", device=device)["s"]
     check(found, state)
@@ -59,6 +60,7 @@ def test_tensors_are_loaded_onto_the_gpu(
     assert found["step"] == 5
     with ds.open(tmp_path / "c", device=device) as opened:
         check({key.removeprefix("s/"): opened[key] for key in opened}, state)
+        check({key.removeprefix("s/"): array for key, array in opened.items()}, state)
         assert (opened["s/numpy"] == state["numpy"]).all()
 
 
@@ -74,6 +76,8 @@ def test_damage_is_found(tmp_path: Path) -> None:
         assert torch.equal(opened["s/small"], state["small"])
         with pytest.raises(CorruptError, match="s/large"):
             opened["s/large"]
+        with pytest.raises(CorruptError, match="s/large"):
+            dict(opened.items())
 
 
 def test_work_on_the_current_stream_does_not_race_with_the_load(tmp_path: Path) -> None:
