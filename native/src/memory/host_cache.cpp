@@ -21,8 +21,8 @@ constexpr std::size_t kBlockUnit = 4096;
 // system's headers.
 constexpr int kPopulateWrite = 23;
 // Large enough that the calls cost little beside the work. Small enough that the first piece is
-// ready soon and that the destructor waits only for some 10 ms.
-constexpr std::size_t kPiece = std::size_t{64} << 20;
+// ready soon and that the destructor waits only for a few milliseconds.
+constexpr std::size_t kPiece = std::size_t{16} << 20;
 constexpr std::size_t kPopulateStep = std::size_t{2} << 20;
 // Threads that populate memory. More of them would only wait for one another in the kernel, and
 // take cores from the training.
