@@ -98,20 +98,20 @@ TEST(many_threads_share_few_blocks) {
 
 TEST(grows_to_what_is_reserved) {
     HostCache cache(150 * kMiB, kMiB);
-    CHECK_EQ(cache.piece_bytes(), 64 * kMiB);
+    CHECK_EQ(cache.piece_bytes(), 16 * kMiB);
     CHECK_EQ(cache.reserved(), 0U);
     CHECK(cache.populated().empty());
     cache.reserve(kMiB);
-    CHECK_EQ(cache.reserved(), 64 * kMiB);
+    CHECK_EQ(cache.reserved(), 16 * kMiB);
     cache.wait_settled();
-    CHECK_EQ(cache.populated().size(), 64 * kMiB);
-    CHECK_EQ(resident_pages(cache.populated()), 64 * kMiB / 4096);
-    const std::span<std::byte> beyond(cache.populated().data() + (64 * kMiB), 86 * kMiB);
+    CHECK_EQ(cache.populated().size(), 16 * kMiB);
+    CHECK_EQ(resident_pages(cache.populated()), 16 * kMiB / 4096);
+    const std::span<std::byte> beyond(cache.populated().data() + (16 * kMiB), 134 * kMiB);
     CHECK_EQ(resident_pages(beyond), 0U);
 
     std::vector<Block> blocks;
     while (auto block = cache.try_acquire()) blocks.push_back(std::move(*block));
-    CHECK_EQ(blocks.size(), 64U);
+    CHECK_EQ(blocks.size(), 16U);
     CHECK(!cache.pinned() && !blocks.front().page_locked());
     cache.reserve(1);  // less than before: nothing happens
     CHECK(!cache.try_acquire());
