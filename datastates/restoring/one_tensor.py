@@ -118,8 +118,8 @@ class Checkpoint(Mapping[str, Any]):
         """The full keys and the arrays, to iterate over all of them at the speed of :func:`datastates.load`.
 
         Each array is read as ``[key]`` reads it. Up to 512 MiB of arrays are read before they are asked for, or the
-        next four arrays if these are larger. Nothing else keeps an array that the iterator has given out. An error that
-        names an array is raised up to 128 MiB before it.
+        next four arrays if these are larger. Nothing else keeps an array that the iterator has given out. An error is
+        raised before the arrays that are looked up or read together with the one that it names.
         """
         return _Items(self)
 
