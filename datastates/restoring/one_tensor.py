@@ -115,16 +115,16 @@ class Checkpoint(Mapping[str, Any]):
         return finish()
 
     def items(self) -> ItemsView[str, Any]:
-        """The full keys and the arrays, to iterate over all of them at the speed of :func:`datastates.load`.
+        """The full keys and the arrays. Iterating reads each as ``[key]`` does, and the next ones meanwhile.
 
-        Each array is read as ``[key]`` reads it. Up to 512 MiB of arrays are read before they are asked for, or the
+        Up to 512 MiB of arrays are read before they are asked for, or the
         next four arrays if these are larger. Nothing else keeps an array that the iterator has given out. An error is
         raised before the arrays that are looked up or read together with the one that it names.
         """
         return _Items(self)
 
     def values(self) -> ValuesView[Any]:
-        """The arrays. Iterating reads the next ones meanwhile, as with :meth:`items`."""
+        """The arrays, to iterate over as over :meth:`items`."""
         return _Values(self)
 
     def digest(self, key: str) -> str | None:
