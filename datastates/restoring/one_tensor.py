@@ -117,9 +117,9 @@ class Checkpoint(Mapping[str, Any]):
     def items(self) -> ItemsView[str, Any]:
         """The full keys and the arrays. Iterating reads each as ``[key]`` does, and the next ones meanwhile.
 
-        Up to 512 MiB of arrays are read before they are asked for, or the
-        next four arrays if these are larger. Nothing else keeps an array that the iterator has given out. An error is
-        raised before the arrays that are looked up or read together with the one that it names.
+        Up to 512 MiB of arrays are read before they are asked for, or the next four arrays if these are larger. Nothing
+        else keeps an array that the iterator has given out. An error is raised before the arrays that are looked up or
+        read together with the one that it names.
         """
         return _Items(self)
 
