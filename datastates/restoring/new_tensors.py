@@ -97,7 +97,7 @@ class _Batch:
         self.reads.finish()
         self.reads = Reads()  # the old ones keep all tensors' memory
         while self._tensors:
-            yield _finished(*self._tensors.popleft())
+            yield _finished(*self._tensors.popleft())  # not in a variable, which would keep it
 
 
 def _finished(key: str, finish: Finish) -> tuple[str, Any]:
