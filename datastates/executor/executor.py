@@ -161,6 +161,11 @@ class Executor:
         """Longest extent in bytes for reading a file: a block, less room for alignment to pages on both sides."""
         return self.block - 2 * PAGE
 
+    def extent_for(self, nbytes: int) -> int:
+        """Longest extent in bytes for reading so many bytes: short enough that all reads and workers have one."""
+        depth: int = self._options["queue_depth"]
+        return min(self.extent_nbytes, max(nbytes // (2 * depth), 4 * CHUNK))
+
     def close(self) -> None:
         """Wait for running jobs and release the host cache. Idempotent."""
         self._closed = True

@@ -235,7 +235,9 @@ class Reads:
         for source in self._ahead.keys() - {queue.source for queue in queues}:
             self._ahead[source].close()
         try:
-            for queue, plan in self._planned(queues, executor.extent_nbytes):
+            # what was read ahead is in the longest extents
+            longest = executor.extent_nbytes if self._ahead else executor.extent_for(self.nbytes)
+            for queue, plan in self._planned(queues, longest):
                 source = queue.source
                 ahead = self._ahead.get(source)
                 self._jobs.append(executor.submit_read(source.path, plan, queue.memory, source.name_record, ahead))

@@ -29,6 +29,7 @@ from datastates.container.rows import reference
 from datastates.errors import CorruptError, StorageError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
+from datastates.planning.plans import ReadPlan
 from datastates.restoring.reads import Reads
 from datastates.state import arrays, parts
 from datastates.state.parts import Part, uncovered
@@ -221,6 +222,24 @@ def test_what_is_contiguous_is_verified_but_for_the_edges(
     assert tally.read_nbytes <= LIMIT * tally.needed_nbytes
     stretches = sum(int(parts.intersect(stored_part, part).count.sum()) for stored_part in stored.parts["w"])
     assert tally.unverified_nbytes < 2 * CHUNK * stretches
+
+
+@pytest.mark.parametrize(("mib", "fewest", "longest"), [(3, 3, 1), (24, 16, 2), (300, 16, 8)])
+def test_a_small_read_is_cut_so_that_all_workers_have_some(
+    mib: int, fewest: int, longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[ReadPlan] = []
+    submit = Executor.submit_read
+    monkeypatch.setattr(
+        Executor, "submit_read", lambda e, at, plan, *rest: (plans.append(plan), submit(e, at, plan, *rest))[1]
+    )
+    array = np.zeros(mib << 20, np.uint8)
+    ds.snapshot([Given([arrays.array_shard("a", array)])], tmp_path / "c").wait_committed()
+    with ds.open(tmp_path / "c") as checkpoint:
+        assert len(checkpoint["s/a"]) == len(array)
+    (plan,) = plans
+    assert len(plan.extent_offset) >= fewest
+    assert int(plan.extent_length.max()) <= longest << 20
 
 
 def test_many_tensors_that_share_a_buffer(tmp_path: Path, executor: Executor) -> None:
