@@ -33,9 +33,11 @@ class Foreign:
         files: Its files.
         step: The step that it was saved at; None if it does not say.
         lost: Empty: all files are opened at once.
+        is_listed: True, for the same reason.
     """
 
     lost: Mapping[int, Path] = MappingProxyType({})
+    is_listed = True
 
     def __init__(self, format: str, path: Path, files: Sequence[ForeignFile], step: int | None = None) -> None:
         """Take the opened files."""

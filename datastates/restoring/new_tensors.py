@@ -1,28 +1,22 @@
-"""Whole tensors of a checkpoint in new memory: one, or each of many, while the next ones are being read."""
+"""Whole tensors of a checkpoint, read together into new memory."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datastates.container.rows import logical, reference
 from datastates.container.table import Row
+from datastates.errors import ClosedError
 from datastates.executor.executor import Executor
 from datastates.restoring.proof import check_block, check_parts
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import FoundRow
-from datastates.state import arrays
+from datastates.state import arrays, memory
 from datastates.state.into import Into
 from datastates.state.strides import span
-
-BATCH_NBYTES = 128 << 20
-"""Tensors are read together until they have so many bytes."""
-UNDER_WAY = 4
-"""Batches that are being read at a time."""
-_BATCH_KEYS = 1024
-"""Most tensors that are looked up and read together."""
 
 FoundTensor = tuple[Row, Sequence[FoundRow]]
 """Any row of a tensor, and all rows that hold elements of it, each with its file."""
@@ -40,7 +34,13 @@ def span_nbytes(row: Row) -> int:
     return span(row.shape, row.stride) * row.dtype.itemsize
 
 
-def queue(found: FoundTensor, into: Into, reads: Reads) -> Finish:
+def nbytes_of(found: FoundTensor) -> int:
+    """Bytes of a whole tensor's elements."""
+    row, _ = found
+    return math.prod(row.global_shape) * row.dtype.itemsize
+
+
+def _queue(found: FoundTensor, into: Into, reads: Reads) -> Finish:
     """Allocate a whole tensor, and queue the reads that fill it.
 
     Args:
@@ -71,89 +71,49 @@ def queue(found: FoundTensor, into: Into, reads: Reads) -> Finish:
     return put_together
 
 
-class _Batch:
-    """Tensors that are read together.
+class Batch:
+    """Whole tensors that are read together. Thread-safe."""
 
-    Attributes:
-        reads: Their reads.
-        nbytes: Bytes of all their elements.
-    """
+    def __init__(self, found: Mapping[str, FoundTensor], into: Into, executor: Executor) -> None:
+        """Allocate the tensors, and begin to read them.
 
-    def __init__(self) -> None:
-        self.reads = Reads(in_full=True)
-        self.nbytes = 0
-        self._tensors: deque[tuple[str, Finish]] = deque()
+        Args:
+            found: The tensors by full key.
+            into: Whose arrays to read into.
+            executor: Reads them.
 
-    def __len__(self) -> int:
-        return len(self._tensors)
+        Raises:
+            DatastatesError: What :meth:`~datastates.restoring.reads.Reads.start` raises.
+        """
+        self._lock = threading.Lock()
+        self._reads: Reads | None = Reads(in_full=True)
+        if into.device is not None:
+            memory.reserve(
+                sum(nbytes_of(one) for one in found.values() if into.kind(one[0].kind) == "torch"), into.device
+            )
+        self._finish = {key: _queue(one, into, self._reads) for key, one in found.items()}
+        self._reads.start(executor)
 
-    def add(self, key: str, found: FoundTensor, into: Into) -> None:
-        self._tensors.append((key, queue(found, into, self.reads)))
-        row, _ = found
-        self.nbytes += math.prod(row.global_shape) * row.dtype.itemsize
+    def take(self, key: str) -> Any:
+        """Wait until all are read, and give out one. The batch does not keep it.
 
-    def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Each tensor with its key. The batch keeps none that was taken."""
-        self.reads.finish()
-        self.reads = Reads()  # the old ones keep all tensors' memory
-        while self._tensors:
-            yield _finished(*self._tensors.popleft())  # not in a variable, which would keep it
+        Raises:
+            DatastatesError: What :meth:`~datastates.restoring.reads.Reads.finish` raises, for any of the tensors.
+            ClosedError: The batch is closed.
+        """
+        with self._lock:
+            if self._reads is not None:
+                self._reads.finish()
+                self._reads = None  # it keeps all tensors' memory
+            finish = self._finish.pop(key, None)
+        if finish is None:
+            raise ClosedError(f"the reads of {key!r} were stopped")
+        return finish()
 
-
-def _finished(key: str, finish: Finish) -> tuple[str, Any]:
-    return key, finish()
-
-
-def each(
-    keys: Sequence[str],
-    find: Callable[[Sequence[str]], Sequence[FoundTensor]],
-    into: Into,
-    executor: Callable[[int], Executor],
-) -> Iterator[tuple[str, Any]]:
-    """Read whole tensors in order. While one batch of them is taken, the next ones are being read.
-
-    Args:
-        keys: Their full keys.
-        find: Finds the tensors of some keys.
-        into: Whose arrays to read into.
-        executor: Makes an executor for reads of so many bytes.
-
-    Returns:
-        An iterator over the keys and tensors. What is still being read when it is closed is stopped.
-
-    Raises:
-        DatastatesError: What ``find`` raises, and what :meth:`~datastates.restoring.reads.Reads.finish` does, before
-            the first tensor of a batch.
-    """
-    running: Executor | None = None
-    under_way: deque[_Batch] = deque()
-    try:
-        for batch in _batches(keys, find, into):
-            if running is None:
-                running = executor(batch.nbytes if len(batch) == len(keys) else UNDER_WAY * BATCH_NBYTES)
-            batch.reads.start(running)
-            under_way.append(batch)
-            if len(under_way) == UNDER_WAY:
-                yield from under_way.popleft().tensors()
-        while under_way:
-            yield from under_way.popleft().tensors()
-    finally:
-        for batch in under_way:
-            batch.reads.close()
-        if running is not None:
-            running.close()
-
-
-def _batches(
-    keys: Sequence[str], find: Callable[[Sequence[str]], Sequence[FoundTensor]], into: Into
-) -> Iterator[_Batch]:
-    for at in range(0, len(keys), _BATCH_KEYS):
-        some = keys[at : at + _BATCH_KEYS]
-        batch = _Batch()
-        for key, found in zip(some, find(some), strict=True):
-            batch.add(key, found, into)
-            if batch.nbytes >= BATCH_NBYTES:
-                yield batch
-                batch = _Batch()
-        if len(batch):
-            yield batch
+    def close(self) -> None:
+        """Stop what is still being read, and free the tensors that were not taken."""
+        with self._lock:
+            if self._reads is not None:
+                self._reads.close()
+                self._reads = None
+            self._finish.clear()

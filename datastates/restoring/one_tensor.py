@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -16,11 +15,11 @@ from datastates._base.sizes import CHUNK
 from datastates.container.digests import digest_of
 from datastates.container.rows import reference
 from datastates.container.table import Row
-from datastates.errors import ClosedError
+from datastates.errors import ClosedError, DatastatesError
 from datastates.executor.executor import Executor
-from datastates.restoring.new_tensors import FoundTensor, each, is_one_row, queue, span_nbytes
-from datastates.restoring.reads import Reads
-from datastates.restoring.sources import FoundRow, TensorFile, Tensors
+from datastates.restoring.new_tensors import Batch, is_one_row, span_nbytes
+from datastates.restoring.next_tensors import MOST_NBYTES, NextTensors
+from datastates.restoring.sources import TensorFile, Tensors
 from datastates.state import memory
 from datastates.state.into import Into
 
@@ -37,6 +36,10 @@ class Checkpoint(Mapping[str, Any]):
     array that came from torch is a torch tensor if torch is installed, in host memory or on the device that
     :func:`datastates.open` was given. All others are NumPy arrays. Looking up a key reads no array data. Listing
     the keys opens the containers of all ranks. Objects are not in the mapping: :func:`datastates.load` reads those.
+
+    While arrays are accessed in the order of the keys, as by iterating over :meth:`items`, the next ones are read: up
+    to 512 MiB, or one array if it is larger. What is read and not taken keeps its memory until the checkpoint is
+    closed, or arrays are accessed in order elsewhere. Where several ranks saved, the keys must have been listed.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Checkpoint(Mapping[str, Any]):
         self._into = into
         self._make_executor = executor
         self._executor: Executor | None = None
+        self._ahead = NextTensors(stored, into)
         self._closed = False
         self._lock = threading.Lock()
 
@@ -65,7 +69,8 @@ class Checkpoint(Mapping[str, Any]):
 
     def __len__(self) -> int:
         """The number of arrays; raises as :meth:`__iter__` does."""
-        return len(self._keys())
+        with self._lock:
+            return len(self._stored.keys)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the full keys in the order in which they were saved, those of rank 0 first.
@@ -74,11 +79,9 @@ class Checkpoint(Mapping[str, Any]):
             StorageError: The container of a rank is missing or cannot be read.
             FormatError: The container of a rank is damaged.
         """
-        return iter(self._keys())
-
-    def _keys(self) -> Mapping[str, object]:
         with self._lock:
-            return self._stored.keys
+            self._ahead.expect_first()
+            return iter(self._stored.keys)
 
     def __contains__(self, key: object) -> bool:
         """Whether there is an array with that full key."""
@@ -103,29 +106,24 @@ class Checkpoint(Mapping[str, Any]):
             DatastatesError: Only a part of the tensor is there: this is one of several containers, or one is missing.
             ImportError: The element type needs torch or ml_dtypes and neither is installed.
         """
-        (found,) = self._find([key])
-        _, sources = found
-        self._refuse_if_closed(key)
-        if is_one_row(sources) and span_nbytes(sources[0][1]) <= _SMALL_READ:
-            return self._read_small(*sources[0])
-        reads = Reads(in_full=True)
-        finish = queue(found, self._into, reads)
-        if sources:
-            self._run(reads, key, sources)
-        return finish()
+        with self._lock:
+            batch = None if self._closed else self._ahead.take(key)
+            if batch is not None:
+                self._ahead.fill(self._running)
+        if batch is not None:
+            with contextlib.suppress(DatastatesError):  # which may be about another array of the batch
+                return batch.take(key)
+        return self._read_alone(key)
 
-    def items(self) -> ItemsView[str, Any]:
-        """The full keys and the arrays. Iterating reads each as ``[key]`` does, and the next ones meanwhile.
-
-        Up to 512 MiB of arrays are read before they are asked for, or the next four arrays if these are larger. Nothing
-        else keeps an array that the iterator has given out. An error is raised before the arrays that are looked up or
-        read together with the one that it names.
-        """
-        return _Items(self)
-
-    def values(self) -> ValuesView[Any]:
-        """The arrays, to iterate over as over :meth:`items`."""
-        return _Values(self)
+    def _read_alone(self, key: str) -> Any:
+        with self._lock:
+            (found,) = self._stored.whole([key])
+            self._refuse_if_closed(key)
+            _, sources = found
+            is_small = is_one_row(sources) and span_nbytes(sources[0][1]) <= _SMALL_READ
+            batch = None if is_small else Batch({key: found}, self._into, self._running())
+            self._ahead.fill(self._running)
+        return self._read_small(*sources[0]) if batch is None else batch.take(key)
 
     def digest(self, key: str) -> str | None:
         """The CRC-32 of an array's bytes in row-major order, as 8 hexadecimal digits; None if it was not stored.
@@ -148,35 +146,20 @@ class Checkpoint(Mapping[str, Any]):
         nbytes = math.prod(row.global_shape) * row.dtype.itemsize
         return f"{digest_of(contributed, nbytes):08x}"
 
-    def _each(self) -> Iterator[tuple[str, Any]]:
-        def unless_closed(item: tuple[str, Any]) -> tuple[str, Any]:
-            self._refuse_if_closed(item[0])
-            return item
-
-        # not a generator, which would keep an array that it has given out
-        return map(unless_closed, each(list(self), self._find, self._into, self._make_executor))
-
     def _refuse_if_closed(self, key: str) -> None:
         if self._closed:
             raise ClosedError(f"{self._stored.path} is closed: {key!r} can no longer be read")
-
-    def _find(self, keys: Sequence[str]) -> Sequence[FoundTensor]:
-        with self._lock:
-            return self._stored.whole(keys)
 
     def _read_small(self, source: TensorFile, row: Row) -> Any:
         block = self._into.allocate(row.kind, span_nbytes(row))
         memory.assign(block, np.array(source.read_row(row)))
         return self._into.view(block, reference(row), 0)
 
-    def _run(self, reads: Reads, key: str, sources: Sequence[FoundRow]) -> None:
-        with self._lock:
-            self._refuse_if_closed(key)
-            if self._executor is None:
-                largest = sum(int(source.record_nbytes.max()) for source, _ in sources)
-                self._executor = self._make_executor(largest)
-            executor = self._executor
-        reads.run(executor)
+    def _running(self) -> Executor:
+        """The executor."""
+        if self._executor is None:
+            self._executor = self._make_executor(MOST_NBYTES)
+        return self._executor
 
     def close(self) -> None:
         """Free threads and memory, and allow the deletion of the checkpoint. Idempotent.
@@ -186,6 +169,7 @@ class Checkpoint(Mapping[str, Any]):
         """
         with self._lock:
             self._closed = True
+            self._ahead.close()
             if self._executor is not None:
                 self._executor.close()
                 self._executor = None
@@ -200,21 +184,3 @@ class Checkpoint(Mapping[str, Any]):
     ) -> None:
         """Close."""
         self.close()
-
-
-class _Items(ItemsView[str, Any]):
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint)
-        self._checkpoint = checkpoint
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        return self._checkpoint._each()
-
-
-class _Values(ValuesView[Any]):
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint)
-        self._checkpoint = checkpoint
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(itemgetter(1), self._checkpoint._each())

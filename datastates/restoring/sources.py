@@ -138,6 +138,10 @@ class Tensors(Protocol):
     def keys(self) -> Mapping[str, object]:
         """The full keys, in the order of the files."""
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether asking for the keys opens no files."""
+
     def holds(self, full: str) -> bool:
         """Whether there is a tensor with that full key."""
 

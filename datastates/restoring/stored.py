@@ -288,6 +288,11 @@ class Stored:
             raise lost_container(path, rank, self.head.ranks)
         return tables[0].by_key if len(tables) == 1 else dict.fromkeys(key for table in tables for key in table.by_key)
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether asking for the keys opens no containers."""
+        return "keys" in self.__dict__ or self.head.ranks == 1
+
     def has_lost(self, full: str, rank: int) -> bool:
         """Whether a rank saved an object with that full key in a container that is known to be missing."""
         if rank not in self.lost or self.head.ranks == 1:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import builtins
-import weakref
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,8 @@ from datastates import api
 from datastates._base.sizes import CHUNK
 from datastates.container import file as container_file
 from datastates.errors import CheckpointNotFoundError, ClosedError, CorruptError, DatastatesError, SettingsError
-from datastates.executor.executor import Executor
 from datastates.providers import HostTensorProvider, from_state_dict
-from datastates.restoring.new_tensors import UNDER_WAY
-from datastates.restoring.reads import Reads
+from datastates.restoring.next_tensors import MOST_NBYTES
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Buffer, Shard
 
@@ -139,7 +135,7 @@ def test_a_closed_checkpoint_reads_no_more(path: Path) -> None:
     assert checkpoint.step == 40
 
 
-def test_an_executor_is_no_larger_than_what_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_started_for_large_arrays_only_and_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     make = api.make_executor
     monkeypatch.setattr(api, "make_executor", lambda settings, nbytes: (made.append(nbytes), make(settings, nbytes))[1])
@@ -148,10 +144,7 @@ def test_an_executor_is_no_larger_than_what_is_read(path: Path, monkeypatch: pyt
         assert made == []
         checkpoint["model/big"]
         checkpoint["model/big"]
-    assert made == [BIG.nbytes]
-    with ds.open(path, **SMALL) as checkpoint:
-        arrays = list(checkpoint.values())
-    assert made == [BIG.nbytes, sum(array.nbytes for array in arrays)]
+        assert made == [MOST_NBYTES]
 
 
 def test_many_threads_may_read(path: Path, state: dict[str, Any]) -> None:
@@ -216,83 +209,3 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, path: Path) -> None:
     (tmp_path / "foreign.pt").write_bytes(bytes(1000))
     with pytest.raises(DatastatesError, match=r"foreign\.pt.*not a datastates container"):
         ds.open(tmp_path / "foreign.pt")
-
-
-def test_all_arrays_are_read_in_order(path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for nbytes in (1, 3_000_000, 1 << 30):
-        monkeypatch.setattr("datastates.restoring.new_tensors.BATCH_NBYTES", nbytes)
-        with ds.open(path, **SMALL) as checkpoint:
-            items = dict(checkpoint.items())
-            assert list(items) == list(checkpoint)
-            assert len(checkpoint.items()) == len(checkpoint.values()) == len(items)
-            for key, value_ in zip(items, checkpoint.values(), strict=True):
-                for found in (items[key], value_):
-                    alone = checkpoint[key]
-                    assert type(found) is type(alone), key
-                    assert (found.shape, found.dtype) == (alone.shape, alone.dtype), key
-                    assert (found == alone).all(), key
-            assert (items["model/transposed"] == state["table"].t()).all()
-            assert items["model/transposed"].stride() == checkpoint["model/transposed"].stride()
-
-
-def test_the_next_arrays_are_read_while_one_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datastates.restoring.new_tensors.BATCH_NBYTES", 1)
-    begun = []
-    start = Reads.start
-    monkeypatch.setattr(Reads, "start", lambda reads, executor: (begun.append(reads), start(reads, executor))[1])
-    state = {f"{i}": torch.full((1000,), float(i)) for i in range(2 * UNDER_WAY)}
-    ds.snapshot([from_state_dict("model", state)], tmp_path / "c").wait_committed()
-    with ds.open(tmp_path / "c", **SMALL) as checkpoint:
-        for i, found in enumerate(checkpoint.values()):
-            assert (found == i).all()
-            assert len(begun) == min(i + UNDER_WAY, len(state))
-
-
-def test_what_was_given_out_is_not_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datastates.restoring.new_tensors.BATCH_NBYTES", 3_000_000)
-    memory: list[weakref.ref[Any]] = []
-    with ds.open(path, framework="np", **SMALL) as checkpoint:
-        for view in (checkpoint.values, lambda: map(itemgetter(1), checkpoint.items())):
-            for array in view():
-                while array.base is not None:
-                    array = array.base
-                memory.append(weakref.ref(array))
-                del array
-                assert memory[-1]() is None
-
-
-def test_an_iteration_can_be_left(path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datastates.restoring.new_tensors.BATCH_NBYTES", 1)
-    closed: list[Executor] = []
-    close = Executor.close
-    monkeypatch.setattr(Executor, "close", lambda executor: (closed.append(executor), close(executor))[1])
-    with ds.open(path, **SMALL) as checkpoint:
-        for key, found in checkpoint.items():
-            assert (found == value(state, key.removeprefix("model/"))).all()
-            break
-        assert len(closed) == 1
-
-
-def test_a_checkpoint_that_is_closed_meanwhile_gives_out_no_more(path: Path) -> None:
-    checkpoint = ds.open(path, **SMALL)
-    items = iter(checkpoint.items())
-    next(items)
-    checkpoint.close()
-    with pytest.raises(ClosedError, match="model/"):
-        next(items)
-    with pytest.raises(ClosedError, match="model/big"):
-        next(iter(checkpoint.values()))
-
-
-def test_damage_is_found_on_the_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datastates.restoring.new_tensors.BATCH_NBYTES", 1)
-    file = path / "step-00000040" / "rank-00000.pt"
-    index = container_file.open_container(file).index
-    with builtins.open(file, "r+b") as raw:
-        raw.seek(int(index.records.data_offset[index.shards.record[index.shards.by_key["model/middle"]]]) + 5)
-        raw.write(b"\xff")
-    taken = []
-    with ds.open(path, **SMALL) as checkpoint, pytest.raises(CorruptError) as caught:
-        taken.extend(key for key, _ in checkpoint.items())
-    assert (caught.value.key, caught.value.path) == ("model/middle", str(file))
-    assert taken == ["model/big"]

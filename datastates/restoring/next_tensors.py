@@ -1,0 +1,135 @@
+"""Reads the arrays that follow those accessed in order, before they are asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+from datastates.executor.executor import Executor
+from datastates.restoring.new_tensors import Batch, FoundTensor, nbytes_of
+from datastates.restoring.sources import Tensors
+from datastates.state import streams
+from datastates.state.into import Into
+
+_log = logging.getLogger("datastates")
+
+MOST_NBYTES = 512 << 20
+"""Bytes of arrays that are read ahead at most. One array may exceed it."""
+FIRST_NBYTES = 8 << 20
+"""Bytes that are read ahead once two arrays were accessed in order."""
+_BATCHES = 4
+"""Into how many batches that is divided. The next one begins when there is room for it."""
+_FIRST_KEYS, _MOST_KEYS = 8, 1024
+"""How many arrays are looked up together, at first and at most."""
+
+
+class NextTensors:
+    """The window of arrays that are read ahead. Not thread-safe.
+
+    It begins behind two arrays that were accessed one after the other, in the order of the keys. It grows with each
+    array that is taken. So no more is read in vain than was wanted, beside :data:`FIRST_NBYTES` and one array. The
+    window's arrays may be taken in any order. Nothing is read ahead as long as listing the keys would open files.
+    """
+
+    def __init__(self, stored: Tensors, into: Into) -> None:
+        """Begin with an empty window. ``into``: whose arrays to read into."""
+        self._stored = stored
+        self._into = into
+        self._last: str | None = None
+        self._window: dict[str, tuple[Batch, int]] = {}  # with the bytes of each array
+        self._nbytes = 0
+        self._limit = 0
+        self._stream = 0
+        self._next = 0  # the number of the first key that was not looked up
+        self._asked = 0
+        self._found: deque[tuple[str, FoundTensor]] = deque()
+        self._failed = False
+
+    def expect_first(self) -> None:
+        """Take an access of the first key as one in order."""
+        self._last = ""
+
+    def take(self, key: str) -> Batch | None:
+        """The batch that an array is in, if it was read ahead; it leaves the window. Call :meth:`fill` afterwards."""
+        follows = self._follows(key)
+        if self._stream != self._current_stream():
+            self.close()  # torch would reuse the arrays' memory without waiting for the other stream
+        batch, nbytes = self._window.pop(key, (None, 0))
+        self._nbytes -= nbytes
+        self._limit = min(MOST_NBYTES, self._limit + nbytes)
+        if batch is None and follows:
+            self._begin(self._numbers[key] + 1)
+        return batch
+
+    def fill(self, executor: Callable[[], Executor]) -> None:
+        """Begin to read as many arrays as there is room for in the window.
+
+        An error ends reading ahead. It is met again when its array is asked for.
+
+        Args:
+            executor: Returns the executor that reads.
+        """
+        try:
+            while self._has_room() and (found := self._look_up()):
+                batch = Batch(found, self._into, executor())
+                for key, one in found.items():
+                    self._window[key] = batch, nbytes_of(one)
+                    self._nbytes += nbytes_of(one)
+        except Exception as error:  # whatever a file, an allocation or a library raises
+            _log.info("%s: reading ahead ends: %s", self._stored.path, error)
+            self._failed = True
+            self.close()
+
+    def close(self) -> None:
+        """Stop what is being read, and empty the window."""
+        for batch in {id(batch): batch for batch, _ in self._window.values()}.values():
+            batch.close()
+        self._window.clear()
+        self._found.clear()
+        self._nbytes = self._limit = 0
+
+    def _follows(self, key: str) -> bool:
+        """Whether a key is the one after the last one that was asked for."""
+        last, self._last = self._last, key
+        if last is None or self._failed or not self._stored.is_listed:
+            return False
+        return self._numbers.get(key) == self._numbers.get(last, -1) + 1
+
+    @cached_property
+    def _keys(self) -> list[str]:
+        return list(self._stored.keys)
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, int]:
+        return dict(zip(self._keys, range(len(self._keys)), strict=True))
+
+    def _begin(self, number: int) -> None:
+        """Begin a new window with the key of that number."""
+        self.close()
+        self._next, self._asked = number, _FIRST_KEYS
+        self._limit, self._stream = FIRST_NBYTES, self._current_stream()
+
+    def _has_room(self) -> bool:
+        return self._limit > 0 and self._nbytes + self._limit // _BATCHES <= self._limit
+
+    def _look_up(self) -> dict[str, FoundTensor]:
+        """Look up the arrays of the next batch; none at the end of the keys."""
+        some: dict[str, FoundTensor] = {}
+        left = max(1, self._limit // _BATCHES)
+        while left > 0 and len(some) < _MOST_KEYS:
+            if not self._found:
+                keys = self._keys[self._next : self._next + self._asked]
+                if not keys:
+                    break
+                self._next, self._asked = self._next + len(keys), min(2 * self._asked, _MOST_KEYS)
+                self._found.extend(zip(keys, self._stored.whole(keys), strict=True))
+            key, found = self._found.popleft()
+            some[key] = found
+            left -= nbytes_of(found)
+        return some
+
+    def _current_stream(self) -> int:
+        device = self._into.device
+        return 0 if device is None else streams.current_stream("torch", device.index)
