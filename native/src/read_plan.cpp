@@ -69,6 +69,7 @@ ReadPlan::ReadPlan(const ReadPlanArrays& arrays)
                                .crc = arrays.check_crc[k],
                                .record = arrays.check_record[k]});
         }
+        shares_ = shares_ || extent.shared;
         max_extent_length_ = std::max(max_extent_length_, extent.length);
         extents_.push_back(extent);
     }

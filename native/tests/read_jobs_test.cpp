@@ -69,7 +69,7 @@ TEST(many_jobs_share_few_blocks_and_each_reports_its_own_failure) {
                 const std::string path = dir / std::to_string(i);
                 support::write_file(path, bytes);
                 if (i % 2 == 0) support::drop_cache(path);
-                reads.push_back(ReadCase::make(written.back(), kExtent, i % 3));
+                reads.push_back(ReadCase::make(written.back(), kExtent, i % 3, i % 4 == 0));
             }
             std::vector<std::unique_ptr<ReadJob>> jobs;
             for (int i = 0; i < kJobs; ++i) {

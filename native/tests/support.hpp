@@ -352,11 +352,12 @@ struct ReadCase {
         }
         return result;
     }
-    static ReadCase make(const WriteCase& written, std::uint64_t extent_bytes, std::size_t shift);
+    static ReadCase make(const WriteCase& written, std::uint64_t extent_bytes, std::size_t shift,
+                         bool shared = false);
 };
 
 inline ReadCase ReadCase::make(const WriteCase& written, std::uint64_t extent_bytes,
-                               std::size_t shift) {
+                               std::size_t shift, bool shared) {
     ReadCase made;
     std::vector<std::uint64_t> extent_offset, extent_length, index{0}, zero, dest_offset;
     std::vector<std::int32_t> dest;
@@ -378,9 +379,11 @@ inline ReadCase ReadCase::make(const WriteCase& written, std::uint64_t extent_by
             crc.push_back(datastates::crc32(0, std::span(source).subspan(at, length)));
         }
     }
+    const std::vector<std::uint8_t> extent_shared(extent_offset.size(), shared ? 1 : 0);
     made.plan = plan_of_single(datastates::ReadPlanArrays{.dest_nbytes = made.nbytes,
                                                           .extent_offset = extent_offset,
                                                           .extent_length = extent_length,
+                                                          .extent_shared = extent_shared,
                                                           .extent_span = index,
                                                           .span_offset = zero,
                                                           .span_length = extent_length,

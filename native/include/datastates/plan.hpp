@@ -206,6 +206,8 @@ class ReadPlan {
     std::span<const Piece> pieces(const Extent& extent) const;
     std::span<const Check> checks(const Extent& extent) const;
     std::uint64_t max_extent_length() const { return max_extent_length_; }
+    /// Whether an extent is shared.
+    bool shares() const { return shares_; }
     /// Bytes in all spans.
     std::uint64_t bytes() const { return bytes_; }
 
@@ -221,6 +223,7 @@ class ReadPlan {
     std::vector<Piece> pieces_;
     std::vector<Check> checks_;
     std::uint64_t max_extent_length_ = 0;
+    bool shares_ = false;
     std::uint64_t bytes_ = 0;
 };
 

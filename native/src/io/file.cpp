@@ -100,11 +100,11 @@ File File::create(const std::string& path, bool want_direct) {
     return {path, O_CREAT | O_EXCL | O_RDWR, want_direct};
 }
 
-File File::open(const std::string& path, bool want_direct) {
+File File::open(const std::string& path, bool want_direct, bool in_order) {
     File file(path, O_RDONLY, want_direct);
-    // Besides direct I/O, only sparse and shared extents go through the page cache. will_need()
-    // asks for these, so the kernel should not read ahead by itself. This is only advice.
-    if (file.direct()) ::posix_fadvise(file.buffered_fd(), 0, 0, POSIX_FADV_RANDOM);
+    // Besides direct I/O, only sparse extents go through the page cache. will_need() asks for
+    // these, so the kernel should not read ahead by itself. This is only advice.
+    if (file.direct() && !in_order) ::posix_fadvise(file.buffered_fd(), 0, 0, POSIX_FADV_RANDOM);
     if (file.memory_backed()) file.map_for_loading();
     return file;
 }

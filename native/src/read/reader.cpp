@@ -128,6 +128,9 @@ bool Reader::start_next(ReadRun& run) {
     const bool cached = job.file().cached(extent.offset, extent.length);
     const bool through_cache = cached || extent.through_cache();
     if (job.filled() != nullptr && through_cache) return true;
+    const bool streamed = extent.shared && !cached;
+    // One after the other: the kernel reads ahead, in large pages, only for who reads in order.
+    if (streamed && run.streaming) return false;
     const auto reading = std::make_shared<Reading>(Reading{.run = &run,
                                                            .index = run.next,
                                                            .block = std::nullopt,
@@ -140,7 +143,9 @@ bool Reader::start_next(ReadRun& run) {
     reading->begin = Clock::now();
     if (cached) run.stats.cached_bytes += extent.bytes;
     if (through_cache) {
-        if (!cached) job.file().will_need(extent.offset, extent.length);
+        if (!cached && !streamed) job.file().will_need(extent.offset, extent.length);
+        reading->streamed = streamed;
+        run.streaming = run.streaming || streamed;
         start_work(reading, true);
     } else {
         reads_.start(reading);
@@ -268,6 +273,7 @@ void Reader::take_worked(bool wait) {
         const Reading& reading = *worked.front();
         --working_;
         if (reading.kept) --working_kept_;
+        if (reading.streamed) reading.run->streaming = false;
         reading.run->stats.bytes_read += reading.bytes_read;
         if (reading.finished.events.empty()) {
             end(reading);

@@ -25,7 +25,8 @@ class File {
     static File create(const std::string& path, bool want_direct);
     /// Opens an existing file for reading. Maps a file without holes that lives in memory, if the
     /// system can.
-    static File open(const std::string& path, bool want_direct);
+    /// The kernel reads ahead what is read `in_order` through the page cache.
+    static File open(const std::string& path, bool want_direct, bool in_order = false);
 
     File(File&& other) noexcept;
     File& operator=(File&&) = delete;

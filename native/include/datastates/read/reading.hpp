@@ -22,6 +22,7 @@ struct ReadRun {
     std::unordered_set<std::size_t> taken{};  // extents taken over: do not begin them
     std::size_t under_way = 0;                // extents that have begun and have not ended
     std::size_t in_flight = 0;                // parts being read from its file
+    bool streaming = false;                   // a worker brings a shared extent into the page cache
     ReadStats stats{};
 
     bool begun() const { return next == job->plan().extents().size() || !job->wants(next); }
@@ -42,6 +43,7 @@ struct Reading {
     std::uint64_t bytes_read = 0;
     bool kept = false;      // it was read ahead
     bool unwanted = false;  // it is being read ahead in vain
+    bool streamed = false;  // it is shared and was not in the page cache
     Finished finished{};
 
     ReadState& job() const { return *run->job; }
