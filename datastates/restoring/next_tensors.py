@@ -16,7 +16,7 @@ from datastates.state.into import Into
 _log = logging.getLogger("datastates")
 
 MOST_NBYTES = 512 << 20
-"""Bytes of arrays that are read ahead at most. One array may exceed it."""
+"""Bytes of arrays that are read ahead at most. A larger array is not read ahead."""
 FIRST_NBYTES = 8 << 20
 """Bytes that are read ahead once two arrays were accessed in order."""
 _BATCHES = 4
@@ -29,8 +29,9 @@ class NextTensors:
     """The window of arrays that are read ahead. Not thread-safe.
 
     It begins behind two arrays that were accessed one after the other, in the order of the keys. It grows with each
-    array that is taken. So no more is read in vain than was wanted, beside :data:`FIRST_NBYTES` and one array. The
-    window's arrays may be taken in any order. Nothing is read ahead as long as listing the keys would open files.
+    array that is taken, and always has room for one. So no more is read in vain than was wanted, beside
+    :data:`FIRST_NBYTES` or one array. The window's arrays may be taken in any order. Nothing is read ahead as long as
+    listing the keys would open files.
     """
 
     def __init__(self, stored: Tensors, into: Into) -> None:
@@ -117,17 +118,20 @@ class NextTensors:
     def _look_up(self) -> dict[str, FoundTensor]:
         """Look up the arrays of the next batch; none at the end of the keys."""
         some: dict[str, FoundTensor] = {}
-        left = max(1, self._limit // _BATCHES)
-        while left > 0 and len(some) < _MOST_KEYS:
+        nbytes, enough = self._nbytes, self._nbytes + max(1, self._limit // _BATCHES)
+        while nbytes < enough and len(some) < _MOST_KEYS:
             if not self._found:
                 keys = self._keys[self._next : self._next + self._asked]
                 if not keys:
                     break
                 self._next, self._asked = self._next + len(keys), min(2 * self._asked, _MOST_KEYS)
                 self._found.extend(zip(keys, self._stored.whole(keys), strict=True))
-            key, found = self._found.popleft()
+            key, found = self._found[0]
+            nbytes += nbytes_of(found)
+            if nbytes > (self._limit if self._window or some else MOST_NBYTES):
+                break
             some[key] = found
-            left -= nbytes_of(found)
+            self._found.popleft()
         return some
 
     def _current_stream(self) -> int:

@@ -37,9 +37,9 @@ class Checkpoint(Mapping[str, Any]):
     :func:`datastates.open` was given. All others are NumPy arrays. Looking up a key reads no array data. Listing
     the keys opens the containers of all ranks. Objects are not in the mapping: :func:`datastates.load` reads those.
 
-    While arrays are accessed in the order of the keys, as by iterating over :meth:`items`, the next ones are read: up
-    to 512 MiB, or one array if it is larger. What is read and not taken keeps its memory until the checkpoint is
-    closed, or arrays are accessed in order elsewhere. Where several ranks saved, the keys must have been listed.
+    While arrays are accessed in the order of the keys, as by iterating over :meth:`items`, the next ones are read, up
+    to 512 MiB. What is read and not taken keeps its memory until the checkpoint is closed, or arrays are accessed in
+    order elsewhere. Where several ranks saved, the keys must have been listed.
     """
 
     def __init__(

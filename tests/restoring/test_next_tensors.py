@@ -79,6 +79,7 @@ def test_what_is_read_ahead_is_what_is_read_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, ahead: list[Batch]
 ) -> None:
     monkeypatch.setattr(next_tensors, "FIRST_NBYTES", first)
+    monkeypatch.setattr(next_tensors, "MOST_NBYTES", 1 << 30)
     table = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
     state = {
         "big": torch.arange(800_000, dtype=torch.float64),
@@ -132,6 +133,18 @@ def test_no_more_is_read_ahead_than_was_wanted(path: Path, ahead: list[Batch]) -
             untaken = len(read(ahead)) - i
             assert min(4, COUNT - i - 1) <= untaken <= min(4 + i, 16)
     assert read(ahead) == KEYS[1:]
+
+
+def test_a_larger_array_than_the_window_is_read_alone(tmp_path: Path, ahead: list[Batch]) -> None:
+    names = ("a", "b", "large", "c", "d")
+    state = {key: torch.ones((17 if key == "large" else 1) * NBYTES // 4) for key in names}
+    ds.snapshot([from_state_dict("s", state)], tmp_path / "c").wait_committed()
+    with ds.open(tmp_path / "c", **SMALL) as checkpoint:
+        order = list(checkpoint)
+        for key, array in checkpoint.items():
+            assert array.sum() == state[key.removeprefix("s/")].numel()
+    after = order.index("s/large") + 1
+    assert read(ahead) == [*order[1 : after - 1], *order[after:]]
 
 
 def test_arrays_of_the_window_are_taken_in_any_order_and_read_once(
