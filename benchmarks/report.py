@@ -37,7 +37,8 @@ MACHINES = {
     "gpu": "GPU machine",
     "gpu-load": "GPU machine, onto the GPU",
     "gpus-2": "Machine with two GPUs",
-    "gpus-2-return": "Machine with two GPUs, loading and what other ranks saved",
+    "gpus-2-load": "Machine with two GPUs, onto a GPU",
+    "gpus-2-return": "Machine with two GPUs, what other ranks saved",
     "gpus-4": "Machine with four GPUs",
 }
 _INTRODUCTION = """# Benchmarks
