@@ -162,7 +162,7 @@ class Executor:
         return self.block - 2 * PAGE
 
     def extent_for(self, nbytes: int) -> int:
-        """Longest extent in bytes for reading so many bytes: short enough that all reads and workers have one."""
+        """Longest extent for reading so many bytes: there are two for each read in flight, if these have 1 MiB."""
         depth: int = self._options["queue_depth"]
         return min(self.extent_nbytes, max(nbytes // (2 * depth), 4 * CHUNK))
 

@@ -35,9 +35,9 @@ def span_nbytes(row: Row) -> int:
 
 
 def nbytes_of(found: FoundTensor) -> int:
-    """Bytes of a whole tensor's elements."""
-    row, _ = found
-    return math.prod(row.global_shape) * row.dtype.itemsize
+    """Bytes of the memory that a whole tensor is read into."""
+    row, sources = found
+    return span_nbytes(sources[0][1]) if is_one_row(sources) else math.prod(row.global_shape) * row.dtype.itemsize
 
 
 def _queue(found: FoundTensor, into: Into, reads: Reads) -> Finish:
@@ -99,15 +99,19 @@ class Batch:
 
         Raises:
             DatastatesError: What :meth:`~datastates.restoring.reads.Reads.finish` raises, for any of the tensors.
-            ClosedError: The batch is closed.
+            ClosedError: The batch is closed, or has raised an error before.
         """
         with self._lock:
-            if self._reads is not None:
-                self._reads.finish()
-                self._reads = None  # it keeps all tensors' memory
+            reads, self._reads = self._reads, None  # they keep all tensors' memory
+            if reads is not None:
+                try:
+                    reads.finish()
+                except BaseException:
+                    self._finish.clear()
+                    raise
             finish = self._finish.pop(key, None)
         if finish is None:
-            raise ClosedError(f"the reads of {key!r} were stopped")
+            raise ClosedError(f"{key!r} was not read")
         return finish()
 
     def close(self) -> None:

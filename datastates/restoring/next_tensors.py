@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -39,10 +40,12 @@ class NextTensors:
         self._stored = stored
         self._into = into
         self._last: str | None = None
+        self._expects_first = False
         self._window: dict[str, tuple[Batch, int]] = {}  # with the bytes of each array
         self._nbytes = 0
         self._limit = 0
         self._stream = 0
+        self._process = 0
         self._next = 0  # the number of the first key that was not looked up
         self._asked = 0
         self._found: deque[tuple[str, FoundTensor]] = deque()
@@ -50,17 +53,18 @@ class NextTensors:
 
     def expect_first(self) -> None:
         """Take an access of the first key as one in order."""
-        self._last = ""
+        self._expects_first = True
 
     def take(self, key: str) -> Batch | None:
         """The batch that an array is in, if it was read ahead; it leaves the window. Call :meth:`fill` afterwards."""
-        follows = self._follows(key)
-        if self._stream != self._current_stream():
+        if self._process != os.getpid():
+            self._forget()  # the threads that read did not survive the fork
+        elif self._stream != self._current_stream():
             self.close()  # torch would reuse the arrays' memory without waiting for the other stream
         batch, nbytes = self._window.pop(key, (None, 0))
         self._nbytes -= nbytes
         self._limit = min(MOST_NBYTES, self._limit + nbytes)
-        if batch is None and follows:
+        if self._follows(key) and batch is None:
             self._begin(self._numbers[key] + 1)
         return batch
 
@@ -87,6 +91,9 @@ class NextTensors:
         """Stop what is being read, and empty the window."""
         for batch in {id(batch): batch for batch, _ in self._window.values()}.values():
             batch.close()
+        self._forget()
+
+    def _forget(self) -> None:
         self._window.clear()
         self._found.clear()
         self._nbytes = self._limit = 0
@@ -94,9 +101,11 @@ class NextTensors:
     def _follows(self, key: str) -> bool:
         """Whether a key is the one after the last one that was asked for."""
         last, self._last = self._last, key
-        if last is None or self._failed or not self._stored.is_listed:
+        expects_first, self._expects_first = self._expects_first, False
+        if (last is None and not expects_first) or self._failed or not self._stored.is_listed:
             return False
-        return self._numbers.get(key) == self._numbers.get(last, -1) + 1
+        before = -1 if expects_first or last is None else self._numbers.get(last)
+        return before is not None and self._numbers.get(key) == before + 1
 
     @cached_property
     def _keys(self) -> list[str]:
@@ -110,10 +119,11 @@ class NextTensors:
         """Begin a new window with the key of that number."""
         self.close()
         self._next, self._asked = number, _FIRST_KEYS
-        self._limit, self._stream = FIRST_NBYTES, self._current_stream()
+        self._limit, self._stream, self._process = FIRST_NBYTES, self._current_stream(), os.getpid()
 
     def _has_room(self) -> bool:
-        return self._limit > 0 and self._nbytes + self._limit // _BATCHES <= self._limit
+        room = self._limit - self._limit // _BATCHES
+        return self._limit > 0 and self._nbytes <= room and self._stream == self._current_stream()
 
     def _look_up(self) -> dict[str, FoundTensor]:
         """Look up the arrays of the next batch; none at the end of the keys."""

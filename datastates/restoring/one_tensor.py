@@ -106,6 +106,8 @@ class Checkpoint(Mapping[str, Any]):
             DatastatesError: Only a part of the tensor is there: this is one of several containers, or one is missing.
             ImportError: The element type needs torch or ml_dtypes and neither is installed.
         """
+        if not isinstance(key, str):
+            raise KeyError(key)
         with self._lock:
             batch = None if self._closed else self._ahead.take(key)
             if batch is not None:

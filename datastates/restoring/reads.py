@@ -74,10 +74,10 @@ class Reads:
 
     def __init__(self, *, in_full: bool = False) -> None:
         """Begin without reads. ``in_full``: verify everything that is read, however many more bytes that reads."""
+        self._jobs: list[ReadJob] = []  # first, as it is freed first: the end of a job stops its reads into the others
         self._in_full = in_full
         self._queues: dict[Source, ReadQueue] = {}
         self._copies: list[tuple[Any, Any]] = []
-        self._jobs: list[ReadJob] = []
         self._loose: set[str] = set()
         self._ahead: dict[Source, ReadAhead] = {}
         self._extents_ahead = 0

@@ -199,8 +199,8 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
         throw Error::invalid("the read-ahead is not of " + path + " or is of another executor");
     }
     admit();
-    auto state = std::make_shared<ReadState>(File::open(path, direct_, plan->shares()), plan,
-                                             std::move(dests));
+    File file = File::open(path, direct_, plan->shares());
+    auto state = std::make_shared<ReadState>(std::move(file), std::move(plan), std::move(dests));
     std::set<std::pair<int, std::uint64_t>> producers;
     const Buffers& buffers = state->buffers();
     for (std::size_t i = 0; i < state->plan().dests(); ++i) {

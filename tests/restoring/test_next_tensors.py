@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Mapping
@@ -100,6 +101,7 @@ def test_what_is_read_ahead_is_what_is_read_alone(
         items = dict(checkpoint.items())
         assert list(items) == list(checkpoint) == [f"s/{key}" for key in state]
         assert read(ahead) == list(checkpoint)[1:]
+        assert next_tensors.nbytes_of(checkpoint._stored.whole(["s/columns"])[0]) > 2_000_000  # with what lies between
         for key, value in checkpoint.items():
             for found in (items[key], value):
                 assert type(found) is type(alone[key]), key
@@ -194,6 +196,51 @@ def test_what_was_given_out_is_not_kept(path: Path, ahead: list[Batch]) -> None:
             memory = weakref.ref(array)
             del array
             assert memory() is None
+
+
+def test_no_array_is_given_out_on_another_stream_than_it_was_allocated_on(
+    path: Path, ahead: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reuses memory for its own stream without waiting for another one that still uses it."""
+    stream = 1
+    monkeypatch.setattr(next_tensors.NextTensors, "_current_stream", lambda _: stream)
+    with ds.open(path, **SMALL) as checkpoint:
+        for key in KEYS[:3]:
+            check(checkpoint[key], key)
+        first = [batch for batch in ahead if not {*KEYS[:3]}.issuperset(batch.keys)]
+        stream = 2
+        check(checkpoint[KEYS[3]], KEYS[3])
+        assert all(batch.closed for batch in first)
+        check(checkpoint[KEYS[4]], KEYS[4])
+        made = len(ahead)
+        stream = 1  # as in another thread, which asked for an array before the window began
+        checkpoint._ahead.fill(checkpoint._running)
+        assert len(ahead) == made
+
+
+def test_a_fork_reads_by_itself(path: Path, ahead: list[Batch]) -> None:
+    with ds.open(path, **SMALL) as checkpoint:
+        for key in KEYS[:3]:
+            check(checkpoint[key], key)
+        child = os.fork()
+        if child == 0:
+            try:
+                for key in KEYS[2:]:
+                    check(checkpoint[key], key)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        check(checkpoint[KEYS[3]], KEYS[3])
+
+
+def test_a_key_that_cannot_be_one_harms_no_other_access(path: Path, ahead: list[Batch]) -> None:
+    with ds.open(path, **SMALL) as checkpoint:
+        for wrong in (["s"], 5, "", "s/none"):
+            with pytest.raises(KeyError):
+                checkpoint[wrong]  # type: ignore[index]
+            check(checkpoint[KEYS[0]], KEYS[0])
+        assert ahead == []
 
 
 def test_closing_stops_it(path: Path, ahead: list[Batch]) -> None:
