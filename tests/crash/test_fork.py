@@ -99,6 +99,31 @@ with ds.Checkpointer(root, **OPTIONS) as ckpt:
     assert list(newest.committed(tmp_path)) == [1, 2, 10]
 
 
+def test_a_child_reads_by_itself_what_its_parent_was_reading_ahead(tmp_path: Path, run: Callable[..., Any]) -> None:
+    script = f"""
+{PRELUDE}
+state = {{f"w{{i}}": np.full(200_000, float(i)) for i in range(9)}}
+ds.snapshot([HostTensorProvider("m", state)], root + "/c").wait_committed()
+def check(i): assert (opened[f"m/w{{i}}"] == i).all(), i
+def child():
+    for i in range(3, 9): check(i)
+with ds.open(root + "/c", **OPTIONS) as opened:
+    check(0)
+    check(1)
+    for batch, _ in opened._ahead._window.values():
+        for job in batch._reads._jobs: job.wait()
+    _native.arm_fault("read", "delay", 60_000, count=0)
+    check(2)
+    assert "m/w6" in opened._ahead._window
+    pid = fork(child)
+    ended_well(pid)
+    _native.clear_faults()
+    for i in range(3, 9): check(i)
+"""
+    ended = run("-c", script, tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 IN_FLIGHT = f"""
 {PRELUDE}
 _native.arm_fault("sync", "delay", 60_000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Mapping
@@ -216,22 +215,6 @@ def test_no_array_is_given_out_on_another_stream_than_it_was_allocated_on(
         stream = 1  # as in another thread, which asked for an array before the window began
         checkpoint._ahead.fill(checkpoint._running)
         assert len(ahead) == made
-
-
-def test_a_fork_reads_by_itself(path: Path, ahead: list[Batch]) -> None:
-    with ds.open(path, **SMALL) as checkpoint:
-        for key in KEYS[:3]:
-            check(checkpoint[key], key)
-        child = os.fork()
-        if child == 0:
-            try:
-                for key in KEYS[2:]:
-                    check(checkpoint[key], key)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-        check(checkpoint[KEYS[3]], KEYS[3])
 
 
 def test_a_key_that_cannot_be_one_harms_no_other_access(path: Path, ahead: list[Batch]) -> None:
