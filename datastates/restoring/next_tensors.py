@@ -57,9 +57,7 @@ class NextTensors:
 
     def take(self, key: str) -> Batch | None:
         """The batch that an array is in, if it was read ahead; it leaves the window. Call :meth:`fill` afterwards."""
-        if self._process != os.getpid():
-            self._forget()  # the threads that read did not survive the fork
-        elif self._stream != self._current_stream():
+        if self._process != os.getpid() or self._stream != self._current_stream():
             self.close()  # torch would reuse the arrays' memory without waiting for the other stream
         batch, nbytes = self._window.pop(key, (None, 0))
         self._nbytes -= nbytes
@@ -89,11 +87,9 @@ class NextTensors:
 
     def close(self) -> None:
         """Stop what is being read, and empty the window."""
-        for batch in {id(batch): batch for batch, _ in self._window.values()}.values():
-            batch.close()
-        self._forget()
-
-    def _forget(self) -> None:
+        if self._process == os.getpid():  # the threads that read do not survive a fork
+            for batch in {id(batch): batch for batch, _ in self._window.values()}.values():
+                batch.close()
         self._window.clear()
         self._found.clear()
         self._nbytes = self._limit = 0
