@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from given import Given
+from views import views
 
 import datastates as ds
 from datastates.container import file as container_file
@@ -80,17 +81,11 @@ def test_what_is_read_ahead_is_what_is_read_alone(
 ) -> None:
     monkeypatch.setattr(next_tensors, "FIRST_NBYTES", first)
     monkeypatch.setattr(next_tensors, "MOST_NBYTES", 1 << 30)
-    table = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
     state = {
         "big": torch.arange(800_000, dtype=torch.float64),
         "numpy": np.arange(70_000, dtype=np.int16),
         "half": torch.randn(33, 5).to(torch.bfloat16),
-        "table": table,
-        "row": table[300],
-        "columns": table[:, 7:9],
-        "transposed": table.t(),
-        "scalar": torch.tensor(5.0),
-        "empty": np.zeros((0, 4), np.int64),
+        **views(),
         "last": torch.ones(3),
     }
     ds.snapshot([from_state_dict("s", state)], tmp_path / "c").wait_committed()
@@ -219,9 +214,10 @@ def test_no_array_is_given_out_on_another_stream_than_it_was_allocated_on(
 
 def test_a_key_that_cannot_be_one_harms_no_other_access(path: Path, ahead: list[Batch]) -> None:
     with ds.open(path, **SMALL) as checkpoint:
-        for wrong in (["s"], 5, "", "s/none"):
+        wrong: list[Any] = [["s"], 5, "", "s/none"]
+        for key in wrong:
             with pytest.raises(KeyError):
-                checkpoint[wrong]  # type: ignore[index]
+                checkpoint[key]
             check(checkpoint[KEYS[0]], KEYS[0])
         assert ahead == []
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from views import views
 
 import datastates as ds
 from datastates import api
@@ -30,17 +31,11 @@ MIDDLE = np.arange(CHUNK // 2, dtype=np.float32)  # two chunks: read at once
 
 @pytest.fixture
 def state() -> dict[str, Any]:
-    table = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
     return {
         "big": torch.from_numpy(BIG),
         "middle": MIDDLE,
         "half": torch.randn(33, 5).to(torch.bfloat16),
-        "table": table,
-        "row": table[300],
-        "columns": table[:, 7:9],
-        "transposed": table.t(),
-        "scalar": torch.tensor(5.0),
-        "empty": np.zeros((0, 4), np.int64),
+        **views(),
         "nested": {"a/b": [np.float64([1.5, 2.5])]},
         "object": {1, 2},
         "seven": 7,
