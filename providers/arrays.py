@@ -64,11 +64,12 @@ class ArraysProvider(StateProvider):
     def destinations(self, saved: Saved) -> Sequence[Shard]:
         """The live arrays that the checkpoint holds, in whatever memory they lie."""
         stored, tensors = saved.arrays(), self.tensors()
+        listed = set(stored)  # most keys are among these, where a look-up is cheaper
+        found = {key: array for key, array in tensors.items() if key in listed or key in stored}
         saved.report(
-            missing=[key for key in tensors if key not in stored],
-            unexpected=sorted([*(key for key in stored if key not in tensors), *saved.objects()]),
+            missing=[key for key in tensors if key not in found],
+            unexpected=sorted([*(listed - tensors.keys()), *saved.objects()]),
         )
-        found = {key: array for key, array in tensors.items() if key in stored}
         return arrays.Destinations(list(found), list(found.values()))
 
 

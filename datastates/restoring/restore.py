@@ -304,18 +304,18 @@ class Restore:
     def _read(self) -> list[str]:
         """Read everything, and fill objects meanwhile; returns the keys that were read without checksums."""
         casts = [cast for taken in self._taken for cast in taken.saved.casts]
+        most = max(self._reads.nbytes, casting.WINDOW if casts else 0)
+        executor = self._executor or self._make_executor(most)
         try:
-            most = max(self._reads.nbytes, casting.WINDOW if casts else 0)
-            executor = self._executor or self._make_executor(most)
             self._reads.start(executor)
-            try:
-                self._filled = [o.saved.fill(o.shard.key, o.targets) for o in self._objects]
-            finally:
-                tally = self._reads.finish()
-            tally += casting.run(casts, executor)
-        finally:
+        finally:  # what follows runs while bytes are read
             for taken in self._taken:
                 note_rewritten(taken.saved.rewritten)
+        try:
+            self._filled = [o.saved.fill(o.shard.key, o.targets) for o in self._objects]
+        finally:
+            tally = self._reads.finish()
+        tally += casting.run(casts, executor)
         counts = tally.needed_nbytes, tally.read_nbytes, tally.shared_nbytes
         self._result.needed_nbytes, self._result.read_nbytes, self._result.shared_nbytes = counts
         return list(tally.unverified_keys)
