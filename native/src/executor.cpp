@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "datastates/base/error.hpp"
+#include "datastates/read/extent_steps.hpp"
 
 namespace datastates {
 namespace {
@@ -119,8 +120,7 @@ std::shared_ptr<Executor> Executor::make(const Options& options) {
 
 Executor::Executor(const Options& options)
     : direct_(options.direct),
-      spare_blocks_(options.queue_depth),
-      read_blocks_(2 * std::size_t{options.queue_depth} + options.workers),
+      queue_depth_(options.queue_depth),
       cache_(options.cache_bytes, options.block_bytes),
       engines_(cache_),
       workers_(options.workers),
@@ -213,7 +213,7 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
         state->devices().add_producer(device, engine->record(stream));
     }
     if (ahead != nullptr) state->use(ahead->extents_ahead_);
-    admit(state, std::min(state->plan().extents().size(), read_blocks_));
+    admit(state, std::min(state->plan().extents().size(), most_blocks(*state)));
     auto job = std::make_unique<ReadJob>(shared_from_this(), state);
     reader_.enqueue(state);
     if (ahead != nullptr) {
@@ -238,7 +238,7 @@ std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,
     auto extents_ahead = std::make_shared<ExtentsAhead>();
     auto state = std::make_shared<ReadState>(File::open(path, direct_), std::move(plan), Buffers{});
     state->fill(extents_ahead);
-    admit(state, std::min(ahead_extents_ + extents, most) + spare_blocks_);
+    admit(state, std::min(ahead_extents_ + extents, most) + queue_depth_);
     auto ahead = std::make_unique<ReadAhead>(shared_from_this(), state, extents_ahead);
     const std::size_t taken = ahead_extents_ += extents;
     if (taken > most) {
@@ -253,6 +253,14 @@ std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,
 void Executor::require_blocks(const ReadPlan& plan) const {
     require_fits(plan.max_extent_length(),
                  cache_.block_bytes() - std::min<std::uint64_t>(kReadMargin, cache_.block_bytes()));
+}
+
+/// The most blocks that a read uses at a time: see Reader::has_room(). Extents of a file in memory
+/// share blocks, two each, if their windows fit into these.
+std::size_t Executor::most_blocks(const ReadState& state) const {
+    const std::size_t worked = queue_depth_ + workers_.size();
+    const bool shares = state.memory_backed() && cache_.block_bytes() >= 4 * kReadStep;
+    return shares ? (worked + 1) / 2 : queue_depth_ + worked;
 }
 
 void Executor::admit(const std::shared_ptr<ReadState>& state, std::size_t blocks) {

@@ -1,5 +1,9 @@
+#include <array>
+#include <memory>
+
 #include "check.hpp"
 #include "datastates/base/error.hpp"
+#include "datastates/base/fault.hpp"
 #include "datastates/executor.hpp"
 #include "support.hpp"
 
@@ -198,6 +202,63 @@ TEST(reads_shared_extents_into_the_page_cache) {
             // The kernel may miss a page that it is moving, and may drop some.
             const std::size_t pages = cached_pages(file, bytes.size());
             CHECK(shared == 1 || !file.direct() ? pages > 0 : pages < bytes.size() / kPage);
+        }
+    }
+}
+
+/// The only block is held by the first job while the second one reads.
+TEST(two_cached_extents_share_a_block) {
+    std::mt19937_64 random(16);
+    constexpr std::size_t kBlock = std::size_t{256} << 10;
+    const std::vector<std::uint64_t> at = {0, 60000}, nbytes = {60000, 40001};
+    const support::TempDir dir;
+    const support::FaultScope scope;
+    const auto executor = support::make_executor({.backend = "pwrite", .direct = true}, 1, kBlock);
+    const Bytes file = support::random_bytes(random, 100001);
+    support::write_file(dir / "f", file);
+    if (!File::open(dir / "f", true).cached(0, file.size())) {
+        std::cout << "SKIPPED: the kernel does not tell what is cached\n" << std::flush;
+        return;
+    }
+    const auto plan = one_extent(0, file.size(), at, nbytes, {0}, {file.size()}, {crc32(0, file)});
+    std::array<Bytes, 2> first{Bytes(nbytes[0]), Bytes(nbytes[0])};
+    std::array<Bytes, 2> second{Bytes(nbytes[1]), Bytes(nbytes[1])};
+    fault::arm("read", "delay", support::kHeld, 1, 1);
+    const auto slow = executor->submit_read(dir / "f", plan, host_buffers(first[0], second[0]));
+    const auto fast = executor->submit_read(dir / "f", plan, host_buffers(first[1], second[1]));
+    CHECK(fast->wait());
+    CHECK(!slow->wait(Clock::now()));
+    fault::clear();
+    CHECK(slow->wait());
+    for (const std::size_t i : {0, 1}) {
+        CHECK(std::ranges::equal(first[i], std::span(file).first(nbytes[0])));
+        CHECK(std::ranges::equal(second[i], std::span(file).subspan(at[1])));
+    }
+}
+
+/// A check over more than half of a block needs all of its bytes at once.
+TEST(a_long_check_takes_a_whole_block) {
+    std::mt19937_64 random(17);
+    constexpr std::size_t kBlock = std::size_t{8} << 20;
+    constexpr int kJobs = 8;
+    const std::vector<std::uint64_t> at = {0, 1000}, nbytes = {1000, (std::size_t{5} << 20) + 1};
+    for (const support::Setup& setup : support::setups()) {
+        const support::TempDir dir(setup);
+        const auto executor = support::make_executor(setup, 2, kBlock);
+        const Bytes file = support::random_bytes(random, at[1] + nbytes[1]);
+        support::write_file(dir / "f", file);
+        const auto plan =
+            one_extent(0, file.size(), at, nbytes, {0}, {file.size()}, {crc32(0, file)});
+        std::vector<Bytes> first(kJobs, Bytes(nbytes[0])), second(kJobs, Bytes(nbytes[1]));
+        std::vector<std::unique_ptr<ReadJob>> jobs;
+        for (int i = 0; i < kJobs; ++i) {
+            jobs.push_back(
+                executor->submit_read(dir / "f", plan, host_buffers(first[i], second[i])));
+        }
+        for (int i = 0; i < kJobs; ++i) {
+            CHECK(jobs[i]->wait());
+            CHECK(std::ranges::equal(first[i], std::span(file).first(nbytes[0])));
+            CHECK(std::ranges::equal(second[i], std::span(file).subspan(at[1])));
         }
     }
 }

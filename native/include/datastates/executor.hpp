@@ -202,6 +202,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     static void remember(std::vector<std::weak_ptr<State>>& jobs,
                          const std::shared_ptr<State>& job);
     void require_blocks(const ReadPlan& plan) const;
+    std::size_t most_blocks(const ReadState& state) const;
     void admit();
     void admit(const std::shared_ptr<ReadState>& state, std::size_t blocks);
     /// Wakes the writer, which may wait for the job's file, and the capturer if the job has
@@ -210,8 +211,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     void wait_for_jobs();
 
     const bool direct_;
-    const std::size_t spare_blocks_;  // that read-aheads leave to jobs
-    const std::size_t read_blocks_;   // the most that one job reserves: see Reader::has_room()
+    const std::size_t queue_depth_;
     HostCache cache_;
     CopyEngines engines_;
     WorkerPool workers_;

@@ -20,9 +20,6 @@ namespace datastates {
 namespace {
 
 constexpr std::uint64_t kRead = std::uint64_t{256} << 10;
-// Two steps of each worker fit into the caches, and a copy of as many bytes takes long beside the
-// calls that start it.
-constexpr std::uint64_t kStep = std::uint64_t{2} << 20;
 
 Error mismatch(const std::string& path, const ReadPlan::Extent& extent,
                const ReadPlan::Check& check, std::uint32_t found) {
@@ -116,9 +113,9 @@ class Window : Unmovable {
   public:
     Window(std::byte* memory, const std::vector<ReadPlan::Stretch>& steps, bool may_reuse)
         : memory_(memory) {
-        const auto longest = std::ranges::max(steps, {}, &ReadPlan::Stretch::length).length;
+        const std::uint64_t bytes = window_bytes(steps);
         const std::uint64_t whole = steps.back().offset + steps.back().length;
-        if (may_reuse && kParts * longest < whole) part_ = longest;
+        if (may_reuse && bytes < whole) part_ = bytes / kParts;
     }
     /// Waits for copies that were not handed over.
     ~Window() {
@@ -181,7 +178,7 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
     Placing places(job, extent);
     DeviceCopies copies(job, extent);
     auto checks = job.plan().checks(extent);
-    const auto steps = cut_into_steps(extent.length, checks, kStep);
+    const auto steps = cut_into_steps(extent.length, checks, kReadStep);
     Window window(data, steps, how.through_cache && !how.in_place);
     for (std::size_t i = 0; i < steps.size(); ++i) {
         const std::uint64_t step_end = steps[i].offset + steps[i].length;

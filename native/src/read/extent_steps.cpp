@@ -45,4 +45,9 @@ std::vector<Stretch> cut_into_steps(std::uint64_t length, std::span<const ReadPl
     return steps;
 }
 
+std::uint64_t window_bytes(const std::vector<Stretch>& steps) {
+    const std::uint64_t longest = std::ranges::max(steps, {}, &Stretch::length).length;
+    return std::min(2 * longest, steps.back().offset + steps.back().length);
+}
+
 }  // namespace datastates

@@ -6,6 +6,7 @@
 #include "datastates/base/error.hpp"
 #include "datastates/base/thread.hpp"
 #include "datastates/read/extent_place.hpp"
+#include "datastates/read/extent_steps.hpp"
 
 namespace datastates {
 
@@ -48,6 +49,7 @@ void Reader::run(const std::stop_token& stop) {
 bool Reader::wait_for_jobs(const std::stop_token& stop) {
     if (!runs_.empty()) return true;
     tracks_ = {};
+    halved_.reset();
     return inbox_.wait_for_job(stop);
 }
 
@@ -106,13 +108,14 @@ void Reader::take_over(ReadRun& run, ExtentsAhead& extents_ahead) {
         auto kept = extents_ahead.take(extents[index]);
         if (!kept) continue;
         run.taken.insert(index);
-        start_work(std::make_shared<Reading>(Reading{.run = &run,
-                                                     .index = index,
-                                                     .block = std::move(kept->block),
-                                                     .data = kept->data,
-                                                     .track = tracks_.take(),
-                                                     .begin = Clock::now(),
-                                                     .kept = true}),
+        start_work(std::make_shared<Reading>(
+                       Reading{.run = &run,
+                               .index = index,
+                               .block = std::make_shared<Block>(std::move(kept->block)),
+                               .data = kept->data,
+                               .track = tracks_.take(),
+                               .begin = Clock::now(),
+                               .kept = true}),
                    false);
     }
     extents_ahead.clear();
@@ -133,11 +136,11 @@ bool Reader::start_next(ReadRun& run) {
     if (streamed && run.streaming) return false;
     const auto reading = std::make_shared<Reading>(Reading{.run = &run,
                                                            .index = run.next,
-                                                           .block = std::nullopt,
+                                                           .block = nullptr,
                                                            .data = nullptr,
                                                            .track = 0,
                                                            .begin = {}});
-    reading->data = memory_for(run, *reading, cached);
+    reading->data = memory_for(run, *reading, cached, through_cache);
     if (reading->data == nullptr) return false;
     reading->track = tracks_.take();
     reading->begin = Clock::now();
@@ -153,21 +156,41 @@ bool Reader::start_next(ReadRun& run) {
     return true;
 }
 
-/// The memory to read an extent into: its destination, or a block, which `reading` then holds. Null
-/// when there is no block now.
-std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached) {
+/// The memory to read an extent into: its destination, or a block, which `reading` then holds. Two
+/// extents that pass through windows share a block. Null when there is no block now.
+std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached, bool through_cache) {
     ReadState& job = *run.job;
     if (std::byte* const dest = in_place(job, job.file(), reading.extent(), cached)) {
         run.stats.in_place_bytes += reading.extent().length;
         return dest;
     }
-    reading.block = cache_.try_acquire();
-    if (!reading.block && job.filled() != nullptr) {
-        job.filled()->close();  // a read-ahead does not wait for blocks
-    } else if (!reading.block && reads_.size() == 0 && working_ == 0 && copying_.empty()) {
-        reading.block = cache_.acquire([&] { return !job.wants(reading.index); });
+    const bool half = through_cache && fits_into_half(job.plan(), reading.extent());
+    if (half && halved_) {
+        reading.block = std::move(halved_);
+        return reading.block->memory().data() + (cache_.block_bytes() / 2);
     }
-    return reading.block ? reading.block->memory().data() : nullptr;
+    reading.block = take_block(reading);
+    if (!reading.block) return nullptr;
+    if (half) halved_ = reading.block;
+    return reading.block->memory().data();
+}
+
+bool Reader::fits_into_half(const ReadPlan& plan, const ReadPlan::Extent& extent) const {
+    const auto steps = cut_into_steps(extent.length, plan.checks(extent), kReadStep);
+    return window_bytes(steps) <= cache_.block_bytes() / 2;
+}
+
+/// Null when there is no free block now. Waits for one if nothing else is under way.
+std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
+    const ReadState& job = reading.job();
+    auto block = cache_.try_acquire();
+    if (!block && job.filled() != nullptr) {
+        job.filled()->close();  // a read-ahead does not wait for blocks
+    } else if (!block && reads_.size() == 0 && working_ == 0 && copying_.empty()) {
+        halved_.reset();
+        block = cache_.acquire([&] { return !job.wants(reading.index); });
+    }
+    return block ? std::make_shared<Block>(std::move(*block)) : nullptr;
 }
 
 /// Waits until something has ended, and goes on with it. Returns at once if nothing is under way.

@@ -11,12 +11,20 @@
 /// An extent is worked on step by step, so that its bytes stay in the processor's caches.
 namespace datastates {
 
+/// The longest step of a read. Two steps of each worker fit into the processor's caches, and a copy
+/// of as many bytes takes long beside the calls that start it.
+inline constexpr std::uint64_t kReadStep = std::uint64_t{2} << 20;
+
 /// Cuts an extent into steps of at most `longest` bytes, so that no check lies in two of them. A
 /// step is longer where checks that are longer, or overlap, leave no other cut. Together the steps
 /// are the whole extent.
 std::vector<ReadPlan::Stretch> cut_into_steps(std::uint64_t length,
                                               std::span<const ReadPlan::Check> checks,
                                               std::uint64_t longest);
+
+/// Bytes of memory for steps that need not stay there: two steps, or the whole extent if it is
+/// shorter.
+std::uint64_t window_bytes(const std::vector<ReadPlan::Stretch>& steps);
 
 /// Bytes of an extent in memory.
 struct StepMemory {

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <optional>
 #include <unordered_set>
 
 #include "datastates/base/timeline.hpp"
@@ -34,9 +33,9 @@ using ReadRuns = std::list<ReadRun>;
 /// An extent under way. It has two parts if only one of them can use direct I/O.
 struct Reading {
     ReadRun* run;
-    std::size_t index;           // in the job's plan
-    std::optional<Block> block;  // none: read in place
-    std::byte* data;             // the place of the extent's first byte
+    std::size_t index;             // in the job's plan
+    std::shared_ptr<Block> block;  // none: read in place. Another extent may have its other half.
+    std::byte* data;               // the place of the extent's first byte
     std::uint32_t track;
     Clock::time_point begin;
     unsigned parts = 0;
