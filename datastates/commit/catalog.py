@@ -139,7 +139,7 @@ def _by_key(claims: Sequence[Claims]) -> tuple[I64, U64, I64]:
 def _sort_within(group: U32, order: I64, begin: U64, end: U64) -> None:
     """Sort each tensor's rows by begin, then end, in place. Ties stay in the order of the ranks."""
     behind = (begin[1:] < begin[:-1]) | ((begin[1:] == begin[:-1]) & (end[1:] < end[:-1]))
-    wrong = np.unique(group[1:][behind & (group[1:] == group[:-1])])
+    wrong = group[1:][behind & (group[1:] == group[:-1])]
     if len(wrong):  # in most tensors the order of the ranks is already the order of their parts
         affected = np.zeros(int(group[-1]) + 1, bool)
         affected[wrong] = True
@@ -181,7 +181,7 @@ def _running_maximum(end: U64, first: I64) -> U64:
     result = end.copy()
     falls = np.flatnonzero(end[1:] < end[:-1]) + 1
     inner = falls[~np.isin(falls, first)]  # only these: in most tensors the ends ascend
-    for tensor in np.unique(np.searchsorted(first, inner, side="right") - 1).tolist():
+    for tensor in dict.fromkeys((np.searchsorted(first, inner, side="right") - 1).tolist()):
         rows = slice(int(first[tensor]), int(first[tensor + 1]))
         result[rows] = np.maximum.accumulate(end[rows])
     return result

@@ -99,7 +99,7 @@ def plan_read(
     dest, runs = simplified(dest, wanted)
     ranges = Wanted.of(runs, chunks)
     segments, left = _read_segments(ranges, whole[dest], chunks, spare_nbytes)
-    cut = np.unique(segments.chunk[~segments.verified])  # chunks that are not verified
+    cut = segments.chunk[~segments.verified]  # chunks that are not verified
     loose = np.searchsorted(cut, ranges.first) < np.searchsorted(cut, ranges.last)
     segments, left = _filled(segments, left)
     bridged = _bridges(segments, ranges, left)
@@ -145,7 +145,7 @@ def plan_read(
         extent_between=as_u64(between),
         extent_unverified=as_u64(needed - np.diff(verified[extent_check])),
         dest_nbytes=as_u64(dest_nbytes),
-        unverified_dest=np.unique(dest[loose]),
+        unverified_dest=np.flatnonzero(np.bincount(dest[loose])).astype(np.int32),
     )
 
 

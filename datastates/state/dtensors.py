@@ -114,7 +114,7 @@ class Meshes:
             return alike
         wide = max(around, key=np.size)
         at = np.argwhere(np.isin(wide, mesh))
-        along = [d for d in range(wide.ndim) if len(np.unique(at[:, d])) > 1]
+        along = [d for d in range(wide.ndim) if len(set(at[:, d].tolist())) > 1]
         if math.prod(wide.shape[d] for d in along) != mesh.size:
             return alike  # the ranks belong to the wider mesh, but are no slice of it
         slices: I64 = np.moveaxis(wide, along, range(len(along))).reshape(mesh.size, -1)
