@@ -244,6 +244,8 @@ def _filled(segments: _Segments, left: int) -> tuple[_Segments, int]:
     """Read over the gaps of segments, shortest first, up to ``left`` bytes; returns also what is left of these."""
     runs = segments.runs
     gapped = np.flatnonzero(runs.has_gaps)
+    if not len(gapped):
+        return segments, left
     gapped = gapped[np.argsort((runs.source_step - runs.length)[gapped], kind="stable")]
     cost = np.cumsum(((runs.source_step - runs.length) * (runs.count - 1))[gapped])
     filled = np.zeros(len(runs), bool)

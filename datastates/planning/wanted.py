@@ -118,18 +118,23 @@ def _joined(runs: Runs) -> Runs:
 def _union(runs: Runs, gapped: Bools) -> Runs:
     """What ascending runs have together, each byte once; those that are not ``gapped`` have the bytes in their gaps."""
     begin, end = parts.union(runs.source[~gapped], runs.end[~gapped])
-    union = Runs.joined([runs[gapped], Runs.single(begin, begin, end - begin)])
+    union = Runs.single(begin, begin, end - begin)
+    if not gapped.any():
+        return union
+    union = Runs.joined([runs[gapped], union])
     return union[np.argsort(union.source, kind="stable")]
 
 
 def bytes_between(runs: Runs, low: I64, high: I64) -> I64:
     """Number of bytes that disjoint, ascending runs have in each range from ``low`` to before ``high``."""
-    before = np.cumsum(runs.size) - runs.size
+    before, end, gapped = np.cumsum(runs.size) - runs.size, runs.end, runs.has_gaps.any()
 
     def below(position: I64) -> I64:
         at = np.maximum(np.searchsorted(runs.source, position, side="right") - 1, 0)
+        distance = np.maximum(np.minimum(position, end[at]) - runs.source[at], 0)
+        if not gapped:  # divisions take long
+            return before[at] + distance
         step, length = runs.source_step[at], runs.length[at]
-        distance = np.maximum(np.minimum(position, runs.end[at]) - runs.source[at], 0)
         return before[at] + distance // step * length + np.minimum(distance % step, length)
 
     return below(high) - below(low)

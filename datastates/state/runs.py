@@ -78,6 +78,10 @@ class Runs:
         The range must reach into the run. What it has is at most three runs: the rest of a stretch, whole stretches,
         and the begin of a stretch.
         """
+        if (self.count == 1).all():
+            begin: I64 = np.maximum(low, self.source)
+            length: I64 = np.minimum(high, self.end) - begin
+            return np.arange(len(self)), Runs.single(begin, self.dest + (begin - self.source), length)
         low, high, step = np.maximum(low - self.source, 0), high - self.source, self.source_step
         first = -(-low // step)  # of the stretches that begin at `low` or later
         last = np.clip((high - self.length) // step + 1, 0, self.count)  # the first one that ends behind `high`
