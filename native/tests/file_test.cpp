@@ -1,7 +1,10 @@
 #include "datastates/io/file.hpp"
 
+#include <unistd.h>
+
 #include <bit>
 #include <cerrno>
+#include <filesystem>
 
 #include "check.hpp"
 #include "datastates/base/error.hpp"
@@ -77,6 +80,24 @@ TEST(pages_are_counted_in_the_systems_size) {
     static_assert(pages_touched(65535, 2, 65536) == 2);
     static_assert(pages_touched(65536, 65536, 65536) == 1);
     CHECK(page_size() >= 4096 && std::has_single_bit(page_size()));
+}
+
+TEST(the_same_file_again) {
+    const support::TempDir dir;
+    const support::FaultScope scope;
+    const support::Bytes data(1000, std::byte{7});
+    support::write_file(dir / "a", data);
+    const File file = File::open(dir / "a", true);
+    std::filesystem::remove(dir / "a");
+    support::write_file(dir / "a", support::Bytes(1000, std::byte{8}));
+    const auto again = file.again();
+    CHECK(again.has_value());
+    support::Bytes found(1000);
+    CHECK_EQ(::pread(again->buffered_fd(), found.data(), found.size(), 0), 1000);
+    CHECK(found == data);
+    CHECK_EQ(again->path(), file.path());
+    fault::arm("open", "fail", EMFILE, 1, 1);
+    CHECK(!file.again());
 }
 
 TEST(faults) {

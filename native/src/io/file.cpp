@@ -109,6 +109,17 @@ File File::open(const std::string& path, bool want_direct, bool in_order) {
     return file;
 }
 
+std::optional<File> File::again() const {
+    try {
+        // Not by its path, which may lead to another file by now.
+        File file("/proc/self/fd/" + std::to_string(buffered_.get()), O_RDONLY, false);
+        file.path_ = path_;
+        return file;
+    } catch (const Error&) {
+        return std::nullopt;
+    }
+}
+
 void File::probe_alignment() {
     // Linux before 6.1 does not report it.
     struct statx status{};

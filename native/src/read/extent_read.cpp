@@ -64,8 +64,8 @@ class Placing {
 /// Reads the spans of an extent in order. Each advance() goes on from the last end to a new one.
 class Cursor {
   public:
-    Cursor(ReadState& job, const ReadPlan::Extent& extent)
-        : job_(job), extent_(extent), left_(job.plan().spans(extent)) {}
+    Cursor(const ReadState& job, const ReadPlan::Extent& extent, File& file)
+        : file_(file), extent_(extent), left_(job.plan().spans(extent)) {}
 
     void advance(std::uint64_t end, const StepMemory& data) {
         for (; !left_.empty() && left_.front().offset < end; left_ = left_.subspan(1)) {
@@ -86,7 +86,7 @@ class Cursor {
         while (at_ < end) {
             const auto length = static_cast<std::size_t>(std::min(kRead, end - at_));
             const IoRequest request{.kind = IoKind::read,
-                                    .file = &job_.file(),
+                                    .file = &file_,
                                     .buffer = data.at(at_),
                                     .length = length,
                                     .required = length,
@@ -100,7 +100,7 @@ class Cursor {
         }
     }
 
-    ReadState& job_;
+    File& file_;
     const ReadPlan::Extent& extent_;
     std::span<const ReadPlan::Span> left_;
     std::uint64_t at_ = 0;  // in the extent
@@ -174,7 +174,7 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
     Share verifying;
     Share placing;
     std::uint64_t verified = 0;
-    Cursor cursor(job, extent);
+    Cursor cursor(job, extent, how.file);
     Placing places(job, extent);
     DeviceCopies copies(job, extent);
     auto checks = job.plan().checks(extent);

@@ -23,7 +23,7 @@ Reader::Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
 void Reader::enqueue(const std::shared_ptr<ReadState>& job) {
     try {
         ReadRuns made;
-        made.push_back({.job = job});
+        made.push_back({.job = job, .streams = Streams(workers_.size())});
         inbox_.put(made);
     } catch (...) {
         job->finish({});  // so that its owner does not wait for ever
@@ -132,23 +132,24 @@ bool Reader::start_next(ReadRun& run) {
     const bool through_cache = cached || extent.through_cache();
     if (job.filled() != nullptr && through_cache) return true;
     const bool streamed = extent.shared && !cached;
-    // One after the other: the kernel reads ahead, in large pages, only for who reads in order.
-    if (streamed && run.streaming) return false;
     const auto reading = std::make_shared<Reading>(Reading{.run = &run,
                                                            .index = run.next,
                                                            .block = nullptr,
                                                            .data = nullptr,
                                                            .track = 0,
                                                            .begin = {}});
+    // Few at a time: the kernel reads ahead, in large pages, only for who reads in order.
+    if (streamed && (reading->stream = run.streams.take(job.file())) == nullptr) return false;
     reading->data = memory_for(run, *reading, cached, through_cache);
-    if (reading->data == nullptr) return false;
+    if (reading->data == nullptr) {
+        if (streamed) run.streams.give_back(reading->stream);
+        return false;
+    }
     reading->track = tracks_.take();
     reading->begin = Clock::now();
     if (cached) run.stats.cached_bytes += extent.bytes;
     if (through_cache) {
         if (!cached && !streamed) job.file().will_need(extent.offset, extent.length);
-        reading->streamed = streamed;
-        run.streaming = run.streaming || streamed;
         start_work(reading, true);
     } else {
         reads_.start(reading);
@@ -280,11 +281,13 @@ void Reader::work(Reading& reading, bool through_cache, unsigned worker) {
     ReadState& job = reading.job();
     // Extents before a failed one still count: the failure of the lowest extent is reported.
     if (job.settled(reading.index)) return;
-    reading.finished = finish_extent(job, reading.extent(), reading.data,
-                                     {.through_cache = through_cache,
-                                      .in_place = !reading.block,
-                                      .track = reading.track,
-                                      .worker = worker});
+    reading.finished =
+        finish_extent(job, reading.extent(), reading.data,
+                      {.file = reading.stream != nullptr ? *reading.stream : job.file(),
+                       .through_cache = through_cache,
+                       .in_place = !reading.block,
+                       .track = reading.track,
+                       .worker = worker});
     reading.bytes_read += reading.finished.bytes_read;
 }
 
@@ -296,7 +299,7 @@ void Reader::take_worked(bool wait) {
         const Reading& reading = *worked.front();
         --working_;
         if (reading.kept) --working_kept_;
-        if (reading.streamed) reading.run->streaming = false;
+        if (reading.stream != nullptr) reading.run->streams.give_back(reading.stream);
         reading.run->stats.bytes_read += reading.bytes_read;
         if (reading.finished.events.empty()) {
             end(reading);

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -27,6 +28,9 @@ class File {
     /// system can.
     /// The kernel reads ahead what is read `in_order` through the page cache.
     static File open(const std::string& path, bool want_direct, bool in_order = false);
+    /// The same file, opened once more for reading through the page cache. Empty if the system
+    /// cannot: without /proc, or with too many open files.
+    std::optional<File> again() const;
 
     File(File&& other) noexcept;
     File& operator=(File&&) = delete;

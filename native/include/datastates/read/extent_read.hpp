@@ -11,6 +11,7 @@
 namespace datastates {
 
 struct Finishing {
+    File& file;           // to read the extent from
     bool through_cache;   // read the extent here, through the page cache
     bool in_place;        // `data` is its destination
     std::uint32_t track;  // timeline track of reading and copying

@@ -10,6 +10,7 @@
 #include "datastates/memory/host_cache.hpp"
 #include "datastates/read/extent_read.hpp"
 #include "datastates/read/read_state.hpp"
+#include "datastates/read/streams.hpp"
 
 /// What the reader knows of its jobs and of their extents under way.
 namespace datastates {
@@ -17,11 +18,11 @@ namespace datastates {
 /// A job, queued or begun.
 struct ReadRun {
     std::shared_ptr<ReadState> job;
+    Streams streams;                          // for shared extents that are not in the page cache
     std::size_t next = 0;                     // the extents before it have begun
     std::unordered_set<std::size_t> taken{};  // extents taken over: do not begin them
     std::size_t under_way = 0;                // extents that have begun and have not ended
     std::size_t in_flight = 0;                // parts being read from its file
-    bool streaming = false;                   // a worker brings a shared extent into the page cache
     ReadStats stats{};
 
     bool begun() const { return next == job->plan().extents().size() || !job->wants(next); }
@@ -40,9 +41,9 @@ struct Reading {
     Clock::time_point begin;
     unsigned parts = 0;
     std::uint64_t bytes_read = 0;
-    bool kept = false;      // it was read ahead
-    bool unwanted = false;  // it is being read ahead in vain
-    bool streamed = false;  // it is shared and was not in the page cache
+    bool kept = false;       // it was read ahead
+    bool unwanted = false;   // it is being read ahead in vain
+    File* stream = nullptr;  // for a shared extent that was not in the page cache
     Finished finished{};
 
     ReadState& job() const { return *run->job; }

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "datastates/io/file.hpp"
+
+namespace datastates {
+
+/// The streams of one file, which is read in order by a few workers at a time. The kernel reads
+/// ahead for each open file by itself, so each stream has one of its own. Not thread-safe.
+class Streams {
+  public:
+    /// One stream for every four workers, as the others verify and copy meanwhile, and at most
+    /// four.
+    explicit Streams(std::size_t workers)
+        : most_(std::clamp(workers / kWorkers, std::size_t{1}, kMost)) {}
+
+    /// A stream that nobody uses; null if there is none. `file` is the first one.
+    File* take(File& file);
+    void give_back(File* stream) { free_.push_back(stream); }
+
+  private:
+    static constexpr std::size_t kWorkers = 4;
+    static constexpr std::size_t kMost = 4;
+    std::size_t most_;
+    std::vector<std::unique_ptr<File>> opened_;  // besides the first one
+    std::vector<File*> free_;
+    std::size_t made_ = 0;
+};
+
+}  // namespace datastates
