@@ -68,7 +68,7 @@ class ArraysProvider(StateProvider):
         found = {key: array for key, array in tensors.items() if key in listed or key in stored}
         saved.report(
             missing=[key for key in tensors if key not in found],
-            unexpected=sorted([*(listed - tensors.keys()), *saved.objects()]),
+            unexpected=sorted([*listed.difference(tensors), *saved.objects()]),
         )
         return arrays.Destinations(list(found), list(found.values()))
 

@@ -308,8 +308,8 @@ class Restore:
         executor = self._executor or self._make_executor(most)
         try:
             self._reads.start(executor)
-        finally:  # what follows runs while bytes are read
-            for taken in self._taken:
+        finally:  # also if some reads have begun
+            for taken in self._taken:  # while bytes are read
                 note_rewritten(taken.saved.rewritten)
         try:
             self._filled = [o.saved.fill(o.shard.key, o.targets) for o in self._objects]

@@ -255,8 +255,9 @@ void Executor::require_blocks(const ReadPlan& plan) const {
                  cache_.block_bytes() - std::min<std::uint64_t>(kReadMargin, cache_.block_bytes()));
 }
 
-/// The most blocks that a read uses at a time: see Reader::has_room(). Extents of a file in memory
-/// share blocks, two each, if their windows fit into these.
+/// The blocks to reserve for a read: as many as it uses at a time, see Reader::has_room(). Extents
+/// of a file in memory share blocks if two windows fit into one. They need somewhat more than half
+/// as many when they do not end in their order; then some workers wait.
 std::size_t Executor::most_blocks(const ReadState& state) const {
     const std::size_t worked = queue_depth_ + workers_.size();
     const bool shares = state.memory_backed() && cache_.block_bytes() >= 4 * kReadStep;

@@ -41,6 +41,7 @@ void Reader::run(const std::stop_token& stop) {
     while (wait_for_jobs(stop)) {
         begin_extents();
         wait();
+        if (halved_.use_count() == 1) halved_.reset();  // nobody uses the first half any more
         finish_jobs();
     }
 }
@@ -49,7 +50,6 @@ void Reader::run(const std::stop_token& stop) {
 bool Reader::wait_for_jobs(const std::stop_token& stop) {
     if (!runs_.empty()) return true;
     tracks_ = {};
-    halved_.reset();
     return inbox_.wait_for_job(stop);
 }
 
@@ -177,8 +177,9 @@ std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached, bool 
 }
 
 bool Reader::fits_into_half(const ReadPlan& plan, const ReadPlan::Extent& extent) const {
-    const auto steps = cut_into_steps(extent.length, plan.checks(extent), kReadStep);
-    return window_bytes(steps) <= cache_.block_bytes() / 2;
+    const std::size_t half = cache_.block_bytes() / 2;
+    if (extent.length <= half) return true;
+    return window_bytes(cut_into_steps(extent.length, plan.checks(extent), kReadStep)) <= half;
 }
 
 /// Null when there is no free block now. Waits for one if nothing else is under way.
@@ -340,8 +341,10 @@ void Reader::finish_jobs() {
             continue;
         }
         run->stats.direct = run->job->file().direct();
-        run->job->finish(run->stats);
-        run = runs_.erase(run);
+        const auto job = std::move(run->job);
+        const ReadStats stats = run->stats;
+        run = runs_.erase(run);  // closes its streams
+        job->finish(stats);
     }
 }
 

@@ -6,11 +6,7 @@
 namespace datastates {
 
 File* Streams::take(File& file) {
-    if (!free_.empty()) {
-        File* const stream = free_.back();
-        free_.pop_back();
-        return stream;
-    }
+    if (free_count_ > 0) return free_[--free_count_];
     if (made_ == most_) return nullptr;
     if (++made_ == 1) return &file;
     std::optional<File> again = file.again();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -20,14 +21,15 @@ class Streams {
 
     /// A stream that nobody uses; null if there is none. `file` is the first one.
     File* take(File& file);
-    void give_back(File* stream) { free_.push_back(stream); }
+    void give_back(File* stream) noexcept { free_[free_count_++] = stream; }
 
   private:
     static constexpr std::size_t kWorkers = 4;
     static constexpr std::size_t kMost = 4;
     std::size_t most_;
     std::vector<std::unique_ptr<File>> opened_;  // besides the first one
-    std::vector<File*> free_;
+    std::array<File*, kMost> free_{};
+    std::size_t free_count_ = 0;
     std::size_t made_ = 0;
 };
 
