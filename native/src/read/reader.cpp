@@ -139,7 +139,8 @@ bool Reader::start_next(ReadRun& run) {
                                                            .track = 0,
                                                            .begin = {}});
     // Few at a time: the kernel reads ahead, in large pages, only for who reads in order.
-    if (streamed && (reading->stream = run.streams.take(job.file())) == nullptr) return false;
+    reading->stream = streamed ? run.streams.take(job.file()) : nullptr;
+    if (streamed && reading->stream == nullptr) return false;
     reading->data = memory_for(run, *reading, cached, through_cache);
     if (reading->data == nullptr) {
         if (streamed) run.streams.give_back(reading->stream);
