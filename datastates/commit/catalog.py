@@ -182,7 +182,7 @@ def _running_maximum(end: U64, first: I64) -> U64:
     falls = np.flatnonzero(end[1:] < end[:-1]) + 1
     inner = falls[~np.isin(falls, first)]  # only these: in most tensors the ends ascend
     tensors = np.searchsorted(first, inner, side="right") - 1
-    for tensor in tensors[np.append(True, tensors[1:] != tensors[:-1])[: len(tensors)]].tolist():
+    for tensor in tensors[np.diff(tensors, prepend=-1) > 0].tolist():
         rows = slice(int(first[tensor]), int(first[tensor + 1]))
         result[rows] = np.maximum.accumulate(end[rows])
     return result

@@ -238,7 +238,8 @@ std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,
     auto extents_ahead = std::make_shared<ExtentsAhead>();
     auto state = std::make_shared<ReadState>(File::open(path, direct_), std::move(plan), Buffers{});
     state->fill(extents_ahead);
-    admit(state, std::min(ahead_extents_ + extents, most) + queue_depth_);
+    const std::size_t spare = queue_depth_;  // blocks that read-aheads leave to jobs
+    admit(state, std::min(ahead_extents_ + extents, most) + spare);
     auto ahead = std::make_unique<ReadAhead>(shared_from_this(), state, extents_ahead);
     const std::size_t taken = ahead_extents_ += extents;
     if (taken > most) {

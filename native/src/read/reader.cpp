@@ -122,8 +122,8 @@ void Reader::take_over(ReadRun& run, ExtentsAhead& extents_ahead) {
     reads_.move(extents_ahead, run);
 }
 
-/// Begins a job's next extent. False when there is no block now: the thread must first wait for
-/// something to end, or the extent is not wanted any more.
+/// Begins a job's next extent. False when there is no block or stream now: the thread must first
+/// wait for something to end, or the extent is not wanted any more.
 bool Reader::start_next(ReadRun& run) {
     if (run.taken.contains(run.next)) return true;
     ReadState& job = *run.job;
