@@ -1,0 +1,86 @@
+"""Saves that are begun in one of three ways, while training goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from datastates.adapters import dcp as ours
+from datastates.adapters.dcp import DataStatesStager, DataStatesStorageWriter
+from states import step
+
+WAYS = ["thread", "stager", "snapshot"]
+AT_ONCE = 20.0
+"""Seconds within which a failed save must let training go on."""
+
+
+class Save:
+    """One save, begun in one of three ways."""
+
+    def __init__(self, way: str, writer: DataStatesStorageWriter, state: dict[str, Any], path: Path, **options: Any):
+        self.way = way
+        self.snapshot: Any = None
+        if way == "snapshot":
+            self.snapshot = ours.async_save(state, path, storage_writer=writer, **options)
+            return
+        hold = writer.hold
+
+        def held(state_dict: dict[str, Any]) -> Any:
+            staged = hold(state_dict)
+            self.snapshot = staged.snapshot
+            return staged
+
+        writer.hold = held  # type: ignore[method-assign]
+        options = {**options, "checkpoint_id": path, "storage_writer": writer}
+        if way == "thread":
+            self.done = dcp.async_save(state, **options)
+        else:
+            answer = dcp.async_save(state, async_stager=DataStatesStager(writer), **options)
+            assert isinstance(answer, AsyncSaveResponse)
+            self.done, self.staged = answer.upload_completion, answer.staging_completion
+        del writer.hold
+
+    @property
+    def captured(self) -> bool:
+        return bool(self.snapshot.captured)
+
+    @property
+    def soon_captured(self) -> bool:
+        """Whether the snapshot is captured, now or soon: the native core lets an optimizer go a moment earlier."""
+        end = time.monotonic() + 5
+        while not self.captured and time.monotonic() < end:
+            time.sleep(0.002)
+        return self.captured
+
+    def wait(self) -> None:
+        if self.way == "snapshot":
+            self.snapshot.wait_committed()
+        else:
+            self.done.result()
+
+    def error(self) -> BaseException:
+        """The error of the save, without torch's wrapping."""
+        with pytest.raises(BaseException) as raised:  # noqa: PT011 torch's is no Exception
+            self.wait()
+        if isinstance(raised.value, CheckpointException):
+            ((found, _),) = raised.value.failures.values()
+            return found  # type: ignore[no-any-return]
+        return raised.value
+
+
+def state_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": module.state_dict(), "optim": optimizer.state_dict(), "epoch": 3}
+
+
+def stays(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """How long an optimizer's step takes, in seconds."""
+    begin = time.monotonic()
+    step(module, optimizer)
+    return time.monotonic() - begin
