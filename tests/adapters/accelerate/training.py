@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from datastates.adapters.accelerate import AcceleratorCheckpoints, attach
 
-OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
+OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"} | json.loads(os.environ.get("MORE", "{}"))
 EVERY = 5
 
 

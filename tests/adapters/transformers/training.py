@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from datastates.adapters.transformers import attach
 
-OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"}
+OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB"} | json.loads(os.environ.get("MORE", "{}"))
 EVERY = 5
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
