@@ -152,7 +152,7 @@ def plan_read(
 def plan_ahead(chunks: Chunks, count: int, *, complete: bool, extent_nbytes: int) -> ReadPlan:
     """Plan the first extents of a file that is wanted whole, as :func:`plan_read` does, but without destinations.
 
-    They are expected to be in host memory, where storage can be read straight into them.
+    They are not expected to begin on a page, so that extents hold many records.
 
     Args:
         chunks: The file's first chunks.
@@ -165,7 +165,7 @@ def plan_ahead(chunks: Chunks, count: int, *, complete: bool, extent_nbytes: int
         wanted=Runs.single(chunks.offset.astype(np.int64), zero[1:].astype(np.int64), chunks.length.astype(np.int64)),
         dest=zero[1:].astype(np.int32),
         dest_nbytes=np.array([2**62], np.uint64),
-        in_place=np.ones(1, np.uint8),
+        in_place=np.zeros(1, np.uint8),
         whole=np.ones(1, np.uint8),
         chunks=chunks,
         extent_nbytes=extent_nbytes,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from datastates._base.columns import I32, I64, U64, Bools
+from datastates._base.sizes import PAGE
 from datastates.executor.executor import Columns, columns
 from datastates.planning.plans import Chunks, ReadPlan
 from datastates.planning.several import FileRanges
@@ -158,9 +159,12 @@ class ReadQueue:
         filled = every.size > 0
         return dest[filled], every[filled]
 
-    def wanted(self) -> FileRanges:
-        """What to read, for the planner."""
-        single, (_, device, _) = self._single(), self.memory
+    def wanted(self, *, straight: bool) -> FileRanges:
+        """What to read, for the planner. ``straight``: storage may be read straight into memory that begins on a page.
+
+        Direct I/O needs such memory. Most tensors do not begin on a page.
+        """
+        single, (pointer, device, _) = self._single(), self.memory
         dest, wanted = self.ranges()
         record = np.searchsorted(self.source.data_offset, wanted.source.astype(np.uint64), side="right") - 1
         first, last = (int(record.min()), int(record.max()) + 1) if len(record) else (0, 0)
@@ -169,7 +173,7 @@ class ReadQueue:
             wanted=wanted,
             dest=dest.astype(np.int32),
             dest_nbytes=np.append(single.nbytes, np.array([place.nbytes for _, place, _ in self.runs], np.uint64)),
-            in_place=(device == HOST).astype(np.uint8),
+            in_place=((device == HOST) & (pointer % np.uint64(PAGE) == 0) & straight).astype(np.uint8),
             whole=np.append(single.whole, np.zeros(len(self.runs), bool)).astype(np.uint8),
             chunks=self.source.chunks(first, last),
         )

@@ -199,7 +199,7 @@ class Reads:
 
         Args:
             source: The file.
-            executor: The executor; :meth:`start` must get the same one. The destinations are expected in host memory.
+            executor: The executor; :meth:`start` must get the same one.
 
         Returns:
             Whether there is room to begin with another file.
@@ -250,7 +250,8 @@ class Reads:
         spare = SMALL_STATE if self.nbytes < SMALL_STATE else 0
         if self._in_full:
             spare = sum(queue.source.nbytes for queue in queues)
-        wanted = [(queue, queue.wanted()) for queue in queues]
+        # the extents must be those that are read ahead
+        wanted = [(queue, queue.wanted(straight=queue.source not in self._ahead)) for queue in queues]
         for checked in (True, False):
             some = [one for one in wanted if one[1].chunks.checked is checked]
             plans = plan_several([ranges for _, ranges in some], extent_nbytes, spare)

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "datastates/base/error.hpp"
-#include "datastates/read/extent_steps.hpp"
+#include "datastates/read/extent_read.hpp"
 
 namespace datastates {
 namespace {
@@ -257,12 +257,13 @@ void Executor::require_blocks(const ReadPlan& plan) const {
 }
 
 /// The blocks to reserve for a read: as many as it uses at a time, see Reader::has_room(). Extents
-/// of a file in memory share blocks if two windows fit into one. They need somewhat more than half
-/// as many when they do not end in their order; then some workers wait.
+/// of a file in memory share blocks. They use somewhat more when they do not end in their order;
+/// then some workers wait.
 std::size_t Executor::most_blocks(const ReadState& state) const {
     const std::size_t worked = queue_depth_ + workers_.size();
-    const bool shares = state.memory_backed() && cache_.block_bytes() >= 4 * kReadStep;
-    return shares ? (worked + 1) / 2 : queue_depth_ + worked;
+    if (!state.memory_backed()) return queue_depth_ + worked;
+    const std::size_t windows = std::max(cache_.block_bytes() / (2 * longest_step(state)), 1UL);
+    return (worked + windows - 1) / windows;
 }
 
 void Executor::admit(const std::shared_ptr<ReadState>& state, std::size_t blocks) {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,13 @@ def extents_of(plan: ReadPlan) -> Extents:
 
 
 def read_all(chunks: Chunks, sizes: list[int], offset: np.ndarray) -> Extents:
-    """The extents of a plan that reads each record to a destination of its own."""
+    """The extents of a plan that reads each record to a destination of its own, none of which begins on a page."""
     n = np.array(sizes, np.uint64)
     plan = read.plan_read(
         wanted=Runs.single(offset.astype(np.int64), np.zeros(len(n), np.int64), n.astype(np.int64)),
         dest=np.arange(len(n), dtype=np.int32),
         dest_nbytes=n,
-        in_place=np.ones(len(n), np.uint8),
+        in_place=np.zeros(len(n), np.uint8),
         whole=np.ones(len(n), np.uint8),
         chunks=chunks,
         extent_nbytes=4 * CHUNK,
@@ -134,8 +136,17 @@ def test_the_first_restore_of_a_process_reads_less_ahead(tmp_path: Path, begun: 
     assert all((live[key] == saved[key]).all() for key in saved)
 
 
-def test_what_was_read_ahead_is_not_read_again(tmp_path: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, live = state_of(1), state_of(2)
+def on_pages(array: Array) -> Array:
+    """An array of zeros as long as another one, that begins on a page."""
+    return np.frombuffer(mmap.mmap(-1, array.nbytes), array.dtype)
+
+
+@pytest.mark.parametrize("place", [np.zeros_like, on_pages])
+def test_what_was_read_ahead_is_not_read_again(
+    place: Callable[[Array], Array], tmp_path: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = state_of(1)
+    live = {key: place(array) for key, array in saved.items()}
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         ckpt.snapshot([provider_of(saved)], step=1).wait_committed()
         path = drop_from_cache(tmp_path)

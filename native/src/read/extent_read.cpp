@@ -20,6 +20,8 @@ namespace datastates {
 namespace {
 
 constexpr std::uint64_t kRead = std::uint64_t{256} << 10;
+// Shorter stretches are read together with what lies between them, and copied.
+constexpr std::uint64_t kStraight = std::uint64_t{64} << 10;
 
 Error mismatch(const std::string& path, const ReadPlan::Extent& extent,
                const ReadPlan::Check& check, std::uint32_t found) {
@@ -46,16 +48,32 @@ class Placing {
     /// Copies what lies between the last end and a new one.
     void advance(std::uint64_t end, const StepMemory& data) {
         pieces_.advance(end, [&](const auto& piece, std::uint64_t from, std::uint64_t to) {
-            const auto dest = static_cast<std::size_t>(piece.dest);
             if (job_.buffers().on_device(piece.dest)) return;
-            std::byte* const memory = job_.buffers().host(dest) + piece.dest_offset;
-            std::memcpy(memory + (from - piece.extent_offset), data.at(from), to - from);
+            std::memcpy(destination(piece, from), data.at(from), to - from);
             bytes_ += to - from;
         });
     }
+    /// The destination of the bytes between the last end and a new one; null unless all of them go
+    /// to one stretch of host memory.
+    std::byte* straight(std::uint64_t end) const {
+        const ReadPlan::Piece* const piece = pieces_.only(end);
+        if (piece == nullptr || job_.buffers().on_device(piece->dest)) return nullptr;
+        return destination(*piece, pieces_.at());
+    }
+    /// Leaves out what lies before a new end.
+    void skip(std::uint64_t end) {
+        pieces_.advance(end, [](const auto&, std::uint64_t, std::uint64_t) {});
+    }
+    /// The last end.
+    std::uint64_t at() const { return pieces_.at(); }
     std::uint64_t bytes() const { return bytes_; }
 
   private:
+    std::byte* destination(const ReadPlan::Piece& piece, std::uint64_t from) const {
+        std::byte* const memory = job_.buffers().host(static_cast<std::size_t>(piece.dest));
+        return memory + piece.dest_offset + (from - piece.extent_offset);
+    }
+
     const ReadState& job_;
     PieceSteps pieces_;
     std::uint64_t bytes_ = 0;
@@ -79,6 +97,8 @@ class Cursor {
             if (at_ < span.end()) return;
         }
     }
+    /// Offset in the extent behind the last byte that was read.
+    std::uint64_t at() const { return at_; }
     std::uint64_t bytes() const { return bytes_; }
 
   private:
@@ -103,7 +123,7 @@ class Cursor {
     File& file_;
     const ReadPlan::Extent& extent_;
     std::span<const ReadPlan::Span> left_;
-    std::uint64_t at_ = 0;  // in the extent
+    std::uint64_t at_ = 0;
     std::uint64_t bytes_ = 0;
 };
 
@@ -168,38 +188,56 @@ class Share {
 
 }  // namespace
 
+std::vector<ReadPlan::Stretch> read_steps(const ReadState& job, const ReadPlan::Extent& extent) {
+    return cut_into_steps(extent.length, job.plan().checks(extent), longest_step(job));
+}
+
 Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
                        const Finishing& how) {
     const auto begin = Clock::now();
     Share verifying;
     Share placing;
     std::uint64_t verified = 0;
+    std::uint64_t straight = 0;  // bytes read straight to their destinations, step by step
+    const bool windowed = how.through_cache && !how.in_place;
     Cursor cursor(job, extent, how.file);
     Placing places(job, extent);
     DeviceCopies copies(job, extent);
     auto checks = job.plan().checks(extent);
-    const auto steps = cut_into_steps(extent.length, checks, kReadStep);
-    Window window(data, steps, how.through_cache && !how.in_place);
+    const auto steps = read_steps(job, extent);
+    Window window(data, steps, windowed);
     for (std::size_t i = 0; i < steps.size(); ++i) {
         const std::uint64_t step_end = steps[i].offset + steps[i].length;
         const StepMemory memory = window.open(i, steps[i]);
-        const auto read_to = [&](std::uint64_t end) {
-            if (how.through_cache) cursor.advance(end, memory);
-        };
-        const auto place_to = [&](std::uint64_t end) {
-            if (!how.in_place) placing.of([&] { places.advance(end, memory); });
+        // Bytes up to `end`, verified by a check if there is one. Those from `keep` on wait for the
+        // next check, which covers them, too.
+        const auto finish_to = [&](std::uint64_t end, std::uint64_t keep,
+                                   const ReadPlan::Check* check) {
+            const std::uint64_t from = places.at();
+            const bool may_be_straight =
+                windowed && keep == end && end - from >= kStraight && cursor.at() <= from;
+            std::byte* const dest = may_be_straight ? places.straight(end) : nullptr;
+            const StepMemory at =
+                dest != nullptr ? StepMemory{.first = dest, .offset = from} : memory;
+            if (how.through_cache) cursor.advance(end, at);
+            if (check != nullptr) {
+                verifying.of([&] { verify(job, extent, *check, at); });
+                verified += check->length;
+            }
+            if (dest != nullptr) {
+                straight += end - from;
+                places.skip(end);
+            } else if (!how.in_place) {
+                placing.of([&] { places.advance(keep, memory); });
+            }
         };
         for (; !checks.empty() && checks.front().offset < step_end; checks = checks.subspan(1)) {
             const ReadPlan::Check& check = checks.front();
             const std::uint64_t end = check.offset + check.length;
-            read_to(end);
-            verifying.of([&] { verify(job, extent, check, memory); });
-            verified += check.length;
-            // Bytes that the next check covers too wait for it.
-            place_to(checks.size() > 1 ? std::min(end, checks[1].offset) : end);
+            if (check.length >= kStraight) finish_to(check.offset, check.offset, nullptr);
+            finish_to(end, checks.size() > 1 ? std::min(end, checks[1].offset) : end, &check);
         }
-        read_to(step_end);
-        place_to(step_end);
+        finish_to(step_end, step_end, nullptr);
         if (!how.in_place) copies.advance(step_end, memory);
         window.close(i, copies, i + 1 == steps.size());
     }
@@ -217,6 +255,7 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
     note(Stage::verify, how.worker, checked, placed, verified);
     if (places.bytes() > 0) note(Stage::copy, how.track, placed, end, places.bytes());
     return {.bytes_read = cursor.bytes(),
+            .in_place_bytes = straight,
             .events = window.take(),
             .copied = copies.bytes(),
             .copies_begin = copies.begin()};

@@ -4,8 +4,10 @@
 #include <utility>
 
 #include "datastates/base/error.hpp"
+#include "datastates/base/page.hpp"
 #include "datastates/base/thread.hpp"
 #include "datastates/read/extent_place.hpp"
+#include "datastates/read/extent_read.hpp"
 #include "datastates/read/extent_steps.hpp"
 
 namespace datastates {
@@ -41,7 +43,7 @@ void Reader::run(const std::stop_token& stop) {
     while (wait_for_jobs(stop)) {
         begin_extents();
         wait();
-        if (halved_.use_count() == 1) halved_.reset();  // nobody uses the first half any more
+        if (windows_.use_count() == 1) windows_.reset();  // nobody uses its windows any more
         finish_jobs();
     }
 }
@@ -158,29 +160,32 @@ bool Reader::start_next(ReadRun& run) {
     return true;
 }
 
-/// The memory to read an extent into: its destination, or a block, which `reading` then holds. Two
-/// extents that pass through windows share a block. Null when there is no block now.
+/// The memory to read an extent into: its destination, a block, or a window in a block that others
+/// share. `reading` then holds the block. Null when there is no block now.
 std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached, bool through_cache) {
     ReadState& job = *run.job;
     if (std::byte* const dest = in_place(job, job.file(), reading.extent(), cached)) {
         run.stats.in_place_bytes += reading.extent().length;
         return dest;
     }
-    const bool half = through_cache && fits_into_half(job.plan(), reading.extent());
-    if (half && halved_) {
-        reading.block = std::move(halved_);
-        return reading.block->memory().data() + (cache_.block_bytes() / 2);
+    const std::size_t whole = cache_.block_bytes();
+    std::size_t bytes = whole;
+    if (through_cache) {
+        const std::uint64_t window = window_bytes(read_steps(job, reading.extent()));
+        bytes = pages_touched(0, window, page_size()) * page_size();
     }
-    reading.block = take_block(reading);
-    if (!reading.block) return nullptr;
-    if (half) halved_ = reading.block;
-    return reading.block->memory().data();
-}
-
-bool Reader::fits_into_half(const ReadPlan& plan, const ReadPlan::Extent& extent) const {
-    const std::size_t half = cache_.block_bytes() / 2;
-    if (extent.length <= half) return true;
-    return window_bytes(cut_into_steps(extent.length, plan.checks(extent), kReadStep)) <= half;
+    if (!windows_ || windows_end_ + bytes > whole) {
+        reading.block = take_block(reading);
+        if (!reading.block || bytes > whole / 2) {
+            return reading.block ? reading.block->memory().data() : nullptr;
+        }
+        windows_ = reading.block;
+        windows_end_ = 0;
+    }
+    reading.block = windows_;
+    std::byte* const window = windows_->memory().data() + windows_end_;
+    windows_end_ += bytes;
+    return window;
 }
 
 /// Null when there is no free block now. Waits for one if nothing else is under way.
@@ -190,7 +195,7 @@ std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
     if (!block && job.filled() != nullptr) {
         job.filled()->close();  // a read-ahead does not wait for blocks
     } else if (!block && reads_.size() == 0 && working_ == 0 && copying_.empty()) {
-        halved_.reset();
+        windows_.reset();
         block = cache_.acquire([&] { return !job.wants(reading.index); });
     }
     return block ? std::make_shared<Block>(std::move(*block)) : nullptr;
@@ -303,6 +308,7 @@ void Reader::take_worked(bool wait) {
         if (reading.kept) --working_kept_;
         if (reading.stream != nullptr) reading.run->streams.give_back(reading.stream);
         reading.run->stats.bytes_read += reading.bytes_read;
+        reading.run->stats.in_place_bytes += reading.finished.in_place_bytes;
         if (reading.finished.events.empty()) {
             end(reading);
             worked.pop_front();

@@ -11,10 +11,6 @@
 /// An extent is worked on step by step, so that its bytes stay in the processor's caches.
 namespace datastates {
 
-/// The longest step of a read. Two steps of each worker fit into the processor's caches, and a copy
-/// of as many bytes takes long beside the calls that start it.
-inline constexpr std::uint64_t kReadStep = std::uint64_t{2} << 20;
-
 /// Cuts an extent into steps of at most `longest` bytes, so that no check lies in two of them. A
 /// step is longer where checks that are longer, or overlap, leave no other cut. Together the steps
 /// are the whole extent.
@@ -68,6 +64,22 @@ class PieceSteps {
         while (!left_.empty() && left_.front().extent_end() <= end) left_ = left_.subspan(1);
         at_ = end;
     }
+
+    /// The piece, of one stretch, that has all bytes between the last end and a new one; null if
+    /// there is none, or another piece has some of them, too.
+    const ReadPlan::Piece* only(std::uint64_t end) const {
+        const ReadPlan::Piece* found = nullptr;
+        for (const ReadPlan::Piece& piece : left_) {
+            if (piece.extent_offset >= end) break;
+            if (piece.extent_end() <= at_) continue;
+            if (found != nullptr || piece.count != 1) return nullptr;
+            if (piece.extent_offset > at_ || piece.extent_end() < end) return nullptr;
+            found = &piece;
+        }
+        return found;
+    }
+    /// The last end.
+    std::uint64_t at() const { return at_; }
 
   private:
     template <typename Take>

@@ -53,7 +53,6 @@ class Reader : Unmovable {
     void take_over(ReadRun& run, ExtentsAhead& extents_ahead);
     bool start_next(ReadRun& run);
     std::byte* memory_for(ReadRun& run, Reading& reading, bool cached, bool through_cache);
-    bool fits_into_half(const ReadPlan& plan, const ReadPlan::Extent& extent) const;
     std::shared_ptr<Block> take_block(const Reading& reading);
     void wait();
     void reap();
@@ -74,11 +73,12 @@ class Reader : Unmovable {
     // Used by the thread only.
     ReadRuns runs_;  // in their order; only the last one has extents that have not begun
     StorageReads reads_;
-    std::size_t working_ = 0;        // extents that workers have
-    std::size_t working_kept_ = 0;   // of these, extents that were read ahead
-    Readings copying_;               // their bytes are being copied to devices
-    std::shared_ptr<Block> halved_;  // its second half is free
-    bool lacks_room_ = false;        // another extent would begin, had it room or a block
+    std::size_t working_ = 0;         // extents that workers have
+    std::size_t working_kept_ = 0;    // of these, extents that were read ahead
+    Readings copying_;                // their bytes are being copied to devices
+    std::shared_ptr<Block> windows_;  // shared by extents, each with a window of it
+    std::size_t windows_end_ = 0;     // from here on it is free
+    bool lacks_room_ = false;         // another extent would begin, had it room or a block
     Tracks tracks_;
     std::jthread thread_;  // last: joins first
 };

@@ -35,7 +35,7 @@ using ReadRuns = std::list<ReadRun>;
 struct Reading {
     ReadRun* run;
     std::size_t index;             // in the job's plan
-    std::shared_ptr<Block> block;  // none: read in place. Another extent may have its other half.
+    std::shared_ptr<Block> block;  // none: read in place. Other extents may share it.
     std::byte* data;               // the place of the extent's first byte
     std::uint32_t track;
     Clock::time_point begin;
