@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from datastates._base.files import read_bytes, will_need
+from datastates._base.files import read_bytes
 from datastates.container.file import Container
 from datastates.container.rows import reference
 from datastates.container.table import Row
@@ -212,8 +212,6 @@ class Reads:
         records = min(AHEAD_RECORDS, int(np.searchsorted(offset, end)))
         complete = records == len(offset)
         plan = read.plan_ahead(source.chunks(0, records), room, complete=complete, extent_nbytes=extent_nbytes)
-        if not self._ahead:  # behind the data it would wait for its turn
-            will_need(source.path, source.index.pickle_offset, source.index.pickle_nbytes)
         self._ahead[source] = executor.read_ahead(source.path, plan)
         self._extents_ahead += len(plan.extent_offset)
         return self._extents_ahead < executor.most_ahead

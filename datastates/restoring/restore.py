@@ -160,8 +160,10 @@ class Restore:
     def _look(self, *, reads_ahead: bool) -> None:
         pickle_reader.check_trust(self._trust)
         wants_all = reads_ahead and self._replicas == "read" and self._scope.is_all
-        if wants_all and self._own is not None and self._ranks == 1:
-            self._read_ahead(self._own, lambda ranks: ranks)
+        if wants_all and self._own is not None:
+            self._own.expect_objects(self._meeting.rank)
+            if self._ranks == 1:
+                self._read_ahead(self._own, lambda ranks: ranks)
         if self._own is None or self._scope.rename:
             named = [] if self._own else [p.name for p in walk_unique(self._providers) if p.takes_parts]
             self._live_keys = LiveKeys(self._stored.keys, self._scope.rename, named)

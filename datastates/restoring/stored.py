@@ -173,6 +173,15 @@ class Stored:
             file, expected = container_name(rank), self.catalog.container(rank)
         return Named(head.path / file, *expected, _identity(head.step, rank, head.ranks, head.attempt))
 
+    def expect_objects(self, rank: int) -> None:
+        """Ask the system for the objects of a rank's container, before it is asked for data that they would wait for.
+
+        Raises:
+            FormatError, StorageError: As :meth:`container` does.
+        """
+        if rank < self.head.ranks and (one := self.container(rank)) is not None:
+            files.will_need(one.path, one.index.pickle_offset, one.index.pickle_nbytes)
+
     def base(self, provider: str, rank: int) -> Container | None:
         """The container that a rank takes a provider's objects from; None if no container has the provider.
 
