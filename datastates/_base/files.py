@@ -17,6 +17,7 @@ from datastates.errors import StorageError
 ABSENT = (errno.ENOENT, errno.ESTALE)
 """What system calls report of a file that another process has deleted; the second one on NFS."""
 _AT_ONCE = 32
+_ADVISED = 512 << 10
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
 """What file systems report of a way to rename that they lack."""
@@ -132,7 +133,9 @@ def write_file(path: Path, data: bytes) -> None:
 def will_need(path: Path, offset: int, nbytes: int) -> None:
     """Ask the system to read a range into the page cache meanwhile. What fails here fails again when it is read."""
     with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
+        end = offset + nbytes
+        for at in range(offset, end, _ADVISED):  # a call reads no more than the device takes in one request
+            os.posix_fadvise(file.fileno(), at, min(_ADVISED, end - at), os.POSIX_FADV_WILLNEED)
 
 
 def length(path: Path) -> int:

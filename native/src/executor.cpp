@@ -16,6 +16,8 @@ namespace {
 
 // Room in a block to widen a read to whole pages on both sides.
 constexpr std::uint64_t kReadMargin = 8192;
+// While the extents of one block end, others begin in the next.
+constexpr std::size_t kFewBlocks = 3;
 constexpr const char* kMemory = "memory";
 // The storage may complete all its writes at once; then as many are queued already.
 constexpr unsigned kWritesPerRead = 2;
@@ -257,13 +259,13 @@ void Executor::require_blocks(const ReadPlan& plan) const {
 }
 
 /// The blocks to reserve for a read: as many as it uses at a time, see Reader::has_room(). Extents
-/// of a file in memory share blocks. They use somewhat more when they do not end in their order;
-/// then some workers wait.
+/// of a file in memory share blocks, and a block is free again once all of them have ended. So they
+/// may use somewhat more; then some workers wait.
 std::size_t Executor::most_blocks(const ReadState& state) const {
     const std::size_t worked = queue_depth_ + workers_.size();
     if (!state.memory_backed()) return queue_depth_ + worked;
     const std::size_t windows = std::max(cache_.block_bytes() / (2 * longest_step(state)), 1UL);
-    return (worked + windows - 1) / windows;
+    return std::max((worked + windows - 1) / windows, std::min(worked, kFewBlocks));
 }
 
 void Executor::admit(const std::shared_ptr<ReadState>& state, std::size_t blocks) {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from elastic_state import LAYOUTS, SHAPES, check, live_nbytes, reseal, restore, 
 
 import datastates as ds
 from datastates.commit.manifest import container_name
+from datastates.container.file import Container
+from datastates.container.index import StoredObject
 from datastates.errors import CorruptError
 from datastates.executor.executor import Executor
 from datastates.planning.plans import ReadPlan
@@ -92,6 +97,32 @@ def test_only_what_is_wanted_whole_is_read_ahead(
     for restored, _ in outcomes:  # nothing was read again
         assert restored.read_nbytes - restored.shared_nbytes <= 1.05 * restored.needed_nbytes
     assert sorted(begun) == [container_name(rank) for rank in expected]
+
+
+def test_objects_are_asked_for_before_any_is_read(
+    threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the data that other ranks ask for they would come late."""
+    save(threads, tmp_path / "c", "rows", 2)
+    told: dict[int, list[tuple[object, ...]]] = defaultdict(list)
+    real = Container.read_object
+
+    def advise(file: int, *words: int) -> None:
+        told[get_ident()].append(words)
+
+    def read_object(one: Container, stored: StoredObject) -> bytes:
+        index = one.index
+        told[get_ident()].append(("read", index.pickle_offset, index.pickle_nbytes, os.POSIX_FADV_WILLNEED))
+        return real(one, stored)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(Container, "read_object", read_object)
+    check(restore(threads, tmp_path / "c", "rows", 2), 2)
+    by_rank = [words for words in told.values() if any("read" in some for some in words)]
+    assert len(by_rank) == 2
+    for words in by_rank:
+        first = next(i for i, some in enumerate(words) if "read" in some)
+        assert words[first][1:] in words[:first]
 
 
 def test_little_states_are_read_verified_as_a_whole(threads: Any, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import datastates as ds
 from datastates._base.sizes import CHUNK
 from datastates.container import zip_frames
-from datastates.container.file import open_container
 from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.planning import read, write
@@ -178,23 +177,6 @@ def test_a_single_restore_reads_ahead(tmp_path: Path, begun: Begun) -> None:
     ds.restore([provider_of(live)], tmp_path / "one", **OPTIONS)
     assert begun.nbytes_left() == [0]
     assert all(np.array_equal(live[key], saved[key]) for key in saved)
-
-
-def test_objects_are_asked_for_before_data(tmp_path: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
-    live = state_of(1)
-    path = tmp_path / "one"
-    ds.snapshot([provider_of(live)], path, **OPTIONS).wait_committed()
-    asked: list[tuple[int, int]] = []
-
-    def advise(file: int, offset: int, nbytes: int, advice: int) -> None:
-        assert not begun
-        asked.append((offset, nbytes))
-
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    ds.restore([provider_of(live)], path, **OPTIONS)
-    index = open_container(next(path.glob("*.pt"))).index
-    assert (index.pickle_offset, index.pickle_nbytes) in asked
-    assert len(begun) == 1
 
 
 def test_what_does_not_fit_changes_nothing_and_leaves_the_cache_free(tmp_path: Path, begun: Begun) -> None:

@@ -41,9 +41,9 @@ std::vector<ReadPlan::Stretch> read_steps(const ReadState& job, const ReadPlan::
 /// to their destinations, and starts the copies of its pieces for devices. It copies only bytes
 /// that it has verified. What it reads itself goes straight to its destination, and is verified
 /// there, where it is a long stretch of host memory. The rest passes through the first few
-/// megabytes of `data` only, see window_bytes(), which then stay in the processor's caches. Throws
-/// Error "corrupt" for the first checksum that does not match or for a file that is too short,
-/// Error "io" for a read that fails, and Error "cuda" for a copy; then no copy is running.
+/// megabytes of `data` only, see window_bytes(), which then stay in the processor's caches.
+/// Throws Error "corrupt" for the first checksum that does not match or for a file that is too
+/// short, "io" for a read that fails, and "cuda" for a copy. Then no copy is running.
 Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte* data,
                        const Finishing& how);
 
