@@ -107,7 +107,8 @@ class PackedKeys(Sequence[str]):
         # words[i] is the eight bytes from i on as a number; for the last ones the data is padded
         padded = self.data + bytes(8)
         words: U64 = np.ndarray(len(self.data) + 1, "<u8", padded, 0, (1,))
-        result = nbytes.astype(np.uint64)
+        # multiplied, as a number of bytes alone would cancel a first word that is equal to it
+        result = (nbytes.astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
         short = nbytes <= _LONG
         longest = int(nbytes[short].max(initial=0))
         for at in range(0, longest, 8):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datastates.container.key_table import KeyLookup, PackedKeys
@@ -29,6 +29,7 @@ def test_packed_keys_are_the_strings(strings: list[str]) -> None:
 
 
 @given(st.lists(TEXT, min_size=2, max_size=20))
+@example(["", "\x01", "\x02\x00"])  # bytes that are the number of bytes
 def test_equal_keys_have_one_hash_and_others_their_own(strings: list[str]) -> None:
     hashes = PackedKeys.of(strings).hashes().tolist()
     assert len(set(hashes)) == len(set(strings))
