@@ -1,4 +1,4 @@
-"""Saves that are begun in one of three ways, while training goes on."""
+"""Saves that are begun in one of three ways, while training goes on, and a planner by which they fail."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from datastates.adapters import dcp as ours
@@ -84,3 +85,31 @@ def stays(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
     begin = time.monotonic()
     step(module, optimizer)
     return time.monotonic() - begin
+
+
+class Failing(DefaultSavePlanner):
+    """A planner that raises ``ValueError("my own reason")`` at one step."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def create_local_plan(self) -> Any:
+        if self.where == "local":
+            raise ValueError("my own reason")
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        if self.where == "global":
+            raise ValueError("my own reason")
+        return super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        if self.where == "finish":
+            raise ValueError("my own reason")
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if self.where == "data":
+            raise ValueError("my own reason")
+        return super().resolve_data(write_item)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hold import held
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from saves import Failing
 
 from datastates import _native
 from datastates._base import faults
@@ -150,32 +150,6 @@ def test_a_rank_that_misses_a_plan_does_not_go_by_the_one_before(
     assert None not in save(together, writers, tmp_path / "1", 1.0, change)
     assert save(together, writers, tmp_path / "2", 2.0, change) == [None] * RANKS
     same(loaded(tmp_path / "2", whole()), whole(2.0))
-
-
-class Failing(DefaultSavePlanner):
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-
-    def create_local_plan(self) -> Any:
-        if self.where == "local":
-            raise ValueError("my own reason")
-        return super().create_local_plan()
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        if self.where == "global":
-            raise ValueError("my own reason")
-        return super().create_global_plan(all_plans)
-
-    def finish_plan(self, new_plan: Any) -> Any:
-        if self.where == "finish":
-            raise ValueError("my own reason")
-        return super().finish_plan(new_plan)
-
-    def resolve_data(self, write_item: Any) -> Any:
-        if self.where == "data" and write_item.index.fqn == "w":
-            raise ValueError("my own reason")
-        return super().resolve_data(write_item)
 
 
 @pytest.mark.parametrize(

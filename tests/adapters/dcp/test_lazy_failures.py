@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hold import GATE, held
-from saves import AT_ONCE, WAYS, Save, state_of, stays
+from saves import AT_ONCE, WAYS, Failing, Save, state_of, stays
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -35,27 +35,6 @@ from states import SMALL, big, copied, files, loaded, same, step
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
 
 
-class Failing(DefaultSavePlanner):
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self._where = where
-
-    def create_local_plan(self) -> Any:
-        if self._where == "local":
-            raise ValueError("no local plan")
-        return super().create_local_plan()
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        if self._where == "global":
-            raise ValueError("no global plan")
-        return super().create_global_plan(all_plans)
-
-    def resolve_data(self, write_item: Any) -> Any:
-        if self._where == "data":
-            raise ValueError("no data")
-        return super().resolve_data(write_item)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("where", ["local", "global", "data"])
 def test_a_planner_that_raises_frees_the_optimizer(
@@ -65,7 +44,7 @@ def test_a_planner_that_raises_frees_the_optimizer(
     writer = DataStatesStorageWriter(**SMALL)
     save = Save(way, writer, state_of(module, optimizer), tmp_path / "failed", planner=Failing(where))
     assert stays(module, optimizer) < AT_ONCE
-    assert f"no {where}" in str(save.error())
+    assert "my own reason" in str(save.error())
     if way == "stager":
         save.staged.result(timeout=AT_ONCE)  # a caller that waits for the staging may go on, too
     assert not list((tmp_path / "failed").glob("*"))
