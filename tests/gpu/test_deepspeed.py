@@ -74,9 +74,9 @@ def test_training_goes_on_alike(ranks: Any, tmp_path: Path, count: int, dtype: s
 @pytest.mark.skipif(gpus < 2, reason=f"needs 2 GPUs, {gpus} here: did NOT run")
 def test_one_gpu_resumes_what_two_have_saved_and_the_other_way_round(ranks: Any, tmp_path: Path) -> None:
     loop = TESTS / "adapters" / "deepspeed" / "elastic_loop.py"
-    ranks(2, loop, tmp_path, "save", "load=2", timeout=150)
-    ranks(1, loop, tmp_path, "load=2", "save", timeout=150)
-    ranks(2, loop, tmp_path, "load=1", "refuse", timeout=150)
+    ranks(2, loop, tmp_path, "all", "save", "load=2", timeout=150)
+    ranks(1, loop, tmp_path, "all", "load=2", "save", timeout=150)
+    ranks(2, loop, tmp_path, "all", "load=1", "refuse", timeout=150)
 
 
 @needs_deepspeed

@@ -1,6 +1,7 @@
 """One rank of a job that saves checkpoints with DeepSpeed, and loads those of jobs of another size.
 
-Arguments: a folder, then the actions in order: ``save``, ``load=N`` (what N ranks have saved), or ``refuse``.
+Arguments: a folder, the cases with commas between them or ``all``, then the actions in order: ``save``, ``load=N``
+(what N ranks have saved), or ``refuse``.
 """
 
 from __future__ import annotations
@@ -284,12 +285,13 @@ def refuse(case: str) -> None:
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    for word in sys.argv[2:]:
+    cases = CASES if sys.argv[2] == "all" else sys.argv[2].split(",")
+    for word in sys.argv[3:]:
         if word == "refuse":
             refuse("zero-1")
             refuse("zero-3")
             continue
-        for case in CASES:
+        for case in cases:
             if word == "save":
                 save(case)
             else:

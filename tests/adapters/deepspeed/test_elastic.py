@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 from deepspeed_ranks import RANKS
 
-pytestmark = pytest.mark.long
-
 LOOP = Path(__file__).parent / "elastic_loop.py"
 
 
+def test_one_rank_resumes_what_two_have_saved(ranks: Any, tmp_path: Path) -> None:
+    ranks(2, LOOP, tmp_path, "zero-1", "save", **RANKS)
+    ranks(1, LOOP, tmp_path, "zero-1", "load=2", **RANKS)
+
+
+@pytest.mark.long
 def test_every_size_resumes_what_every_other_has_saved(ranks: Any, tmp_path: Path) -> None:
     def run(n: int, *words: str) -> None:
-        ranks(n, LOOP, tmp_path, *words, **RANKS)
+        ranks(n, LOOP, tmp_path, "all", *words, **RANKS)
 
     run(2, "save")
     run(3, "load=2", "save")
