@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # what these tests share
 
 
 @pytest.fixture(scope="session")
