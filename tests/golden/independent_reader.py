@@ -18,25 +18,8 @@ import torch
 ITEMSIZE = (8, 4, 2, 2, 8, 4, 2, 1, 1, 1, 8, 16, 2, 4, 8, 4, 1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, *[1] * 8)
 CODES = {0: "<d", 1: "<f", 2: "<e", 4: "<q", 5: "<i", 6: "<h", 7: "<b", 8: "<B", 9: "<?", 12: "<H", 13: "<I", 14: "<Q"}
 CHUNK = 262144
-STORAGES = dict(
-    enumerate(
-        [
-            "Double",
-            "Float",
-            "Half",
-            "BFloat16",
-            "Long",
-            "Int",
-            "Short",
-            "Char",
-            "Byte",
-            "Bool",
-            "ComplexFloat",
-            "ComplexDouble",
-        ]
-    )
-)
-STORAGES = {code: f"{name}Storage" for code, name in STORAGES.items()}
+_WITH_STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+STORAGES = {code: f"{name}Storage" for code, name in enumerate((*_WITH_STORAGES, "ComplexFloat", "ComplexDouble"))}
 NAMES = [
     "float64",
     "float32",
@@ -122,12 +105,7 @@ def read_records(data: bytes, index: dict[str, Any]) -> list[bytes]:
         assert header == position
         name = f"archive/data/{i}".encode()
         padding = begin - header - 30 - len(name) - 24
-        assert data[header:begin] == (
-            struct.pack("<4s5H3I2H", b"PK\3\4", 45, 8, 0, 0, 0x21, 0, 2**32 - 1, 2**32 - 1, len(name), 24 + padding)
-            + name
-            + struct.pack("<2H2Q2H", 1, 16, nbytes, nbytes, 0x4246, padding)
-            + archives.get(i, bytes(padding))
-        )
+        assert data[header:begin] == local_header(name, 8, 0, nbytes, archives.get(i, bytes(padding)))
         record = data[begin : begin + nbytes]
         assert zlib.crc32(record) == crc
         assert [zlib.crc32(record[a : a + CHUNK]) for a in range(0, nbytes, CHUNK)] == list(chunks)
@@ -143,11 +121,10 @@ def read_records(data: bytes, index: dict[str, Any]) -> list[bytes]:
     return records
 
 
-def local_header(name: bytes, flags: int, crc: int, nbytes: int, padding: int = 0) -> bytes:
-    fixed = struct.pack(
-        "<4s5H3I2H", b"PK\3\4", 45, flags, 0, 0, 0x21, crc, 2**32 - 1, 2**32 - 1, len(name), 24 + padding
-    )
-    return fixed + name + struct.pack("<2H2Q2H", 1, 16, nbytes, nbytes, 0x4246, padding) + bytes(padding)
+def local_header(name: bytes, flags: int, crc: int, nbytes: int, padding: bytes = b"") -> bytes:
+    unknown, more = 2**32 - 1, len(padding)
+    fixed = struct.pack("<4s5H3I2H", b"PK\3\4", 45, flags, 0, 0, 0x21, crc, unknown, unknown, len(name), 24 + more)
+    return fixed + name + struct.pack("<2H2Q2H", 1, 16, nbytes, nbytes, 0x4246, more) + padding
 
 
 def central_header(name: bytes, flags: int, crc: int, nbytes: int, offset: int) -> bytes:
@@ -161,11 +138,17 @@ def integer(n: int) -> bytes:
     return b"K" + bytes([n]) if n < 256 else b"M" + struct.pack("<H", n) if n < 65536 else b"J" + struct.pack("<i", n)
 
 
+def integers(several: Any) -> bytes:
+    return b"(" + b"".join(map(integer, several)) + b"t"
+
+
+def text(s: str) -> bytes:
+    return b"X" + struct.pack("<I", len(s)) + s.encode()
+
+
 def array_pickle(dtype: int, elements: int, offset: int, shape: Any, stride: Any) -> bytes:
     """What ``torch.save`` writes for a tensor in record 0, in the form that the format's page gives."""
     size = ITEMSIZE[dtype]
-    text = lambda s: b"X" + struct.pack("<I", len(s)) + s.encode()  # noqa: E731
-    integers = lambda numbers: b"(" + b"".join(map(integer, numbers)) + b"t"  # noqa: E731
     storage = STORAGES.get(8 if dtype >= 27 else dtype)  # what torch lacks is written as uint8
     name = f"ctorch\n{storage}\n" if storage else "ctorch.storage\nUntypedStorage\n"
     return (
@@ -215,7 +198,7 @@ def read_archives(data: bytes, index: dict[str, Any]) -> dict[int, bytes]:
             entries.append((b"archive/" + name, 0, zlib.crc32(content), len(content), len(leading)))
             leading += local_header(b"archive/" + name, 0, zlib.crc32(content), len(content)) + content
         room = begin[i] - header[i] - at - len(leading)
-        inner = local_header(b"archive/data/0", 8, 0, nbytes[i], room - 30 - 14 - 24)
+        inner = local_header(b"archive/data/0", 8, 0, nbytes[i], bytes(room - 30 - 14 - 24))
         own = 30 + len(f"archive/data/{i}") + 24
         found[i] = bytes(80 - own) + ending + leading + inner
         archive = header[i] + at

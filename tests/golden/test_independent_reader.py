@@ -24,6 +24,7 @@ from independent_reader import (
     read_digests,
     read_index,
     read_manifest,
+    text,
     values,
 )
 
@@ -129,10 +130,6 @@ def test_frame_of_data_pkl_is_as_specified(data: bytes) -> None:
     index, _, _ = read_index(data)
     begin, nbytes, _ = index["pickle"]
     first, last = index["objects"]
-
-    def text(s: str) -> bytes:
-        return b"X" + struct.pack("<I", len(s)) + s.encode()
-
     assert data[begin : first[2]] == b"\x80\x02}(" + text("state")
     between = data[first[2] + first[3] : last[2]]
     assert between.startswith(text("host") + b"}(" + text("weights") + b"ctorch._utils\n_rebuild_tensor_v2\n((")
