@@ -168,10 +168,13 @@ def _place(rank: int, n: int, port: str) -> dict[str, str]:
     return {**{k: str(v) for k, v in numbers.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[str]:
+    """A port that the system gives no other process. A server that sets SO_REUSEADDR can still listen on it."""
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("", 0))
+        yield str(keeper.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -194,25 +197,25 @@ def _processes(directory: Path, fork_server: Callable[..., ForkServer]) -> Itera
         if isinstance(script, str):
             (logs / "script.py").write_text(textwrap.dedent(script))
             script = logs / "script.py"
-        port = str(_free_port())
         server = fork_server(imported, {**SHARED, **variables}) if imported else None
         args = [str(script), *map(str, arguments)]
         processes: list[Process] = []
-        for rank in range(n):
-            place = {} if alone else _place(rank, n, port)
-            environment = {**os.environ, **SHARED, **place, **variables}
-            with (logs / f"{rank}.out").open("w") as out, (logs / f"{rank}.err").open("w") as err:
-                process: Process
-                if server is not None and server.serves(environment):
-                    process = server.start(args, environment, out, err)
-                else:
-                    command = [sys.executable, *args]
-                    process = subprocess.Popen(
-                        command, env=environment, stdout=out, stderr=err, text=True, start_new_session=True
-                    )
-            processes.append(process)
-            started.append(process)
-        problem = _wait(processes, timeout, may_fail)
+        with _reserved_port() as port:
+            for rank in range(n):
+                place = {} if alone else _place(rank, n, port)
+                environment = {**os.environ, **SHARED, **place, **variables}
+                with (logs / f"{rank}.out").open("w") as out, (logs / f"{rank}.err").open("w") as err:
+                    process: Process
+                    if server is not None and server.serves(environment):
+                        process = server.start(args, environment, out, err)
+                    else:
+                        command = [sys.executable, *args]
+                        process = subprocess.Popen(
+                            command, env=environment, stdout=out, stderr=err, text=True, start_new_session=True
+                        )
+                processes.append(process)
+                started.append(process)
+            problem = _wait(processes, timeout, may_fail)
         for process in processes:
             _kill(process)
         done = [
