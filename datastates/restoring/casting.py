@@ -60,7 +60,7 @@ def can_cast(row: Row, shard: Shard) -> bool:
         ImportError: The stored type needs torch or ml_dtypes and neither is installed.
     """
     fits = {row.dtype.name, shard.dtype} <= FLOATS and row.global_shape == shard.global_shape
-    if not fits or memory.why_not_writable(shard.source) is not None:
+    if not fits or memory.why_not_writable(shard) is not None:
         return False
     _landing(row, shard, (0,))
     return True

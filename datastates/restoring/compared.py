@@ -114,10 +114,10 @@ class Compared(ABC):
                 raise ProviderError(f"destinations() gave {shard.key!r}, which the checkpoint does not hold")
             if (flaw := arrays.flaw(shard)) is not None:
                 raise ProviderError(f"destinations() gave {full_key(self.name, shard.key)!r}, which {flaw}")
-            difference = _difference(row, shard)
-            is_cast = difference is not None and self._cast and can_cast(row, shard)
-            if difference is not None and not is_cast:
-                self.report(mismatched={shard.key: difference})
+            found = difference(row, shard)
+            is_cast = found is not None and self._cast and can_cast(row, shard)
+            if found is not None and not is_cast:
+                self.report(mismatched={shard.key: found})
             elif received and part_key(self.name, shard) in received:
                 restored.append(shard)
                 if is_cast:
@@ -176,10 +176,10 @@ class Compared(ABC):
         return (key_hash(self.stored_key(key)) for key in self._asked)
 
 
-def _difference(row: Row, shard: Shard) -> str | None:
+def difference(row: Row, shard: Shard) -> str | None:
     """Why a live part cannot be restored from the stored logical tensor, for a message; None if it can."""
     stored, wanted = (row.dtype.name, row.global_shape), (shard.dtype, shard.global_shape)
     if stored != wanted:
         texts = [f"{dtype} of shape {shape}" for dtype, shape in (stored, wanted)]
         return f"{texts[0]} in the checkpoint, {texts[1]} in the live state"
-    return memory.why_not_writable(shard.source)
+    return memory.why_not_writable(shard, row.stride)

@@ -16,7 +16,7 @@ from datastates.container.rows import DataPlace, StoredRows, logical
 from datastates.container.table import Row
 from datastates.errors import FormatError, ProviderError
 from datastates.restoring.broadcast import PartKey
-from datastates.restoring.compared import Compared
+from datastates.restoring.compared import Compared, difference
 from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.read_queue import Ranges
 from datastates.restoring.reads import Reads
@@ -237,12 +237,15 @@ class SavedState(Compared, Saved):
             return False
         count, straight = tensor_scan.contiguous(live.ndim, live.dims, live.strides)
         straight &= tensor_scan.contiguous(stored.ndim, stored.dims, stored.strides)[1]
+        apart = [(self.rows[shards.keys[i]], shards[i]) for i in np.flatnonzero(~straight).tolist()]
+        if any(difference(row, shard) for row, shard in apart):
+            return False
         nbytes = count.astype(np.uint64) * tensor_scan.ITEMSIZES[stored.dtype]
         places = live.address, live.device, streams.streams(live.device)
         columns = stored.file_offset, nbytes, *places, stored.whole, np.full(len(nbytes), "", object)
         reads.add_many(self._base, Ranges(*(column[straight] for column in columns)), shards.values)
-        for i in np.flatnonzero(~straight).tolist():
-            reads.add(self._base, self.rows[shards.keys[i]], shards[i])
+        for row, shard in apart:
+            reads.add(self._base, row, shard)
         self._alike = shards
         return True
 

@@ -11,8 +11,8 @@ import numpy as np
 from datastates._base.loaded import loaded
 from datastates.state import dressed, dtensors, dtypes
 from datastates.state.arrays import _view, kind_of
-from datastates.state.shards import ArrayRef
-from datastates.state.strides import span
+from datastates.state.shards import ArrayRef, Shard
+from datastates.state.strides import overlap, span
 
 
 def allocate(kind: str, nbytes: int, device: Any = None) -> Any:
@@ -166,10 +166,16 @@ def note_rewritten(values: Sequence[object]) -> None:
             torch.autograd.graph.increment_version(dtensors.local(value))
 
 
-def why_not_writable(array: Any) -> str | None:
-    """Why an array cannot be restored in place, for a message; None if it can."""
-    if isinstance(array, np.ndarray):
-        return None if array.flags.writeable else "the live array is read-only"
+def why_not_writable(shard: Shard, stride: Sequence[int] | None = None) -> str | None:
+    """Why an array cannot be restored in place, for a message; None if it can.
+
+    ``stride`` are the strides of the stored array. With these, elements that share memory are all stored as one.
+    """
+    array: Any = shard.source
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        return "the live array is read-only"
     if kind_of(array) == "jax":
         return "the live array is of JAX, which from_pytree alone replaces"
+    if shard.stride != stride and overlap(shard.shape, shard.stride):
+        return "elements of the live array share memory, and those in the checkpoint do not"
     return None

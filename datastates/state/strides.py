@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -44,3 +45,19 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return 0 in shape
         expected *= size
     return True
+
+
+def overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether several elements lie at one place."""
+    if 0 in shape:
+        return False
+    steps = sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1)
+    spans = itertools.accumulate(((size - 1) * step for step, size in steps), initial=1)
+    if all(step >= below for (step, _), below in zip(steps, spans, strict=False)):
+        return False
+    if steps[0][0] == 0 or math.prod(shape) > span(shape, stride):
+        return True
+    places = np.zeros(1, np.int64)
+    for step, size in steps:
+        places = np.unique(np.add.outer(places, step * np.arange(size)))
+    return len(places) < math.prod(shape)

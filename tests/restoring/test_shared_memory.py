@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 import datastates as ds
 from datastates.errors import RestoreError
@@ -69,3 +70,41 @@ def test_views_of_numpy_are_refused_where_they_hold_other_bytes(tmp_path: Path) 
     with pytest.raises(RestoreError, match="shares live memory"):
         ds.restore([from_state_dict("s", {**VIEWS["tails"](live[:12]), "tail": live[4:]})], path)
     assert not live.any()
+
+
+OVERLAPPING: dict[str, Callable[[], Any]] = {
+    "numpy, one element": lambda: as_strided(np.zeros(1), (4, 3), (0, 0)),
+    "numpy, windows": lambda: sliding_window_view(np.zeros(6), 3, writeable=True),
+    "torch, expanded": lambda: torch.zeros(3, dtype=torch.float64).expand(4, 3),
+    "torch, windows": lambda: torch.zeros(6, dtype=torch.float64).unfold(0, 3, 1),
+    "torch, rows that interlock": lambda: torch.zeros(17, dtype=torch.float64).as_strided((4, 3), (4, 2)),
+}
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("which", OVERLAPPING)
+def test_an_array_whose_elements_share_memory_is_refused(which: str, cast: bool, tmp_path: Path) -> None:
+    dtype = torch.float32 if cast else torch.float64
+    path = saved({"a": torch.arange(12, dtype=dtype).reshape(4, 3), "b": torch.ones(3)}, tmp_path / "c")
+    live, other = OVERLAPPING[which](), torch.zeros(3)
+    with pytest.raises(RestoreError, match="'s/a'.*share memory" if not cast else "'s/a'"):
+        ds.restore([from_state_dict("s", {"a": live, "b": other})], path, cast=cast)
+    assert (live == 0).all()
+    assert other.sum() == 0
+
+
+@pytest.mark.parametrize("which", OVERLAPPING)
+def test_such_an_array_is_restored_into_one_like_it(which: str, tmp_path: Path) -> None:
+    array, live = OVERLAPPING[which](), OVERLAPPING[which]()
+    array[-1, -1] = 7.0
+    path = saved({"a": array}, tmp_path / "c")
+    ds.restore([from_state_dict("s", {"a": live})], path)
+    assert (live == array).all()
+    assert (live != 0).any()
+
+
+def test_rows_that_interlock_without_sharing_memory_are_restored(tmp_path: Path) -> None:
+    path = saved({"a": torch.arange(6.0).reshape(3, 2)}, tmp_path / "c")
+    live = torch.zeros(8).as_strided((3, 2), (2, 3))
+    ds.restore([from_state_dict("s", {"a": live})], path)
+    assert torch.equal(live, torch.arange(6.0).reshape(3, 2))
