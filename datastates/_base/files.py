@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +51,13 @@ def remove_folder(path: Path) -> None:
             raise error[1]
 
     shutil.rmtree(path, onerror=tolerate)
+
+
+def open_file(path: Path) -> int:
+    """Open a file to read it; returns the descriptor. Raises OSError, also for a pipe, which might never open."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise StorageError(0, "open", str(path), f"open {path}: it is not a regular file")
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 @contextlib.contextmanager
@@ -132,7 +140,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def will_need(path: Path, offset: int, nbytes: int) -> None:
     """Ask the system to read a range into the page cache meanwhile. What fails here fails again when it is read."""
-    with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+    with contextlib.suppress(OSError), os.fdopen(open_file(path), "rb", buffering=0) as file:
         end = offset + nbytes
         for at in range(offset, end, _ADVISED):  # a call reads no more than the device takes in one request
             os.posix_fadvise(file.fileno(), at, min(_ADVISED, end - at), os.POSIX_FADV_WILLNEED)
@@ -170,7 +178,7 @@ def read_bytes(path: Path) -> Callable[[int, int], bytes]:
     """
 
     def read(offset: int, length: int) -> bytes:
-        with storage_errors("read", path), path.open("rb", buffering=0) as file:
+        with storage_errors("read", path), os.fdopen(open_file(path), "rb", buffering=0) as file:
             parts = []
             while length:
                 part = os.pread(file.fileno(), length, offset)

@@ -283,10 +283,10 @@ def open(path: Path) -> Manifest:
     """
     file = path / FILE
     try:
-        with files.syscall("read", file):
-            if file.stat().st_size > _MAX_NBYTES:
+        with files.syscall("read", file), os.fdopen(files.open_file(file), "rb") as stream:
+            if os.fstat(stream.fileno()).st_size > _MAX_NBYTES:
                 raise FormatError(f"{file}: too long for a manifest")
-            data = file.read_bytes()
+            data = stream.read()
     except StorageError as error:
         refuse_missing(path, error)
         raise

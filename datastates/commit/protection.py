@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         with files.syscall("open", path / manifest.FILE):
-            fd = os.open(path / manifest.FILE, os.O_RDONLY | os.O_CLOEXEC)
+            fd = files.open_file(path / manifest.FILE)
     except StorageError as error:
         manifest.refuse_missing(path, error)
         raise

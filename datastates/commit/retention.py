@@ -93,7 +93,7 @@ def remove(path: Path) -> bool:
     left = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
         with files.syscall("open", path / manifest.FILE):
-            fd = os.open(path / manifest.FILE, os.O_RDONLY | os.O_CLOEXEC)
+            fd = files.open_file(path / manifest.FILE)
         try:
             if locks.try_lock(fd) is False:
                 return False

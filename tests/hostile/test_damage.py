@@ -185,3 +185,14 @@ def test_damaged_object_is_named_by_verify_and_by_restore(checkpointer: Checkpoi
     with pytest.raises(DatastatesError, match="loop"):
         checkpointer.restore(state.providers())
     assert state.take() == State(0).take()
+
+
+@pytest.mark.parametrize("name", ["rank-00000.pt", "manifest.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(checkpointer: Checkpointer, container: Path, name: str) -> None:
+    container.with_name(name).unlink()
+    os.mkfifo(container.with_name(name))
+    assert not verify(container.parent)
+    assert restore(checkpointer) is None
+    assert load(container.parent) is None
+    checkpointer.snapshot(State(2).providers(), step=4).wait_committed()
+    assert restore(checkpointer) == State(2).take()
