@@ -114,5 +114,13 @@ class Cut:
                 value[k] = self._pruned(item, join(key, k), seen)
             return value
         if isinstance(value, tuple):
-            return with_items(value, [self._pruned(item, join(key, i), seen) for i, item in enumerate(value)])
-        return value if self.keeps(key) else ArrayRef(key, "numpy", "uint8", (0,), (1,))
+            some = [self._pruned(item, join(key, i), seen) for i, item in enumerate(value)]
+            try:
+                return with_items(value, some)
+            except TypeError:  # torch.Size holds no references
+                return _left_out(key)
+        return value if self.keeps(key) else _left_out(key)
+
+
+def _left_out(key: str) -> ArrayRef:
+    return ArrayRef(key, "numpy", "uint8", (0,), (1,))

@@ -37,4 +37,9 @@ def leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def with_items(old: tuple[Any, ...], new: list[Any]) -> Any:
     """A tuple of the same class with as many other items; the old one if they are its own."""
-    return old if all(a is b for a, b in zip(old, new, strict=True)) else tuple.__new__(type(old), new)
+    if all(a is b for a, b in zip(old, new, strict=True)):
+        return old
+    try:
+        return tuple.__new__(type(old), new)
+    except TypeError:  # torch.Size and time.struct_time are made by their own classes only
+        return type(old)(new)

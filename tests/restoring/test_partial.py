@@ -73,6 +73,16 @@ def test_no_other_leaf_changes(glob: str, changed: set[str], tmp_path: Path) -> 
     assert {name for name, value in found.items() if value == 1} == changed
 
 
+def test_a_size_is_left_out_or_taken_as_a_whole(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "c", from_state_dict("s", {"a": torch.ones(1), "size": torch.Size([1, 2])}))
+    live: dict[str, Any] = {"a": torch.zeros(1), "size": torch.Size([8, 9])}
+    ds.restore([from_state_dict("s", live)], path, keys="s/a")
+    assert live == {"a": torch.ones(1), "size": torch.Size([8, 9])}
+    ds.restore([from_state_dict("s", live)], path, keys="s/size/*")
+    assert live["size"] == torch.Size([1, 2])
+    assert type(live["size"]) is torch.Size
+
+
 def test_only_the_model(tmp_path: Path) -> None:
     model, epoch = _Lora(1), {"epoch": 7}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -93,8 +103,8 @@ def test_only_the_model(tmp_path: Path) -> None:
 
 def test_a_glob_that_matches_nothing_is_named(tmp_path: Path) -> None:
     path, live = _saved(tmp_path / "c", from_state_dict("s", _state(1))), _state(0)
-    with pytest.raises(RestoreError, match=r"nothing of the providers matches 's/x\*'"):
-        ds.restore([from_state_dict("s", live)], path, keys=["s/a", "s/x*"])
+    with pytest.raises(RestoreError, match=r"nothing of the providers matches 's/x\\ud800\*'"):
+        ds.restore([from_state_dict("s", live)], path, keys=["s/a", "s/x\ud800*"])
     assert live["a"][0] == 0
 
 
