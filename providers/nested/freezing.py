@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from datastates._base.loaded import loaded
 from datastates.container import pickle_policy
 from datastates.errors import ProviderError
 from datastates.state.shards import ArrayLeaf
@@ -52,6 +53,8 @@ def _check(value: object) -> None:
         _check_dtype(value)
     elif isinstance(value, np.ndarray) and kind.__setstate__ is not np.ndarray.__setstate__:
         raise pickle.PicklingError("its class has a __setstate__ of its own, which no reader calls")
+    elif (torch := loaded("torch")) is not None and kind is torch.memory_format:
+        raise pickle.PicklingError("files of torch.save hold no memory formats")
 
 
 class _Freeze(pickle.Pickler):

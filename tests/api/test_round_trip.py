@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import datastates as ds
 from datastates.container import pickle_reader
-from datastates.errors import FormatError
+from datastates.errors import FormatError, ProviderError
 from datastates.providers import PickledObjectProvider, from_state_dict
 from datastates.state import dtypes
 from datastates.testing import equal
@@ -290,11 +290,12 @@ def test_odd_keys_open_in_torch(tmp_path: Path) -> None:
     assert equal(plain_load(save(state, tmp_path / "c")), state)
 
 
-def test_odd_keys_restore_in_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["s", "\ud800"])
+def test_odd_keys_restore_in_place(name: str, tmp_path: Path) -> None:
     state = {k: torch.tensor(float(i)) for i, k in enumerate(KEYS)}
-    save(state, tmp_path / "c")
+    ds.snapshot([from_state_dict(name, state)], tmp_path / "c").wait_committed()
     other = {k: torch.zeros(()) for k in KEYS}
-    ds.restore([from_state_dict("s", other)], tmp_path / "c")
+    ds.restore([from_state_dict(name, other)], tmp_path / "c", verify="digest")
     assert equal(other, state)
 
 
@@ -374,6 +375,11 @@ def test_containers_that_occur_twice_or_in_themselves(tmp_path: Path) -> None:
 def test_an_object_that_does_not_pickle_is_named(tmp_path: Path) -> None:
     with pytest.raises(ds.DatastatesError, match=r"inner/0.*function"):
         save({"inner": [lambda: 0]}, tmp_path / "c")
+
+
+def test_a_memory_format_is_named_as_torch_cannot_pickle_it(tmp_path: Path) -> None:
+    with pytest.raises(ProviderError, match=r"inner/0.*memory_format"):
+        save({"inner": [torch.channels_last]}, tmp_path / "c")
 
 
 def test_zipfile_finds_nothing_wrong(tmp_path: Path) -> None:
