@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 
 from datastates._base import files
+from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, directories, manifest
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
@@ -57,12 +57,12 @@ class Vote:
         """The vote as bytes. The first byte says whether the rank has failed."""
         claims = None if self.claims is None else encode_claims(self.claims)
         fields = [self.step, self.error, self.skipped, self.file, self.nbytes, self.index_crc32, claims]
-        return (FAILED if self.error else DONE) + msgpack.packb(fields)
+        return (FAILED if self.error else DONE) + pack(fields)
 
     @classmethod
     def decode(cls, data: bytes) -> Vote:
         """The inverse of :meth:`encode`."""
-        step, error, skipped, file, nbytes, crc, claims = msgpack.unpackb(data[1:])
+        step, error, skipped, file, nbytes, crc, claims = unpack(data[1:])
         return cls(step, error, skipped, file, nbytes, crc, None if claims is None else decode_claims(claims))
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import msgpack
-
 from datastates._base.loaded import loaded
+from datastates._base.packing import pack, unpack
 from datastates.errors import RestoreError, SettingsError
 from datastates.planning import owners
 from datastates.restoring.meeting import Meeting
@@ -66,7 +65,7 @@ def agree(meeting: Meeting, wanted: Callable[[], Mapping[PartKey, int]]) -> list
     """
 
     def decide(told: dict[int, bytes]) -> bytes:
-        said = {rank: msgpack.unpackb(data) for rank, data in sorted(told.items())}
+        said = {rank: unpack(data) for rank, data in sorted(told.items())}
         everybody = [(number, len(said)) for number in range(len(said))]
         if sorted((number, size) for number, size, _ in said.values()) != everybody:
             shown = ", ".join(f"rank {rank} is {number} of {size}" for rank, (number, size, _) in said.items())
@@ -80,14 +79,14 @@ def agree(meeting: Meeting, wanted: Callable[[], Mapping[PartKey, int]]) -> list
                 ranks.setdefault(((key, part), nbytes), []).append(torch_rank)
         shared = sorted((tuple(who), place, nbytes) for (place, nbytes), who in ranks.items() if len(who) > 1)
         readers = owners.owners([(f"{place[0]} {place[1]}", nbytes, who) for who, place, nbytes in shared])
-        return msgpack.packb([[place, who, reader] for (who, place, _), reader in zip(shared, readers, strict=True)])
+        return pack([[place, who, reader] for (who, place, _), reader in zip(shared, readers, strict=True)])
 
     def own() -> bytes:
         distributed = _distributed()
         places = [[key, part, nbytes] for (key, part), nbytes in wanted().items()]
-        return msgpack.packb([distributed.get_rank(), distributed.get_world_size(), places])
+        return pack([distributed.get_rank(), distributed.get_world_size(), places])
 
-    answer = msgpack.unpackb(meeting.settle("share", own, decide))
+    answer = unpack(meeting.settle("share", own, decide))
     return [SharedPart((key, part), tuple(who), reader) for (key, part), who, reader in answer]
 
 

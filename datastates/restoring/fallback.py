@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
+from datastates._base.packing import pack, unpack
 from datastates.commit import health
 from datastates.errors import CommitError, FormatError, RanksMissingError, RestoreError
 from datastates.executor.executor import Executor
@@ -141,7 +140,7 @@ def _agree(
     """Whether all ranks try another checkpoint, and the checkpoints that were passed over so far, with the reasons."""
 
     def decide(votes: dict[int, bytes]) -> bytes:
-        said = {rank: msgpack.unpackb(vote) for rank, vote in votes.items()}
+        said = {rank: unpack(vote) for rank, vote in votes.items()}
         reasons = [
             f"rank {rank}: {text}" if len(said) > 1 else text for rank, (v, text) in said.items() if v == _DAMAGED
         ]
@@ -149,12 +148,12 @@ def _agree(
         if again:
             damaged[path] = "; ".join(reasons)
             _log.warning("%s is damaged, and an older checkpoint is restored: %s", path, damaged[path])
-        return msgpack.packb([again, {other.name: text for other, text in damaged.items()}])
+        return pack([again, {other.name: text for other, text in damaged.items()}])
 
     def own() -> bytes:
-        return msgpack.packb([_vote(error), str(error).encode(errors="replace").decode()])
+        return pack([_vote(error), str(error)])
 
-    again, passed = msgpack.unpackb(meeting.settle("fallback", own, decide))
+    again, passed = unpack(meeting.settle("fallback", own, decide))
     return again, passed
 
 

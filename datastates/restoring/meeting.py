@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-import msgpack
 import numpy as np
 
 from datastates._base.columns import U64
+from datastates._base.packing import pack, unpack
 from datastates.errors import CommitError, RanksMissingError, RestoreError, StorageError
 from datastates.ranks.board_world import DONE, FAILED
 from datastates.ranks.world import World
@@ -60,11 +60,7 @@ def _told(error: Exception) -> bytes:
     except Exception:  # of a provider's own class
         text = type(error).__name__
     lost = error.lost if isinstance(error, RestoreError) else ()
-    return msgpack.packb([_encodable(text), list(map(_encodable, lost))])
-
-
-def _encodable(text: str) -> str:
-    return text.encode(errors="replace").decode()
+    return pack([text, list(lost)])
 
 
 class Meeting:
@@ -116,10 +112,10 @@ class Meeting:
             said = FAILED + _told(failure)
 
         def outcome(told: dict[int, bytes]) -> bytes:
-            failed = {rank: msgpack.unpackb(t[1:]) for rank, t in sorted(told.items()) if t[:1] == FAILED}
+            failed = {rank: unpack(t[1:]) for rank, t in sorted(told.items()) if t[:1] == FAILED}
             if failed:
                 reasons = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in failed.items())
-                return FAILED + msgpack.packb([reasons, sorted({file for _, lost in failed.values() for file in lost})])
+                return FAILED + pack([reasons, sorted({file for _, lost in failed.values() for file in lost})])
             return DONE + decide({rank: t[1:] for rank, t in told.items()})
 
         try:
@@ -134,7 +130,7 @@ class Meeting:
             raise error
         if answer[:1] == DONE:
             return answer[1:]
-        reasons, lost = msgpack.unpackb(answer[1:])
+        reasons, lost = unpack(answer[1:])
         raise CommitError(reasons) if self._has_begun else RestoreError(reasons, lost=lost)
 
     def begin(self, action: Callable[[], object]) -> None:
@@ -194,10 +190,10 @@ class Meeting:
 
         def encoded() -> bytes:
             fit = own()
-            return msgpack.packb([fit.wanted.tobytes(), fit.names, fit.is_vain, sorted(fit.unmatched)])
+            return pack([fit.wanted.tobytes(), fit.names, fit.is_vain, sorted(fit.unmatched)])
 
         def decide(told: dict[int, bytes]) -> bytes:
-            fields = [msgpack.unpackb(data) for data in told.values()]
+            fields = [unpack(data) for data in told.values()]
             unmatched = set.intersection(*(set(globs) for *_, globs in fields))
             if unmatched:
                 shown = ", ".join(map(repr, sorted(unmatched)))
@@ -205,11 +201,11 @@ class Meeting:
             every = np.concatenate([np.frombuffer(hashes, np.uint64) for hashes, *_ in fields])
             said = {vain for _, _, vain, _ in fields}
             keys = find(every, {name for _, known, *_ in fields for name in known})
-            return msgpack.packb([keys, True in said and False not in said])
+            return pack([keys, True in said and False not in said])
 
         answer = self.settle("compare", encoded, decide)
         self._has_begun = True
-        unwanted, in_vain = msgpack.unpackb(answer)
+        unwanted, in_vain = unpack(answer)
         return unwanted, in_vain
 
     def finish(self, read: Callable[[], list[str]]) -> list[str]:
@@ -219,9 +215,9 @@ class Meeting:
         """
 
         def decide(told: dict[int, bytes]) -> bytes:
-            return msgpack.packb(sorted({key for data in told.values() for key in msgpack.unpackb(data)}))
+            return pack(sorted({key for data in told.values() for key in unpack(data)}))
 
-        keys: list[str] = msgpack.unpackb(self.settle("finish", lambda: msgpack.packb(read()), decide))
+        keys: list[str] = unpack(self.settle("finish", lambda: pack(read()), decide))
         return keys
 
     def digest(
@@ -242,12 +238,12 @@ class Meeting:
         """
 
         def encoded() -> bytes:
-            return msgpack.packb([[h.key, h.part, h.numel, h.total, h.contribution] for h in held()])
+            return pack([[h.key, h.part, h.numel, h.total, h.contribution] for h in held()])
 
         def decide(told: dict[int, bytes]) -> bytes:
             parts: dict[str, dict[str, set[tuple[int, int, int]]]] = {}
             for data in told.values():
-                for key, part, numel, total, contribution in msgpack.unpackb(data):
+                for key, part, numel, total, contribution in unpack(data):
                     parts.setdefault(key, {}).setdefault(part, set()).add((numel, total, contribution))
             wrong, unknown = [], sorted(set(asked) - parts.keys())
             for key, found in sorted(parts.items()):
@@ -261,7 +257,7 @@ class Meeting:
                     unknown.append(key)
                 elif digest != expected:
                     wrong.append(key)
-            return msgpack.packb([wrong, unknown])
+            return pack([wrong, unknown])
 
-        wrong, unknown = msgpack.unpackb(self.settle("digest", encoded, decide))
+        wrong, unknown = unpack(self.settle("digest", encoded, decide))
         return wrong, unknown

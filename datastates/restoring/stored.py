@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 
 from datastates._base import files
 from datastates._base.columns import U64
+from datastates._base.packing import pack, unpack
 from datastates.commit import manifest, newest
 from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
@@ -58,14 +58,12 @@ class Head:
     def encode(self) -> bytes:
         """The head as bytes."""
         catalog, container = (e and e.model_dump() for e in (self.catalog, self.container))
-        return msgpack.packb(
-            {**asdict(self), "path": os.fsencode(self.path), "catalog": catalog, "container": container}
-        )
+        return pack({**asdict(self), "path": os.fsencode(self.path), "catalog": catalog, "container": container})
 
     @classmethod
     def decode(cls, data: bytes) -> Head:
         """The inverse of :meth:`encode`."""
-        fields = msgpack.unpackb(data)
+        fields = unpack(data)
         catalog, container = fields["catalog"], fields["container"]
         fields["catalog"] = catalog and CatalogEntry(**catalog)
         fields["container"] = container and ContainerEntry(**container)
