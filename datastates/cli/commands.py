@@ -20,7 +20,7 @@ from datastates.cli.show import as_size, print_json, printable
 from datastates.errors import CheckpointNotFoundError, DatastatesError
 from datastates.formats import own, recognise
 
-STATUS = "exit status: 0 all is well; 1 something is damaged or differs; 2 a wrong call, or nothing there to look at"
+STATUS = "exit status: 0 all is well; 1 something is damaged, differs or failed; 2 a wrong call, or nothing to look at"
 _SOURCE = "a checkpoint, a directory of them (the newest), or a file or folder of another format"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from datastates import api
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import as_size, print_json, printable
+from datastates.errors import FormatError
 from datastates.exporting.export import CASTS
 from datastates.formats import own
 from datastates.restoring.renaming import Renames
@@ -58,6 +59,8 @@ def export(arguments: argparse.Namespace) -> int:
                 shard_size=arguments.shard_size,
                 progress=progress,
             )
+    except FormatError:  # a ValueError, too
+        raise
     except (ValueError, FileExistsError) as error:
         print(f"datastates: {error}", file=sys.stderr)
         return 2

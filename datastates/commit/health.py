@@ -46,7 +46,8 @@ def advice(path: Path, how: str | None) -> Iterator[None]:
     try:
         yield
     except DatastatesError as error:
-        if how is not None and is_damage(error):
+        elsewhere = isinstance(error, StorageError) and not Path(str(error.filename)).is_relative_to(path)
+        if how is not None and is_damage(error) and not elsewhere:
             with contextlib.suppress(DatastatesError):  # report the damage even if no advice can be found
                 _add(error, _advice(path, how))
         raise

@@ -86,7 +86,7 @@ def test_the_statuses_are_apart_and_told(command: str, root: Path, capsys: pytes
     with pytest.raises(SystemExit) as ended:
         commands.main([command, "--help"])
     assert ended.value.code == 0
-    assert "exit status: 0 all is well; 1 something is damaged or differs; 2" in " ".join(
+    assert "exit status: 0 all is well; 1 something is damaged, differs or failed; 2" in " ".join(
         capsys.readouterr().out.split()
     )
     if command != "diff":
