@@ -253,6 +253,10 @@ def _contents(tree: object) -> object:
         if describes(leaf):
             raise ProviderError(f"{key_of(path)!r} describes an array, and has no contents to save")
         _refuse_dtensor(path, leaf)
+        if hasattr(leaf, "load_state_dict") and not isinstance(leaf, type):
+            raise ProviderError(
+                f"{key_of(path)!r} is a {type(leaf).__name__}, which has a state_dict(): use from_stateful"
+            )
     return nested_leaves(leaves)
 
 

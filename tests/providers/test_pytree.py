@@ -315,6 +315,15 @@ def test_descriptions_of_arrays_are_restored_into_and_not_saved(tmp_path: Path) 
     assert (provider.tree["w"] == saved["w"]).all()
 
 
+def test_a_leaf_with_a_state_dict_is_refused_as_its_state_would_not_be_saved(tmp_path: Path) -> None:
+    import torch
+
+    tree = {"net": torch.nn.Linear(2, 2), "n": 1}
+    with pytest.raises(ProviderError, match=r"'net' is a Linear, which has a state_dict\(\): use from_stateful"):
+        ds.snapshot([from_pytree("s", tree)], tmp_path / "c")
+    ds.snapshot([from_pytree("s", tree | {"net": torch.nn.Linear})], tmp_path / "c").wait_committed()
+
+
 def test_weak_types_are_those_of_the_tree_so_that_no_step_is_compiled_anew(tmp_path: Path) -> None:
     compiled = []
 
