@@ -158,7 +158,7 @@ def restore_by(
         check_order(providers)
         providers = _kept(providers)
         wish = None if step is None else checked_step(step)
-        check(fallback=fallback, step=wish, strict=strict)
+        check(fallback=fallback, step=wish, strict=strict, verify=how.get("verify", "checksum"))
         scope = Scope.of(keys, rename, cast)
     except Exception as error:  # it is raised once the other ranks know of it
         meetings(0).refuse(error)

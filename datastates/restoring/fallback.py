@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from datastates._base.packing import pack, unpack
 from datastates.commit import health
@@ -17,7 +17,7 @@ from datastates.restoring.comparison import Comparison
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.open_together import advised, open_together
 from datastates.restoring.provider_view import Trust
-from datastates.restoring.restore import Restore
+from datastates.restoring.restore import Restore, Verify
 from datastates.restoring.restored import Restored
 from datastates.restoring.scope import Scope
 from datastates.state.provider import StateProvider
@@ -26,8 +26,10 @@ _log = logging.getLogger("datastates")
 _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
 
 
-def check(*, fallback: bool, step: int | None, strict: bool) -> None:
-    """Raise ValueError for arguments that exclude each other."""
+def check(*, fallback: bool, step: int | None, strict: bool, verify: object = "checksum") -> None:
+    """Raise ValueError for a ``verify`` that is none, and for arguments that exclude each other."""
+    if verify not in get_args(Verify):
+        raise ValueError(f"verify: {verify!r} is none of {', '.join(map(repr, get_args(Verify)))}")
     if fallback and step is not None:
         raise ValueError(f"fallback: is for the newest checkpoint, and step={step} names one")
     if fallback and not strict:

@@ -28,6 +28,8 @@ class Scope:
     @classmethod
     def of(cls, keys: Any, rename: Any, cast: bool) -> Scope:
         """Check what the user gave; raises TypeError or ValueError."""
+        if not isinstance(cast, bool):
+            raise TypeError(f"cast: {cast!r} is neither True nor False: arrays are cast to the types of the live ones")
         return cls(checked_keys(keys), checked_renames(rename), cast)
 
     @property

@@ -108,6 +108,14 @@ def test_a_glob_that_matches_nothing_is_named(tmp_path: Path) -> None:
     assert live["a"][0] == 0
 
 
+@pytest.mark.parametrize(("name", "given"), [("verify", "digests"), ("verify", False), ("cast", "float32")])
+def test_values_that_an_argument_does_not_have_are_named(name: str, given: Any, tmp_path: Path) -> None:
+    path, live = _saved(tmp_path / "c", from_state_dict("s", _state(1))), _state(0)
+    with pytest.raises((TypeError, ValueError), match=f"{name}: {given!r} is"):
+        ds.restore([from_state_dict("s", live)], path, **{name: given})
+    assert live["a"][0] == 0
+
+
 @pytest.mark.parametrize("keys", [(), 3, [b"s"]])
 def test_keys_that_are_no_globs(keys: Any, tmp_path: Path) -> None:
     path = _saved(tmp_path / "c", from_state_dict("s", _state(1)))
