@@ -70,7 +70,7 @@ class JaxKeys:
             silence: Seconds to wait for an answer before the server counts as gone.
         """
         self.rank = rank
-        self._call = StoreCalls(service, rank, silence=silence, name="JAX's coordination service")
+        self._call = StoreCalls(lambda: service, rank, silence=silence, name="JAX's coordination service")
 
     def set(self, key: str, data: bytes) -> None:
         """Give a key a value, in place of an older one."""

@@ -21,17 +21,19 @@ class StoreCalls:
     Nothing can interrupt a call, but the caller can stop waiting for it.
     """
 
-    def __init__(self, store: object, rank: int, *, silence: float, name: str) -> None:
-        """Start the thread.
+    def __init__(self, connect: Callable[[], object], rank: int, *, silence: float, name: str) -> None:
+        """Start the thread, and connect in it.
 
         Args:
-            store: The object to call. Its methods raise RuntimeError when the server fails, and UnreachableError when
-                this rank has left it.
+            connect: Returns the object to call. It and the object's methods raise RuntimeError when the server fails,
+                and UnreachableError when this rank has left it.
             rank: This rank.
             silence: Seconds to wait for an answer before the server counts as gone.
             name: What to call the store in messages.
+
+        Raises:
+            UnreachableError: ``connect`` did not return in time, or failed.
         """
-        self._store = store
         self._rank = rank
         self._silence = silence
         self._name = name
@@ -42,6 +44,11 @@ class StoreCalls:
         threading.Thread(target=_serve, args=(self._calls,), name="datastates-store", daemon=True).start()
         self._stop = weakref.finalize(self, self._calls.put, None)
         self._stop.atexit = False
+        try:
+            self._store = self._ask(connect)
+        except UnreachableError:
+            self._stop()
+            raise
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         """Call a method of the store.
@@ -49,13 +56,16 @@ class StoreCalls:
         Raises:
             UnreachableError: The store did not answer in time, or failed, or these calls are closed.
         """
+        return self._ask(getattr(self._store, method), *arguments)
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         answer: Future[Any] = Future()
         try:
             if self._stuck is None or self._stuck.done():  # a call queued behind a stuck one would get no answer
                 with self._lock:
                     if not self._stop.alive:  # the thread has ended
                         raise UnreachableError(f"rank {self._rank} has left {self._name}")
-                    self._calls.put((answer, getattr(self._store, method), arguments))
+                    self._calls.put((answer, function, arguments))
                 return answer.result(self._silence)
             why = "an earlier call has no answer"
         except FutureTimeoutError:

@@ -27,13 +27,16 @@ class TorchKeys:
             store: A ``torch.distributed.Store``.
             rank: This rank.
             silence: Seconds to wait for an answer before the server counts as gone.
+
+        Raises:
+            UnreachableError: The server does not answer.
         """
         self.rank = rank
         # keep this reference: the object may host the server, which ends with it
         self._given = store
         # use an own connection: a call by the training code may block for long, and locks its connection
-        own = store.clone() if hasattr(store, "clone") else store
-        self._call = StoreCalls(own, rank, silence=silence, name="the Store of torch.distributed")
+        connect = getattr(store, "clone", lambda: store)
+        self._call = StoreCalls(connect, rank, silence=silence, name="the Store of torch.distributed")
 
     def set(self, key: str, data: bytes) -> None:
         """Give a key a value, in place of an older one."""
