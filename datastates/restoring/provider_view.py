@@ -238,7 +238,8 @@ class SavedState(Compared, Saved):
         count, straight = tensor_scan.contiguous(live.ndim, live.dims, live.strides)
         straight &= tensor_scan.contiguous(stored.ndim, stored.dims, stored.strides)[1]
         apart = [(self.rows[shards.keys[i]], shards[i]) for i in np.flatnonzero(~straight).tolist()]
-        if any(difference(row, shard) for row, shard in apart):
+        has_memory = live.address[count > 0].all()
+        if not has_memory or any(difference(row, shard) for row, shard in apart):
             return False
         nbytes = count.astype(np.uint64) * tensor_scan.ITEMSIZES[stored.dtype]
         places = live.address, live.device, streams.streams(live.device)

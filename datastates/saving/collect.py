@@ -310,6 +310,8 @@ def _flaw(shard: Shard) -> str | None:
         return f"is of an unknown element type {shard.dtype!r}"
     if shard.buffer is None:
         return "is an array without a buffer"
+    if shard.buffer.nbytes and not shard.buffer.pointer:
+        return "has no memory: its storage was freed"
     if len(shard.shape) != len(shard.stride) or shard.buffer_offset < 0 or shard.buffer_offset % dtype.itemsize:
         return "has strides that do not fit its shape, or an offset that does not fit its type"
     elements = 1

@@ -358,6 +358,8 @@ def flaw(shard: Shard) -> str | None:
     dtype = _dtype(array)
     if dtype is None or (dtype.name, tuple(array.shape)) != (shard.dtype, shard.shape):
         return f"is {shard.dtype} of {shard.shape}, but its source is {array.dtype} of {tuple(array.shape)}"
+    if shard.buffer is not None and shard.buffer.nbytes and not shard.buffer.pointer:
+        return "has no memory: its storage was freed"
     return shard.part.flaw
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 import datastates as ds
-from datastates.errors import RestoreError
+from datastates.errors import ProviderError, RestoreError
 from datastates.providers import from_state_dict
 
 
@@ -108,3 +108,14 @@ def test_rows_that_interlock_without_sharing_memory_are_restored(tmp_path: Path)
     live = torch.zeros(8).as_strided((3, 2), (2, 3))
     ds.restore([from_state_dict("s", {"a": live})], path)
     assert torch.equal(live, torch.arange(6.0).reshape(3, 2))
+
+
+def test_memory_that_was_freed_is_named(tmp_path: Path) -> None:
+    path = saved({"a": torch.ones(1000), "b": torch.ones(3)}, tmp_path / "c")
+    live, other = torch.zeros(1000), torch.zeros(3)
+    live.untyped_storage().resize_(0)
+    with pytest.raises(ProviderError, match=r"'s/a'.* has no memory: its storage was freed"):
+        ds.restore([from_state_dict("s", {"a": live, "b": other})], path)
+    assert other.sum() == 0
+    with pytest.raises(ProviderError, match="'s/a' has no memory: its storage was freed"):
+        ds.snapshot([from_state_dict("s", {"a": live})], tmp_path / "d")
