@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +23,8 @@ from datastates.restoring.scope import Scope
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
+_COLLECTIVE = {"verify": "checksum", "replicas": "read"}
+"""Arguments of a restore that decide in what the ranks take part, with the usual values."""
 _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
 
 
@@ -85,7 +87,7 @@ def restore(
     for attempt in itertools.count():
         meeting = meetings(attempt)
         with contextlib.ExitStack() as reading:
-            stored = open_together(meeting, step, find, reading, fallback=fallback, options=str(scope))
+            stored = open_together(meeting, step, find, reading, fallback=fallback, options=_agreed(scope, how))
             if stored is None:
                 return None
             run = Restore(stored, providers, executor, meeting, scope=scope, **how).run
@@ -134,6 +136,12 @@ def compare(
             return None
         with advised(stored.path, step):
             return Restore(stored, providers, executor, meeting, strict=False, trust=trust, scope=scope).compare()
+
+
+def _agreed(scope: Scope, how: Mapping[str, Any]) -> str:
+    """The options that must be the same on all ranks, as a text; empty for the usual ones."""
+    others = [f"{name}={how[name]}" for name, usual in _COLLECTIVE.items() if how.get(name, usual) != usual]
+    return ", ".join(filter(None, [str(scope), *others]))
 
 
 def _agree(

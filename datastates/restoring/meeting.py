@@ -170,8 +170,8 @@ class Meeting:
             if len(set(wishes.values())) > 1:
                 said = ", ".join(f"rank {rank} {w.decode()}" for rank, w in sorted(wishes.items()))
                 steps = {w.partition(b" with ")[0] for w in wishes.values()}
-                differs = "steps" if len(steps) > 1 else "keys or types of one checkpoint"
-                raise RestoreError(f"the ranks are to restore different {differs}: {said}")
+                what = "different steps" if len(steps) > 1 else "one checkpoint in different ways"
+                raise RestoreError(f"the ranks are to restore {what}: {said}")
             return pick()
 
         return self.settle("choose", wish.encode, decide)

@@ -165,19 +165,27 @@ def test_what_is_cast_is_verified(tmp_path: Path) -> None:
         ds.restore([from_state_dict("s", {"w": torch.zeros(5000).half()})], path, cast=True)
 
 
-def test_ranks_that_want_different_keys_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ways", "told"),
+    [
+        ([{"keys": "s/a"}, {"keys": "s/n/b"}], "rank 1 the newest with keys=['s/n/b']"),
+        ([{}, {"verify": "digest"}], "rank 0 the newest, rank 1 the newest with verify=digest"),
+    ],
+    ids=["keys", "verify"],
+)
+def test_ranks_that_restore_in_different_ways_are_told(ways: list[dict[str, Any]], told: str, tmp_path: Path) -> None:
     path = _saved(tmp_path / "c", from_state_dict("s", _state(1)))
     said: list[str] = []
 
     def restore(rank: int) -> None:
-        with pytest.raises(RestoreError, match="different keys or types") as caught:
-            ds.restore([from_state_dict("s", _state(0))], path, keys=["s/a", "s/n/b"][rank], rank=rank, world_size=2)
+        with pytest.raises(RestoreError, match="in different ways") as caught:
+            ds.restore([from_state_dict("s", _state(0))], path, **ways[rank], rank=rank, world_size=2)
         said.append(str(caught.value))
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(restore, range(2)))
     assert len(said) == 2
-    assert "rank 1 the newest with keys=['s/n/b']" in said[0]
+    assert told in said[0]
 
 
 @given(st.text("ab*?/", min_size=1), st.text("ab", min_size=1), st.text("ab/"))
