@@ -51,6 +51,10 @@ def refuse_absence(path: Path, step: int | None) -> NoReturn:
             f"{path} is a checkpoint of torch.distributed.checkpoint: dcp.load restores from it, datastates.open and "
             "datastates.load read it"
         )
+    if path.is_file():
+        raise CheckpointNotFoundError(
+            f"{path} is a file, and no checkpoint of another format: give the directory of the checkpoint it belongs to"
+        )
     where = f" at {path}" if step is None else f" of step {step} in {path}"
     raise CheckpointNotFoundError(f"no committed checkpoint{where}")
 

@@ -106,3 +106,8 @@ def test_a_missing_container_says_what_that_means(tmp_path: Path, read: Read) ->
         read(path)
     with pytest.raises(OSError, match="the newest before it that looks whole is that of step 10: take it with step=10"):
         loaded(tmp_path)
+
+
+def test_a_restore_from_one_rank_s_file_names_what_it_wants(root: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"rank-00000\.pt is a file, .*give the directory"):
+        restored(root / "step-00000010" / "rank-00000.pt")
