@@ -179,7 +179,7 @@ class Restore:
             base = None if is_new else self._own.base(name, rank)
             cut = self._cut(provider, base is None)
             if cut is _NOTHING:
-                self._result.left_out_keys.append(provider.name)
+                self._result.left_out_keys.append(full_key(provider.name, ""))
                 continue
             if base is None:
                 (self._not_here if is_new else self._absent).append(full_key(provider.name, ""))
@@ -196,7 +196,7 @@ class Restore:
     def _take_by_name(self, provider: StateProvider, live: LiveKeys) -> None:
         cut = self._cut(provider, not provider.takes_parts)
         if cut is _NOTHING:
-            self._result.left_out_keys.append(provider.name)
+            self._result.left_out_keys.append(full_key(provider.name, ""))
             return
         if not provider.takes_parts:
             if self._own is not None:
@@ -212,7 +212,7 @@ class Restore:
         Raises:
             RestoreError: A part is selected of a provider that is restored as a whole only.
         """
-        selection, name = self._selection, provider.name
+        selection, name = self._selection, full_key(provider.name, "")
         if selection is None or selection.covers(name):
             return None
         if provider.takes_parts and not is_absent:

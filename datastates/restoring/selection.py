@@ -78,7 +78,7 @@ class Cut:
     """
 
     def __init__(self, selection: Selection, provider: str) -> None:
-        """Take the selection and the provider's name in the live state."""
+        """Take the selection and the provider's full key in the live state."""
         self._selection = selection
         self._provider = provider
         self.left_out: dict[str, None] = {}

@@ -73,6 +73,18 @@ def test_no_other_leaf_changes(glob: str, changed: set[str], tmp_path: Path) -> 
     assert {name for name, value in found.items() if value == 1} == changed
 
 
+@pytest.mark.parametrize("name", ["a/b", "a~b", "7"])
+def test_globs_match_the_keys_that_a_comparison_shows(name: str, tmp_path: Path) -> None:
+    path = _saved(tmp_path / "c", from_state_dict(name, _state(1)), from_state_dict("other", _state(1)))
+    live, other = _state(0), _state(0)
+    providers = [from_state_dict(name, live), from_state_dict("other", other)]
+    key = ds.compare(providers, path).restored_keys[0]
+    for glob in (key, f"{key.rpartition('/')[0]}/*"):
+        live["a"].zero_()
+        assert "other/a" in ds.restore(providers, path, keys=glob).left_out_keys
+        assert live["a"][0] == 1
+
+
 def test_a_size_is_left_out_or_taken_as_a_whole(tmp_path: Path) -> None:
     path = _saved(tmp_path / "c", from_state_dict("s", {"a": torch.ones(1), "size": torch.Size([1, 2])}))
     live: dict[str, Any] = {"a": torch.zeros(1), "size": torch.Size([8, 9])}
