@@ -46,7 +46,7 @@ class StoreCalls:
         self._stop.atexit = False
         try:
             self._store = self._ask(connect)
-        except UnreachableError:
+        except BaseException:
             self._stop()
             raise
 
