@@ -43,7 +43,7 @@ _S = TypeVar("_S", bound="IoSettings")
 class IoSettings(BaseModel):
     """How bytes move: settings that ``snapshot``, ``restore``, ``load`` and ``open`` of this package take.
 
-    Every field can also be set by an environment variable, whose name is ``DATASTATES_`` and the field's name in
+    Every field that is no callable can also be set by an environment variable: ``DATASTATES_`` and the field's name in
     capitals. An argument wins over the variable, and the variable over the default. Sizes are bytes, or text such as
     ``"8GiB"``. Objects are immutable.
     """

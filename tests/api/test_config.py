@@ -97,5 +97,5 @@ def test_the_documented_table_is_the_model() -> None:
     rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
     assert set(rows) == set(Settings.model_fields)
     for name, field in Settings.model_fields.items():
-        assert f"`DATASTATES_{name.upper()}`" in rows[name]
-        assert str(field.description) in rows[name]
+        variable = "–" if name == "on_commit" else f"`DATASTATES_{name.upper()}`"  # no text is a callable
+        assert f" {variable} | {field.description} |" in rows[name]
