@@ -310,8 +310,6 @@ def _flaw(shard: Shard) -> str | None:
         return f"is of an unknown element type {shard.dtype!r}"
     if shard.buffer is None:
         return "is an array without a buffer"
-    if shard.buffer.nbytes and not shard.buffer.pointer:
-        return "has no memory: its storage was freed"
     if len(shard.shape) != len(shard.stride) or shard.buffer_offset < 0 or shard.buffer_offset % dtype.itemsize:
         return "has strides that do not fit its shape, or an offset that does not fit its type"
     elements = 1
@@ -321,7 +319,7 @@ def _flaw(shard: Shard) -> str | None:
         elements += (size - 1) * step
     if shard.buffer_offset + (0 if 0 in shard.shape else elements * dtype.itemsize) > shard.buffer.nbytes:
         return f"reaches beyond its buffer of {shard.buffer.nbytes} bytes"
-    return shard.part.flaw
+    return shard.buffer.flaw or shard.part.flaw
 
 
 def _storages(values: Sequence[Any]) -> list[object]:

@@ -358,9 +358,7 @@ def flaw(shard: Shard) -> str | None:
     dtype = _dtype(array)
     if dtype is None or (dtype.name, tuple(array.shape)) != (shard.dtype, shard.shape):
         return f"is {shard.dtype} of {shard.shape}, but its source is {array.dtype} of {tuple(array.shape)}"
-    if shard.buffer is not None and shard.buffer.nbytes and not shard.buffer.pointer:
-        return "has no memory: its storage was freed"
-    return shard.part.flaw
+    return (shard.buffer and shard.buffer.flaw) or shard.part.flaw
 
 
 def place(shard: Shard, stride: Sequence[int]) -> Buffer | None:

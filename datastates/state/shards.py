@@ -91,6 +91,11 @@ class Buffer:
     stream: int = 0
     owner: object = field(default=None, repr=False)
 
+    @property
+    def flaw(self) -> str | None:
+        """What is wrong with it, to follow a key in a message; None if nothing is."""
+        return "has no memory: its storage was freed" if self.nbytes and not self.pointer else None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
