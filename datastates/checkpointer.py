@@ -251,6 +251,7 @@ class Checkpointer:
             verify: ``"checksum"`` verifies what is read with the checksums of the files. ``"digest"`` also compares the
                 digest of every restored logical tensor, over all ranks, with the saved one. If only a little of a chunk
                 is wanted, it may be read without its checksum; the digest of that tensor is then compared in any case.
+                The same on all ranks.
             fallback: If the newest checkpoint is damaged, restore the newest one that is not, the same on all ranks. A
                 warning and ``passed_over`` of the result tell which were damaged. Not allowed with ``step`` or with
                 ``strict=False``.
