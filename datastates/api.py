@@ -233,8 +233,9 @@ def load(
 ) -> dict[str, Any]:
     """Read a whole checkpoint as nested arrays and objects, without providers. Everything read is verified.
 
-    Parts that several ranks saved are put together into whole tensors. Of other values that several ranks saved under
-    one key, that of the lowest rank is returned. Each process reads by itself: no other rank takes part.
+    Parts that several ranks saved are put together into whole tensors; a single container file gives its parts as
+    tensors of their own shapes. Of other values that several ranks saved under one key, that of the lowest rank is
+    returned. Each process reads by itself: no other rank takes part.
 
     If the newest checkpoint of a directory is damaged, the message of the error names an older one that looks whole.
 
@@ -267,7 +268,8 @@ def load(
         RestoreError: The checkpoint does not fit ``like``; the message has each key with both values.
         TrustError: An object needs a class that is not trusted.
         CorruptError: A tensor or object does not match its checksum; the message names it.
-        FormatError: A file is damaged, or of no known format.
+        FormatError: A file is damaged, or of no known format. Or elements of a tensor were not saved. Or keys share
+            memory as different parts of tensors, which only :func:`open` tells apart.
         StorageError: A file is missing or cannot be read.
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
         SettingsError: An option is unknown or impossible.

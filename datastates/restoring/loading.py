@@ -17,7 +17,7 @@ from datastates.container.file import Container
 from datastates.container.logical import combine
 from datastates.container.pickle_native import read_plain
 from datastates.container.rows import DataPlace, StoredRows, logical, place_of, reference
-from datastates.container.table import KINDS
+from datastates.container.table import KINDS, WHOLE, Row
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
 from datastates.restoring.fill import as_referred, fill
@@ -58,8 +58,7 @@ def load(
     pickle_reader.check_trust(trust)
     sources = open_all(path)
     pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
-    apart = len(sources) == 1 and not sources[0].index.shards.by_key.repeated
-    blocks = _Records(sources[0], into, place) if apart else _Tensors(sources, into)
+    blocks = _Tensors(sources, into) if _has_parts(path, sources) else _Records(sources[0], into, place)
     with contextlib.closing(blocks):
         blocks.start(executor)
         # an untrusted or damaged object stops the reads
@@ -72,6 +71,12 @@ def load(
         with naming(str(piece.source.path)):
             built.append(piece.built(blocks, trust, into))
     return reduce(_merged, built) if built else {}
+
+
+def _has_parts(path: Path, sources: Sequence[Container]) -> bool:
+    """Whether tensors are put together from parts. In one rank's file, a part is a tensor of the part's shape."""
+    table = sources[0].index.shards
+    return len(sources) > 1 or bool(table.by_key.repeated) or (not path.is_file() and bool((table.part != WHOLE).any()))
 
 
 @dataclass(slots=True, eq=False)
@@ -197,6 +202,7 @@ class _Tensors(_Blocks):
         self._reads = [Reads(in_full=True)]
         self._arrays: dict[tuple[int, DataPlace], Any] = {}  # by container and place
         self._places: dict[tuple[int, str], DataPlace] = {}  # by container and key
+        rows: dict[tuple[int, DataPlace], Row] = {}
         tensors = combine([source.index.shards for source in sources])
         if into.device is not None:
             wholes = (logical(tensor.parts[0][2]) for tensor in tensors.values())
@@ -212,6 +218,9 @@ class _Tensors(_Blocks):
             for number, _, row in tensor.parts:
                 source = sources[number]
                 place = self._places[id(source), key] = place_of(row)
+                other = rows.setdefault((id(source), place), row)
+                if other.part != row.part:  # objects refer to a place, so they would get the wrong one of the two
+                    raise FormatError(f"{other.key!r} and {key!r} share memory as different parts of tensors")
                 self._arrays[id(source), place] = live.source
                 if row.part.numel:
                     self._reads[0].add(source, row, live)

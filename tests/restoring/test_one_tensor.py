@@ -167,33 +167,58 @@ def test_damage_is_found_where_it_is_read_and_named(path: Path) -> None:
 
 
 class Part(StateProvider):
-    """A quarter of a matrix as a box, a range of it, and all of a vector as a range."""
+    """A quarter of a matrix as a box, a range of it, and all of a vector and of a matrix as ranges; or some of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *keys: str) -> None:
         super().__init__("part")
         self.data = np.arange(6, dtype=np.float32)
+        self.keys = keys
 
     def shards(self) -> list[Shard]:
         buffer = Buffer(self.data.ctypes.data, self.data.nbytes, owner=self.data)
         common: dict[str, Any] = {"dtype": "float32", "kind": "numpy", "buffer": buffer}
-        return [
+        parts = [
             Shard("box", shape=(2, 3), stride=(3, 1), global_shape=(4, 6), offset=(2, 0), **common),
             Shard("flat", shape=(6,), stride=(1,), global_shape=(4, 6), offset=None, flat=(6, 12), **common),
             Shard("all", shape=(6,), stride=(1,), global_shape=(6,), offset=None, flat=(0, 6), **common),
+            Shard("matrix", shape=(6,), stride=(1,), global_shape=(2, 3), offset=None, flat=(0, 6), **common),
         ]
+        return [part for part in parts if part.key in self.keys]
 
     def destinations(self, saved: Saved) -> list[Shard]:
         return []
 
 
 def test_parts_of_tensors_are_refused_by_name(tmp_path: Path) -> None:
-    ds.snapshot([Part()], tmp_path / "c").wait_committed()
+    ds.snapshot([Part("box", "flat", "all")], tmp_path / "c").wait_committed()
     with ds.open(tmp_path / "c") as checkpoint:
         for key in ("part/box", "part/flat"):
             assert key in checkpoint
             with pytest.raises(DatastatesError, match=rf"{key}.*only a part.*\(4, 6\)"):
                 checkpoint[key]
         assert (checkpoint["part/all"] == np.arange(6)).all()
+
+
+@pytest.mark.parametrize("key", ["box", "flat"])
+def test_load_refuses_a_part_by_name(tmp_path: Path, key: str) -> None:
+    ds.snapshot([Part(key, "all")], tmp_path / "c").wait_committed()
+    with pytest.raises(DatastatesError, match=f"'part/{key}' is not whole"):
+        ds.load(tmp_path / "c")
+
+
+def test_load_gives_a_whole_range_the_shape_of_its_tensor(tmp_path: Path) -> None:
+    ds.snapshot([Part("matrix")], tmp_path / "c").wait_committed()
+    assert ds.load(tmp_path / "c")["part"]["matrix"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert ds.load(tmp_path / "c" / "rank-00000.pt")["part"]["matrix"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_load_refuses_memory_that_is_different_parts(tmp_path: Path) -> None:
+    ds.snapshot([Part("all", "matrix")], tmp_path / "c").wait_committed()
+    with pytest.raises(DatastatesError, match="'part/all' and 'part/matrix' share memory as different parts"):
+        ds.load(tmp_path / "c")
+    with ds.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["part/all"].tolist() == [0, 1, 2, 3, 4, 5]
+        assert checkpoint["part/matrix"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_what_cannot_be_opened_says_why(tmp_path: Path, path: Path) -> None:
