@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
 from datastates.adapters.folders import FolderOptions, FolderSettings
 from datastates.adapters.torch_files import FileOptions, FileSettings
 from datastates.config import IoOptions, IoSettings, Options, RankOptions, RankSettings, Settings
-from datastates.errors import SettingsError
+from datastates.errors import SettingsError, StorageError
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,12 @@ def test_refusals_name_the_field(options: dict[str, object], field: str, tmp_pat
     with pytest.raises(SettingsError, match=field):
         ds.Checkpointer(tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_host_cache_that_cannot_be_mapped_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="host_cache") as caught:  # wider than addresses of 47 bits
+        ds.Checkpointer(tmp_path, host_cache="200TB", block="1GiB")
+    assert caught.value.errno == errno.ENOMEM
 
 
 def test_every_field_has_a_default_a_description_and_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ HostCache::HostCache(std::size_t limit_bytes, std::size_t block_bytes, std::size
     free_.resize(blocks);
     void* memory =
         ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw Error::io(errno, "mmap", "");
+    if (memory == MAP_FAILED) throw Error::io(errno, "mmap of host_cache", "");
     region_ = {static_cast<std::byte*>(memory), bytes};
     // Huge pages are only advice. A forked child (a data loader) must not make the pages
     // copy-on-write while a device writes to them.
