@@ -219,7 +219,8 @@ class _Tensors(_Blocks):
                 source = sources[number]
                 place = self._places[id(source), key] = place_of(row)
                 other = rows.setdefault((id(source), place), row)
-                if other.part != row.part:  # objects refer to a place, so they would get the wrong one of the two
+                # objects refer to a place, so they would get the wrong one of the two
+                if other is not row and other.part != row.part:
                     raise FormatError(f"{other.key!r} and {key!r} share memory as different parts of tensors")
                 self._arrays[id(source), place] = live.source
                 if row.part.numel:
