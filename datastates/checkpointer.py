@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from datastates import _calls
 from datastates._base import files, paths
 from datastates._base.paths import PathLike
-from datastates.commit import directories, newest, retention
+from datastates.commit import directories, manifest, newest, retention
 from datastates.commit.ballot import Ballot
 from datastates.commit.sequence import Order
 from datastates.config import Options, Settings
@@ -76,7 +76,7 @@ class Checkpointer:
         Raises:
             SettingsError: An option is unknown or impossible; the message names it.
             StorageError: The directory cannot be made or written.
-            TypeError, ValueError: ``directory`` is not a path, or is the address of a store.
+            TypeError, ValueError: ``directory`` is not a path, or is the address of a store, or is itself a checkpoint.
             CommitError: Another rank failed, or the ranks gave different directories.
             RanksMissingError: Some ranks did not come within ``rank_timeout`` seconds.
         """
@@ -86,6 +86,11 @@ class Checkpointer:
             self.directory = paths.local(directory)
             if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
+            if manifest.stat(self.directory) is not None:  # restore would find it, and none of those saved within it
+                raise ValueError(
+                    f"directory: {self.directory} is itself a checkpoint: give the directory that it lies in, or use "
+                    "datastates.restore"
+                )
             files.make_directory(self.directory)
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:

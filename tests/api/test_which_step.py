@@ -96,6 +96,14 @@ def test_a_checkpointer_names_a_path_in_the_place_of_providers(root: Path) -> No
                 call()
 
 
+def test_a_checkpointer_refuses_to_nest_checkpoints(root: Path) -> None:
+    path = root / "step-00000010"
+    before = sorted(path.iterdir())
+    with pytest.raises(ValueError, match=f"directory: {path} is itself a checkpoint"):
+        ds.Checkpointer(path)
+    assert sorted(path.iterdir()) == before
+
+
 @pytest.mark.parametrize("read", [loaded, opened])
 def test_a_missing_container_says_what_that_means(tmp_path: Path, read: Read) -> None:
     path = saved(tmp_path) / "step-00000020"
