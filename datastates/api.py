@@ -269,7 +269,7 @@ def load(
         TrustError: An object needs a class that is not trusted.
         CorruptError: A tensor or object does not match its checksum; the message names it.
         FormatError: A file is damaged, or of no known format. Or elements of a tensor were not saved. Or keys share
-            memory as different parts of tensors, which only :func:`open` tells apart.
+            memory on one rank, but are different tensors, which only :func:`open` tells apart.
         StorageError: A file is missing or cannot be read.
         CheckpointNotFoundError: There is no committed checkpoint, or none of that step.
         SettingsError: An option is unknown or impossible.

@@ -14,7 +14,7 @@ from datastates._base import gc_pause
 from datastates._base.files import read_bytes
 from datastates.container import checksums, pickle_reader, pickle_writer
 from datastates.container.file import Container
-from datastates.container.logical import combine
+from datastates.container.logical import Logical, combine
 from datastates.container.pickle_native import read_plain
 from datastates.container.rows import DataPlace, StoredRows, logical, place_of, reference
 from datastates.container.table import KINDS, WHOLE, Row
@@ -154,6 +154,11 @@ def _merged(first: Any, second: Any) -> Any:
     return first
 
 
+def _is_tied(a: Row, of_a: Logical, b: Row, of_b: Logical) -> bool:
+    """Whether two parts that share memory are the same part of tensors with the same elements."""
+    return a.part == b.part and of_a.stored_digest == of_b.stored_digest
+
+
 class _Blocks(ABC):
     """New memory for all arrays, and the reads that fill it."""
 
@@ -219,9 +224,10 @@ class _Tensors(_Blocks):
                 source = sources[number]
                 place = self._places[id(source), key] = place_of(row)
                 other = rows.setdefault((id(source), place), row)
-                # objects refer to a place, so they would get the wrong one of the two
-                if other is not row and other.part != row.part:
-                    raise FormatError(f"{other.key!r} and {key!r} share memory as different parts of tensors")
+                # objects refer to a place, so they would get the wrong one of two tensors
+                if other is not row and not _is_tied(other, tensors[other.key], row, tensor):
+                    keys = f"{other.key!r} and {key!r}"
+                    raise FormatError(f"{keys} share memory in {source.path}, but are different tensors")
                 self._arrays[id(source), place] = live.source
                 if row.part.numel:
                     self._reads[0].add(source, row, live)

@@ -9,6 +9,7 @@ import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import datastates as ds
 from datastates.container.file import open_container
 from datastates.errors import CommitError, CorruptError, DatastatesError, StorageError
 from datastates.providers import PickledObjectProvider, ReplicatedProvider, RngProvider, from_state_dict
+from datastates.state.arrays import array_shard
+from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Buffer, Shard
 
 LARGE = {"w": (2048, 1024), "b": (33,)}
@@ -172,6 +175,37 @@ def test_one_container_is_read_by_itself(threads: Any, tmp_path: Path, rank: int
         with pytest.raises(DatastatesError, match=r"'model/w' cannot be read .* only a part of .* \(96, 40\)"):
             checkpoint["model/w"]
         assert checkpoint.digest("model/w") is None
+
+
+class TiedOnOneRank(StateProvider):
+    """Two tensors, a row on each rank. Rank 0 has one memory for both."""
+
+    def __init__(self, rank: int, other: float) -> None:
+        super().__init__("tied")
+        self.rank = rank
+        self.a = np.full((1, 4), rank, np.float32)
+        self.b = self.a if rank == 0 else np.full((1, 4), other, np.float32)
+
+    def shards(self) -> list[Shard]:
+        arrays = {"a": self.a, "b": self.b}
+        return [array_shard(k, v, global_shape=(2, 4), offset=(self.rank, 0)) for k, v in arrays.items()]
+
+    def destinations(self, saved: Saved) -> list[Shard]:
+        return []
+
+
+def test_load_refuses_tensors_that_are_the_same_memory_on_one_rank_only(threads: Any, tmp_path: Path) -> None:
+    def save_tied(rank: int, other: float) -> None:
+        ds.snapshot([TiedOnOneRank(rank, other)], tmp_path / f"{other}", **SMALL).wait_committed()
+
+    assert threads(2, partial(save_tied, other=1)) == threads(2, partial(save_tied, other=7)) == [None, None]
+    rows = ds.load(tmp_path / "1", **SMALL)["tied"]
+    assert [rows[key].tolist() for key in "ab"] == [[[0.0] * 4, [1.0] * 4]] * 2
+    with pytest.raises(DatastatesError, match=r"'tied/a' and 'tied/b' share memory in .*rank-00000\.pt, but"):
+        ds.load(tmp_path / "7", **SMALL)
+    with ds.open(tmp_path / "7", **SMALL) as checkpoint:
+        assert checkpoint["tied/a"].tolist() == [[0.0] * 4, [1.0] * 4]
+        assert checkpoint["tied/b"].tolist() == [[0.0] * 4, [7.0] * 4]
 
 
 class Narrow(Split):
