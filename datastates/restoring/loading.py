@@ -225,9 +225,9 @@ class _Tensors(_Blocks):
                 place = self._places[id(source), key] = place_of(row)
                 other = rows.setdefault((id(source), place), row)
                 # objects refer to a place, so they would get the wrong one of two tensors
-                if other is not row and not _is_tied(other, tensors[other.key], row, tensor):
-                    keys = f"{other.key!r} and {key!r}"
-                    raise FormatError(f"{keys} share memory in {source.path}, but are different tensors")
+                if other.key != key and not _is_tied(other, tensors[other.key], row, tensor):
+                    both = f"{other.key!r} and {key!r}"
+                    raise FormatError(f"{both} share memory in {source.path}, but are different tensors")
                 self._arrays[id(source), place] = live.source
                 if row.part.numel:
                     self._reads[0].add(source, row, live)

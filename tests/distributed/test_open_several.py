@@ -208,6 +208,22 @@ def test_load_refuses_tensors_that_are_the_same_memory_on_one_rank_only(threads:
         assert checkpoint["tied/b"].tolist() == [[0.0] * 4, [7.0] * 4]
 
 
+class Repeated(StateProvider):
+    """A tensor of two equal rows, which are the same memory."""
+
+    def shards(self) -> list[Shard]:
+        self.row = np.arange(4, dtype=np.float32)[None]
+        return [array_shard("a", self.row, global_shape=(2, 4), offset=(i, 0)) for i in (0, 1)]
+
+    def destinations(self, saved: Saved) -> list[Shard]:
+        return []
+
+
+def test_load_takes_a_tensor_whose_parts_are_the_same_memory(tmp_path: Path) -> None:
+    ds.snapshot([Repeated("own")], tmp_path / "c", **SMALL).wait_committed()
+    assert ds.load(tmp_path / "c", **SMALL)["own"]["a"].tolist() == [[0, 1, 2, 3]] * 2
+
+
 class Narrow(Split):
     """Parts that are a few columns of much wider arrays."""
 
