@@ -89,18 +89,18 @@ def simplified(dest: I32, wanted: Runs) -> tuple[I32, Runs]:
 
 
 def _in_combs(runs: Runs) -> Bools:
-    """Marks those of ascending runs that make combs: each stretch begins where one of the run before ends.
+    """Marks those of ascending runs that make combs: each stretch begins where one of the run before ends, or is it.
 
     Such are the columns of one matrix that go to several destinations. A comb's stretches are short, and so is what
     lies between its rows. A run that no other reaches into is a comb of one.
     """
-    begin, end = runs.source, runs.end
+    begin, end, again = runs.source, runs.end, _again(runs)
     starts = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])
-    follows = np.append(True, begin[1:] == begin[:-1] + runs.length[:-1])
+    follows = again | np.append(True, begin[1:] == begin[:-1] + runs.length[:-1])
     alike = np.append(True, (runs.count[1:] == runs.count[:-1]) & (runs.source_step[1:] == runs.source_step[:-1]))
     fits = runs.has_gaps & (runs.length < GAP) & (starts | (follows & alike))
     firsts = np.flatnonzero(starts)
-    space = runs.source_step[firsts] - np.add.reduceat(runs.length, firsts)
+    space = runs.source_step[firsts] - np.add.reduceat(np.where(again, 0, runs.length), firsts)
     combs = np.logical_and.reduceat(fits, firsts) & (space >= 0) & (space <= GAP)
     return np.asarray(combs[np.cumsum(starts) - 1])
 
@@ -112,7 +112,13 @@ def _joined(runs: Runs) -> Runs:
     if not joins.any():
         return runs
     firsts = np.flatnonzero(np.append(True, ~joins))
-    return replace(runs[firsts], length=np.add.reduceat(runs.length, firsts))
+    return replace(runs[firsts], length=np.add.reduceat(np.where(_again(runs), 0, runs.length), firsts))
+
+
+def _again(runs: Runs) -> Bools:
+    """Marks runs with gaps that begin where the one before begins, and have stretches of the same length."""
+    same = (runs.source[1:] == runs.source[:-1]) & (runs.length[1:] == runs.length[:-1])
+    return np.append(False, same & runs.has_gaps[1:])[: len(runs)]
 
 
 def _union(runs: Runs, gapped: Bools) -> Runs:

@@ -351,13 +351,16 @@ def test_several_files_have_one_budget() -> None:
     assert plan_several([], 8 * CHUNK) == []
 
 
-def columns_of_a_matrix(pitch: int, *widths: int, begin: int | None = None, rows: int | None = None) -> ReadPlan:
-    """A plan for columns of 16 MiB, a destination for each width: the last of a row, or those from ``begin`` on."""
+def columns_of_a_matrix(
+    pitch: int, *widths: int, begin: int | None = None, rows: int | None = None, copies: int = 1
+) -> ReadPlan:
+    """A plan for columns of 16 MiB, some destinations for each width: the last of a row, or those from ``begin`` on."""
     size = np.array([64 * CHUNK], np.uint64)
     chunks = read.plan_chunks(size * np.uint64(0), size, np.zeros(64, np.uint32))
     width = np.array(widths)
     count = np.full(len(width), rows or 64 * CHUNK // pitch)
     first = (pitch - width.sum() if begin is None else begin) + np.cumsum(width) - width
+    width, count, first = (np.repeat(column, copies) for column in (width, count, first))
     runs = Runs(first, count * 0, width, count, count * 0 + pitch, width)
     dest, nbytes, ones = np.arange(len(width), dtype=np.int32), (count * width).astype(np.uint64), np.ones_like(width)
     plan = read.plan_read(runs, dest, nbytes, ones.astype(np.uint8), np.zeros(len(width), np.uint8), chunks, 8 * CHUNK)
@@ -395,15 +398,26 @@ def test_columns_that_go_to_several_destinations_are_read_like_the_rows_that_the
     assert three.extent_shared.all()
 
 
+@pytest.mark.parametrize("widths", [(2048,), (1024, 1024), (1024, 3072)])
+def test_columns_that_several_destinations_get_alike_are_read_like_those_of_one(widths: tuple[int, ...]) -> None:
+    plan, alone = (columns_of_a_matrix(4096, *widths, copies=copies) for copies in (3, 1))
+    assert read_nbytes(plan) == read_nbytes(alone)
+    assert plan.extent_shared.tolist() == alone.extent_shared.tolist()
+    assert len(plan.piece_dest) == 3 * len(alone.piece_dest)
+
+
 @given(
     st.integers(100, 200_000),
     st.lists(st.integers(1, 70_000), min_size=2, max_size=5),
     st.integers(0, 50_000),
     st.integers(1, 300),
+    st.integers(1, 3),
 )
-def test_any_columns_that_go_to_several_destinations(pitch: int, widths: list[int], begin: int, rows: int) -> None:
+def test_any_columns_that_go_to_several_destinations(
+    pitch: int, widths: list[int], begin: int, rows: int, copies: int
+) -> None:
     columns = list(itertools.takewhile(lambda end: end <= pitch, itertools.accumulate(widths)))
     assume(columns)
     rows = min(rows, (64 * CHUNK - begin) // pitch)
-    plan = columns_of_a_matrix(pitch, *widths[: len(columns)], begin=begin, rows=rows)
+    plan = columns_of_a_matrix(pitch, *widths[: len(columns)], begin=begin, rows=rows, copies=copies)
     assert plan.needed_nbytes == columns[-1] * rows
