@@ -140,7 +140,7 @@ class Reads:
                     shared = Buffer(place.pointer + to, nbytes, place.device, place.stream, place.owner)
                     queue.add(row.key, first + at, shared, whole=False)
                 return
-            runs = parts.intersect(stored, wanted).placed(itemsize, first)
+            runs = parts.intersect(stored, wanted).regular().placed(itemsize, first)
             if place.device == HOST or runs.size.sum() >= SMALL_COPY * runs.count.sum() or runs.count.sum() == 1:
                 queue.add_runs(row.key, place, runs)
                 return

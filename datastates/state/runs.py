@@ -72,6 +72,23 @@ class Runs:
         source = self.source[which] + number * self.source_step[which]
         return which, Runs.single(source, self.dest[which] + number * self.dest_step[which], self.length[which])
 
+    def regular(self) -> Runs:
+        """The same stretches, but ascending single ones that are equally long and spaced become one run."""
+        if len(self) < 2 or self.count.max() > 1:
+            return self
+        links = np.stack((np.diff(self.source), np.diff(self.dest)))
+        valid = (self.length[1:] == self.length[:-1]) & (links >= self.length[:-1]).all(axis=0)
+        change = (links[:, 1:] != links[:, :-1]).any(axis=0) & valid[1:] & valid[:-1]
+        # of links that all differ from the one before, every second one can begin a run
+        number = np.arange(len(valid))
+        begins = np.maximum.accumulate(np.where(np.append(False, change)[: len(valid)], -1, number))
+        first = np.flatnonzero(np.append(True, ~valid | ((number - begins) % 2 == 1)))
+        count = np.diff(np.append(first, len(self)))
+        steps = (np.append(link, 0)[first] for link in links)
+        length = self.length[first]
+        source_step, dest_step = (np.where(count > 1, step, length) for step in steps)
+        return Runs(self.source[first], self.dest[first], length, count, source_step, dest_step)
+
     def within(self, low: I64, high: I64) -> tuple[I64, Runs]:
         """What each run has in the source from ``low`` to before ``high``, and the number of the run that it is from.
 

@@ -64,3 +64,28 @@ def test_rows_of_whole_planes_are_one_run() -> None:
     assert spread([3, 4], [40, 10], [20, 5], 5, 0, 0).count.tolist() == [12]
     assert spread([3, 4], [41, 10], [20, 5], 5, 0, 0).count.tolist() == [4, 4, 4]
     assert spread([3, 4], [40, 10], [20, 5], 6, 0, 0).count.tolist() == [1] * 12  # they overlap
+
+
+STRETCH = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3))
+"""The gaps before it in source and destination, and its length."""
+
+
+@given(st.lists(st.tuples(STRETCH, st.integers(1, 5)), max_size=6))
+def test_regular_stretches_become_runs_and_stay_the_same(rows: list[tuple[tuple[int, int, int], int]]) -> None:
+    each = [stretch for stretch, times in rows for _ in range(times)]
+    gap, dest_gap, length = (np.array([s[i] for s in each], np.int64) for i in range(3))
+    before = np.cumsum(length) - length
+    single = Runs.single(np.cumsum(gap) + before, np.cumsum(dest_gap) + before, length)
+    regular = single.regular()
+    _, stretches = regular.stretches()
+    for name in ("source", "dest", "length"):
+        assert getattr(stretches, name).tolist() == getattr(single, name).tolist()
+    # each list entry makes one run, and what lies at its borders at most one more
+    assert len(regular) <= 2 * len(rows)
+
+
+def test_the_rows_of_boxes_become_one_run_each() -> None:
+    boxes = [spread([4], [10], [3], 3, begin, dest) for begin, dest in ((0, 0), (100, 12), (150, 24))]
+    _, single = Runs.joined(boxes).stretches()
+    ragged = Runs.joined([Runs.single(*(np.array([n]) for n in (-5, -2, 2))), single])
+    assert ragged.regular().count.tolist() == [1, 4, 4, 4]
