@@ -295,7 +295,14 @@ class Executor:
         """
 
     def submit_read(
-        self, path: str | bytes, plan: ReadPlan, ptr: _U64, device: _I32, stream: _U64, ahead: ReadAhead | None = None
+        self,
+        path: str | bytes,
+        plan: ReadPlan,
+        ptr: _U64,
+        device: _I32,
+        stream: _U64,
+        ahead: ReadAhead | None = None,
+        exchange: Exchange | None = None,
     ) -> ReadJob:
         """Start a read job.
 
@@ -303,10 +310,12 @@ class Executor:
             path: The container.
             plan: The plan.
             ptr: Address of each destination. The memory must stay alive until the job is done or destroyed.
-            device: CUDA device number of each destination, or -1 for host memory.
+            device: CUDA device number of each destination, -1 for host memory, or -2 - n for peer n of the exchange: it
+                is sent these bytes, and there is no address.
             stream: CUstream of each device destination. Copies wait for the work that is on it now.
             ahead: A read-ahead of the same path by this executor, which this call ends. Extents that are the same in
                 the plan are not read again; the others are dropped.
+            exchange: The connections to peers.
         """
 
     def read_ahead(self, path: str | bytes, plan: ReadPlan) -> ReadAhead:
@@ -395,6 +404,47 @@ class WriteJob:
         sources), write (one extent), tail, sync. Spans of one stage and track do not overlap, except for cache_wait. A
         job keeps its first 200,000 spans.
         """
+
+class Exchange:
+    """Connections to other ranks of the host, the peers. Each end sends the other one a parcel: bytes end to end.
+
+    Bytes are sent only once they are verified. A connection that fails is no error: its parcel then never arrives.
+    Destroying it closes the connections and waits for its thread.
+    """
+
+    def __init__(
+        self,
+        sockets: list[int],
+        *,
+        peer_rows: _U64,
+        ptr: _U64,
+        length: _U64,
+        count: _U64,
+        step: _U64,
+        patience: float,
+    ) -> None:
+        """Begin to receive.
+
+        Args:
+            sockets: A Unix socket of type SOCK_SEQPACKET for each peer, which blocks. They belong to this object from
+                now on, even if it raises.
+            peer_rows: The parcel of peer ``i`` fills the rows from ``peer_rows[i]`` to before ``peer_rows[i + 1]``.
+            ptr: Address of the first stretch of each of the rows, in host memory. It must stay alive until ``wait`` has
+                returned True, or this object is destroyed.
+            length: Length of each stretch.
+            count: Number of stretches.
+            step: Distance from the begin of one to that of the next.
+            patience: Seconds after which a peer is given up that sends, or takes, nothing.
+        """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until each parcel has arrived, or never will; then nothing is written to memory any more."""
+
+    def arrived(self) -> list[bool]:
+        """For each peer, whether its parcel has arrived. All False before ``wait`` has returned True."""
+
+    def close(self) -> None:
+        """Close the connections. What has not arrived by then never will, here and at the peers."""
 
 class ReadAhead:
     """A part of a file that is being read before its destinations are known."""

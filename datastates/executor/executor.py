@@ -16,6 +16,7 @@ from datastates._base.columns import I32, U8, U64
 from datastates._base.sizes import CHUNK, PAGE
 from datastates.config import IoSettings
 from datastates.errors import ClosedError
+from datastates.executor.exchange import Exchange
 from datastates.executor.jobs import ReadJob, WriteJob
 from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
 from datastates.state.shards import Buffer
@@ -119,6 +120,7 @@ class Executor:
         dests: Columns,
         name_record: Callable[[int], str],
         ahead: ReadAhead | None = None,
+        exchange: Exchange | None = None,
     ) -> ReadJob:
         """Start reading a container's ranges into memory.
 
@@ -128,9 +130,10 @@ class Executor:
             dests: The memory of the plan's destinations. It must stay alive until the job is done.
             name_record: Gives the key of a record by its number, for errors.
             ahead: A read-ahead of the same file. Extents of it that are also in the plan are not read again.
+            exchange: The peers that some destinations stand for.
         """
         self._had_job = True
-        job = self._core().submit_read(os.fsencode(path), _prepare_read(plan), *dests, ahead)
+        job = self._core().submit_read(os.fsencode(path), _prepare_read(plan), *dests, ahead, exchange)
         return ReadJob(job, plan, name_record)
 
     def read_ahead(self, path: Path, plan: ReadPlan) -> ReadAhead:

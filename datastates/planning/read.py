@@ -99,8 +99,8 @@ def plan_read(
     dest, runs = simplified(dest, wanted)
     ranges = Wanted.of(runs, chunks)
     segments, left = _read_segments(ranges, whole[dest], chunks, spare_nbytes)
-    cut = segments.chunk[~segments.verified]  # chunks that are not verified
-    loose = np.searchsorted(cut, ranges.first) < np.searchsorted(cut, ranges.last)
+    unverified = segments.chunk[~segments.verified]
+    loose = np.searchsorted(unverified, ranges.first) < np.searchsorted(unverified, ranges.last)
     segments, left = _filled(segments, left)
     bridged = _bridges(segments, ranges, left)
     straight = ranges.coverage(in_place[dest].astype(np.int64)) > 0
@@ -205,12 +205,12 @@ def _lasts(starts: I64, count: int) -> I64:
 
 def _pieces(ranges: Wanted, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
     """What each range has in each extent, ordered by extent: the numbers of both, and the part of the range."""
-    which, extent, piece = _cut(ranges.runs, begin, end)
+    which, extent, piece = cut(ranges.runs, begin, end)
     order = np.lexsort((piece.source, extent))
     return which[order], extent[order], piece[order]
 
 
-def _cut(runs: Runs, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
+def cut(runs: Runs, begin: I64, end: I64) -> tuple[I64, I64, Runs]:
     """What each run has in each of some ascending ranges: the numbers of both, and the part of the run."""
     which, number = pairs(
         np.searchsorted(end, runs.source, side="right"), np.searchsorted(begin, runs.end, side="left")
@@ -233,8 +233,8 @@ def _choose(nbytes: np.ndarray, wanted: np.ndarray, must: np.ndarray, left: int)
 def _loosened(wanted: Runs, every: _Segments) -> _Segments:
     """Chunks that are not verified are cut down to what is wanted of them."""
     kept, loose = every.verified, np.flatnonzero(~every.verified)
-    _, number, cut = _cut(wanted, every.begin[loose], every.end[loose])
-    runs = Runs.joined([every.runs[kept], cut])
+    _, number, parts = cut(wanted, every.begin[loose], every.end[loose])
+    runs = Runs.joined([every.runs[kept], parts])
     order = np.argsort(runs.source, kind="stable")
     numbers = np.append(every.chunk[kept], every.chunk[loose[number]])
     return _Segments(runs[order], numbers[order], (np.arange(len(order)) < kept.sum())[order])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from datastates.ranks.board_world import DONE, FAILED
 from datastates.ranks.world import World
 
 _T = TypeVar("_T")
+_PATIENCE = 30.0
+"""Longest patience in seconds: longer than storage takes for one read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,29 @@ class Fit:
         names: The names that its providers are stored under.
         is_vain: Whether nothing fits although something is wanted; None if nothing is wanted.
         unmatched: The globs that match nothing of this rank.
+        host: The name of this rank's host, if it offers rows to the other ranks there; else None.
     """
 
     wanted: U64
     names: list[str]
     is_vain: bool | None
     unmatched: Collection[str] = ()
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """How a checkpoint fits all ranks.
+
+    Attributes:
+        unexpected: The keys that no rank wants.
+        in_vain: Whether nothing fits on any rank although something is wanted.
+        neighbours: The ranks of this rank's host that offer rows, with this one; empty if it offers none.
+    """
+
+    unexpected: list[str]
+    in_vain: bool
+    neighbours: Sequence[int] = ()
 
 
 def _told(error: Exception) -> bytes:
@@ -78,6 +97,16 @@ class Meeting:
         self._has_begun = False
         self._failure: Exception | None = None  # of begin()
         self.rank, self.ranks = world.rank, world.size
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for another rank where this rank can go on without it: a part of the wait for all ranks."""
+        return min(_PATIENCE, self._world.timeout / 8)
+
+    @property
+    def token(self) -> str:
+        """A name that the ranks have in common, and other restores have not."""
+        return self._world.token(self._name)
 
     def settle(
         self, stage: str, own: Callable[[], bytes], decide: Callable[[dict[int, bytes]], bytes] = lambda _: b""
@@ -176,37 +205,35 @@ class Meeting:
 
         return self.settle("choose", wish.encode, decide)
 
-    def compare(self, own: Callable[[], Fit], find: Callable[[U64, set[str]], list[str]]) -> tuple[list[str], bool]:
+    def compare(self, own: Callable[[], Fit], find: Callable[[U64, set[str]], list[str]]) -> Fits:
         """Find out whether the checkpoint fits all ranks; raises as :meth:`settle` does.
 
         Args:
             own: Returns how the checkpoint fits this rank, or raises because it does not.
             find: Called on the coordinator with the hashes and the provider names of all ranks. Returns the keys of
                 these providers that no rank wants.
-
-        Returns:
-            The result of ``find``, and whether nothing fits on any rank although something is wanted.
         """
 
         def encoded() -> bytes:
             fit = own()
-            return pack([fit.wanted.tobytes(), fit.names, fit.is_vain, sorted(fit.unmatched)])
+            return pack([fit.wanted.tobytes(), fit.names, fit.is_vain, sorted(fit.unmatched), fit.host])
 
         def decide(told: dict[int, bytes]) -> bytes:
             fields = [unpack(data) for data in told.values()]
-            unmatched = set.intersection(*(set(globs) for *_, globs in fields))
+            unmatched = set.intersection(*(set(globs) for *_, globs, _ in fields))
             if unmatched:
                 shown = ", ".join(map(repr, sorted(unmatched)))
                 raise RestoreError(f"keys: nothing of the providers matches {shown}")
             every = np.concatenate([np.frombuffer(hashes, np.uint64) for hashes, *_ in fields])
-            said = {vain for _, _, vain, _ in fields}
+            said = {vain for _, _, vain, *_ in fields}
             keys = find(every, {name for _, known, *_ in fields for name in known})
-            return pack([keys, True in said and False not in said])
+            return pack([keys, True in said and False not in said, _neighbours(zip(told, fields, strict=True))])
 
         answer = self.settle("compare", encoded, decide)
         self._has_begun = True
-        unwanted, in_vain = unpack(answer)
-        return unwanted, in_vain
+        unexpected, in_vain, hosts = unpack(answer)
+        ranks = [[n for first, count in host for n in range(first, first + count)] for host in hosts]
+        return Fits(unexpected, in_vain, next((host for host in ranks if self.rank in host), ()))
 
     def finish(self, read: Callable[[], list[str]]) -> list[str]:
         """Read on all ranks; raises as :meth:`settle` does.
@@ -261,3 +288,21 @@ class Meeting:
 
         wrong, unknown = unpack(self.settle("digest", encoded, decide))
         return wrong, unknown
+
+
+def _neighbours(fields: Iterable[tuple[int, Sequence[Any]]]) -> list[list[tuple[int, int]]]:
+    """The ranks of each host that offer rows: the first of each stretch of numbers, and how many it has.
+
+    On most systems the ranks of a host have numbers that follow each other. So there are few numbers to tell.
+    """
+    hosts: dict[str, list[tuple[int, int]]] = {}
+    for rank, (*_, host) in sorted(fields):
+        if host is None:
+            continue
+        stretches = hosts.setdefault(host, [])
+        first, count = stretches[-1] if stretches else (rank, 0)
+        if first + count == rank:
+            stretches[-1:] = [(first, count + 1)]
+        else:
+            stretches.append((rank, 1))
+    return list(hosts.values())

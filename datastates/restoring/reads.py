@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +12,12 @@ import numpy as np
 from datastates.container.file import Container
 from datastates.container.rows import reference
 from datastates.container.table import Row
-from datastates.executor.executor import Executor, ReadAhead
+from datastates.executor.executor import Columns, Executor, ReadAhead
 from datastates.executor.jobs import ReadJob
 from datastates.planning import read
-from datastates.planning.plans import ReadPlan
-from datastates.planning.several import plan_several
+from datastates.planning.several import FileRanges, plan_several
 from datastates.restoring import conflicts
+from datastates.restoring.exchange import Exchange
 from datastates.restoring.read_queue import Ranges, ReadQueue, Source
 from datastates.state import arrays, parts, strides
 from datastates.state import memory as array_memory
@@ -41,6 +41,7 @@ class Tally:
     Attributes:
         needed_nbytes: Bytes of the files that were wanted; each is counted once.
         read_nbytes: Bytes that were read, as :meth:`datastates.executor.jobs.ReadJob.stats` counts them.
+        received_nbytes: Wanted bytes that other ranks of the host read, and sent.
         shared_nbytes: Bytes of those that lie between wanted rows of matrices. Storage reads them once for all ranks of
             a host.
         unverified_nbytes: Wanted bytes that were read without a checksum over them.
@@ -49,6 +50,7 @@ class Tally:
 
     needed_nbytes: int
     read_nbytes: int
+    received_nbytes: int
     shared_nbytes: int
     unverified_nbytes: int
     unverified_keys: tuple[str, ...]
@@ -58,6 +60,7 @@ class Tally:
         return Tally(
             self.needed_nbytes + other.needed_nbytes,
             self.read_nbytes + other.read_nbytes,
+            self.received_nbytes + other.received_nbytes,
             self.shared_nbytes + other.shared_nbytes,
             self.unverified_nbytes + other.unverified_nbytes,
             tuple(sorted({*self.unverified_keys, *other.unverified_keys})),
@@ -73,10 +76,12 @@ class Reads:
     def __init__(self, *, in_full: bool = False) -> None:
         """Begin without reads. ``in_full``: verify everything that is read, however many more bytes that reads."""
         self._jobs: list[ReadJob] = []  # first, as it is freed first: the end of a job stops its reads into the others
+        self._exchange: Exchange | None = None  # likewise
         self._in_full = in_full
         self._queues: dict[Source, ReadQueue] = {}
         self._copies: list[tuple[Any, Any]] = []
         self._loose: set[str] = set()
+        self._executor: Executor | None = None  # once reading has begun
         self._ahead: dict[Source, ReadAhead] = {}
         self._extents_ahead = 0
 
@@ -188,9 +193,25 @@ class Reads:
         self._extents_ahead += len(plan.extent_offset)
         return self._extents_ahead < executor.most_ahead
 
+    def offer(self, name: str, rank: int, patience: float) -> str | None:
+        """Offer rows for an exchange; returns the name of this rank's host, or None if nothing is offered.
+
+        See :meth:`~datastates.restoring.exchange.Exchange.offer`.
+        """
+        queues = (queue for queue in self._queues.values() if queue.source not in self._ahead)
+        self._exchange = Exchange.offer(queues, name, rank, patience)
+        return None if self._exchange is None else self._exchange.host
+
+    def meet(self, ranks: Sequence[int]) -> None:
+        """Begin the exchange with the ranks of this host that offer rows, if there are others."""
+        if self._exchange is not None and len(ranks) > 1:
+            self._exchange.meet(ranks)
+
     def close(self) -> None:
         """Stop what is still being read, and free the memory of what was read ahead and is not wanted."""
         self._jobs.clear()  # the end of a native job stops it
+        if self._exchange is not None:
+            self._exchange.close()
         for ahead in self._ahead.values():
             ahead.close()
 
@@ -199,6 +220,7 @@ class Reads:
 
         :func:`~datastates.planning.read.plan_read` decides what is verified.
         """
+        self._executor = executor
         queues = [queue for queue in self._queues.values() if not queue.is_empty]
         # first the files that were read ahead: these hold blocks of the host cache until their jobs take them
         queues.sort(key=lambda queue: queue.source not in self._ahead)
@@ -207,25 +229,38 @@ class Reads:
         try:
             # what was read ahead is in the longest extents
             longest = executor.extent_nbytes if self._ahead else executor.extent_for(self.nbytes)
-            for queue, plan in self._planned(queues, longest):
-                source = queue.source
-                ahead = self._ahead.get(source)
-                self._jobs.append(executor.submit_read(source.path, plan, queue.memory, source.name_record, ahead))
-                self._loose |= queue.unverified(plan)
+            wanted = [(queue, *self._wanted(queue)) for queue in queues]
+            self._submit(executor, wanted, longest)
         except BaseException:
             self._wait()
+            if self._exchange is not None:
+                self._exchange.close()
             raise
 
-    def _planned(self, queues: Sequence[ReadQueue], extent_nbytes: int) -> Iterator[tuple[ReadQueue, ReadPlan]]:
+    def _wanted(self, queue: ReadQueue) -> tuple[FileRanges, Columns]:
+        """What to read of a file, and the destinations."""
+        exchanged = None if self._exchange is None else self._exchange.reads(queue)
+        # the extents must be those that are read ahead
+        return exchanged or (queue.wanted(straight=queue.source not in self._ahead), queue.memory)
+
+    def _submit(
+        self, executor: Executor, wanted: Sequence[tuple[ReadQueue, FileRanges, Columns]], extent_nbytes: int
+    ) -> None:
         spare = SMALL_STATE if self.nbytes < SMALL_STATE else 0
         if self._in_full:
-            spare = sum(queue.source.nbytes for queue in queues)
-        # the extents must be those that are read ahead
-        wanted = [(queue, queue.wanted(straight=queue.source not in self._ahead)) for queue in queues]
+            spare = sum(queue.source.nbytes for queue, *_ in wanted)
+        exchange = None if self._exchange is None else self._exchange.native
         for checked in (True, False):
             some = [one for one in wanted if one[1].chunks.checked is checked]
-            plans = plan_several([ranges for _, ranges in some], extent_nbytes, spare)
-            yield from zip((queue for queue, _ in some), plans, strict=True)
+            plans = plan_several([ranges for _, ranges, _ in some], extent_nbytes, spare)
+            for (queue, _, memory), plan in zip(some, plans, strict=True):
+                source = queue.source
+                self._jobs.append(
+                    executor.submit_read(
+                        source.path, plan, memory, source.name_record, self._ahead.get(source), exchange
+                    )
+                )
+                self._loose |= queue.unverified(plan)
 
     def finish(self) -> Tally:
         """Wait until everything is read, then make the copies.
@@ -236,14 +271,31 @@ class Reads:
             CorruptError: Bytes do not match their checksum; some destinations have been overwritten by then.
             StorageError: Reading failed.
         """
-        self._wait()
+        received, extra = 0, 0
+        try:
+            self._wait()
+            if self._exchange is not None:
+                received = self._exchange.finish()
+                self._read_rest(self._exchange)
+                extra = self._exchange.extra_nbytes
+        finally:  # what this rank has not sent by now, the others read by themselves
+            if self._exchange is not None:
+                self._exchange.close()
         for array, landing in self._copies:
             array_memory.assign(array, landing)
         stats = [job.stats() for job in self._jobs]
         needed, read, shared, unverified = (
             sum(s[f"bytes_{which}"] for s in stats) for which in ("needed", "read", "shared", "unverified")
         )
-        return Tally(needed, read, shared, unverified, tuple(sorted(self._loose)))
+        return Tally(needed - extra, read, received, shared, unverified, tuple(sorted(self._loose)))
+
+    def _read_rest(self, exchange: Exchange) -> None:
+        """Read what no other rank has sent."""
+        rest = [(queue, ranges, queue.memory) for queue, ranges in exchange.rest()]
+        if rest:
+            assert self._executor is not None
+            self._submit(self._executor, rest, self._executor.extent_for(self.nbytes))
+            self._wait()
 
     def _wait(self) -> None:
         with contextlib.ExitStack() as running:  # waits for every job, even if another one fails

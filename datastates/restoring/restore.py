@@ -130,8 +130,9 @@ class Restore:
                 compare = self._compare
             else:
                 compare = self._look_and_compare
-            self._take_note(*self._meeting.compare(compare, self._strangers))
-            doubtful = set(self._meeting.finish(self._read))
+            fits = self._meeting.compare(lambda: self._offering(compare()), self._strangers)
+            self._take_note(fits.unexpected, fits.in_vain)
+            doubtful = set(self._meeting.finish(lambda: self._read(fits.neighbours)))
             if self._shares:
                 self._meeting.together("broadcast", lambda: broadcast.broadcast(self._shares, self._places()))
             unverified = self._compare_digests(doubtful, every=self._verify == "digest")
@@ -147,8 +148,8 @@ class Restore:
 
         With ``strict`` it raises RestoreError if something does not fit.
         """
-        unexpected, _ = self._meeting.compare(partial(self._look_and_compare, reads_ahead=False), self._strangers)
-        self._result.unexpected_keys += unexpected
+        fits = self._meeting.compare(partial(self._look_and_compare, reads_ahead=False), self._strangers)
+        self._result.unexpected_keys += fits.unexpected
         self._result.missing_keys += self._not_here
         self._note_parts()
         restored = [full_key(t.saved.name, shard.key) for t in self._taken for shard in t.saved.restored]
@@ -273,9 +274,15 @@ class Restore:
         is_vain = not any(fits) if self._absent or any(fit is not None for fit in fits) else None
         wanted = () if self._alone else (number for s in saved for number in s.wanted())
         unmatched = () if self._selection is None else self._selection.unmatched
-        return Fit(
-            np.fromiter(wanted, np.uint64), [s.name for s in saved if isinstance(s, SavedState)], is_vain, unmatched
-        )
+        names = [s.name for s in saved if isinstance(s, SavedState)]
+        return Fit(np.fromiter(wanted, np.uint64), names, is_vain, unmatched)
+
+    def _offering(self, fit: Fit) -> Fit:
+        """The fit, and what this rank offers the others of its host."""
+        meeting = self._meeting
+        if meeting.ranks == 1:
+            return fit
+        return replace(fit, host=self._reads.offer(meeting.token, meeting.rank, meeting.patience))
 
     def _strangers(self, wanted: U64, names: set[str]) -> list[str]:
         if self._alone:
@@ -303,8 +310,9 @@ class Restore:
 
     # --- reading, and what comes after it
 
-    def _read(self) -> list[str]:
+    def _read(self, neighbours: Sequence[int]) -> list[str]:
         """Read everything, and fill objects meanwhile; returns the keys that were read without checksums."""
+        self._reads.meet(neighbours)
         casts = [cast for taken in self._taken for cast in taken.saved.casts]
         most = max(self._reads.nbytes, casting.WINDOW if casts else 0)
         executor = self._executor or self._make_executor(most)
@@ -318,8 +326,8 @@ class Restore:
         finally:
             tally = self._reads.finish()
         tally += casting.run(casts, executor)
-        counts = tally.needed_nbytes, tally.read_nbytes, tally.shared_nbytes
-        self._result.needed_nbytes, self._result.read_nbytes, self._result.shared_nbytes = counts
+        for name in ("needed_nbytes", "read_nbytes", "received_nbytes", "shared_nbytes"):
+            setattr(self._result, name, getattr(tally, name))
         return list(tally.unverified_keys)
 
     def _compare_digests(self, doubtful: set[str], *, every: bool) -> list[str]:

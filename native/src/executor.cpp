@@ -89,6 +89,8 @@ ReadJob::~ReadJob() {
         return;
     }
     state_->stop();
+    // A worker may wait for a peer that takes nothing.
+    if (state_->exchange() != nullptr && !state_->done()) state_->exchange()->close();
     executor_->cache_.poke();
     state_->wait_done();
 }
@@ -194,15 +196,18 @@ std::unique_ptr<WriteJob> Executor::submit_write(const std::string& path,
 
 std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
                                                std::shared_ptr<const ReadPlan> plan, Buffers dests,
-                                               ReadAhead* ahead) {
-    dests.validate(sizes(*plan, plan->dests(), &ReadPlan::dest_nbytes), false);
+                                               ReadAhead* ahead,
+                                               std::shared_ptr<Exchange> exchange) {
+    dests.validate(sizes(*plan, plan->dests(), &ReadPlan::dest_nbytes), false,
+                   exchange ? exchange->peers() : 0);
     require_blocks(*plan);
     if (ahead != nullptr && (ahead->executor_.get() != this || ahead->state_->path() != path)) {
         throw Error::invalid("the read-ahead is not of " + path + " or is of another executor");
     }
     admit();
     File file = File::open(path, direct_, plan->shares());
-    auto state = std::make_shared<ReadState>(std::move(file), std::move(plan), std::move(dests));
+    auto state = std::make_shared<ReadState>(std::move(file), std::move(plan), std::move(dests),
+                                             std::move(exchange));
     std::set<std::pair<int, std::uint64_t>> producers;
     const Buffers& buffers = state->buffers();
     for (std::size_t i = 0; i < state->plan().dests(); ++i) {

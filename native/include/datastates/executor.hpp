@@ -17,6 +17,7 @@
 #include "datastates/memory/copy_engine.hpp"
 #include "datastates/memory/host_cache.hpp"
 #include "datastates/plan.hpp"
+#include "datastates/read/exchange.hpp"
 #include "datastates/read/read_state.hpp"
 #include "datastates/read/reader.hpp"
 #include "datastates/write/capturer.hpp"
@@ -87,7 +88,7 @@ class WriteJob : Unmovable {
 };
 
 /// One restore under way; the caller of submit_read owns it. It keeps the executor alive. The
-/// destructor stops the restore and waits for it. Thread-safe.
+/// destructor stops the restore, closes its exchange and waits for it. Thread-safe.
 class ReadJob : Unmovable {
   public:
     ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state);
@@ -161,10 +162,12 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
                                            std::shared_ptr<const WritePlan> plan, Buffers sources);
     /// Begins a restore. The destinations' memory must stay alive until the job is done or
     /// destroyed. `ahead` must be of the same file and executor. The job takes over its extents of
-    /// equal offset and length instead of reading them again, and drops the others.
+    /// equal offset and length instead of reading them again, and drops the others. What the peers
+    /// of `exchange` want is sent to them.
     std::unique_ptr<ReadJob> submit_read(const std::string& path,
                                          std::shared_ptr<const ReadPlan> plan, Buffers dests,
-                                         ReadAhead* ahead = nullptr);
+                                         ReadAhead* ahead = nullptr,
+                                         std::shared_ptr<Exchange> exchange = nullptr);
     /// Begins to read a plan's extents in order, until a job takes them. It stops at the first
     /// extent that finds no free block, and reads nothing if all open read-aheads together would
     /// have more extents than half of the cache's blocks: other jobs need the rest. It leaves out

@@ -17,7 +17,7 @@ std::byte* in_place(const ReadState& job, const File& file, const ReadPlan::Exte
     if (pieces.size() != 1 || extent.sparse()) return nullptr;
     const ReadPlan::Piece& piece = pieces.front();
     const auto dest = static_cast<std::size_t>(piece.dest);
-    if (job.buffers().on_device(piece.dest) || piece.length != extent.length) return nullptr;
+    if (!job.buffers().on_host(piece.dest) || piece.length != extent.length) return nullptr;
     auto* const to = job.buffers().host(dest) + piece.dest_offset;
     if (cached || !file.direct()) return to;
     const bool fits = extent.length >= kInPlaceMinimum &&

@@ -15,6 +15,7 @@
 #include "datastates/checksum/checksum.hpp"
 #include "datastates/io/io_backend.hpp"
 #include "datastates/read/extent_steps.hpp"
+#include "datastates/read/peer_sends.hpp"
 
 namespace datastates {
 namespace {
@@ -48,7 +49,7 @@ class Placing {
     /// Copies what lies between the last end and a new one.
     void advance(std::uint64_t end, const StepMemory& data) {
         pieces_.advance(end, [&](const auto& piece, std::uint64_t from, std::uint64_t to) {
-            if (job_.buffers().on_device(piece.dest)) return;
+            if (!job_.buffers().on_host(piece.dest)) return;
             std::memcpy(destination(piece, from), data.at(from), to - from);
             bytes_ += to - from;
         });
@@ -57,7 +58,7 @@ class Placing {
     /// to one stretch of host memory.
     std::byte* straight(std::uint64_t end) const {
         const ReadPlan::Piece* const piece = pieces_.only(end);
-        if (piece == nullptr || job_.buffers().on_device(piece->dest)) return nullptr;
+        if (piece == nullptr || !job_.buffers().on_host(piece->dest)) return nullptr;
         return destination(*piece, pieces_.at());
     }
     /// Leaves out what lies before a new end.
@@ -203,6 +204,7 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
     Cursor cursor(job, extent, how.file);
     Placing places(job, extent);
     DeviceCopies copies(job, extent);
+    PeerSends sends(job, extent);
     auto checks = job.plan().checks(extent);
     const auto steps = read_steps(job, extent);
     Window window(data, steps, windowed);
@@ -238,7 +240,10 @@ Finished finish_extent(ReadState& job, const ReadPlan::Extent& extent, std::byte
             finish_to(end, checks.size() > 1 ? std::min(end, checks[1].offset) : end, &check);
         }
         finish_to(step_end, step_end, nullptr);
-        if (!how.in_place) copies.advance(step_end, memory);
+        if (!how.in_place) {
+            copies.advance(step_end, memory);
+            sends.advance(step_end, memory);
+        }
         window.close(i, copies, i + 1 == steps.size());
     }
     if (how.through_cache) job.file().let_go(extent.offset, extent.length);

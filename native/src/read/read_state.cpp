@@ -6,8 +6,12 @@
 
 namespace datastates {
 
-ReadState::ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers)
-    : plan_(std::move(plan)), buffers_(std::move(buffers)), file_(std::move(file)) {
+ReadState::ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers,
+                     std::shared_ptr<Exchange> exchange)
+    : plan_(std::move(plan)),
+      buffers_(std::move(buffers)),
+      exchange_(std::move(exchange)),
+      file_(std::move(file)) {
     stats_.bytes_needed = plan_->bytes();
     stats_.direct = file_.direct();
 }

@@ -17,6 +17,7 @@
 #include "datastates/io/file.hpp"
 #include "datastates/memory/job_devices.hpp"
 #include "datastates/plan.hpp"
+#include "datastates/read/exchange.hpp"
 #include "datastates/read/extents_ahead.hpp"
 
 namespace datastates {
@@ -35,10 +36,13 @@ struct ReadStats {
 /// the result.
 class ReadState {
   public:
-    ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers);
+    /// `exchange` may be null if no destination stands for a peer.
+    ReadState(File file, std::shared_ptr<const ReadPlan> plan, Buffers buffers,
+              std::shared_ptr<Exchange> exchange = nullptr);
 
     const ReadPlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
+    Exchange* exchange() const { return exchange_.get(); }
     File& file() { return file_; }
     JobDevices& devices() { return devices_; }
     const JobDevices& devices() const { return devices_; }
@@ -83,6 +87,7 @@ class ReadState {
   private:
     const std::shared_ptr<const ReadPlan> plan_;
     const Buffers buffers_;
+    const std::shared_ptr<Exchange> exchange_;
     File file_;
     const Clock::time_point start_ = Clock::now();
     JobDevices devices_;

@@ -1,0 +1,163 @@
+"""Divides rows that several ranks of a host want of the same files: each rank reads a share for all. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from datastates._base.columns import I64
+from datastates._base.packing import pack, unpack
+from datastates._base.sizes import CHUNK
+from datastates.planning.read import cut
+from datastates.state.runs import Runs
+
+_MOVED = 8
+"""A share is cut where a chunk ends if that moves its border by at most this part of a record. Else two ranks read that
+chunk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The rows that a rank wants of one file. Each run lies within one record.
+
+    Attributes:
+        record: The number of each run's record.
+        runs: The rows; their sources are file offsets.
+    """
+
+    record: I64
+    runs: Runs
+
+
+Wishes = Mapping[str, Rows]
+"""What one rank wants, by file."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """What one rank reads of a file for all: ranges from ``low`` to before ``high``, ascending and disjoint."""
+
+    low: I64
+    high: I64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """What a rank wants of another one's share of a file.
+
+    Attributes:
+        which: The number of the run that each part is from.
+        parts: The parts of the runs, with the runs' dests.
+        begin: Offset of each part in what is sent. There its stretches lie end to end.
+    """
+
+    which: I64
+    parts: Runs
+    begin: I64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """How ranks divide what they want.
+
+    Attributes:
+        records: By file, the records of which several ranks want rows. No others are divided.
+        shares: Each rank's shares, by file.
+    """
+
+    records: dict[str, I64]
+    shares: list[dict[str, Share]]
+
+
+def encode(wishes: Wishes) -> bytes:
+    """The wishes as a message."""
+    return bytes(
+        pack(
+            {
+                file: [c.tobytes() for c in (rows.record, r.source, r.length, r.count, r.source_step)]
+                for file, rows in wishes.items()
+                for r in (rows.runs,)
+            }
+        )
+    )
+
+
+def decode(message: bytes) -> dict[str, Rows]:
+    """The wishes of a message; their runs have no dests."""
+    result = {}
+    for file, columns in unpack(message).items():
+        record, source, length, count, step = (np.frombuffer(column, np.int64) for column in columns)
+        none = np.zeros_like(source)
+        result[file] = Rows(record, Runs(source, none, length, count, step, none))
+    return result
+
+
+def divide(wishes: Sequence[Wishes]) -> Division:
+    """Divide the records of which several ranks want rows, given what each rank wants.
+
+    Records that the same ranks want are laid end to end and cut into equal parts, between rows, and where a chunk ends
+    if that is near. So each rank reads few files, in order.
+    """
+    files = sorted({file for one in wishes for file in one})
+    held = [(n, rank, one[file]) for n, file in enumerate(files) for rank, one in enumerate(wishes) if file in one]
+    if not held:
+        return Division({}, [{} for _ in wishes])
+    number, rank = (np.repeat([h[i] for h in held], [len(rows.record) for *_, rows in held]) for i in (0, 1))
+    runs = Runs.joined([rows.runs for *_, rows in held])
+    places, at = np.unique(
+        np.stack((number, np.concatenate([rows.record for *_, rows in held]))), axis=1, return_inverse=True
+    )
+    at = at.ravel()
+    file, record = places
+    wants = np.zeros((len(file), len(wishes)), bool)
+    wants[at, rank] = True
+    begin, end = np.full(len(file), np.iinfo(np.int64).max), np.zeros(len(file), np.int64)
+    np.minimum.at(begin, at, runs.source)
+    np.maximum.at(end, at, runs.end)
+    step, other = np.zeros(len(file), np.int64), np.full(len(file), np.iinfo(np.int64).max)
+    np.maximum.at(step, at, runs.source_step)
+    np.minimum.at(other, at, runs.source_step)
+    step = np.where(step == other, step, end - begin)  # rows of several kinds stay together
+    whole = np.lcm(step, CHUNK)  # bytes, in rows, after which a chunk ends with a row
+    step = np.where(whole * _MOVED <= end - begin, whole, step)
+    common = wants.sum(axis=1) > 1
+    records = {name: record[common & (file == n)] for n, name in enumerate(files)}
+    cuts: list[list[tuple[I64, I64, I64]]] = [[] for _ in wishes]
+    groups, group = np.unique(wants[common], axis=0, return_inverse=True)
+    for n, ranks in enumerate(groups):
+        some = np.flatnonzero(common)[group.ravel() == n]
+        for member, low, high in _parts(np.flatnonzero(ranks), (end - begin)[some], step[some]):
+            kept = high > low
+            cuts[member].append((file[some][kept], begin[some][kept] + low[kept], begin[some][kept] + high[kept]))
+    return Division({name: r for name, r in records.items() if len(r)}, [_by_file(files, parts) for parts in cuts])
+
+
+def parcels(wishes: Wishes, share: Mapping[str, Share]) -> dict[str, Parcel]:
+    """What a rank gets of another one's share, by file; in what is sent, one file lies behind the other."""
+    result, sent = {}, 0
+    for file in sorted(wishes.keys() & share.keys()):
+        which, _, parts = cut(wishes[file].runs, share[file].low, share[file].high)
+        end = sent + np.cumsum(parts.size)
+        result[file] = Parcel(which, parts, end - parts.size)
+        sent = int(end[-1]) if len(end) else sent
+    return result
+
+
+def _parts(members: I64, size: I64, step: I64) -> list[tuple[int, I64, I64]]:
+    """The parts of records of these sizes, laid end to end, that each member gets: from where to where in each."""
+    after = np.cumsum(size)
+    bounds = [int(after[-1]) * n // len(members) for n in range(len(members) + 1)]
+    edges = [np.clip(bound - (after - size), 0, size) for bound in bounds]
+    edges = [np.where(edge < size, edge // step * step, size) for edge in edges]
+    return [(int(member), edges[n], edges[n + 1]) for n, member in enumerate(members)]
+
+
+def _by_file(files: Sequence[str], cuts: Sequence[tuple[I64, I64, I64]]) -> dict[str, Share]:
+    if not cuts:
+        return {}
+    file, low, high = (np.concatenate(column) for column in zip(*cuts, strict=True))
+    order = np.lexsort((low, file))
+    file, low, high = file[order], low[order], high[order]
+    return {files[n]: Share(low[file == n], high[file == n]) for n in np.unique(file).tolist()}

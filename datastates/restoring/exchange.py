@@ -1,0 +1,223 @@
+"""Exchanges rows with the other ranks of the host: each reads a share of what several want, and sends it to them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from datastates._base.columns import I64
+from datastates.executor import exchange as native
+from datastates.executor.executor import Columns
+from datastates.planning import exchange
+from datastates.planning.exchange import Parcel, Rows
+from datastates.planning.several import FileRanges
+from datastates.planning.wanted import Wanted, has_narrow_gaps, simplified
+from datastates.ranks.neighbours import Listener
+from datastates.restoring.read_queue import ReadQueue
+from datastates.state.runs import Runs
+from datastates.state.shards import HOST
+
+_log = logging.getLogger("datastates")
+MINIMUM = 8 << 20
+"""Fewest bytes to exchange. For less, connecting takes longer than reading."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _File:
+    """A file of which rows are offered for exchange.
+
+    Attributes:
+        queue: The file's reads.
+        ranges: What is wanted of it.
+        offered: The numbers of the ranges that are offered.
+        rows: These.
+    """
+
+    queue: ReadQueue
+    ranges: FileRanges
+    offered: I64
+    rows: Rows
+
+    @property
+    def pointer(self) -> I64:
+        """Address of the destination of each offered range."""
+        return self.queue.memory[0].astype(np.int64)[self.ranges.dest[self.offered]]
+
+
+class Exchange:
+    """One rank's part in an exchange. Not thread-safe.
+
+    What does not arrive is no error: the rank reads it by itself, see :meth:`rest`.
+    """
+
+    def __init__(self, listener: Listener, rank: int, patience: float, files: Mapping[str, _File]) -> None:
+        self._listener = listener
+        self._patience = patience
+        self._rank = rank
+        self._files = files
+        self._names = {file.queue: name for name, file in files.items()}
+        self._records: Mapping[str, I64] = {}  # by file, those that are exchanged
+        self._own: Mapping[str, Parcel] = {}
+        self._sent: list[dict[str, Parcel]] = []  # to each peer
+        self._received: list[dict[str, Parcel]] = []  # from each peer
+        self.native: native.Exchange | None = None
+        self.extra_nbytes = 0
+        """Bytes of what :meth:`reads` and :meth:`rest` have chosen, less those that this rank wants of the files."""
+
+    @classmethod
+    def offer(cls, queues: Iterable[ReadQueue], name: str, rank: int, patience: float) -> Exchange | None:
+        """Offer rows to the other ranks of the host; None if there are too few, or the system has no way.
+
+        Args:
+            queues: The reads of files.
+            name: The name of the exchange: the same on all ranks, and used once.
+            rank: The number of this rank.
+            patience: Seconds to wait for another rank that does nothing.
+        """
+        found = [_file(queue) for queue in queues if any(runs.has_gaps.any() for *_, runs in queue.runs)]
+        offered = [file for file in found if file is not None]
+        if sum(int(file.rows.runs.size.sum()) for file in offered) < MINIMUM:
+            return None
+        try:
+            # ranks may have the same file under different paths
+            places = [os.stat(file.queue.source.path) for file in offered]
+            files = {f"{place.st_dev} {place.st_ino}": file for place, file in zip(places, offered, strict=True)}
+            return cls(Listener(name, rank, patience), rank, patience, files)
+        except OSError as error:
+            _log.info("reading without the other ranks of this host: %s", error)
+            return None
+
+    @property
+    def host(self) -> str:
+        """Names the host: equal for ranks that can exchange."""
+        return self._listener.host
+
+    def meet(self, ranks: Sequence[int]) -> None:
+        """Connect to the other ranks, and divide what all want. If that fails, nothing is exchanged.
+
+        Args:
+            ranks: The ranks of this host that offer rows, with this one.
+        """
+        wishes = {name: file.rows for name, file in self._files.items()}
+        order = sorted(ranks)
+        others = [rank for rank in order if rank != self._rank]
+        with contextlib.ExitStack() as connected:
+            connected.callback(self._listener.close)
+            try:
+                sockets = self._listener.connect(others)
+                for one in sockets.values():
+                    connected.enter_context(one)
+                told = self._listener.swap(sockets, exchange.encode(wishes))
+            except OSError as error:
+                _log.info("reading without the other ranks of this host: %s", error)
+                return
+            every = {rank: exchange.decode(message) for rank, message in told.items()} | {self._rank: wishes}
+            division = exchange.divide([every[rank] for rank in order])
+            shares = dict(zip(order, division.shares, strict=True))
+            self._records = division.records
+            self._own = exchange.parcels(wishes, shares[self._rank])
+            self._sent = [exchange.parcels(every[peer], shares[self._rank]) for peer in others]
+            self._received = [exchange.parcels(wishes, shares[peer]) for peer in others]
+            rows = [self._filled(parcels) for parcels in self._received]
+            self.native = native.begin([sockets[peer] for peer in others], rows, self._patience)
+
+    def _filled(self, parcels: Mapping[str, Parcel]) -> tuple[I64, Runs]:
+        """What received parcels fill: the address of each run's destination, and the runs."""
+        none = np.zeros(0, np.int64)
+        pointers, parts = [none], [Runs.single(none, none, none)]
+        for name, parcel in parcels.items():
+            pointers.append(self._files[name].pointer[parcel.which])
+            parts.append(parcel.parts)
+        return np.concatenate(pointers), Runs.joined(parts)
+
+    def reads(self, queue: ReadQueue) -> tuple[FileRanges, Columns] | None:
+        """What this rank reads of a file, and its destinations, with what it sends. None for a file that stays."""
+        name = self._names.get(queue, "")
+        if name not in self._records:
+            return None
+        file = self._files[name]
+        ranges, (pointer, device, stream), count = file.ranges, queue.memory, len(file.ranges.dest_nbytes)
+        exchanged = file.offered[np.isin(file.rows.record, self._records[name])]
+        kept = np.ones(len(ranges.wanted), bool)
+        kept[exchanged] = False
+        wanted, dest = [ranges.wanted[kept]], [ranges.dest[kept]]
+        if (own := self._own.get(name)) is not None:
+            wanted.append(own.parts)
+            dest.append(ranges.dest[file.offered[own.which]])
+        for n, parcels in enumerate(self._sent):
+            if (parcel := parcels.get(name)) is not None:
+                parts = parcel.parts
+                wanted.append(replace(parts, dest=parcel.begin, dest_step=parts.length))
+                dest.append(np.full(len(parts), count + n))
+        peers, sent = len(self._sent), [_nbytes(parcels) for parcels in self._sent]
+        whole = ranges.whole.copy()
+        whole[ranges.dest[exchanged]] = 1  # nothing is sent that is not verified
+        result = replace(
+            ranges,
+            wanted=Runs.joined(wanted),
+            dest=np.concatenate(dest).astype(np.int32),
+            dest_nbytes=np.append(ranges.dest_nbytes, np.array(sent, np.uint64)),
+            in_place=np.append(ranges.in_place, np.zeros(peers, np.uint8)),
+            whole=np.append(whole, np.ones(peers, np.uint8)),
+        )
+        self.extra_nbytes += _needed_nbytes(result) - _needed_nbytes(ranges)
+        return result, (
+            np.append(pointer, np.zeros(peers, np.uint64)),
+            np.append(device, np.arange(native.FIRST_PEER, native.FIRST_PEER - peers, -1, dtype=np.int32)),
+            np.append(stream, np.zeros(peers, np.uint64)),
+        )
+
+    def finish(self) -> int:
+        """Wait until each parcel has arrived, or never will; returns the bytes that have arrived."""
+        if self.native is None:
+            return 0
+        self.native.wait()
+        return sum(_nbytes(parcels) for parcels, has in self._outcome() if has)
+
+    def rest(self) -> Iterator[tuple[ReadQueue, FileRanges]]:
+        """What has not arrived of each file."""
+        lost = [parcels for parcels, has in self._outcome() if not has]
+        for name, file in self._files.items():
+            found = [parcels[name] for parcels in lost if name in parcels]
+            if found:
+                dest = file.ranges.dest[file.offered[np.concatenate([parcel.which for parcel in found])]]
+                ranges = replace(file.ranges, wanted=Runs.joined([parcel.parts for parcel in found]), dest=dest)
+                self.extra_nbytes += _needed_nbytes(ranges)
+                yield file.queue, ranges
+
+    def _outcome(self) -> Iterator[tuple[dict[str, Parcel], bool]]:
+        """What each peer was to send, and whether it has arrived."""
+        return zip(self._received, [] if self.native is None else self.native.arrived(), strict=True)
+
+    def close(self) -> None:
+        """End the exchange. What has not arrived is lost, here and at the other ranks."""
+        self._listener.close()
+        if self.native is not None:
+            self.native.close()
+            self.native.wait()  # from then on nothing is written to memory
+
+
+def _needed_nbytes(ranges: FileRanges) -> int:
+    _, runs = simplified(ranges.dest, ranges.wanted)
+    return Wanted.of(runs, ranges.chunks).needed_nbytes
+
+
+def _nbytes(parcels: Mapping[str, Parcel]) -> int:
+    return sum(int(parcel.parts.size.sum()) for parcel in parcels.values())
+
+
+def _file(queue: ReadQueue) -> _File | None:
+    """What to offer of a file: rows with narrow gaps, for host memory, of chunks with checksums. None for nothing."""
+    ranges = queue.wanted(straight=True)
+    runs, device = ranges.wanted, queue.memory[1][ranges.dest]
+    offered = np.flatnonzero(has_narrow_gaps(runs) & (device == HOST))
+    if not ranges.chunks.checked or not len(offered):
+        return None
+    rows = runs[offered]
+    record = np.searchsorted(queue.source.data_offset, rows.source.astype(np.uint64), side="right") - 1
+    return _File(queue, ranges, offered, Rows(record.astype(np.int64), rows))
