@@ -318,6 +318,35 @@ class Executor:
             exchange: The connections to peers.
         """
 
+    def begin_exchange(
+        self,
+        sockets: list[int],
+        *,
+        peer_rows: _U64,
+        ptr: _U64,
+        device: _I32,
+        stream: _U64,
+        length: _U64,
+        count: _U64,
+        step: _U64,
+        patience: float,
+    ) -> Exchange:
+        """Begin to receive what peers send.
+
+        Args:
+            sockets: A Unix socket of type SOCK_SEQPACKET for each peer, which blocks. They belong to the result from
+                now on, even if this raises.
+            peer_rows: The parcel of peer ``i`` fills the rows from ``peer_rows[i]`` to before ``peer_rows[i + 1]``.
+            ptr: Address of the first stretch of each of the rows. The memory must stay alive until ``Exchange.wait``
+                has returned True, or the exchange is destroyed.
+            device: CUDA device number of each of the rows, or -1 for host memory.
+            stream: CUstream of each of the rows on devices. Copies wait for the work that is on it now.
+            length: Length of each stretch.
+            count: Number of stretches.
+            step: Distance from the begin of one to that of the next.
+            patience: Seconds after which a peer is given up that sends, or takes, nothing.
+        """
+
     def read_ahead(self, path: str | bytes, plan: ReadPlan) -> ReadAhead:
         """Begin to read a plan's extents in order, as far as blocks are free; the plan has no destinations.
 
@@ -409,36 +438,14 @@ class Exchange:
     """Connections to other ranks of the host, the peers. Each end sends the other one a parcel: bytes end to end.
 
     Bytes are sent only once they are verified. A connection that fails is no error: its parcel then never arrives.
-    Destroying it closes the connections and waits for its thread.
+    Destroying it closes the connections and waits for its thread. ``Executor.begin_exchange`` makes it.
     """
 
-    def __init__(
-        self,
-        sockets: list[int],
-        *,
-        peer_rows: _U64,
-        ptr: _U64,
-        length: _U64,
-        count: _U64,
-        step: _U64,
-        patience: float,
-    ) -> None:
-        """Begin to receive.
-
-        Args:
-            sockets: A Unix socket of type SOCK_SEQPACKET for each peer, which blocks. They belong to this object from
-                now on, even if it raises.
-            peer_rows: The parcel of peer ``i`` fills the rows from ``peer_rows[i]`` to before ``peer_rows[i + 1]``.
-            ptr: Address of the first stretch of each of the rows, in host memory. It must stay alive until ``wait`` has
-                returned True, or this object is destroyed.
-            length: Length of each stretch.
-            count: Number of stretches.
-            step: Distance from the begin of one to that of the next.
-            patience: Seconds after which a peer is given up that sends, or takes, nothing.
-        """
-
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until each parcel has arrived, or never will; then nothing is written to memory any more."""
+        """Wait until each parcel has arrived, or never will; then nothing is written to memory any more.
+
+        Raises DeviceError if a copy to a device has failed.
+        """
 
     def arrived(self) -> list[bool]:
         """For each peer, whether its parcel has arrived. All False before ``wait`` has returned True."""

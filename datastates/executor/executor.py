@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,19 +13,22 @@ import numpy as np
 
 from datastates import _native
 from datastates._base import faults
-from datastates._base.columns import I32, U8, U64
+from datastates._base.columns import I32, U8, U64, as_u64
 from datastates._base.sizes import CHUNK, PAGE
 from datastates.config import IoSettings
 from datastates.errors import ClosedError
-from datastates.executor.exchange import Exchange
 from datastates.executor.jobs import ReadJob, WriteJob
 from datastates.planning.plans import NO_RUNS, DigestRuns, ReadPlan, WritePlan, fields_of
+from datastates.state.runs import Runs
 from datastates.state.shards import Buffer
 
 PreparedWrite = _native.WritePlan
 ReadAhead = _native.ReadAhead
+Exchange = _native.Exchange
 Columns: TypeAlias = "tuple[U64, I32, U64]"
 """Addresses, device numbers and stream handles of buffers."""
+FIRST_PEER = -2
+"""The device number that stands for the first peer in a read's destinations; that of the next one is lower by 1."""
 
 
 def prepare_write(plan: WritePlan, literal: bytes | memoryview, runs: DigestRuns = NO_RUNS) -> PreparedWrite:
@@ -148,6 +152,32 @@ class Executor:
             plan: A plan without destinations, of at most :attr:`most_ahead` extents.
         """
         return self._core().read_ahead(os.fsencode(path), _prepare_read(plan))
+
+    def begin_exchange(
+        self, sockets: Sequence[socket.socket], rows: Sequence[tuple[Columns, Runs]], patience: float
+    ) -> Exchange:
+        """Begin to receive what peers send.
+
+        Args:
+            sockets: A connection to each peer. The result takes them over.
+            rows: For each peer, what its parcel fills, in order: the memory of each run's destination, and the runs.
+            patience: Seconds after which a peer is given up that sends, or takes, nothing.
+        """
+        for one in sockets:
+            one.setblocking(True)
+        runs = Runs.joined([runs for _, runs in rows])
+        pointer, device, stream = (np.concatenate(column) for column in zip(*(c for c, _ in rows), strict=True))
+        return self._core().begin_exchange(
+            [one.detach() for one in sockets],
+            peer_rows=as_u64(np.append(0, np.cumsum([len(runs) for _, runs in rows]))),
+            ptr=pointer + as_u64(runs.dest),
+            device=device,
+            stream=stream,
+            length=as_u64(runs.length),
+            count=as_u64(runs.count),
+            step=as_u64(runs.dest_step),
+            patience=patience,
+        )
 
     @property
     def most_ahead(self) -> int:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from datastates._base.columns import I64
+from datastates._base.columns import I64, Bools
 from datastates._base.packing import pack, unpack
 from datastates._base.sizes import CHUNK
 from datastates.planning.read import cut
+from datastates.planning.wanted import has_narrow_gaps
 from datastates.state.runs import Runs
 
 _MOVED = 8
@@ -95,7 +96,7 @@ def decode(message: bytes) -> dict[str, Rows]:
 
 
 def divide(wishes: Sequence[Wishes]) -> Division:
-    """Divide the records of which several ranks want rows, given what each rank wants.
+    """Divide the records of which several ranks want most rows, given what each rank wants.
 
     Records that the same ranks want are laid end to end and cut into equal parts, between rows, and where a chunk ends
     if that is near. So each rank reads few files, in order.
@@ -122,7 +123,7 @@ def divide(wishes: Sequence[Wishes]) -> Division:
     step = np.where(step == other, step, end - begin)  # rows of several kinds stay together
     whole = np.lcm(step, CHUNK)  # bytes, in rows, after which a chunk ends with a row
     step = np.where(whole * _MOVED <= end - begin, whole, step)
-    common = wants.sum(axis=1) > 1
+    common = (wants.sum(axis=1) > 1) & _is_dense(runs, at, end - begin)
     records = {name: record[common & (file == n)] for n, name in enumerate(files)}
     cuts: list[list[tuple[I64, I64, I64]]] = [[] for _ in wishes]
     groups, group = np.unique(wants[common], axis=0, return_inverse=True)
@@ -132,6 +133,19 @@ def divide(wishes: Sequence[Wishes]) -> Division:
             kept = high > low
             cuts[member].append((file[some][kept], begin[some][kept] + low[kept], begin[some][kept] + high[kept]))
     return Division({name: r for name, r in records.items() if len(r)}, [_by_file(files, parts) for parts in cuts])
+
+
+def _is_dense(runs: Runs, at: I64, size: I64) -> Bools:
+    """Marks records of which little is read in vain: half is wanted, or all gaps are narrow for a rank by itself.
+
+    ``at`` is the number of each run's record, and ``size`` the distance of the first from the last wanted byte of each.
+    """
+    order = np.lexsort((runs.length, runs.source, at))
+    places = np.stack((at, runs.source, runs.length))[:, order]
+    first = order[np.append(True, (places[:, 1:] != places[:, :-1]).any(axis=0))]  # without those that ranks want alike
+    wanted = np.bincount(at[first], runs.size[first], len(size))
+    narrow = np.bincount(at, ~has_narrow_gaps(runs), len(size)) == 0
+    return np.asarray((2 * wanted >= size) | narrow)
 
 
 def parcels(wishes: Wishes, share: Mapping[str, Share]) -> dict[str, Parcel]:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from datastates._base.columns import I64
-from datastates.executor import exchange as native
-from datastates.executor.executor import Columns
+from datastates.errors import DeviceError
+from datastates.executor.executor import FIRST_PEER, Columns, Executor, columns
+from datastates.executor.executor import Exchange as NativeExchange
 from datastates.planning import exchange
 from datastates.planning.exchange import Parcel, Rows
 from datastates.planning.several import FileRanges
-from datastates.planning.wanted import Wanted, has_narrow_gaps, simplified
+from datastates.planning.wanted import Wanted, simplified
 from datastates.ranks.neighbours import Listener
 from datastates.restoring.read_queue import ReadQueue
 from datastates.state.runs import Runs
-from datastates.state.shards import HOST
 
 _log = logging.getLogger("datastates")
 MINIMUM = 8 << 20
@@ -43,10 +43,11 @@ class _File:
     offered: I64
     rows: Rows
 
-    @property
-    def pointer(self) -> I64:
-        """Address of the destination of each offered range."""
-        return self.queue.memory[0].astype(np.int64)[self.ranges.dest[self.offered]]
+    def memory(self, which: I64) -> Columns:
+        """The memory of the destinations of some offered ranges."""
+        pointer, device, stream = self.queue.memory
+        dest = self.ranges.dest[self.offered[which]]
+        return pointer[dest], device[dest], stream[dest]
 
 
 class Exchange:
@@ -65,7 +66,7 @@ class Exchange:
         self._own: Mapping[str, Parcel] = {}
         self._sent: list[dict[str, Parcel]] = []  # to each peer
         self._received: list[dict[str, Parcel]] = []  # from each peer
-        self.native: native.Exchange | None = None
+        self.native: NativeExchange | None = None
         self.extra_nbytes = 0
         """Bytes of what :meth:`reads` and :meth:`rest` have chosen, less those that this rank wants of the files."""
 
@@ -97,11 +98,12 @@ class Exchange:
         """Names the host: equal for ranks that can exchange."""
         return self._listener.host
 
-    def meet(self, ranks: Sequence[int]) -> None:
+    def meet(self, ranks: Sequence[int], executor: Executor) -> None:
         """Connect to the other ranks, and divide what all want. If that fails, nothing is exchanged.
 
         Args:
             ranks: The ranks of this host that offer rows, with this one.
+            executor: The executor that will read.
         """
         wishes = {name: file.rows for name, file in self._files.items()}
         order = sorted(ranks)
@@ -124,16 +126,17 @@ class Exchange:
             self._sent = [exchange.parcels(every[peer], shares[self._rank]) for peer in others]
             self._received = [exchange.parcels(wishes, shares[peer]) for peer in others]
             rows = [self._filled(parcels) for parcels in self._received]
-            self.native = native.begin([sockets[peer] for peer in others], rows, self._patience)
+            self.native = executor.begin_exchange([sockets[peer] for peer in others], rows, self._patience)
 
-    def _filled(self, parcels: Mapping[str, Parcel]) -> tuple[I64, Runs]:
-        """What received parcels fill: the address of each run's destination, and the runs."""
+    def _filled(self, parcels: Mapping[str, Parcel]) -> tuple[Columns, Runs]:
+        """What received parcels fill: the memory of each run's destination, and the runs."""
         none = np.zeros(0, np.int64)
-        pointers, parts = [none], [Runs.single(none, none, none)]
+        memory, parts = [columns([])], [Runs.single(none, none, none)]
         for name, parcel in parcels.items():
-            pointers.append(self._files[name].pointer[parcel.which])
+            memory.append(self._files[name].memory(parcel.which))
             parts.append(parcel.parts)
-        return np.concatenate(pointers), Runs.joined(parts)
+        pointer, device, stream = (np.concatenate(column) for column in zip(*memory, strict=True))
+        return (pointer, device, stream), Runs.joined(parts)
 
     def reads(self, queue: ReadQueue) -> tuple[FileRanges, Columns] | None:
         """What this rank reads of a file, and its destinations, with what it sends. None for a file that stays."""
@@ -141,36 +144,33 @@ class Exchange:
         if name not in self._records:
             return None
         file = self._files[name]
-        ranges, (pointer, device, stream), count = file.ranges, queue.memory, len(file.ranges.dest_nbytes)
-        exchanged = file.offered[np.isin(file.rows.record, self._records[name])]
+        ranges, memory, count = file.ranges, queue.memory, len(file.ranges.dest_nbytes)
         kept = np.ones(len(ranges.wanted), bool)
-        kept[exchanged] = False
+        kept[file.offered[np.isin(file.rows.record, self._records[name])]] = False
+        # the destinations once more, for what is exchanged, which is all verified; then the peers
         wanted, dest = [ranges.wanted[kept]], [ranges.dest[kept]]
         if (own := self._own.get(name)) is not None:
             wanted.append(own.parts)
-            dest.append(ranges.dest[file.offered[own.which]])
+            dest.append(count + ranges.dest[file.offered[own.which]])
         for n, parcels in enumerate(self._sent):
             if (parcel := parcels.get(name)) is not None:
                 parts = parcel.parts
                 wanted.append(replace(parts, dest=parcel.begin, dest_step=parts.length))
-                dest.append(np.full(len(parts), count + n))
+                dest.append(np.full(len(parts), 2 * count + n))
         peers, sent = len(self._sent), [_nbytes(parcels) for parcels in self._sent]
-        whole = ranges.whole.copy()
-        whole[ranges.dest[exchanged]] = 1  # nothing is sent that is not verified
         result = replace(
             ranges,
             wanted=Runs.joined(wanted),
             dest=np.concatenate(dest).astype(np.int32),
-            dest_nbytes=np.append(ranges.dest_nbytes, np.array(sent, np.uint64)),
-            in_place=np.append(ranges.in_place, np.zeros(peers, np.uint8)),
-            whole=np.append(whole, np.ones(peers, np.uint8)),
+            dest_nbytes=np.concatenate((ranges.dest_nbytes, ranges.dest_nbytes, np.array(sent, np.uint64))),
+            in_place=np.concatenate((ranges.in_place, ranges.in_place, np.zeros(peers, np.uint8))),
+            whole=np.append(ranges.whole, np.ones(count + peers, np.uint8)),
         )
         self.extra_nbytes += _needed_nbytes(result) - _needed_nbytes(ranges)
-        return result, (
-            np.append(pointer, np.zeros(peers, np.uint64)),
-            np.append(device, np.arange(native.FIRST_PEER, native.FIRST_PEER - peers, -1, dtype=np.int32)),
-            np.append(stream, np.zeros(peers, np.uint64)),
-        )
+        pointer, device, stream = (np.concatenate((column, column)) for column in memory)
+        numbers = np.arange(FIRST_PEER, FIRST_PEER - peers, -1, dtype=np.int32)
+        none = np.zeros(peers, np.uint64)
+        return result, (np.append(pointer, none), np.append(device, numbers), np.append(stream, none))
 
     def finish(self) -> int:
         """Wait until each parcel has arrived, or never will; returns the bytes that have arrived."""
@@ -199,7 +199,8 @@ class Exchange:
         self._listener.close()
         if self.native is not None:
             self.native.close()
-            self.native.wait()  # from then on nothing is written to memory
+            with contextlib.suppress(DeviceError):  # finish() tells
+                self.native.wait()  # from then on nothing is written to memory
 
 
 def _needed_nbytes(ranges: FileRanges) -> int:
@@ -212,12 +213,11 @@ def _nbytes(parcels: Mapping[str, Parcel]) -> int:
 
 
 def _file(queue: ReadQueue) -> _File | None:
-    """What to offer of a file: rows with narrow gaps, for host memory, of chunks with checksums. None for nothing."""
+    """What to offer of a file: rows with gaps, of chunks with checksums. None for nothing."""
     ranges = queue.wanted(straight=True)
-    runs, device = ranges.wanted, queue.memory[1][ranges.dest]
-    offered = np.flatnonzero(has_narrow_gaps(runs) & (device == HOST))
+    offered = np.flatnonzero(ranges.wanted.has_gaps)
     if not ranges.chunks.checked or not len(offered):
         return None
-    rows = runs[offered]
+    rows = ranges.wanted[offered]
     record = np.searchsorted(queue.source.data_offset, rows.source.astype(np.uint64), side="right") - 1
     return _File(queue, ranges, offered, Rows(record.astype(np.int64), rows))

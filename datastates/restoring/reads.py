@@ -16,6 +16,7 @@ from datastates.executor.executor import Columns, Executor, ReadAhead
 from datastates.executor.jobs import ReadJob
 from datastates.planning import read
 from datastates.planning.several import FileRanges, plan_several
+from datastates.planning.wanted import GAP
 from datastates.restoring import conflicts
 from datastates.restoring.exchange import Exchange
 from datastates.restoring.read_queue import Ranges, ReadQueue, Source
@@ -31,7 +32,9 @@ SMALL_STATE = 1 << 20
 AHEAD_RECORDS = 4096
 """Most records to plan a read-ahead for. Planning many tiny records would take longer than reading them ahead saves."""
 SMALL_COPY = 64 * 1024
-"""Mean bytes of a part's stretches from which on each stretch is copied to the device by itself."""
+"""Mean bytes of a copy to a device from which on a part is copied straight there."""
+SMALL_ROW = 256
+"""Shortest rows in bytes that a device takes at full speed, many in one copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ class Reads:
                     queue.add(row.key, first + at, shared, whole=False)
                 return
             runs = parts.intersect(stored, wanted).regular().placed(itemsize, first)
-            if place.device == HOST or runs.size.sum() >= SMALL_COPY * runs.count.sum() or runs.count.sum() == 1:
+            if place.device == HOST or _suit_device(runs):
                 queue.add_runs(row.key, place, runs)
                 return
         for block in parts.blocks(stored, wanted):
@@ -202,10 +205,10 @@ class Reads:
         self._exchange = Exchange.offer(queues, name, rank, patience)
         return None if self._exchange is None else self._exchange.host
 
-    def meet(self, ranks: Sequence[int]) -> None:
+    def meet(self, ranks: Sequence[int], executor: Executor) -> None:
         """Begin the exchange with the ranks of this host that offer rows, if there are others."""
         if self._exchange is not None and len(ranks) > 1:
-            self._exchange.meet(ranks)
+            self._exchange.meet(ranks, executor)
 
     def close(self) -> None:
         """Stop what is still being read, and free the memory of what was read ahead and is not wanted."""
@@ -306,6 +309,15 @@ class Reads:
         """Read everything: :meth:`start` and :meth:`finish`."""
         self.start(executor)
         return self.finish()
+
+
+def _suit_device(runs: Runs) -> bool:
+    """Whether runs are copied straight to a device: few copies of many bytes. Rows not far apart are one copy."""
+    nbytes, rows = runs.size.sum(), runs.count.sum()
+    if rows == 1 or nbytes >= SMALL_COPY * rows:
+        return True
+    gap = (runs.source_step - runs.length).max()
+    return bool(nbytes >= SMALL_COPY * len(runs) and runs.length.min() >= SMALL_ROW and gap <= GAP)
 
 
 def _region(shard: Shard, block: Block) -> Any:

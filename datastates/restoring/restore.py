@@ -312,10 +312,10 @@ class Restore:
 
     def _read(self, neighbours: Sequence[int]) -> list[str]:
         """Read everything, and fill objects meanwhile; returns the keys that were read without checksums."""
-        self._reads.meet(neighbours)
         casts = [cast for taken in self._taken for cast in taken.saved.casts]
         most = max(self._reads.nbytes, casting.WINDOW if casts else 0)
         executor = self._executor or self._make_executor(most)
+        self._reads.meet(neighbours, executor)
         try:
             self._reads.start(executor)
         finally:  # also if some reads have begun

@@ -208,17 +208,13 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
     File file = File::open(path, direct_, plan->shares());
     auto state = std::make_shared<ReadState>(std::move(file), std::move(plan), std::move(dests),
                                              std::move(exchange));
-    std::set<std::pair<int, std::uint64_t>> producers;
     const Buffers& buffers = state->buffers();
+    std::set<std::pair<int, std::uint64_t>> streams;
     for (std::size_t i = 0; i < state->plan().dests(); ++i) {
-        const int device = buffers.device[i];
-        if (device < 0 || state->plan().dest_nbytes(i) == 0) continue;
-        if (!producers.emplace(device, buffers.stream[i]).second) continue;
-        const auto engine = engines_.at(device);
-        state->devices().add(device, engine);
-        auto* stream = reinterpret_cast<cuda::StreamHandle>(buffers.stream[i]);
-        state->devices().add_producer(device, engine->record(stream));
+        if (buffers.device[i] < 0 || state->plan().dest_nbytes(i) == 0) continue;
+        streams.emplace(buffers.device[i], buffers.stream[i]);
     }
+    state->devices() = devices_of(streams);
     if (ahead != nullptr) state->use(ahead->extents_ahead_);
     admit(state, std::min(state->plan().extents().size(), most_blocks(*state)));
     auto job = std::make_unique<ReadJob>(shared_from_this(), state);
@@ -229,6 +225,38 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
         reader_.look_again();
     }
     return job;
+}
+
+std::shared_ptr<Exchange> Executor::begin_exchange(
+    std::vector<Peer> peers, const std::set<std::pair<int, std::uint64_t>>& streams,
+    std::chrono::milliseconds patience) {
+    admit();
+    std::unique_ptr<Staging> staging;
+    if (!streams.empty()) {
+        JobDevices devices = devices_of(streams);
+        cache_.reserve(cache_.block_bytes());
+        auto block = cache_.acquire([] { return false; });
+        if (!block) throw Error::closed("the host cache has no block");
+        staging =
+            std::make_unique<Staging>(std::move(*block), std::move(devices), Exchange::kMessage);
+    }
+    // A forked child has neither its thread nor the devices.
+    const auto destroy = [owner = shared_from_this()](Exchange* exchange) {
+        if (!owner->abandoned()) delete exchange;
+    };
+    return {new Exchange(std::move(peers), patience, std::move(staging)), destroy};
+}
+
+/// The devices that work is on these streams of, with events behind that work.
+JobDevices Executor::devices_of(const std::set<std::pair<int, std::uint64_t>>& streams) {
+    JobDevices devices;
+    for (const auto& [device, handle] : streams) {
+        const auto engine = engines_.at(device);
+        devices.add(device, engine);
+        auto* stream = reinterpret_cast<cuda::StreamHandle>(handle);
+        devices.add_producer(device, engine->record(stream));
+    }
+    return devices;
 }
 
 std::unique_ptr<ReadAhead> Executor::read_ahead(const std::string& path,

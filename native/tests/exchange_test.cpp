@@ -1,6 +1,8 @@
 #include "datastates/read/exchange.hpp"
 
 #include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -33,6 +35,16 @@ std::array<FileDescriptor, 2> connection() {
     return {FileDescriptor(ends[0]), FileDescriptor(ends[1])};
 }
 
+std::uint64_t address(const Bytes& memory, std::size_t at) {
+    return reinterpret_cast<std::uint64_t>(memory.data() + at);
+}
+
+Rows rows_in(const Bytes& memory, std::size_t at, std::uint64_t length, std::uint64_t count,
+             std::uint64_t step) {
+    return {
+        .first = address(memory, at), .device = -1, .length = length, .count = count, .step = step};
+}
+
 std::vector<Peer> one_peer(FileDescriptor socket, std::vector<Rows> rows) {
     std::vector<Peer> peers;
     peers.push_back({.socket = std::move(socket), .rows = std::move(rows)});
@@ -62,8 +74,11 @@ TEST(a_parcel_fills_its_rows) {
         for (std::size_t at = 0; rows.size() < 5;) {
             const std::uint64_t length = 1 + (random() % 500), count = 1 + (random() % 20);
             const std::uint64_t step = length + (random() % 300);
-            rows.push_back(
-                {.first = memory.data() + at, .length = length, .count = count, .step = step});
+            rows.push_back({.first = address(memory, at),
+                            .device = -1,
+                            .length = length,
+                            .count = count,
+                            .step = step});
             at += ((count - 1) * step) + length + (random() % 100);
             nbytes += length * count;
         }
@@ -72,7 +87,7 @@ TEST(a_parcel_fills_its_rows) {
         std::uint64_t taken = 0;
         for (const Rows& r : rows) {
             for (std::uint64_t i = 0; i < r.count; ++i, taken += r.length) {
-                std::memcpy(expected.data() + (r.first - memory.data()) + (i * r.step),
+                std::memcpy(expected.data() + (r.first - address(memory, 0)) + (i * r.step),
                             parcel.data() + taken, r.length);
             }
         }
@@ -110,7 +125,7 @@ TEST(what_arrived_before_the_end_of_a_peer_is_taken) {
         Exchange from = sender(std::move(there));
         send(from, 0, part(parcel, 0, 1000));
     }
-    Exchange receiver(one_peer(std::move(here), {{memory.data(), 1000, 1, 1000}}), kLong);
+    Exchange receiver(one_peer(std::move(here), {rows_in(memory, 0, 1000, 1, 1000)}), kLong);
     CHECK(receiver.wait());
     CHECK(receiver.arrived()[0]);
     CHECK(memory == parcel);
@@ -120,9 +135,9 @@ TEST(a_peer_that_ends_early_is_lost_and_others_are_not) {
     auto [here, there] = connection();
     auto [other_here, other_there] = connection();
     Bytes memory(2000), parcel(1000, std::byte{7});
-    std::vector<Peer> peers = one_peer(std::move(here), {{memory.data(), 1000, 1, 1000}});
+    std::vector<Peer> peers = one_peer(std::move(here), {rows_in(memory, 0, 1000, 1, 1000)});
     peers.push_back(
-        {.socket = std::move(other_here), .rows = {{memory.data() + 1000, 1000, 1, 1000}}});
+        {.socket = std::move(other_here), .rows = {rows_in(memory, 1000, 1000, 1, 1000)}});
     Exchange receiver(std::move(peers), kLong);
     {
         Exchange from = sender(std::move(there));
@@ -146,7 +161,7 @@ TEST(bytes_that_a_parcel_does_not_have_are_not_put_anywhere) {
     for (const auto& [offset, length] : wrong) {
         auto [here, there] = connection();
         Bytes memory(1000);
-        Exchange receiver(one_peer(std::move(here), {{memory.data(), 100, 10, 100}}), kLong);
+        Exchange receiver(one_peer(std::move(here), {rows_in(memory, 0, 100, 10, 100)}), kLong);
         Exchange from = sender(std::move(there));
         send(from, offset, part(bytes, 0, length));
         CHECK(receiver.wait());
@@ -158,7 +173,7 @@ TEST(bytes_that_a_parcel_does_not_have_are_not_put_anywhere) {
 TEST(a_peer_that_takes_or_sends_nothing_is_given_up) {
     auto [here, there] = connection();
     Bytes memory(1000), bytes(Exchange::kMessage, std::byte{7});
-    Exchange stuck(one_peer(std::move(here), {{memory.data(), 1000, 1, 1000}}),
+    Exchange stuck(one_peer(std::move(here), {rows_in(memory, 0, 1000, 1, 1000)}),
                    std::chrono::milliseconds(20));
     for (int i = 0; i < 1000; ++i) send(stuck, 0, bytes);  // far more than a socket takes
     CHECK(stuck.wait());
@@ -168,7 +183,7 @@ TEST(a_peer_that_takes_or_sends_nothing_is_given_up) {
 TEST(closing_wakes_who_sends_and_who_waits) {
     auto [here, there] = connection();
     Bytes memory(1000), bytes(Exchange::kMessage, std::byte{7});
-    Exchange exchange(one_peer(std::move(here), {{memory.data(), 1000, 1, 1000}}), kLong);
+    Exchange exchange(one_peer(std::move(here), {rows_in(memory, 0, 1000, 1, 1000)}), kLong);
     const std::jthread sends([&] {
         for (int i = 0; i < 1000; ++i) send(exchange, 0, bytes);
     });
@@ -177,9 +192,8 @@ TEST(closing_wakes_who_sends_and_who_waits) {
 }
 
 TEST(rows_without_memory_are_refused) {
-    for (const Rows& rows : std::vector<Rows>{{nullptr, 1, 1, 1},
-                                              {reinterpret_cast<std::byte*>(8), 4, 2, 3},
-                                              {reinterpret_cast<std::byte*>(8), 4, 0, 4}}) {
+    for (const Rows& rows :
+         std::vector<Rows>{{0, -1, 1, 1, 1}, {8, -1, 4, 2, 3}, {8, -1, 4, 0, 4}, {8, 0, 4, 1, 4}}) {
         auto [here, there] = connection();
         CHECK_THROWS(ErrorCode::invalid, Exchange(one_peer(std::move(here), {rows}), kLong));
     }
@@ -197,10 +211,12 @@ struct Rank {
     Bytes memory = Bytes(kHalf);
     std::shared_ptr<Exchange> exchange{};
 
-    std::byte* own(std::size_t half) { return memory.data() + (half * kHalf / 2); }
     void connect(FileDescriptor socket) {
-        const Rows rows{
-            .first = own(1 - number), .length = kRow / 2, .count = kRows / 2, .step = kRow / 2};
+        const Rows rows{.first = address(memory, (1 - number) * kHalf / 2),
+                        .device = -1,
+                        .length = kRow / 2,
+                        .count = kRows / 2,
+                        .step = kRow / 2};
         exchange = std::make_shared<Exchange>(one_peer(std::move(socket), {rows}), kLong);
     }
     std::unique_ptr<ReadJob> read(Executor& executor, const std::string& path, const Bytes& file) {
@@ -243,7 +259,7 @@ struct Rank {
                                                                     .check_length = check_nbytes,
                                                                     .check_crc = crc,
                                                                     .check_record = record});
-        Buffers buffers{.address = {reinterpret_cast<std::uint64_t>(own(number)), 0},
+        Buffers buffers{.address = {address(memory, number * kHalf / 2), 0},
                         .device = {-1, -2},
                         .stream = {0, 0},
                         .witness = {}};
@@ -322,6 +338,30 @@ TEST(a_job_that_is_dropped_does_not_wait_for_a_peer_that_takes_nothing) {
     Rank first{.number = 0};
     first.connect(std::move(left));
     static_cast<void>(first.read(*executor, dir / "f", file));
+}
+
+TEST(a_forked_child_drops_an_exchange_and_the_parent_goes_on) {
+    auto executor =
+        support::make_executor({.backend = "pwrite", .direct = false}, 4, std::size_t{2} << 20);
+    auto [here, there] = connection();
+    Bytes memory(1000), parcel(1000, std::byte{7});
+    auto exchange = executor->begin_exchange(
+        one_peer(std::move(here), {rows_in(memory, 0, 1000, 1, 1000)}), {}, kLong);
+    Exchange from = sender(std::move(there));
+    const pid_t child = ::fork();
+    if (child == 0) {
+        ::alarm(60);
+        executor->abandon();
+        exchange.reset();
+        ::_exit(0);
+    }
+    int status = -1;
+    CHECK_EQ(::waitpid(child, &status, 0), child);
+    CHECK(WIFEXITED(status));
+    send(from, 0, part(parcel, 0, 1000));
+    CHECK(exchange->wait());
+    CHECK(exchange->arrived()[0]);
+    CHECK(memory == parcel);
 }
 
 TEST(a_peer_that_no_exchange_has_is_refused) {

@@ -88,11 +88,13 @@ TEST(pieces_are_taken_stretch_by_stretch) {
         PieceSteps steps(pieces);
         for (std::uint64_t at = 0; at < length;) {
             at = std::min(length, at + 1 + random() % 25);
-            steps.advance(at, [&](const auto& piece, std::uint64_t from, std::uint64_t to) {
-                for (std::uint64_t b = from; b < to; ++b) {
-                    found[static_cast<std::size_t>(piece.dest)].push_back(b);
-                    found[static_cast<std::size_t>(piece.dest)].push_back(
-                        piece.dest_offset + (b - piece.extent_offset));
+            steps.advance(at, [&](const ReadPlan::Piece& part) {
+                auto& bytes = found[static_cast<std::size_t>(part.dest)];
+                for (std::uint64_t i = 0; i < part.count; ++i) {
+                    for (std::uint64_t b = 0; b < part.length; ++b) {
+                        bytes.push_back(part.extent_offset + (i * part.extent_step) + b);
+                        bytes.push_back(part.dest_offset + (i * part.dest_step) + b);
+                    }
                 }
             });
         }

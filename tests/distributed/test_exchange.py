@@ -16,7 +16,7 @@ import datastates as ds
 from datastates.commit.manifest import container_name
 from datastates.container.file import open_container
 from datastates.errors import CorruptError, DatastatesError
-from datastates.executor import exchange as native
+from datastates.executor.executor import Exchange, Executor
 from datastates.ranks.neighbours import Listener
 from datastates.restoring import exchange
 
@@ -125,16 +125,16 @@ def test_ranks_that_lose_one_while_they_connect_read_alone(
 def test_what_a_rank_does_not_send_the_others_read(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, real = [], native.begin
+    begun, real = [], Executor.begin_exchange
 
-    def begin(*arguments: Any) -> native.Exchange:
+    def begin(*arguments: Any) -> Exchange:
         made = real(*arguments)
         begun.append(made)
         if len(begun) == 1:
             made.close()
         return made
 
-    monkeypatch.setattr(exchange.native, "begin", begin)
+    monkeypatch.setattr(Executor, "begin_exchange", begin)
     save(threads, tmp_path / "c", "rows", 2, shapes=SHAPES)
     outcomes = restore(threads, tmp_path / "c", "columns", 3, SHAPES)
     check(outcomes, 2)

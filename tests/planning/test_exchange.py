@@ -127,3 +127,21 @@ def test_each_set_of_ranks_divides_what_it_wants_together() -> None:
     records = [(share.low // RECORD).tolist() for share in shares]
     assert records == [[0, 2], [0, 2], [1, 2], [1, 2]]
     assert [nbytes({"a": share}) for share in shares] == pytest.approx([3200 + 1600] * 4, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("pitch", "width", "ranks", "divided"),
+    [
+        (4096, 1024, 2, True),  # the gaps are shorter than a page
+        (40_000, 10_000, 1, False),
+        (40_000, 10_000, 2, True),  # together they want half
+        (40_000, 10_000, 4, True),
+        (80_000, 10_000, 3, False),
+    ],
+)
+def test_rows_of_which_most_lies_between_are_not_divided(pitch: int, width: int, ranks: int, divided: bool) -> None:
+    """Each rank would read, and verify, what none of them wants."""
+    wanted = [{"a": columns(0, pitch, width * rank, width, 30)} for rank in range(ranks)]
+    twice = [*wanted, *wanted] if ranks > 1 else wanted  # ranks that want the same rows
+    for one in (wanted, twice):
+        assert bool(exchange.divide(one).records) is divided

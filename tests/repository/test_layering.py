@@ -34,7 +34,6 @@ ORDER = [
 PROVIDERS = {"errors", "_base", "state", "container", "protocol"}
 NATIVE = {
     "executor.executor",
-    "executor.exchange",
     "executor.jobs",
     "container.checksums",
     "container.pickle_native",

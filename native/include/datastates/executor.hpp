@@ -1,11 +1,13 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -168,6 +170,11 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
                                          std::shared_ptr<const ReadPlan> plan, Buffers dests,
                                          ReadAhead* ahead = nullptr,
                                          std::shared_ptr<Exchange> exchange = nullptr);
+    /// Begins to receive what peers send; see Exchange. `streams` are the devices of their rows,
+    /// and the streams that produced the memory.
+    std::shared_ptr<Exchange> begin_exchange(std::vector<Peer> peers,
+                                             const std::set<std::pair<int, std::uint64_t>>& streams,
+                                             std::chrono::milliseconds patience);
     /// Begins to read a plan's extents in order, until a job takes them. It stops at the first
     /// extent that finds no free block, and reads nothing if all open read-aheads together would
     /// have more extents than half of the cache's blocks: other jobs need the rest. It leaves out
@@ -205,6 +212,7 @@ class Executor : public std::enable_shared_from_this<Executor>, Unmovable {
     static void remember(std::vector<std::weak_ptr<State>>& jobs,
                          const std::shared_ptr<State>& job);
     void require_blocks(const ReadPlan& plan) const;
+    JobDevices devices_of(const std::set<std::pair<int, std::uint64_t>>& streams);
     std::size_t most_blocks(const ReadState& state) const;
     void admit();
     void admit(const std::shared_ptr<ReadState>& state, std::size_t blocks);

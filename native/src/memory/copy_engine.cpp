@@ -158,10 +158,23 @@ void CopyEngine::to_host(std::byte* host, cuda::DevicePointer device, std::size_
     check(driver().memcpy_to_host(host, device, bytes, stream), "cuMemcpyDtoHAsync");
 }
 
-void CopyEngine::to_device(cuda::DevicePointer device, const std::byte* host, std::size_t bytes,
-                           cuda::StreamHandle stream) const {
+void CopyEngine::to_device(const RowCopy& rows, cuda::StreamHandle stream) const {
     const CurrentContext current(context());
-    check(driver().memcpy_to_device(device, host, bytes, stream), "cuMemcpyHtoDAsync");
+    const bool dense = rows.device_step == rows.length && rows.host_step == rows.length;
+    if (rows.count == 1 || dense) {
+        check(driver().memcpy_to_device(rows.device, rows.host, rows.length * rows.count, stream),
+              "cuMemcpyHtoDAsync");
+        return;
+    }
+    const cuda::RectangleCopy copy{.source_memory = cuda::kHostMemory,
+                                   .source_host = rows.host,
+                                   .source_step = rows.host_step,
+                                   .dest_memory = cuda::kDeviceMemory,
+                                   .dest_device = rows.device,
+                                   .dest_step = rows.device_step,
+                                   .width = rows.length,
+                                   .height = rows.count};
+    check(driver().memcpy_rectangle(&copy, stream), "cuMemcpy2DAsync");
 }
 
 bool CopyEngine::drain(cuda::StreamHandle stream) const {

@@ -54,6 +54,7 @@ class Library {
         load(driver_.event_synchronize, "cuEventSynchronize");
         load(driver_.memcpy_to_host, "cuMemcpyDtoHAsync_v2");
         load(driver_.memcpy_to_device, "cuMemcpyHtoDAsync_v2");
+        load(driver_.memcpy_rectangle, "cuMemcpy2DAsync_v2");
         load(driver_.pointer_get_attribute, "cuPointerGetAttribute");
         load(driver_.memory_info, "cuMemGetInfo_v2");
         load(driver_.memory_allocate, "cuMemAlloc_v2");

@@ -7,12 +7,13 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "datastates/base/error.hpp"
 #include "datastates/base/thread.hpp"
 #include "datastates/plan_checks.hpp"
+#include "datastates/read/extent_steps.hpp"
 
 namespace datastates {
 namespace {
@@ -28,23 +29,35 @@ timeval duration(std::chrono::milliseconds time) {
 
 }  // namespace
 
-Exchange::Exchange(std::vector<Peer> peers, std::chrono::milliseconds patience)
-    : patience_(patience), links_(peers.size()), buffer_(kMessage) {
+Exchange::Exchange(std::vector<Peer> peers, std::chrono::milliseconds patience,
+                   std::unique_ptr<Staging> staging)
+    : patience_(patience),
+      links_(peers.size()),
+      staging_(std::move(staging)),
+      buffer_(staging_ ? 0 : kMessage) {
     const timeval limit = duration(patience);
     for (std::size_t i = 0; i < peers.size(); ++i) {
         Link& link = links_[i];
         link.socket = std::move(peers[i].socket);
         link.rows = std::move(peers[i].rows);
         for (const Rows& rows : link.rows) {
-            require(rows.first != nullptr, "rows have no memory", i);
+            require(rows.first != 0, "rows have no memory", i);
+            require(rows.device == -1 || (rows.device >= 0 && staging_ != nullptr),
+                    "a device is out of range", i);
             require(spaced_within(0, rows.length, rows.count, rows.step, kLimit) &&
                         rows.length <= kLimit / rows.count,
                     "rows are out of range", i);
-            link.begin.push_back(link.left);
-            link.left += rows.length * rows.count;
-            require(link.left < kLimit, "a parcel is too long", i);
+            link.pieces.push_back({.dest = 0,
+                                   .dest_offset = 0,
+                                   .extent_offset = link.nbytes,
+                                   .length = rows.length,
+                                   .count = rows.count,
+                                   .extent_step = rows.length,
+                                   .dest_step = rows.step});
+            link.nbytes += rows.length * rows.count;
+            require(link.nbytes < kLimit, "a parcel is too long", i);
         }
-        link.begin.push_back(link.left);
+        link.left = link.nbytes;
         // A peer that takes nothing would otherwise hold up a worker for ever.
         if (::setsockopt(link.socket.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit)) != 0) {
             throw Error::io(errno, "setsockopt", "");
@@ -84,7 +97,9 @@ void Exchange::send(std::size_t peer, std::uint64_t offset, std::span<const iove
 
 bool Exchange::wait(Deadline deadline) const {
     std::unique_lock lock(mutex_);
-    return wait_until(changed_, lock, deadline, [&] { return ended_; });
+    if (!wait_until(changed_, lock, deadline, [&] { return ended_; })) return false;
+    if (error_) throw Error(*error_);
+    return true;
 }
 
 std::vector<bool> Exchange::arrived() const {
@@ -97,8 +112,16 @@ std::vector<bool> Exchange::arrived() const {
 
 /// The thread's work.
 void Exchange::receive() {
-    while (std::ranges::any_of(links_, open)) wait_for_messages();
+    std::optional<Error> error;
+    try {
+        while (std::ranges::any_of(links_, open)) wait_for_messages();
+        if (staging_) staging_->drain();
+    } catch (...) {
+        error = Error::current();
+        close();
+    }
     const std::scoped_lock lock(mutex_);
+    error_ = std::move(error);
     ended_ = true;
     changed_.notify_all();
 }
@@ -118,19 +141,15 @@ void Exchange::wait_for_messages() {
         if (ready <= 0) {
             lose(*waiting[i]);
         } else if (polled[i].revents != 0) {
-            take_messages(*waiting[i]);
+            for (int n = 0; n < kTurn && open(*waiting[i]) && take_message(*waiting[i]); ++n) {
+            }
         }
     }
 }
 
-void Exchange::take_messages(Link& link) {
-    for (int i = 0; i < kTurn && open(link); ++i) {
-        if (!take_message(link, buffer_)) return;
-    }
-}
-
 /// Takes a message that is there; false if there is none.
-bool Exchange::take_message(Link& link, std::span<std::byte> buffer) {
+bool Exchange::take_message(Link& link) {
+    const std::span<std::byte> buffer = staging_ ? staging_->part() : std::span(buffer_);
     std::uint64_t offset = 0;
     std::array<iovec, 2> parts{{{.iov_base = &offset, .iov_len = sizeof(offset)},
                                 {.iov_base = buffer.data(), .iov_len = buffer.size()}}};
@@ -142,29 +161,39 @@ bool Exchange::take_message(Link& link, std::span<std::byte> buffer) {
     const auto bytes = static_cast<std::size_t>(std::max<ssize_t>(got, 0));
     const bool whole = bytes > sizeof(offset) && (message.msg_flags & MSG_TRUNC) == 0;
     if (!whole || !put(link, offset, buffer.first(bytes - sizeof(offset)))) lose(link);
+    if (staging_) staging_->next();
     return true;
 }
 
 /// Puts bytes of a parcel in place; false for bytes that it does not have.
 bool Exchange::put(Link& link, std::uint64_t offset, std::span<const std::byte> bytes) {
-    if (bytes.size() > link.left || !within(offset, bytes.size(), link.begin.back())) return false;
+    if (bytes.size() > link.left || !within(offset, bytes.size(), link.nbytes)) return false;
     link.left -= bytes.size();
-    auto at = static_cast<std::size_t>(std::ranges::upper_bound(link.begin, offset) -
-                                       link.begin.begin() - 1);
-    while (!bytes.empty()) {
-        const Rows& rows = link.rows[at];
-        const std::uint64_t number = (offset - link.begin[at]) / rows.length;
-        if (number == rows.count) {
-            ++at;
-            continue;
-        }
-        const std::uint64_t within_row = (offset - link.begin[at]) % rows.length;
-        const auto length = std::min<std::uint64_t>(rows.length - within_row, bytes.size());
-        std::memcpy(rows.first + number * rows.step + within_row, bytes.data(), length);
-        offset += length;
-        bytes = bytes.subspan(length);
+    const std::uint64_t end = offset + bytes.size();
+    const auto after =
+        std::ranges::upper_bound(link.pieces, offset, {}, &ReadPlan::Piece::extent_offset);
+    for (auto piece = std::prev(after); piece != link.pieces.end() && piece->extent_offset < end;
+         ++piece) {
+        const Rows& rows = link.rows[static_cast<std::size_t>(piece - link.pieces.begin())];
+        take_parts(*piece, offset, end, [&](const ReadPlan::Piece& part) {
+            copy(rows, part, bytes.data() + (part.extent_offset - offset));
+        });
     }
     return true;
+}
+
+/// Copies a part of what rows hold, which begins at `from`, to them.
+void Exchange::copy(const Rows& rows, const ReadPlan::Piece& part, const std::byte* from) {
+    if (rows.device < 0) {
+        copy_part(part, from, reinterpret_cast<std::byte*>(rows.first) + part.dest_offset);
+        return;
+    }
+    staging_->copy(rows.device, {.device = rows.first + part.dest_offset,
+                                 .device_step = part.dest_step,
+                                 .host = from,
+                                 .host_step = part.extent_step,
+                                 .length = part.length,
+                                 .count = part.count});
 }
 
 }  // namespace datastates

@@ -48,10 +48,10 @@ class Placing {
 
     /// Copies what lies between the last end and a new one.
     void advance(std::uint64_t end, const StepMemory& data) {
-        pieces_.advance(end, [&](const auto& piece, std::uint64_t from, std::uint64_t to) {
-            if (!job_.buffers().on_host(piece.dest)) return;
-            std::memcpy(destination(piece, from), data.at(from), to - from);
-            bytes_ += to - from;
+        pieces_.advance(end, [&](const ReadPlan::Piece& part) {
+            if (!job_.buffers().on_host(part.dest)) return;
+            copy_part(part, data.at(part.extent_offset), destination(part, part.extent_offset));
+            bytes_ += part.length * part.count;
         });
     }
     /// The destination of the bytes between the last end and a new one; null unless all of them go
@@ -63,7 +63,7 @@ class Placing {
     }
     /// Leaves out what lies before a new end.
     void skip(std::uint64_t end) {
-        pieces_.advance(end, [](const auto&, std::uint64_t, std::uint64_t) {});
+        pieces_.advance(end, [](const ReadPlan::Piece&) {});
     }
     /// The last end.
     std::uint64_t at() const { return pieces_.at(); }

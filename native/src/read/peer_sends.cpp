@@ -11,15 +11,16 @@ PeerSends::PeerSends(const ReadState& job, const ReadPlan::Extent& extent)
                                         : job.plan().pieces(extent)) {}
 
 void PeerSends::advance(std::uint64_t end, const StepMemory& data) {
-    pieces_.advance(end, [&](const auto& piece, std::uint64_t from, std::uint64_t to) {
-        const auto peer = job_.buffers().peer(piece.dest);
+    pieces_.advance(end, [&](const ReadPlan::Piece& part) {
+        const auto peer = job_.buffers().peer(part.dest);
         if (!peer) return;
-        const std::uint64_t offset = piece.dest_offset + (from - piece.extent_offset);
-        for (std::uint64_t at = from; at < to;) {
-            const auto length =
-                static_cast<std::size_t>(std::min<std::uint64_t>(to - at, Exchange::kMessage));
-            add(*peer, offset + (at - from), data.at(at), length);
-            at += length;
+        for (std::uint64_t i = 0; i < part.count; ++i) {
+            const std::uint64_t offset = part.dest_offset + (i * part.dest_step);
+            std::byte* const bytes = data.at(part.extent_offset + (i * part.extent_step));
+            for (std::uint64_t at = 0; at < part.length; at += Exchange::kMessage) {
+                add(*peer, offset + at, bytes + at,
+                    std::min<std::size_t>(part.length - at, Exchange::kMessage));
+            }
         }
     });
     flush();

@@ -79,6 +79,17 @@ class DeviceFingerprints {
     std::size_t count_;
 };
 
+/// Equal, equally spaced stretches to copy from the host to a device. The steps count only where
+/// there are several.
+struct RowCopy {
+    cuda::DevicePointer device;  // of the first stretch
+    std::size_t device_step;
+    const std::byte* host;
+    std::size_t host_step;
+    std::size_t length;  // of each stretch
+    std::size_t count;
+};
+
 /// Moves bytes between one device and the host. It owns three streams and the kernels; events order
 /// these streams with the training's. Eager copies and fingerprints run on the training's own
 /// streams. CopyEngines, jobs, device shares and kernel memory share ownership. Thread-safe.
@@ -113,8 +124,7 @@ class CopyEngine : public std::enable_shared_from_this<CopyEngine>, Unmovable {
     /// Enqueue asynchronous copies. The host memory should be page-locked.
     void to_host(std::byte* host, cuda::DevicePointer device, std::size_t bytes,
                  cuda::StreamHandle stream) const;
-    void to_device(cuda::DevicePointer device, const std::byte* host, std::size_t bytes,
-                   cuda::StreamHandle stream) const;
+    void to_device(const RowCopy& rows, cuda::StreamHandle stream) const;
     /// Blocks until the stream is idle or its device has failed. False as in Event::synchronize.
     bool drain(cuda::StreamHandle stream) const;
     /// Whether kernels can use page-locked host memory at the host's addresses.

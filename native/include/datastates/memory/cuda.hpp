@@ -43,9 +43,32 @@ constexpr Result kCaptureImplicit = 906;
 // Pointer attributes.
 constexpr int kMemoryType = 2;
 constexpr int kMapped = 13;
+// Kinds of memory.
+constexpr int kHostMemory = 1;
+constexpr int kDeviceMemory = 2;
 // Device attributes.
 constexpr int kHostPointersForRegisteredMemory = 91;
 constexpr int kMemoryPoolsSupported = 115;
+
+/// The driver's CUDA_MEMCPY2D: rows of equal length, equally spaced, of either kind of memory.
+struct RectangleCopy {
+    std::size_t source_x = 0;
+    std::size_t source_y = 0;
+    int source_memory;
+    const void* source_host = nullptr;
+    DevicePointer source_device = 0;
+    void* source_array = nullptr;
+    std::size_t source_step;
+    std::size_t dest_x = 0;
+    std::size_t dest_y = 0;
+    int dest_memory;
+    void* dest_host = nullptr;
+    DevicePointer dest_device = 0;
+    void* dest_array = nullptr;
+    std::size_t dest_step;
+    std::size_t width;
+    std::size_t height;
+};
 
 /// libcuda.so.1's functions.
 struct Driver {
@@ -71,6 +94,7 @@ struct Driver {
                              StreamHandle stream);
     Result (*memcpy_to_device)(DevicePointer device, const void* host, std::size_t bytes,
                                StreamHandle stream);
+    Result (*memcpy_rectangle)(const RectangleCopy* copy, StreamHandle stream);
     Result (*pointer_get_attribute)(void* value, int attribute, DevicePointer pointer);
     Result (*memory_info)(std::size_t* free, std::size_t* total);
     Result (*memory_allocate)(DevicePointer* pointer, std::size_t bytes);

@@ -8,18 +8,12 @@
 
 #include "datastates/base/timeline.hpp"
 #include "datastates/base/unmovable.hpp"
-#include "datastates/memory/copy_engine.hpp"
+#include "datastates/memory/copy_events.hpp"
 #include "datastates/plan.hpp"
 #include "datastates/read/extent_steps.hpp"
 #include "datastates/read/read_state.hpp"
 
 namespace datastates {
-
-/// Events behind copies to devices, one for each device.
-using CopyEvents = std::vector<std::shared_ptr<Event>>;
-
-/// Whether all copies have ended. With `wait`, waits for that. Throws Error "cuda".
-bool ended(const CopyEvents& events, bool wait);
 
 /// Starts the copies of an extent's pieces for devices, on the devices' restore streams, step by
 /// step. While they run, their bytes must stay where they are. Belongs to one thread.

@@ -7,20 +7,26 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <thread>
 #include <vector>
 
 #include "datastates/base/deadline.hpp"
 #include "datastates/base/descriptor.hpp"
+#include "datastates/base/error.hpp"
 #include "datastates/base/unmovable.hpp"
+#include "datastates/memory/staging.hpp"
+#include "datastates/plan.hpp"
 
 namespace datastates {
 
-/// Equal stretches of host memory, equally spaced.
+/// Equal stretches of memory, equally spaced.
 struct Rows {
-    std::byte* first;
+    std::uint64_t first;   // address
+    std::int32_t device;   // CUDA ordinal, -1: host
     std::uint64_t length;  // of each
     std::uint64_t count;
     std::uint64_t step;  // from the begin of one to that of the next
@@ -47,9 +53,11 @@ class Exchange : Unmovable {
     static constexpr std::size_t kPieces = 256;
 
     /// Begins to receive. It gives up on peers that send, or take, nothing for as long as
-    /// `patience`. The memory of all rows must stay alive until the destruction. Throws Error
-    /// "invalid" for rows without memory.
-    Exchange(std::vector<Peer> peers, std::chrono::milliseconds patience);
+    /// `patience`. The memory of all rows must stay alive until wait() has returned true, or the
+    /// destruction. `staging`, for rows on devices, has parts of kMessage bytes; null if there are
+    /// none. Throws Error "invalid" for rows without memory.
+    Exchange(std::vector<Peer> peers, std::chrono::milliseconds patience,
+             std::unique_ptr<Staging> staging = nullptr);
     /// Closes the connections and joins the thread.
     ~Exchange();
 
@@ -57,7 +65,8 @@ class Exchange : Unmovable {
     /// Sends a message of at most kMessage bytes in kPieces pieces. Waits while the peer has no
     /// room for it. Does nothing for a peer that is lost.
     void send(std::size_t peer, std::uint64_t offset, std::span<const iovec> pieces);
-    /// Waits until each parcel has arrived or is lost; false when the deadline passes first.
+    /// Waits until each parcel has arrived or is lost; false when the deadline passes first. Throws
+    /// Error "cuda" if a copy to a device has failed.
     bool wait(Deadline deadline = {}) const;
     /// For each peer, whether its parcel has arrived.
     std::vector<bool> arrived() const;
@@ -68,25 +77,28 @@ class Exchange : Unmovable {
     struct Link {
         FileDescriptor socket;
         std::vector<Rows> rows;
-        std::vector<std::uint64_t> begin;  // of the rows in the parcel, and the parcel's end
-        std::uint64_t left = 0;            // bytes that have not arrived
+        std::vector<ReadPlan::Piece> pieces;  // the rows, as pieces of the parcel
+        std::uint64_t nbytes = 0;             // of the parcel
+        std::uint64_t left = 0;               // bytes that have not arrived
         std::atomic<bool> lost = false;
     };
 
     void receive();
     void wait_for_messages();
-    void take_messages(Link& link);
-    static bool take_message(Link& link, std::span<std::byte> buffer);
-    static bool put(Link& link, std::uint64_t offset, std::span<const std::byte> bytes);
+    bool take_message(Link& link);
+    bool put(Link& link, std::uint64_t offset, std::span<const std::byte> bytes);
+    void copy(const Rows& rows, const ReadPlan::Piece& part, const std::byte* from);
     static void lose(Link& link);
     static bool open(const Link& link) { return link.left > 0 && !link.lost.load(); }
 
     const std::chrono::milliseconds patience_;
     std::vector<Link> links_;
+    const std::unique_ptr<Staging> staging_;
     std::vector<std::byte> buffer_;
     mutable std::mutex mutex_;
     mutable std::condition_variable changed_;
     bool ended_ = false;
+    std::optional<Error> error_;
     std::jthread thread_;  // last: joins first
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <vector>
 
@@ -36,30 +37,59 @@ inline std::uint64_t first_behind(std::uint64_t at, std::uint64_t offset, std::u
     return at <= offset || step == 0 ? 0 : (at - offset) / step;
 }
 
+/// Calls `take(part)` for all parts of a piece in a range of the extent. A part is a piece by
+/// itself: a part of one stretch, or whole stretches.
+template <typename Take>
+void take_parts(const ReadPlan::Piece& piece, std::uint64_t low, std::uint64_t high, Take&& take) {
+    // Of each of `count` stretches, from number `first` on, `length` bytes from `at` on.
+    const auto part = [&](std::uint64_t first, std::uint64_t at, std::uint64_t length,
+                          std::uint64_t count) {
+        ReadPlan::Piece made = piece;
+        made.extent_offset += (first * piece.extent_step) + at;
+        made.dest_offset += (first * piece.dest_step) + at;
+        made.length = length;
+        made.count = count;
+        return made;
+    };
+    const std::uint64_t length = piece.length;
+    for (std::uint64_t i = first_behind(low, piece.extent_offset, piece.extent_step);
+         i < piece.count;) {
+        const std::uint64_t begin = piece.extent_offset + (i * piece.extent_step);
+        if (begin >= high) return;
+        if (begin >= low && length <= high - begin) {
+            const std::uint64_t fit =
+                piece.count == 1 ? 1 : 1 + ((high - begin - length) / piece.extent_step);
+            const std::uint64_t whole = std::min(fit, piece.count - i);
+            take(part(i, 0, length, whole));
+            i += whole;
+            continue;
+        }
+        const std::uint64_t from = std::max(low, begin);
+        const std::uint64_t to = std::min(high, begin + length);
+        if (from < to) take(part(i, from - begin, to - from, 1));
+        ++i;
+    }
+}
+
+/// Copies the stretches of a part, which begins at `from`, to host memory.
+inline void copy_part(const ReadPlan::Piece& part, const std::byte* from, std::byte* to) {
+    for (std::uint64_t i = 0; i < part.count; ++i) {
+        std::memcpy(to + (i * part.dest_step), from + (i * part.extent_step), part.length);
+    }
+}
+
 /// Goes through an extent's pieces. They may overlap.
 class PieceSteps {
   public:
     explicit PieceSteps(std::span<const ReadPlan::Piece> pieces) : left_(pieces) {}
 
-    /// Calls `take(piece, from, to)` for all parts of pieces between the last end and a new one;
-    /// these are offsets in the extent. Each stretch of a piece is taken as a piece.
+    /// Calls `take(part)` for all parts of pieces between the last end and a new one; see
+    /// take_parts().
     template <typename Take>
     void advance(std::uint64_t end, Take&& take) {
         for (const ReadPlan::Piece& piece : left_) {
             if (piece.extent_offset >= end) break;
-            if (piece.count == 1) {
-                take_part(piece, end, take);
-                continue;
-            }
-            ReadPlan::Piece one = piece;
-            one.count = 1;
-            for (std::uint64_t i = first_behind(at_, piece.extent_offset, piece.extent_step);
-                 i < piece.count; ++i) {
-                one.extent_offset = piece.extent_offset + (i * piece.extent_step);
-                if (one.extent_offset >= end) break;
-                one.dest_offset = piece.dest_offset + (i * piece.dest_step);
-                take_part(one, end, take);
-            }
+            take_parts(piece, at_, end, take);
         }
         while (!left_.empty() && left_.front().extent_end() <= end) left_ = left_.subspan(1);
         at_ = end;
@@ -82,13 +112,6 @@ class PieceSteps {
     std::uint64_t at() const { return at_; }
 
   private:
-    template <typename Take>
-    void take_part(const ReadPlan::Piece& piece, std::uint64_t end, Take& take) const {
-        const std::uint64_t from = std::max(at_, piece.extent_offset);
-        const std::uint64_t to = std::min(end, piece.extent_end());
-        if (from < to) take(piece, from, to);
-    }
-
     std::span<const ReadPlan::Piece> left_;
     std::uint64_t at_ = 0;
 };
