@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import struct
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Listener:
         Args:
             name: A name that the ranks have in common, and no others.
             rank: The number of this rank.
-            timeout: Seconds that each wait for a neighbour may take.
+            timeout: Seconds to wait for all neighbours to connect, and for each message.
 
         Raises:
             OSError: The system has no such sockets, or this rank's name is taken.
@@ -70,8 +71,9 @@ class Listener:
                     if not _is_ours(one):
                         raise PermissionError(errno.EACCES, "another user listens in place of a neighbour")
                     one.sendall(_NUMBER.pack(self._rank))
-            missing = {rank for rank in ranks if rank > self._rank}
+            missing, end = {rank for rank in ranks if rank > self._rank}, time.monotonic() + self._timeout
             while missing:
+                self._socket.settimeout(max(end - time.monotonic(), 1e-3))
                 one, _ = self._socket.accept()
                 failed.enter_context(one)
                 if not _is_ours(one):

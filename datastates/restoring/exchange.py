@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -98,6 +98,11 @@ class Exchange:
         """Names the host: equal for ranks that can exchange."""
         return self._listener.host
 
+    @property
+    def queues(self) -> Collection[ReadQueue]:
+        """The reads of files of which something is exchanged."""
+        return [file.queue for name, file in self._files.items() if name in self._records]
+
     def meet(self, ranks: Sequence[int], executor: Executor) -> None:
         """Connect to the other ranks, and divide what all want. If that fails, nothing is exchanged.
 
@@ -115,18 +120,18 @@ class Exchange:
                 for one in sockets.values():
                     connected.enter_context(one)
                 told = self._listener.swap(sockets, exchange.encode(wishes))
-            except OSError as error:
+                every = {rank: exchange.decode(message) for rank, message in told.items()} | {self._rank: wishes}
+                division = exchange.divide([every[rank] for rank in order])
+                shares = dict(zip(order, division.shares, strict=True))
+                received = [exchange.parcels(wishes, shares[peer]) for peer in others]
+                rows = [self._filled(parcels) for parcels in received]
+                self.native = executor.begin_exchange([sockets[peer] for peer in others], rows, self._patience)
+            except Exception as error:  # the rank can do without
                 _log.info("reading without the other ranks of this host: %s", error)
                 return
-            every = {rank: exchange.decode(message) for rank, message in told.items()} | {self._rank: wishes}
-            division = exchange.divide([every[rank] for rank in order])
-            shares = dict(zip(order, division.shares, strict=True))
-            self._records = division.records
+            self._records, self._received = division.records, received
             self._own = exchange.parcels(wishes, shares[self._rank])
             self._sent = [exchange.parcels(every[peer], shares[self._rank]) for peer in others]
-            self._received = [exchange.parcels(wishes, shares[peer]) for peer in others]
-            rows = [self._filled(parcels) for parcels in self._received]
-            self.native = executor.begin_exchange([sockets[peer] for peer in others], rows, self._patience)
 
     def _filled(self, parcels: Mapping[str, Parcel]) -> tuple[Columns, Runs]:
         """What received parcels fill: the memory of each run's destination, and the runs."""
@@ -164,6 +169,7 @@ class Exchange:
             dest=np.concatenate(dest).astype(np.int32),
             dest_nbytes=np.concatenate((ranges.dest_nbytes, ranges.dest_nbytes, np.array(sent, np.uint64))),
             in_place=np.concatenate((ranges.in_place, ranges.in_place, np.zeros(peers, np.uint8))),
+            shared=False,
             whole=np.append(ranges.whole, np.ones(count + peers, np.uint8)),
         )
         self.extra_nbytes += _needed_nbytes(result) - _needed_nbytes(ranges)
@@ -201,6 +207,7 @@ class Exchange:
             self.native.close()
             with contextlib.suppress(DeviceError):  # finish() tells
                 self.native.wait()  # from then on nothing is written to memory
+            self.native = None
 
 
 def _needed_nbytes(ranges: FileRanges) -> int:

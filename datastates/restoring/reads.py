@@ -44,17 +44,17 @@ class Tally:
     Attributes:
         needed_nbytes: Bytes of the files that were wanted; each is counted once.
         read_nbytes: Bytes that were read, as :meth:`datastates.executor.jobs.ReadJob.stats` counts them.
-        received_nbytes: Wanted bytes that other ranks of the host read, and sent.
         shared_nbytes: Bytes of those that lie between wanted rows of matrices. Storage reads them once for all ranks of
             a host.
+        received_nbytes: Wanted bytes that other ranks of the host read, and sent.
         unverified_nbytes: Wanted bytes that were read without a checksum over them.
         unverified_keys: Full keys of the arrays that have such bytes, sorted.
     """
 
     needed_nbytes: int
     read_nbytes: int
-    received_nbytes: int
     shared_nbytes: int
+    received_nbytes: int
     unverified_nbytes: int
     unverified_keys: tuple[str, ...]
 
@@ -63,8 +63,8 @@ class Tally:
         return Tally(
             self.needed_nbytes + other.needed_nbytes,
             self.read_nbytes + other.read_nbytes,
-            self.received_nbytes + other.received_nbytes,
             self.shared_nbytes + other.shared_nbytes,
+            self.received_nbytes + other.received_nbytes,
             self.unverified_nbytes + other.unverified_nbytes,
             tuple(sorted({*self.unverified_keys, *other.unverified_keys})),
         )
@@ -225,8 +225,10 @@ class Reads:
         """
         self._executor = executor
         queues = [queue for queue in self._queues.values() if not queue.is_empty]
-        # first the files that were read ahead: these hold blocks of the host cache until their jobs take them
-        queues.sort(key=lambda queue: queue.source not in self._ahead)
+        # first the files that were read ahead: these hold blocks of the host cache until their jobs take them; then
+        # what other ranks wait for
+        exchanged = () if self._exchange is None else self._exchange.queues
+        queues.sort(key=lambda queue: (queue.source not in self._ahead, queue not in exchanged))
         for source in self._ahead.keys() - {queue.source for queue in queues}:
             self._ahead[source].close()
         try:
@@ -235,9 +237,7 @@ class Reads:
             wanted = [(queue, *self._wanted(queue)) for queue in queues]
             self._submit(executor, wanted, longest)
         except BaseException:
-            self._wait()
-            if self._exchange is not None:
-                self._exchange.close()
+            self.close()
             raise
 
     def _wanted(self, queue: ReadQueue) -> tuple[FileRanges, Columns]:
@@ -290,7 +290,7 @@ class Reads:
         needed, read, shared, unverified = (
             sum(s[f"bytes_{which}"] for s in stats) for which in ("needed", "read", "shared", "unverified")
         )
-        return Tally(needed - extra, read, received, shared, unverified, tuple(sorted(self._loose)))
+        return Tally(needed - extra, read, shared, received, unverified, tuple(sorted(self._loose)))
 
     def _read_rest(self, exchange: Exchange) -> None:
         """Read what no other rank has sent."""

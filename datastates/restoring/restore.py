@@ -314,10 +314,13 @@ class Restore:
         """Read everything, and fill objects meanwhile; returns the keys that were read without checksums."""
         casts = [cast for taken in self._taken for cast in taken.saved.casts]
         most = max(self._reads.nbytes, casting.WINDOW if casts else 0)
-        executor = self._executor or self._make_executor(most)
-        self._reads.meet(neighbours, executor)
         try:
+            executor = self._executor or self._make_executor(most)
+            self._reads.meet(neighbours, executor)
             self._reads.start(executor)
+        except BaseException:
+            self._reads.close()  # so that the other ranks of the host do not wait for this one
+            raise
         finally:  # also if some reads have begun
             for taken in self._taken:  # while bytes are read
                 note_rewritten(taken.saved.rewritten)

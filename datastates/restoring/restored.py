@@ -30,9 +30,9 @@ class Restored:
         cast_keys: Keys whose element type was converted on this rank, each with both types.
         needed_nbytes: Bytes of the files that this rank wanted.
         read_nbytes: Bytes that this rank read, for itself and for the other ranks of its host.
-        received_nbytes: Bytes that this rank wanted and other ranks of its host read for it.
         shared_nbytes: How many of those lie between rows of matrices that this rank wanted. They are read through the
             page cache, so that storage reads them once for all ranks of a host.
+        received_nbytes: Bytes that this rank wanted and other ranks of its host read for it.
         passed_over: With ``fallback=True``, the newer checkpoints that are damaged: the name of each directory, and
             what is wrong with it.
     """
@@ -46,8 +46,8 @@ class Restored:
     cast_keys: dict[str, str] = field(default_factory=dict)
     needed_nbytes: int = 0
     read_nbytes: int = 0
-    received_nbytes: int = 0
     shared_nbytes: int = 0
+    received_nbytes: int = 0
     passed_over: dict[str, str] = field(default_factory=dict)
 
 

@@ -81,7 +81,7 @@ bool WriteJob::gate(std::span<const std::pair<int, std::uint64_t>> streams,
 }
 
 ReadJob::ReadJob(std::shared_ptr<Executor> executor, std::shared_ptr<ReadState> state)
-    : executor_(std::move(executor)), state_(std::move(state)) {}
+    : executor_(std::move(executor)), state_(std::move(state)), exchange_(state_->exchange()) {}
 
 ReadJob::~ReadJob() {
     if (executor_->abandoned()) {
@@ -90,7 +90,7 @@ ReadJob::~ReadJob() {
     }
     state_->stop();
     // A worker may wait for a peer that takes nothing.
-    if (state_->exchange() != nullptr && !state_->done()) state_->exchange()->close();
+    if (exchange_ && !state_->done()) exchange_->close();
     executor_->cache_.poke();
     state_->wait_done();
 }

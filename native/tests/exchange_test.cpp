@@ -180,6 +180,18 @@ TEST(a_peer_that_takes_or_sends_nothing_is_given_up) {
     CHECK(!stuck.arrived()[0]);
 }
 
+TEST(silence_counts_only_while_somebody_waits) {
+    auto [here, there] = connection();
+    Bytes memory(1000), parcel(1000, std::byte{7});
+    Exchange receiver(one_peer(std::move(here), {rows_in(memory, 0, 1000, 1, 1000)}),
+                      std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    Exchange from = sender(std::move(there));
+    send(from, 0, part(parcel, 0, 1000));
+    CHECK(receiver.wait());
+    CHECK(receiver.arrived()[0]);
+}
+
 TEST(closing_wakes_who_sends_and_who_waits) {
     auto [here, there] = connection();
     Bytes memory(1000), bytes(Exchange::kMessage, std::byte{7});
@@ -192,8 +204,11 @@ TEST(closing_wakes_who_sends_and_who_waits) {
 }
 
 TEST(rows_without_memory_are_refused) {
-    for (const Rows& rows :
-         std::vector<Rows>{{0, -1, 1, 1, 1}, {8, -1, 4, 2, 3}, {8, -1, 4, 0, 4}, {8, 0, 4, 1, 4}}) {
+    for (const Rows& rows : std::vector<Rows>{{0, -1, 1, 1, 1},
+                                              {8, -1, 4, 2, 3},
+                                              {8, -1, 4, 0, 4},
+                                              {8, -1, 0, 2, 4},
+                                              {8, 0, 4, 1, 4}}) {
         auto [here, there] = connection();
         CHECK_THROWS(ErrorCode::invalid, Exchange(one_peer(std::move(here), {rows}), kLong));
     }

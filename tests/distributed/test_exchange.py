@@ -19,6 +19,7 @@ from datastates.errors import CorruptError, DatastatesError
 from datastates.executor.executor import Exchange, Executor
 from datastates.ranks.neighbours import Listener
 from datastates.restoring import exchange
+from datastates.restoring.reads import Reads
 
 LOOP = Path(__file__).with_name("rank_loop.py")
 SHAPES = {"w": (2048, 1024), "odd": (900, 333), "cube": (64, 96, 60), "narrow": (5000, 3), "flat": (300_000,)}
@@ -122,16 +123,20 @@ def test_ranks_that_lose_one_while_they_connect_read_alone(
     alone(restore(threads, tmp_path / "c", "columns", 3, SHAPES))
 
 
+@pytest.mark.parametrize("fails", [False, True])
 def test_what_a_rank_does_not_send_the_others_read(
-    threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     begun, real = [], Executor.begin_exchange
 
     def begin(*arguments: Any) -> Exchange:
+        begun.append(1)
+        if len(begun) > 1:
+            return real(*arguments)
+        if fails:
+            raise RuntimeError("no thread")
         made = real(*arguments)
-        begun.append(made)
-        if len(begun) == 1:
-            made.close()
+        made.close()
         return made
 
     monkeypatch.setattr(Executor, "begin_exchange", begin)
@@ -159,6 +164,24 @@ def test_damage_is_found_by_who_reads_it_and_by_who_wants_it(threads: Any, tmp_p
     assert all(error.key == "model/w" for error in found)
     told = {str(error) for error in outcomes}
     assert all("model/w" in text for text in told)
+
+
+def test_a_rank_that_cannot_begin_to_read_does_not_keep_the_others(
+    threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, real = [], Reads._submit
+
+    def fail(reads: Reads, *arguments: Any) -> None:
+        if not failed:
+            failed.append(reads)
+            raise DatastatesError("no more files")
+        real(reads, *arguments)
+
+    monkeypatch.setattr(Reads, "_submit", fail)
+    save(threads, tmp_path / "c", "rows", 2, shapes=SHAPES)
+    outcomes = restore(threads, tmp_path / "c", "columns", 3, SHAPES)
+    assert all(isinstance(outcome, DatastatesError) for outcome in outcomes)
+    assert all("no more files" in str(outcome) for outcome in outcomes)
 
 
 LARGE = json.dumps({"w": (4096, 1024), "v": (6000, 1000)})

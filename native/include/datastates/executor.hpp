@@ -105,6 +105,7 @@ class ReadJob : Unmovable {
   private:
     std::shared_ptr<Executor> executor_;
     std::shared_ptr<ReadState> state_;
+    std::shared_ptr<Exchange> exchange_;
 };
 
 /// A read that begins before its destinations are known. Its extents wait in cache blocks until a

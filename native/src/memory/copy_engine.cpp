@@ -166,6 +166,14 @@ void CopyEngine::to_device(const RowCopy& rows, cuda::StreamHandle stream) const
               "cuMemcpyHtoDAsync");
         return;
     }
+    if (std::max(rows.device_step, rows.host_step) > cuda::kMaxPitch) {
+        for (std::size_t i = 0; i < rows.count; ++i) {
+            check(driver().memcpy_to_device(rows.device + (i * rows.device_step),
+                                            rows.host + (i * rows.host_step), rows.length, stream),
+                  "cuMemcpyHtoDAsync");
+        }
+        return;
+    }
     const cuda::RectangleCopy copy{.source_memory = cuda::kHostMemory,
                                    .source_host = rows.host,
                                    .source_step = rows.host_step,

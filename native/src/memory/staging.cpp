@@ -13,13 +13,15 @@ Staging::Staging(Block block, JobDevices devices, std::size_t part_bytes)
 }
 
 Staging::~Staging() {
+    bool ended = true;
     for (const int device : used_) {
         const CopyEngine& engine = devices_.engine(device);
-        static_cast<void>(engine.drain(engine.restore_stream()));
+        ended = engine.drain(engine.restore_stream()) && ended;
     }
     for (const CopyEvents& events : events_) {
-        for (const auto& event : events) static_cast<void>(event->synchronize());
+        for (const auto& event : events) ended = event->synchronize() && ended;
     }
+    if (!ended) block_.lose();
 }
 
 std::span<std::byte> Staging::part() {

@@ -41,7 +41,7 @@ Exchange::Exchange(std::vector<Peer> peers, std::chrono::milliseconds patience,
         link.socket = std::move(peers[i].socket);
         link.rows = std::move(peers[i].rows);
         for (const Rows& rows : link.rows) {
-            require(rows.first != 0, "rows have no memory", i);
+            require(rows.first != 0 && rows.length > 0, "rows have no memory", i);
             require(rows.device == -1 || (rows.device >= 0 && staging_ != nullptr),
                     "a device is out of range", i);
             require(spaced_within(0, rows.length, rows.count, rows.step, kLimit) &&
@@ -97,6 +97,7 @@ void Exchange::send(std::size_t peer, std::uint64_t offset, std::span<const iove
 
 bool Exchange::wait(Deadline deadline) const {
     std::unique_lock lock(mutex_);
+    if (!waits_since_) waits_since_ = Clock::now();
     if (!wait_until(changed_, lock, deadline, [&] { return ended_; })) return false;
     if (error_) throw Error(*error_);
     return true;
@@ -120,6 +121,7 @@ void Exchange::receive() {
         error = Error::current();
         close();
     }
+    staging_.reset();  // waits for its copies, and gives its block back
     const std::scoped_lock lock(mutex_);
     error_ = std::move(error);
     ended_ = true;
@@ -138,13 +140,20 @@ void Exchange::wait_for_messages() {
     const int ready = ::poll(polled.data(), polled.size(), static_cast<int>(patience_.count()));
     if (ready < 0 && errno == EINTR) return;
     for (std::size_t i = 0; i < polled.size(); ++i) {
-        if (ready <= 0) {
+        if (ready < 0 || (ready == 0 && has_waited())) {
             lose(*waiting[i]);
         } else if (polled[i].revents != 0) {
             for (int n = 0; n < kTurn && open(*waiting[i]) && take_message(*waiting[i]); ++n) {
             }
         }
     }
+}
+
+/// Whether somebody has waited for as long as the patience. Before, this rank and its peers may be
+/// busy with other files.
+bool Exchange::has_waited() const {
+    const std::scoped_lock lock(mutex_);
+    return waits_since_ && Clock::now() - *waits_since_ >= patience_;
 }
 
 /// Takes a message that is there; false if there is none.

@@ -33,6 +33,7 @@ bool ReadState::settled(std::size_t extent) const {
 
 void ReadState::finish(ReadStats stats) {
     file_.close();
+    exchange_.reset();  // it owns the executor, which must not end on a thread of its own
     const std::scoped_lock lock(mutex_);
     stats.bytes_needed = stats_.bytes_needed;
     stats.seconds = seconds_since(start_);

@@ -46,6 +46,8 @@ constexpr int kMapped = 13;
 // Kinds of memory.
 constexpr int kHostMemory = 1;
 constexpr int kDeviceMemory = 2;
+// The largest step of a RectangleCopy.
+constexpr std::size_t kMaxPitch = (std::size_t{1} << 31) - 1;
 // Device attributes.
 constexpr int kHostPointersForRegisteredMemory = 91;
 constexpr int kMemoryPoolsSupported = 115;

@@ -18,7 +18,8 @@ class Staging : Unmovable {
   public:
     /// Copies begin after the devices' producers.
     Staging(Block block, JobDevices devices, std::size_t part_bytes);
-    /// Waits for all copies.
+    /// Waits for all copies. Where the driver refuses that for too long, the block is not used
+    /// again.
     ~Staging();
 
     /// The memory of the next part. Waits until its last copies have ended. Throws Error "cuda", as

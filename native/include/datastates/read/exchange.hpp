@@ -52,10 +52,11 @@ class Exchange : Unmovable {
     /// Most pieces of memory that a message's bytes come from.
     static constexpr std::size_t kPieces = 256;
 
-    /// Begins to receive. It gives up on peers that send, or take, nothing for as long as
-    /// `patience`. The memory of all rows must stay alive until wait() has returned true, or the
-    /// destruction. `staging`, for rows on devices, has parts of kMessage bytes; null if there are
-    /// none. Throws Error "invalid" for rows without memory.
+    /// Begins to receive. It gives up on a peer that takes nothing for as long as `patience`, and
+    /// on peers that send nothing for as long while somebody waits for them. The memory of all rows
+    /// must stay alive until wait() has returned true, or the destruction. `staging`, for rows on
+    /// devices, has parts of kMessage bytes; null if there are none. Throws Error "invalid" for
+    /// rows without memory.
     Exchange(std::vector<Peer> peers, std::chrono::milliseconds patience,
              std::unique_ptr<Staging> staging = nullptr);
     /// Closes the connections and joins the thread.
@@ -85,6 +86,7 @@ class Exchange : Unmovable {
 
     void receive();
     void wait_for_messages();
+    bool has_waited() const;
     bool take_message(Link& link);
     bool put(Link& link, std::uint64_t offset, std::span<const std::byte> bytes);
     void copy(const Rows& rows, const ReadPlan::Piece& part, const std::byte* from);
@@ -93,10 +95,11 @@ class Exchange : Unmovable {
 
     const std::chrono::milliseconds patience_;
     std::vector<Link> links_;
-    const std::unique_ptr<Staging> staging_;
+    std::unique_ptr<Staging> staging_;
     std::vector<std::byte> buffer_;
     mutable std::mutex mutex_;
     mutable std::condition_variable changed_;
+    mutable std::optional<Clock::time_point> waits_since_;
     bool ended_ = false;
     std::optional<Error> error_;
     std::jthread thread_;  // last: joins first

@@ -42,7 +42,8 @@ class ReadState {
 
     const ReadPlan& plan() const { return *plan_; }
     const Buffers& buffers() const { return buffers_; }
-    Exchange* exchange() const { return exchange_.get(); }
+    /// Null once the job has ended.
+    const std::shared_ptr<Exchange>& exchange() const { return exchange_; }
     File& file() { return file_; }
     JobDevices& devices() { return devices_; }
     const JobDevices& devices() const { return devices_; }
@@ -71,7 +72,7 @@ class ReadState {
     bool settled(std::size_t extent) const;
     Timeline& timeline() { return timeline_; }
     const Timeline& timeline() const { return timeline_; }
-    /// Closes the file and ends the job.
+    /// Closes the file, lets go of the exchange and ends the job.
     void finish(ReadStats stats);
 
     // For the owner. Thread-safe.
@@ -87,7 +88,7 @@ class ReadState {
   private:
     const std::shared_ptr<const ReadPlan> plan_;
     const Buffers buffers_;
-    const std::shared_ptr<Exchange> exchange_;
+    std::shared_ptr<Exchange> exchange_;
     File file_;
     const Clock::time_point start_ = Clock::now();
     JobDevices devices_;
