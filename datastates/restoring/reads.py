@@ -237,7 +237,9 @@ class Reads:
             wanted = [(queue, *self._wanted(queue)) for queue in queues]
             self._submit(executor, wanted, longest)
         except BaseException:
-            self.close()
+            if self._exchange is not None:
+                self._exchange.close()  # first, so that no job waits for another rank
+            self._wait()
             raise
 
     def _wanted(self, queue: ReadQueue) -> tuple[FileRanges, Columns]:
