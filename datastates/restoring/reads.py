@@ -34,7 +34,7 @@ AHEAD_RECORDS = 4096
 SMALL_COPY = 64 * 1024
 """Mean bytes of a copy to a device from which on a part is copied straight there."""
 SMALL_ROW = 256
-"""Shortest rows in bytes that a device takes at full speed, many in one copy."""
+"""Mean bytes of rows from which on a device takes them at full speed, many in one copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +319,7 @@ def _suit_device(runs: Runs) -> bool:
     if rows == 1 or nbytes >= SMALL_COPY * rows:
         return True
     gap = (runs.source_step - runs.length).max()
-    return bool(nbytes >= SMALL_COPY * len(runs) and runs.length.min() >= SMALL_ROW and gap <= GAP)
+    return bool(nbytes >= SMALL_COPY * len(runs) and nbytes >= SMALL_ROW * rows and gap <= GAP)
 
 
 def _region(shard: Shard, block: Block) -> Any:
