@@ -144,12 +144,13 @@ class Exchange:
         return (pointer, device, stream), Runs.joined(parts)
 
     def reads(self, queue: ReadQueue) -> tuple[FileRanges, Columns] | None:
-        """What this rank reads of a file, and its destinations, with what it sends. None for a file that stays."""
-        name = self._names.get(queue, "")
-        if name not in self._records:
+        """What this rank reads of a file, for itself and others, and its destinations. None if nothing was offered."""
+        if (name := self._names.get(queue)) is None:
             return None
         file = self._files[name]
         ranges, memory, count = file.ranges, queue.memory, len(file.ranges.dest_nbytes)
+        if name not in self._records:
+            return ranges, memory
         kept = np.ones(len(ranges.wanted), bool)
         kept[file.offered[np.isin(file.rows.record, self._records[name])]] = False
         # the destinations once more, for what is exchanged, which is all verified; then the peers
