@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -74,15 +75,12 @@ class Division:
 
 def encode(wishes: Wishes) -> bytes:
     """The wishes as a message."""
-    return bytes(
-        pack(
-            {
-                file: [c.tobytes() for c in (rows.record, r.source, r.length, r.count, r.source_step)]
-                for file, rows in wishes.items()
-                for r in (rows.runs,)
-            }
-        )
-    )
+    told = {}
+    for file, rows in wishes.items():
+        runs = rows.runs
+        columns = rows.record, runs.source, runs.length, runs.count, runs.source_step
+        told[file] = [column.tobytes() for column in columns]
+    return bytes(pack(told))
 
 
 def decode(message: bytes) -> dict[str, Rows]:
@@ -102,37 +100,66 @@ def divide(wishes: Sequence[Wishes]) -> Division:
     if that is near. So each rank reads few files, in order.
     """
     files = sorted({file for one in wishes for file in one})
-    held = [(n, rank, one[file]) for n, file in enumerate(files) for rank, one in enumerate(wishes) if file in one]
-    if not held:
+    if not files:
         return Division({}, [{} for _ in wishes])
-    number, rank = (np.repeat([h[i] for h in held], [len(rows.record) for *_, rows in held]) for i in (0, 1))
-    runs = Runs.joined([rows.runs for *_, rows in held])
-    places, at = np.unique(
-        np.stack((number, np.concatenate([rows.record for *_, rows in held]))), axis=1, return_inverse=True
-    )
-    at = at.ravel()
-    file, record = places
-    wants = np.zeros((len(file), len(wishes)), bool)
-    wants[at, rank] = True
-    begin, end = np.full(len(file), np.iinfo(np.int64).max), np.zeros(len(file), np.int64)
-    np.minimum.at(begin, at, runs.source)
-    np.maximum.at(end, at, runs.end)
-    step, other = np.zeros(len(file), np.int64), np.full(len(file), np.iinfo(np.int64).max)
-    np.maximum.at(step, at, runs.source_step)
-    np.minimum.at(other, at, runs.source_step)
-    step = np.where(step == other, step, end - begin)  # rows of several kinds stay together
-    whole = np.lcm(step, CHUNK)  # bytes, in rows, after which a chunk ends with a row
-    step = np.where(whole * _MOVED <= end - begin, whole, step)
-    common = (wants.sum(axis=1) > 1) & _is_dense(runs, at, end - begin)
-    records = {name: record[common & (file == n)] for n, name in enumerate(files)}
+    every = _Records.of(wishes, files)
+    common = every[(every.wants.sum(axis=1) > 1) & every.dense]
     cuts: list[list[tuple[I64, I64, I64]]] = [[] for _ in wishes]
-    groups, group = np.unique(wants[common], axis=0, return_inverse=True)
+    groups, group = np.unique(common.wants, axis=0, return_inverse=True)
     for n, ranks in enumerate(groups):
-        some = np.flatnonzero(common)[group.ravel() == n]
-        for member, low, high in _parts(np.flatnonzero(ranks), (end - begin)[some], step[some]):
+        some = common[group.ravel() == n]
+        for member, low, high in _parts(np.flatnonzero(ranks), some.size, some.step):
             kept = high > low
-            cuts[member].append((file[some][kept], begin[some][kept] + low[kept], begin[some][kept] + high[kept]))
-    return Division({name: r for name, r in records.items() if len(r)}, [_by_file(files, parts) for parts in cuts])
+            cuts[member].append((some.file[kept], (some.begin + low)[kept], (some.begin + high)[kept]))
+    records = {files[n]: common.record[common.file == n] for n in np.unique(common.file).tolist()}
+    return Division(records, [_by_file(files, parts) for parts in cuts])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Records:
+    """The records of which ranks want rows, one column entry for each, in the order of files and offsets.
+
+    Attributes:
+        file, record: The numbers of the file and of the record.
+        wants: For each rank, whether it wants rows of the record.
+        begin, size: File offset of the first wanted byte, and the distance from there to the end of the last one.
+        step: Shares may be cut at multiples of this from ``begin`` on.
+        dense: Whether little is read in vain if the record is divided.
+    """
+
+    file: I64
+    record: I64
+    wants: np.ndarray[Any, np.dtype[np.bool_]]
+    begin: I64
+    size: I64
+    step: I64
+    dense: Bools
+
+    @classmethod
+    def of(cls, wishes: Sequence[Wishes], files: Sequence[str]) -> _Records:
+        """Take what each rank wants, of at least one file."""
+        held = [(n, rank, one[file]) for n, file in enumerate(files) for rank, one in enumerate(wishes) if file in one]
+        number, rank = (np.repeat([h[i] for h in held], [len(rows.record) for *_, rows in held]) for i in (0, 1))
+        runs = Runs.joined([rows.runs for *_, rows in held])
+        places = np.stack((number, np.concatenate([rows.record for *_, rows in held])))
+        (file, record), at = np.unique(places, axis=1, return_inverse=True)
+        at, count, most = at.ravel(), len(file), np.iinfo(np.int64).max
+        wants = np.zeros((count, len(wishes)), bool)
+        wants[at, rank] = True
+        begin, least_step = np.full((2, count), most)
+        end, step = np.zeros((2, count), np.int64)
+        np.minimum.at(begin, at, runs.source)
+        np.maximum.at(end, at, runs.end)
+        np.minimum.at(least_step, at, runs.source_step)
+        np.maximum.at(step, at, runs.source_step)
+        size = end - begin
+        step = np.where(step == least_step, step, size)  # rows of several kinds stay together
+        whole = np.lcm(step, CHUNK)  # bytes, in rows, after which a chunk ends with a row
+        step = np.where(whole * _MOVED <= size, whole, step)
+        return cls(file, record, wants, begin, size, step, _is_dense(runs, at, size))
+
+    def __getitem__(self, index: Bools) -> _Records:
+        return _Records(*(getattr(self, f.name)[index] for f in fields(self)))
 
 
 def _is_dense(runs: Runs, at: I64, size: I64) -> Bools:
