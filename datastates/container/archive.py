@@ -15,7 +15,7 @@ import numpy as np
 
 from datastates.container import zip_frames
 from datastates.container.checksums import crc32
-from datastates.container.index import FORMAT_VERSION, Index, decode_index, encode_index
+from datastates.container.index import FORMAT_VERSION, Index, encode_index
 from datastates.container.nested_archives import ROOM, Nest
 from datastates.container.records import Records
 from datastates.errors import FormatError
@@ -125,8 +125,8 @@ def decode_footer(ending: bytes, file_nbytes: int) -> Footer:
     return Footer(offset, nbytes, crc)
 
 
-def open_index(read: Read, file_nbytes: int) -> tuple[Index, Footer]:
-    """Read and check the index of a container.
+def read_index(read: Read, file_nbytes: int) -> tuple[bytes, Footer]:
+    """Read the encoded index of a container, and compare it with its checksum.
 
     It reads the last :data:`GUESS` bytes of the file, and reads again only when the index begins before them.
 
@@ -142,7 +142,7 @@ def open_index(read: Read, file_nbytes: int) -> tuple[Index, Footer]:
         data = read(footer.offset, footer.nbytes)
     if crc32(data) != footer.crc:
         raise FormatError("the index does not match its checksum")
-    return decode_index(data, file_nbytes), footer
+    return data, footer
 
 
 def frame_ranges(index: Index) -> list[tuple[int, memoryview]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from datastates._base.columns import U64
 from datastates._base.files import length, read_bytes, will_need
 from datastates._base.sizes import CHUNK
 from datastates.container import archive, checksums, pickle_reader, pickle_writer
-from datastates.container.index import Index, StoredObject
+from datastates.container.index import Index, StoredObject, decode_index
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.table import Row, ShardTable
 from datastates.errors import CorruptError, FormatError, StorageError
@@ -26,8 +26,8 @@ from datastates.planning.plans import Chunks
 from datastates.state.shards import StoredArray, full_key
 from datastates.state.strides import span
 
-_OPENED_AT_ONCE = 16
-"""Containers to open at a time: each waits for one read of some ten KiB."""
+_READ_AT_ONCE = 16
+"""Indexes to read at a time: each waits for one read of some ten KiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,12 +132,38 @@ def open_container(path: Path) -> Container:
         FormatError: The file is no container, or a damaged one; the message names the path.
         StorageError: The file cannot be read.
     """
+    return _decoded(read_index(path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """What was read of a container to open it: the file's length, the encoded index, and the footer."""
+
+    path: Path
+    nbytes: int
+    index: bytes
+    footer: archive.Footer
+
+
+def read_index(path: Path) -> _Encoded:
+    """Read what a container is opened by; raises as :func:`open_container` does."""
     nbytes = length(path)
+    with _naming(path):
+        return _Encoded(path, nbytes, *archive.read_index(read_bytes(path), nbytes))
+
+
+def _decoded(read: _Encoded) -> Container:
+    with _naming(read.path):
+        index = decode_index(read.index, read.nbytes)
+    return Container(read.path, read.nbytes, index, read.footer.crc, read.footer.offset)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
     try:
-        index, footer = archive.open_index(read_bytes(path), nbytes)
+        yield
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
-    return Container(path, nbytes, index, footer.crc, footer.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +191,25 @@ def open_each(named: Sequence[Named]) -> list[Container | None]:
     """
     if len(named) > 1:
         # an interpreter that ends begins no thread any more
-        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(_OPENED_AT_ONCE, "datastates-open") as pool:
-            return list(pool.map(_open_named, named))
-    return list(map(_open_named, named))
+        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(_READ_AT_ONCE, "datastates-open") as pool:
+            # threads only read: they decode more slowly together than one alone
+            return list(map(_checked, named, pool.map(_read_named, named)))
+    return [_checked(one, _read_named(one)) for one in named]
 
 
-def _open_named(named: Named) -> Container | None:
+def _read_named(named: Named) -> _Encoded | None:
     try:
-        one = open_container(named.path)
+        return read_index(named.path)
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return None
         raise
+
+
+def _checked(named: Named, read: _Encoded | None) -> Container | None:
+    if read is None:
+        return None
+    one = _decoded(read)
     if (one.nbytes, one.index_crc, one.index.identity) != (named.nbytes, named.index_crc, named.identity):
         raise FormatError(f"{named.path} is not the container that the manifest names")
     return one
