@@ -32,6 +32,7 @@ TEST(blocks_are_disjoint_and_return) {
     CHECK(!cache.try_acquire());
     cache.reserve(1);
     CHECK_EQ(cache.reserved(), cache.bytes());
+    cache.wait_settled();
     {
         std::set<std::byte*> seen;
         std::vector<Block> blocks;
@@ -80,6 +81,16 @@ TEST(gives_up_when_poked) {
     CHECK(!cache.acquire([] { return true; }));
 }
 
+TEST(waits_for_memory_that_is_to_come_and_for_nothing_else) {
+    HostCache cache(64 * kMiB, 4 * kMiB);
+    CHECK(!cache.acquire_coming());
+    cache.reserve(cache.bytes());
+    std::vector<Block> blocks;
+    while (auto block = cache.acquire_coming()) blocks.push_back(std::move(*block));
+    CHECK_EQ(blocks.size(), 16U);
+    CHECK(cache.settled());
+}
+
 TEST(many_threads_share_few_blocks) {
     HostCache cache(3 * 4096, 4096);
     cache.reserve(3 * 4096);
@@ -117,10 +128,28 @@ TEST(grows_to_what_is_reserved) {
     CHECK(!cache.try_acquire());
     cache.reserve(1000 * kMiB);
     CHECK_EQ(cache.reserved(), 150 * kMiB);
-    while (auto block = cache.try_acquire()) blocks.push_back(std::move(*block));
-    CHECK_EQ(blocks.size(), 150U);
     cache.wait_settled();
     CHECK_EQ(cache.populated().size(), cache.bytes());
+    while (auto block = cache.try_acquire()) blocks.push_back(std::move(*block));
+    CHECK_EQ(blocks.size(), 150U);
+}
+
+TEST(blocks_have_their_pages_before_they_are_used) {
+    HostCache cache(64 * kMiB, 4 * kMiB);
+    cache.reserve(cache.bytes());
+    std::vector<Block> blocks;
+    for (int i = 0; i < 16; ++i) {
+        blocks.push_back(std::move(*cache.acquire(kNever)));
+        CHECK_EQ(resident_pages(blocks.back().memory()), 4 * kMiB / 4096);
+        // what is written stays, while the memory of other blocks comes
+        std::ranges::fill(blocks.back().memory(), static_cast<std::byte>(i + 1));
+    }
+    cache.wait_settled();
+    for (int i = 0; i < 16; ++i) {
+        const auto mark = static_cast<std::byte>(i + 1);
+        const auto memory = blocks[static_cast<std::size_t>(i)].memory();
+        CHECK(std::ranges::all_of(memory, [&](std::byte byte) { return byte == mark; }));
+    }
 }
 
 TEST(waits_for_memory_to_be_reserved) {
@@ -140,6 +169,7 @@ TEST(waits_for_memory_to_be_reserved) {
 TEST(hands_out_the_lowest_addresses) {
     HostCache cache(8 * 4096, 4096);
     cache.reserve(8 * 4096);
+    cache.wait_settled();
     std::vector<Block> blocks;
     while (auto block = cache.try_acquire()) blocks.push_back(std::move(*block));
     CHECK(std::ranges::is_sorted(blocks, {}, [](const Block& b) { return b.memory().data(); }));

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <new>
 #include <numeric>
+#include <ranges>
 #include <string>
 #include <utility>
 
@@ -17,27 +18,19 @@ namespace datastates {
 namespace {
 
 constexpr std::size_t kBlockUnit = 4096;
-// MADV_POPULATE_WRITE, since Linux 5.14. Defined here, so that the build does not depend on the
-// system's headers.
-constexpr int kPopulateWrite = 23;
 // Large enough that the calls cost little beside the work. Small enough that the first piece is
 // ready soon and that the destructor waits only for a few milliseconds.
 constexpr std::size_t kPiece = std::size_t{16} << 20;
-constexpr std::size_t kPopulateStep = std::size_t{2} << 20;
 // Threads that populate memory. More of them would only wait for one another in the kernel, and
 // take cores from the training.
 constexpr unsigned kMaxWorkers = 4;
 constexpr unsigned kCoresPerWorker = 4;
 
-/// Backs memory with pages. Kernels before 5.14 cannot; there pages come at their first use.
-///
-/// One huge page a call: a call holds the lock on the process's mappings, for which each mmap() and
-/// munmap() of the training waits.
-void populate(std::span<std::byte> memory) {
-    while (!memory.empty()) {
-        const auto step = memory.first(std::min(kPopulateStep, memory.size()));
-        static_cast<void>(::madvise(step.data(), step.size(), kPopulateWrite));
-        memory = memory.subspan(step.size());
+/// Backs fresh memory with pages, by a write to each. The training's mmap() and munmap() do not
+/// wait for page faults, since Linux 6.4. They wait for each call of madvise(MADV_POPULATE_WRITE).
+void touch(std::span<std::byte> memory, std::size_t page_bytes) {
+    for (std::size_t at = 0; at < memory.size(); at += page_bytes) {
+        *static_cast<volatile std::byte*>(memory.data() + at) = std::byte{0};
     }
 }
 
@@ -71,9 +64,7 @@ void Block::reset() {
     if (cache_ != nullptr) std::exchange(cache_, nullptr)->release(index_);
 }
 
-std::span<std::byte> Block::memory() const {
-    return cache_->region_.subspan(index_ * cache_->block_bytes_, cache_->block_bytes_);
-}
+std::span<std::byte> Block::memory() const { return cache_->memory_of(index_); }
 
 bool Block::page_locked() const {
     const std::scoped_lock lock(cache_->mutex_);
@@ -81,7 +72,7 @@ bool Block::page_locked() const {
 }
 
 HostCache::HostCache(std::size_t limit_bytes, std::size_t block_bytes, std::size_t page_bytes)
-    : block_bytes_(block_bytes) {
+    : block_bytes_(block_bytes), page_bytes_(page_bytes) {
     if (block_bytes == 0 || block_bytes % kBlockUnit != 0) {
         throw Error::invalid("block_bytes must be a positive multiple of 4096, not " +
                              std::to_string(block_bytes));
@@ -98,6 +89,7 @@ HostCache::HostCache(std::size_t limit_bytes, std::size_t block_bytes, std::size
     const std::size_t bytes = blocks * block_bytes;
     // Before the mapping, because nothing may throw once it exists and the destructor cannot run.
     pieces_.resize((bytes + piece_bytes_ - 1) / piece_bytes_);
+    ready_.resize(blocks);
     taken_.resize(blocks);
     free_.resize(blocks);
     void* memory =
@@ -127,11 +119,8 @@ void HostCache::reserve(std::uint64_t bytes) {
     const std::size_t pieces = (wanted + piece_bytes_ - 1) / piece_bytes_;
     if (pieces <= reserved_) return;
     if (workers_.empty()) start_workers();
-    for (; reserved_ < pieces; ++reserved_) {
-        if (!context_) make_ready(pieces_[reserved_]);
-    }
+    reserved_ = pieces;
     work_.notify_all();
-    changed_.notify_all();
 }
 
 std::size_t HostCache::reserved() const {
@@ -154,7 +143,7 @@ void HostCache::pin(std::shared_ptr<cuda::PrimaryContext> context) {
     // use.
     free_.assign(free_.size(), false);
     free_count_ = 0;
-    for (Piece& piece : pieces_) piece.ready = false;
+    ready_.assign(ready_.size(), false);
     work_.notify_all();
 }
 
@@ -167,10 +156,17 @@ bool HostCache::pinned() const {
 
 void HostCache::wait_settled() const {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] {
-        return std::ranges::none_of(
-            pieces_, [&](const Piece& piece) { return piece.busy || needs_work(piece); });
-    });
+    changed_.wait(lock, [&] { return all_settled(); });
+}
+
+bool HostCache::settled() const {
+    const std::scoped_lock lock(mutex_);
+    return all_settled();
+}
+
+bool HostCache::all_settled() const {
+    return std::ranges::none_of(
+        pieces_, [&](const Piece& piece) { return piece.busy || needs_work(piece); });
 }
 
 void HostCache::start_workers() {
@@ -204,7 +200,7 @@ void HostCache::work(const std::stop_token& stop) {
         const auto context = context_;
         const bool fresh = !piece->populated;
         lock.unlock();
-        if (fresh) populate(piece->memory);
+        if (fresh) populate(*piece);
         auto page_lock = context ? try_page_lock(context, piece->memory) : nullptr;
         lock.lock();
         piece->busy = false;
@@ -212,19 +208,26 @@ void HostCache::work(const std::stop_token& stop) {
         if (context) {
             piece->lock_tried = true;
             piece->page_lock = std::move(page_lock);
-            make_ready(*piece);
+            for (const std::size_t i : blocks_of(*piece)) make_ready(i);
         }
         changed_.notify_all();
     }
 }
 
-void HostCache::make_ready(Piece& piece) {
-    piece.ready = true;
-    const auto first = static_cast<std::size_t>(&piece - pieces_.data()) * blocks_per_piece_;
-    const std::size_t end = std::min(first + blocks_per_piece_, taken_.size());
-    for (std::size_t i = first; i < end; ++i) {
-        if (!taken_[i]) make_free(i);
+/// Backs a piece with pages. Without a device each block is ready at once.
+void HostCache::populate(const Piece& piece) {
+    for (const std::size_t i : blocks_of(piece)) {
+        touch(memory_of(i), page_bytes_);
+        const std::scoped_lock lock(mutex_);
+        if (context_) continue;
+        make_ready(i);
+        changed_.notify_all();
     }
+}
+
+void HostCache::make_ready(std::size_t index) {
+    ready_[index] = true;
+    if (!taken_[index]) make_free(index);
 }
 
 void HostCache::make_free(std::size_t index) {
@@ -258,6 +261,13 @@ std::optional<Block> HostCache::try_acquire() {
     return take_lowest();
 }
 
+std::optional<Block> HostCache::acquire_coming() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return free_count_ > 0 || all_settled(); });
+    if (free_count_ == 0) return std::nullopt;
+    return take_lowest();
+}
+
 void HostCache::poke() {
     // Under the lock, so that no waiter misses this between asking `give_up` and going to sleep.
     const std::scoped_lock lock(mutex_);
@@ -267,7 +277,7 @@ void HostCache::poke() {
 void HostCache::release(std::size_t index) {
     const std::scoped_lock lock(mutex_);
     taken_[index] = false;
-    if (piece_of(index).ready) make_free(index);
+    if (ready_[index]) make_free(index);
     // Notify all: a single woken waiter might give up instead of taking the block.
     changed_.notify_all();
 }

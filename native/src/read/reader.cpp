@@ -188,16 +188,18 @@ std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached, bool 
     return window;
 }
 
-/// Null when there is no free block now. Waits for one if nothing else is under way.
+/// Null when there is no free block now. Waits for one if nothing else is under way. A read-ahead
+/// waits for none that others hold: it ends.
 std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
     const ReadState& job = reading.job();
+    const bool idle = reads_.size() == 0 && working_ == 0 && copying_.empty();
     auto block = cache_.try_acquire();
-    if (!block && job.filled() != nullptr) {
-        job.filled()->close();  // a read-ahead does not wait for blocks
-    } else if (!block && reads_.size() == 0 && working_ == 0 && copying_.empty()) {
+    if (!block && idle) {
         windows_.reset();
-        block = cache_.acquire([&] { return !job.wants(reading.index); });
+        block = job.filled() != nullptr ? cache_.acquire_coming()
+                                        : cache_.acquire([&] { return !job.wants(reading.index); });
     }
+    if (!block && job.filled() != nullptr && cache_.settled()) job.filled()->close();
     return block ? std::make_shared<Block>(std::move(*block)) : nullptr;
 }
 

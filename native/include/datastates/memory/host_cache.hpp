@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -7,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <ranges>
 #include <span>
 #include <stop_token>
 #include <thread>
@@ -50,9 +52,9 @@ class Block {
 ///
 /// Blocks are used from the lowest address on, and only as far as reserve() was told. Memory comes
 /// in pieces of many blocks. Threads of the cache back each reserved piece with pages and, once a
-/// device is in use, page-lock it. Without a device a reserved piece is usable at once, while its
-/// pages still come. With a device it is usable when the attempt to page-lock it is over. If that
-/// fails, the piece still works, but slower.
+/// device is in use, page-lock it. Without a device a block is usable once it has its pages. With a
+/// device it is usable when the attempt to page-lock its piece is over. If that fails, the piece
+/// still works, but slower.
 ///
 /// The executor owns it; it must outlive its blocks. Thread-safe.
 class HostCache : Unmovable {
@@ -83,6 +85,8 @@ class HostCache : Unmovable {
     bool pinned() const;
     /// Blocks until nothing is left to populate or page-lock.
     void wait_settled() const;
+    /// Whether nothing is left to populate or page-lock.
+    bool settled() const;
 
     /// Waits for a free block. Empty when `give_up` returns true first. It is asked at the start
     /// and after every change, as poke() or a release. It runs under the cache's lock, so it must
@@ -90,6 +94,8 @@ class HostCache : Unmovable {
     std::optional<Block> acquire(const std::function<bool()>& give_up);
     /// A free block, or empty if there is none now.
     std::optional<Block> try_acquire();
+    /// Waits for a block while memory is still to come. Empty if others hold all blocks.
+    std::optional<Block> acquire_coming();
     /// Makes waiting callers of acquire() ask `give_up` again.
     void poke();
 
@@ -100,21 +106,30 @@ class HostCache : Unmovable {
         bool busy = false;  // a worker is at it
         bool populated = false;
         bool lock_tried = false;
-        bool ready = false;  // its blocks may be used
         std::unique_ptr<cuda::PageLock> page_lock;
     };
 
     void start_workers();
     void work(const std::stop_token& stop);
     bool needs_work(const Piece& piece) const;
+    bool all_settled() const;
     Piece* next_piece();
-    void make_ready(Piece& piece);
+    void populate(const Piece& piece);
+    void make_ready(std::size_t index);
     Piece& piece_of(std::size_t block) { return pieces_[block / blocks_per_piece_]; }
+    auto blocks_of(const Piece& piece) const {
+        const auto first = static_cast<std::size_t>(&piece - pieces_.data()) * blocks_per_piece_;
+        return std::views::iota(first, std::min(first + blocks_per_piece_, taken_.size()));
+    }
+    std::span<std::byte> memory_of(std::size_t block) const {
+        return region_.subspan(block * block_bytes_, block_bytes_);
+    }
     void make_free(std::size_t index);
     Block take_lowest();
     void release(std::size_t index);
 
     const std::size_t block_bytes_;
+    const std::size_t page_bytes_;
     std::size_t blocks_per_piece_;
     std::size_t piece_bytes_;
     std::span<std::byte> region_;
@@ -122,6 +137,7 @@ class HostCache : Unmovable {
     mutable std::condition_variable changed_;
     std::vector<Piece> pieces_;
     std::size_t reserved_ = 0;  // pieces
+    std::vector<bool> ready_;   // blocks that may be used
     std::vector<bool> taken_;
     // Blocks to take, as flags: giving one back must not allocate memory.
     std::vector<bool> free_;
