@@ -78,7 +78,6 @@ class Executor:
             "device_cache_bytes": settings.device_cache,
         }
         self._closed = False
-        self._had_job = False
         self._native: _native.Executor | None = _native.Executor(**self._options)
         _live.add(self)
 
@@ -94,7 +93,6 @@ class Executor:
         if self._native is not None:
             self._native.abandon()
             self._native = None
-            self._had_job = False
 
     def prepare(self, device: int, nbytes: int) -> None:
         """Allocate ``nbytes`` of the host cache in the background and page-lock them for a CUDA device.
@@ -114,7 +112,6 @@ class Executor:
             sources: The memory of the plan's sources. It must stay alive until it is captured or the job is aborted.
             witness: For each source, 1 to take the fingerprints that :meth:`WriteJob.torn` compares.
         """
-        self._had_job = True
         return self._core().submit_write(os.fsencode(path), prepared, *sources, witness)
 
     def submit_read(
@@ -136,7 +133,6 @@ class Executor:
             ahead: A read-ahead of the same file. Extents of it that are also in the plan are not read again.
             exchange: The peers that some destinations stand for.
         """
-        self._had_job = True
         job = self._core().submit_read(os.fsencode(path), _prepare_read(plan), *dests, ahead, exchange)
         return ReadJob(job, plan, name_record)
 
@@ -181,13 +177,10 @@ class Executor:
 
     @property
     def most_ahead(self) -> int:
-        """Most extents to read ahead, in at most half of the host cache.
-
-        Four for each read in flight. Before the first job it is one, as each takes memory that is not there yet.
-        """
+        """Most extents to read ahead: four for each read in flight, in at most half of the host cache."""
         blocks: int = self._options["cache_bytes"] // self.block
         depth: int = self._options["queue_depth"]
-        return min(4 * depth if self._had_job else depth, blocks // 2)
+        return min(4 * depth, blocks // 2)
 
     @property
     def extent_nbytes(self) -> int:

@@ -125,14 +125,14 @@ def overwrite(path: Path, extents: Extents) -> None:
             file.write(bytes(length))
 
 
-def test_the_first_restore_of_a_process_reads_less_ahead(tmp_path: Path, begun: Begun) -> None:
+def test_four_extents_are_read_ahead_for_each_read_in_flight(tmp_path: Path, begun: Begun) -> None:
     saved, live = state_of(1), state_of(2)
     ds.snapshot([provider_of(saved)], tmp_path / "step-00000001", step=1, **OPTIONS).wait_committed()
     with ds.Checkpointer(tmp_path, queue_depth=4, **OPTIONS) as ckpt:
         for _ in range(3):
             drop_from_cache(tmp_path)
             assert ckpt.restore([provider_of(live)]) is not None
-    assert [len(extents) for extents, _ in begun] == [4, 16, 16]
+    assert [len(extents) for extents, _ in begun] == [16, 16, 16]
     assert all((live[key] == saved[key]).all() for key in saved)
 
 
