@@ -112,6 +112,7 @@ void ReadAhead::close() {
         return;
     }
     extents_ahead_->close();
+    executor_->cache_.poke();
     if (!executor_->reader_.withdraw(*state_)) state_->wait_done();
     extents_ahead_->clear();
     if (open_.exchange(false)) executor_->ahead_extents_ -= state_->plan().extents().size();
@@ -222,6 +223,7 @@ std::unique_ptr<ReadJob> Executor::submit_read(const std::string& path,
     if (ahead != nullptr) {
         // Closed only now: the job must be queued to take over the reads in flight.
         ahead->extents_ahead_->close();
+        cache_.poke();
         reader_.look_again();
     }
     return job;
@@ -302,13 +304,11 @@ std::size_t Executor::most_blocks(const ReadState& state) const {
 }
 
 void Executor::admit(const std::shared_ptr<ReadState>& state, std::size_t blocks) {
-    {
-        const std::scoped_lock lock(mutex_);
-        if (closed_) throw Error::closed("the executor is closed");
-        remember(reads_, state);
-    }
     // After the engines exist, so that memory for a device is page-locked before its first use.
     cache_.reserve(blocks * cache_.block_bytes());
+    const std::scoped_lock lock(mutex_);
+    if (closed_) throw Error::closed("the executor is closed");
+    remember(reads_, state);
 }
 
 void Executor::look_again(const WriteState& job) {

@@ -297,6 +297,7 @@ TEST(memory_in_use_is_page_locked_too) {
     HostCache cache(130 * kBlock, kBlock);
     CopyEngines engines(cache);
     cache.reserve(cache.bytes());
+    cache.wait_settled();
     auto held = cache.acquire([] { return false; });
     std::ranges::fill(held->memory(), std::byte{7});
     const auto engine = engines.at(0);

@@ -1,10 +1,8 @@
 #pragma once
 
 // Undefines what the headers of an old distribution (Linux 4.18) do not have.
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
-#undef MADV_POPULATE_WRITE
 #undef STATX_DIOALIGN
 #undef SYS_cachestat

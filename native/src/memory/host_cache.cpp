@@ -29,9 +29,11 @@ constexpr unsigned kCoresPerWorker = 4;
 /// Backs fresh memory with pages, by a write to each. The training's mmap() and munmap() do not
 /// wait for page faults, since Linux 6.4. They wait for each call of madvise(MADV_POPULATE_WRITE).
 void touch(std::span<std::byte> memory, std::size_t page_bytes) {
-    for (std::size_t at = 0; at < memory.size(); at += page_bytes) {
+    const auto write = [&](std::size_t at) {
         *static_cast<volatile std::byte*>(memory.data() + at) = std::byte{0};
-    }
+    };
+    for (std::size_t at = 0; at < memory.size(); at += page_bytes) write(at);
+    write(memory.size() - 1);  // it may begin within a page, and so end on one more
 }
 
 /// Null where page-locking fails, most often because of the limit on locked memory.
@@ -261,9 +263,9 @@ std::optional<Block> HostCache::try_acquire() {
     return take_lowest();
 }
 
-std::optional<Block> HostCache::acquire_coming() {
+std::optional<Block> HostCache::acquire_coming(const std::function<bool()>& give_up) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return free_count_ > 0 || all_settled(); });
+    changed_.wait(lock, [&] { return free_count_ > 0 || all_settled() || give_up(); });
     if (free_count_ == 0) return std::nullopt;
     return take_lowest();
 }

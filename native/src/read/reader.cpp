@@ -192,14 +192,17 @@ std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached, bool 
 /// waits for none that others hold: it ends.
 std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
     const ReadState& job = reading.job();
-    const bool idle = reads_.size() == 0 && working_ == 0 && copying_.empty();
+    const bool ahead = job.filled() != nullptr;
     auto block = cache_.try_acquire();
-    if (!block && idle) {
+    if (!block && reads_.size() == 0 && working_ == 0 && copying_.empty()) {
         windows_.reset();
-        block = job.filled() != nullptr ? cache_.acquire_coming()
-                                        : cache_.acquire([&] { return !job.wants(reading.index); });
+        const auto give_up = [&] { return !job.wants(reading.index); };
+        block = ahead ? cache_.acquire_coming(give_up) : cache_.acquire(give_up);
     }
-    if (!block && job.filled() != nullptr && cache_.settled()) job.filled()->close();
+    if (!block && ahead && cache_.settled()) {
+        block = cache_.try_acquire();  // one may have come just now
+        if (!block) job.filled()->close();
+    }
     return block ? std::make_shared<Block>(std::move(*block)) : nullptr;
 }
 

@@ -94,8 +94,9 @@ class HostCache : Unmovable {
     std::optional<Block> acquire(const std::function<bool()>& give_up);
     /// A free block, or empty if there is none now.
     std::optional<Block> try_acquire();
-    /// Waits for a block while memory is still to come. Empty if others hold all blocks.
-    std::optional<Block> acquire_coming();
+    /// Like acquire(), but waits only while memory is still to come. Then it is empty if others
+    /// hold all blocks.
+    std::optional<Block> acquire_coming(const std::function<bool()>& give_up);
     /// Makes waiting callers of acquire() ask `give_up` again.
     void poke();
 
