@@ -53,14 +53,18 @@ class Cast:
         return f"{self.row.dtype.name} to {self.shard.dtype}"
 
 
+def are_floats(row: Row, shard: Shard) -> bool:
+    """Whether a live shard and a stored tensor are of one shape, and of types that a restore converts."""
+    return {row.dtype.name, shard.dtype} <= FLOATS and row.global_shape == shard.global_shape
+
+
 def can_cast(row: Row, shard: Shard) -> bool:
     """Whether a live shard can be restored from a stored tensor by a conversion of its elements.
 
     Raises:
         ImportError: The stored type needs torch or ml_dtypes and neither is installed.
     """
-    fits = {row.dtype.name, shard.dtype} <= FLOATS and row.global_shape == shard.global_shape
-    if not fits or memory.why_not_writable(shard) is not None:
+    if not are_floats(row, shard) or memory.why_not_writable(shard) is not None:
         return False
     _landing(row, shard, (0,))
     return True

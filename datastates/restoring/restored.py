@@ -92,7 +92,8 @@ def _differences(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> 
         keys = [f"{key!r} ({lost[key]})" if key in lost else repr(key) for key in result.missing_keys]
         parts.append(f"the checkpoint lacks {shortened(keys)}{why}")
     if result.unexpected_keys:
-        parts.append(f"the live state lacks {shortened(list(map(repr, result.unexpected_keys)))}")
+        hint = " (restore(rename=...) finds arrays under other names)" if result.missing_keys else ""
+        parts.append(f"the live state lacks {shortened(list(map(repr, result.unexpected_keys)))}{hint}")
     if result.mismatched_keys:
         parts.append(shortened([f"{key!r}: {what}" for key, what in result.mismatched_keys.items()], "; "))
     return "; ".join(parts)

@@ -40,7 +40,8 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path, caplog: pytest.Lo
     assert len(restored.mismatched_keys) == 11
     (said,) = caplog.messages
     assert f"{tmp_path / 'step-00000003'} is restored in part: 1 missing, 1 unexpected and 11 mismatched keys" in said
-    assert "the checkpoint lacks 's/new'; the live state lacks 's/old'; 's/w0': float32 of shape (2,)" in said
+    hint = "(restore(rename=...) finds arrays under other names)"
+    assert f"the checkpoint lacks 's/new'; the live state lacks 's/old' {hint}; 's/w0': float32 of shape (2,)" in said
     assert said.endswith("; and 3 more")
     assert torch.equal(live["w3"], torch.ones(2))
 
@@ -137,3 +138,23 @@ def test_states_of_any_shape_are_other_makers_own_business(tmp_path: Path) -> No
     fresh = LowRank([parameter])
     _restore(tmp_path, [from_stateful("optim", fresh)], strict=True)
     assert torch.equal(fresh.state[parameter]["exp_avg"], torch.ones(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("live", "hinted"),
+    [(torch.zeros(2).half(), True), (torch.zeros(3).half(), False), (torch.zeros(2, dtype=torch.int32), False)],
+)
+def test_an_error_tells_of_cast_where_it_would_help(live: torch.Tensor, *, hinted: bool, tmp_path: Path) -> None:
+    _save(tmp_path, [from_state_dict("s", {"w": torch.ones(2)})])
+    with pytest.raises(RestoreError, match="'s/w': float32 of shape") as failure:
+        _restore(tmp_path, [from_state_dict("s", {"w": live})], strict=True)
+    assert ("restore(cast=True) converts it" in str(failure.value)) is hinted
+
+
+def test_an_error_tells_of_rename_where_keys_differ(tmp_path: Path) -> None:
+    _save(tmp_path, [from_state_dict("s", {"module.w": torch.ones(2)})])
+    with pytest.raises(RestoreError, match=r"lacks 's/w'; .* lacks 's/module.w' \(restore\(rename=\.\.\.\)"):
+        _restore(tmp_path, [from_state_dict("s", {"w": torch.zeros(2)})], strict=True)
+    with pytest.raises(RestoreError) as failure:
+        _restore(tmp_path, [from_state_dict("s", {"module.w": torch.zeros(2), "w": torch.zeros(2)})], strict=True)
+    assert "rename=" not in str(failure.value)
