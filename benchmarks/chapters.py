@@ -142,6 +142,14 @@ CHAPTERS = {
         "and copy it to other memory, and do nothing else: it bounds what any restore that verifies can reach.",
         _MOVED,
     ),
+    "restore-first": Chapter(
+        "The first restore of a process",
+        "{bytes} bytes as above, restored in place by a process that has just started, as after a restart: a new "
+        "process for each sample. It makes the state, sets a few tensors to zero, imports the system, and puts the "
+        "files out of the page cache, which is checked with mincore. Then the time begins: the system is opened and "
+        "restores. The few tensors are compared. The raw rows are those of cold restores.",
+        _MOVED,
+    ),
     "restore-warm": Chapter(
         "Warm restore in place",
         _RESTORED

@@ -44,8 +44,9 @@ def _meshes(directory: Path, plan: Plan, *, tiny: bool) -> Result:
 SUITES: dict[str, dict[str, Benchmark]] = {
     "cpu": {
         "write": write.run,
-        "restore-cold": partial(restore.run, cold=True),
-        "restore-warm": partial(restore.run, cold=False),
+        "restore-cold": partial(restore.run, files="cold"),
+        "restore-first": partial(restore.run, files="cold, first"),
+        "restore-warm": partial(restore.run, files="cached"),
         "call": call.run,
         "throughput": training.run_cpu,
         "memory": memory.run,

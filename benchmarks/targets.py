@@ -180,6 +180,12 @@ TARGETS = [
         "cold restore",
         {"raw": 0.95, "raw restore": 0.95, "torch.save/load": 3.8, "DCP": 3.8, "TorchSnapshot": 3.8},
     ),
+    *_against(
+        "cpu",
+        "restore-first",
+        "first restore of a process",
+        {"raw restore": 0.9, "torch.save/load": 3.8, "DCP": 3.8, "TorchSnapshot": 3.8},
+    ),
     Target(
         "cpu",
         "restore-warm",

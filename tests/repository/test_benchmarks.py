@@ -33,6 +33,7 @@ UNDRAWN = {
 CPU_ROWS = {
     "write": WRITERS | {"datastates with pwrite"},
     "restore-cold": WRITERS | {"raw restore", "torch.save/load mmap", "datastates with pwrite"},
+    "restore-first": WRITERS | {"raw restore", "torch.save/load mmap"},
     "restore-warm": WRITERS | {"torch.save/load mmap"},
     "call": {"few", "many", "module and optimizer", "state_dict() alone"},
     "throughput": {"plain", "datastates", "DCP async", "torch_checkpointing async"},
