@@ -31,6 +31,7 @@ MACHINES = {
     "cpu-pwrite": "CPU machine, with and without io_uring",
     "cpu-reshard": "CPU machine, what other ranks saved",
     "cpu-reshard-large": "CPU machine, 4.4 GB that other ranks saved",
+    "cpu-first": "CPU machine, as after a restart",
     "cpu-files": "CPU machine, many files",
     "cpu-export": "CPU machine, export of weights",
     "cpu-meshes": "CPU machine, JAX's sharded trees",
