@@ -166,6 +166,11 @@ bool HostCache::settled() const {
     return all_settled();
 }
 
+bool HostCache::populating() const {
+    const std::scoped_lock lock(mutex_);
+    return !context_ && !all_settled();
+}
+
 bool HostCache::all_settled() const {
     return std::ranges::none_of(
         pieces_, [&](const Piece& piece) { return piece.busy || needs_work(piece); });

@@ -188,16 +188,19 @@ std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached, bool 
     return window;
 }
 
-/// Null when there is no free block now. Waits for one if nothing else is under way. A read-ahead
-/// waits for none that others hold: it ends.
+/// Null when there is no free block now. Waits for one if nothing else is under way, or if it only
+/// has yet to get its pages. A read-ahead waits for none that others hold: it ends.
 std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
     const ReadState& job = reading.job();
     const bool ahead = job.filled() != nullptr;
+    const bool idle = reads_.size() == 0 && working_ == 0 && copying_.empty();
+    const auto give_up = [&] { return !job.wants(reading.index); };
     auto block = cache_.try_acquire();
-    if (!block && reads_.size() == 0 && working_ == 0 && copying_.empty()) {
-        windows_.reset();
-        const auto give_up = [&] { return !job.wants(reading.index); };
-        block = ahead ? cache_.acquire_coming(give_up) : cache_.acquire(give_up);
+    if (!block && idle) windows_.reset();
+    if (!block && idle && !ahead) {
+        block = cache_.acquire(give_up);
+    } else if (!block && (idle || cache_.populating())) {
+        block = cache_.acquire_coming(give_up);
     }
     if (!block && ahead && cache_.settled()) {
         block = cache_.try_acquire();  // one may have come just now

@@ -87,6 +87,8 @@ class HostCache : Unmovable {
     void wait_settled() const;
     /// Whether nothing is left to populate or page-lock.
     bool settled() const;
+    /// Whether blocks are still to get their pages, and no page locks, which take longer.
+    bool populating() const;
 
     /// Waits for a free block. Empty when `give_up` returns true first. It is asked at the start
     /// and after every change, as poke() or a release. It runs under the cache's lock, so it must
