@@ -7,10 +7,7 @@ largest resident set (``/proc/self/clear_refs``). Mapped files are part of a res
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -20,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 import page_cache
-from measure import Plan, Result, Sample, interleave, status, stopwatch
+from measure import Plan, Result, Sample, answer, in_new_process, interleave, status, stopwatch
 from peers.exporters import EXPORTERS, SOURCES
 
 
@@ -48,8 +45,7 @@ def _sample(name: str, directory: Path, side: int, count: int) -> Sample:
     source, target = directory / exporter.source, directory / exporter.target
     page_cache.drop(source)
     try:
-        command = [sys.executable, __file__, name, str(source), str(target)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        sample = in_new_process(__file__, name, source, target)
         if name != "raw":
             for number in (0, count - 1):
                 if not torch.equal(_read(target, _name(number)), _weight(number, side)):
@@ -57,7 +53,6 @@ def _sample(name: str, directory: Path, side: int, count: int) -> Sample:
     finally:
         shutil.rmtree(target, ignore_errors=True)
         target.unlink(missing_ok=True)
-    sample: Sample = json.loads(done.stdout)
     return sample
 
 
@@ -87,7 +82,7 @@ def _export(name: str, source: Path, target: Path) -> None:
     before = status("VmRSS")
     with contextlib.redirect_stdout(sys.stderr), stopwatch() as sample:
         export(source, target)
-    os.write(1, json.dumps(sample | {"above": status("VmHWM") - before}).encode())
+    answer(sample | {"above": status("VmHWM") - before})
 
 
 if __name__ == "__main__":

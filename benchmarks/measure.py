@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
 import sys
 import time
 import traceback
@@ -64,6 +66,19 @@ def stopwatch() -> Iterator[Sample]:
     yield sample
     sample["seconds"] = time.perf_counter() - begin
     sample["cpu_seconds"] = time.process_time() - cpu
+
+
+def in_new_process(script: str, *arguments: object) -> Sample:
+    """The sample that a script answers with :func:`answer`, run in a process of its own."""
+    command = [sys.executable, script, *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    sample: Sample = json.loads(done.stdout)
+    return sample
+
+
+def answer(sample: Sample) -> None:
+    """Answer :func:`in_new_process`."""
+    os.write(1, json.dumps(sample).encode())
 
 
 def storage_nbytes() -> int:

@@ -8,9 +8,6 @@ its largest resident set (``/proc/self/clear_refs``), opens the system, saves th
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -18,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from measure import Plan, Result, Sample, interleave, status
+from measure import Plan, Result, Sample, answer, in_new_process, interleave, status
 from peers import class_of
 
 SYSTEMS = ("datastates", "DCP async")
@@ -38,10 +35,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
 
 def _sample(name: str, directory: Path, cache: int) -> Sample:
     with tempfile.TemporaryDirectory(dir=directory) as folder:
-        command = [sys.executable, __file__, name, folder, str(cache)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    sample: Sample = json.loads(done.stdout)
-    return sample
+        return in_new_process(__file__, name, folder, cache)
 
 
 def _child(name: str, directory: Path, cache: int) -> None:
@@ -56,7 +50,7 @@ def _child(name: str, directory: Path, cache: int) -> None:
     for _ in range(3):
         system.save_async(state).wait()
     system.close()
-    os.write(1, json.dumps({"above": status("VmHWM") - before}).encode())
+    answer({"above": status("VmHWM") - before})
 
 
 if __name__ == "__main__":

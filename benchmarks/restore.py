@@ -7,9 +7,6 @@ many times.
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +15,7 @@ from typing import Literal
 
 import page_cache
 import raw
-from measure import Plan, Result, Sample, interleave, stopwatch
+from measure import Plan, Result, Sample, answer, in_new_process, interleave, stopwatch
 from peers import Roster, class_of
 from states import Probe, State, llm_like, nbytes
 from write import remove
@@ -62,10 +59,7 @@ class _Saved:
 
     def restore_first(self, name: str) -> Sample:
         """Restore cold files once in a new process."""
-        command = [sys.executable, __file__, name, str(self._path(name)), "tiny" if self._tiny else "large"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        sample: Sample = json.loads(done.stdout)
-        return sample
+        return in_new_process(__file__, name, self._path(name), "tiny" if self._tiny else "large")
 
     def remove(self) -> None:
         """Delete all checkpoints."""
@@ -117,7 +111,7 @@ def _child(name: str, path: Path, *, tiny: bool) -> None:
         system.restore(path, state)
     probe.check()
     system.close()
-    os.write(1, json.dumps(sample).encode())
+    answer(sample)
 
 
 if __name__ == "__main__":

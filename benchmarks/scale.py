@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -34,7 +33,7 @@ from datastates.ranks.board_world import BoardWorld, token_of
 from datastates.ranks.store_board import StoreBoard
 from datastates.ranks.torch_keys import TorchKeys
 from layouts import NAMES, Layout
-from measure import Plan, Result, Sample, interleave, status
+from measure import Plan, Result, Sample, answer, in_new_process, interleave, status
 
 LATENCIES = (50e-6, 1e-3)
 SKEW = 2.0
@@ -306,10 +305,7 @@ def _calls(ranks: int) -> Sample:
 
 
 def _in_child(layout: str, ranks: int, tensors: int, folder: Path | None) -> Sample:
-    command = [sys.executable, __file__, layout, str(ranks), str(tensors), *([str(folder)] if folder else [])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    sample: Sample = json.loads(done.stdout)
-    return sample
+    return in_new_process(__file__, layout, ranks, tensors, *([folder] if folder else []))
 
 
 def _coordinate(layout: Layout, folder: Path | None) -> Sample:
@@ -413,4 +409,4 @@ def _open_manifest(folder: Path) -> Sample:
 
 if __name__ == "__main__":
     _layout = Layout(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    os.write(1, json.dumps(_coordinate(_layout, Path(sys.argv[4]) if len(sys.argv) > 4 else None)).encode())
+    answer(_coordinate(_layout, Path(sys.argv[4]) if len(sys.argv) > 4 else None))
