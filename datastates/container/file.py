@@ -136,7 +136,7 @@ def open_container(path: Path) -> Container:
 
 
 @dataclass(frozen=True, slots=True)
-class _Encoded:
+class EncodedIndex:
     """What was read of a container to open it: the file's length, the encoded index, and the footer."""
 
     path: Path
@@ -145,14 +145,14 @@ class _Encoded:
     footer: archive.Footer
 
 
-def read_index(path: Path) -> _Encoded:
+def read_index(path: Path) -> EncodedIndex:
     """Read what a container is opened by; raises as :func:`open_container` does."""
     nbytes = length(path)
     with _naming(path):
-        return _Encoded(path, nbytes, *archive.read_index(read_bytes(path), nbytes))
+        return EncodedIndex(path, nbytes, *archive.read_index(read_bytes(path), nbytes))
 
 
-def _decoded(read: _Encoded) -> Container:
+def _decoded(read: EncodedIndex) -> Container:
     with _naming(read.path):
         index = decode_index(read.index, read.nbytes)
     return Container(read.path, read.nbytes, index, read.footer.crc, read.footer.offset)
@@ -197,7 +197,7 @@ def open_each(named: Sequence[Named]) -> list[Container | None]:
     return [_checked(one, _read_named(one)) for one in named]
 
 
-def _read_named(named: Named) -> _Encoded | None:
+def _read_named(named: Named) -> EncodedIndex | None:
     try:
         return read_index(named.path)
     except StorageError as error:
@@ -206,7 +206,7 @@ def _read_named(named: Named) -> _Encoded | None:
         raise
 
 
-def _checked(named: Named, read: _Encoded | None) -> Container | None:
+def _checked(named: Named, read: EncodedIndex | None) -> Container | None:
     if read is None:
         return None
     one = _decoded(read)

@@ -53,8 +53,8 @@ class Cast:
         return f"{self.row.dtype.name} to {self.shard.dtype}"
 
 
-def are_floats(row: Row, shard: Shard) -> bool:
-    """Whether a live shard and a stored tensor are of one shape, and of types that a restore converts."""
+def are_convertible(row: Row, shard: Shard) -> bool:
+    """Whether a live shard and a stored tensor have one shape, and types that a restore converts."""
     return {row.dtype.name, shard.dtype} <= FLOATS and row.global_shape == shard.global_shape
 
 
@@ -64,7 +64,7 @@ def can_cast(row: Row, shard: Shard) -> bool:
     Raises:
         ImportError: The stored type needs torch or ml_dtypes and neither is installed.
     """
-    if not are_floats(row, shard) or memory.why_not_writable(shard) is not None:
+    if not are_convertible(row, shard) or memory.why_not_writable(shard) is not None:
         return False
     _landing(row, shard, (0,))
     return True

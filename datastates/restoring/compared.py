@@ -10,7 +10,7 @@ from datastates.commit.claims import key_hash
 from datastates.container.table import Row
 from datastates.errors import ProviderError
 from datastates.restoring.broadcast import PartKey, part_key
-from datastates.restoring.casting import Cast, are_floats, can_cast
+from datastates.restoring.casting import Cast, are_convertible, can_cast
 from datastates.restoring.gathering import gather
 from datastates.restoring.reads import Reads
 from datastates.restoring.selection import Cut
@@ -117,7 +117,7 @@ class Compared(ABC):
             found = difference(row, shard)
             is_cast = found is not None and self._cast and can_cast(row, shard)
             if found is not None and not is_cast:
-                hint = "; restore(cast=True) converts it" if not self._cast and are_floats(row, shard) else ""
+                hint = "; restore(cast=True) converts it" if not self._cast and are_convertible(row, shard) else ""
                 self.report(mismatched={shard.key: found + hint})
             elif received and part_key(self.name, shard) in received:
                 restored.append(shard)
