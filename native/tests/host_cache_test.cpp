@@ -92,6 +92,20 @@ TEST(waits_for_memory_that_is_to_come_and_for_nothing_else) {
     CHECK(!cache.acquire_coming([] { return true; }));
 }
 
+TEST(tells_when_memory_has_become_usable) {
+    HostCache cache(64 * kMiB, 4 * kMiB);
+    std::atomic<unsigned> calls = 0;
+    cache.watch([&] { ++calls; });
+    cache.reserve(kMiB);
+    cache.wait_settled();
+    CHECK(calls >= 4);  // a piece has four blocks
+    cache.watch({});
+    const unsigned before = calls;
+    cache.reserve(cache.bytes());
+    cache.wait_settled();
+    CHECK_EQ(calls.load(), before);
+}
+
 TEST(many_threads_share_few_blocks) {
     HostCache cache(3 * 4096, 4096);
     cache.reserve(3 * 4096);

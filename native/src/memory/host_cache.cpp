@@ -166,9 +166,9 @@ bool HostCache::settled() const {
     return all_settled();
 }
 
-bool HostCache::populating() const {
+void HostCache::watch(std::function<void()> usable) {
     const std::scoped_lock lock(mutex_);
-    return !context_ && !all_settled();
+    usable_ = std::move(usable);
 }
 
 bool HostCache::all_settled() const {
@@ -217,7 +217,7 @@ void HostCache::work(const std::stop_token& stop) {
             piece->page_lock = std::move(page_lock);
             for (const std::size_t i : blocks_of(*piece)) make_ready(i);
         }
-        changed_.notify_all();
+        tell_usable();
     }
 }
 
@@ -228,13 +228,18 @@ void HostCache::populate(const Piece& piece) {
         const std::scoped_lock lock(mutex_);
         if (context_) continue;
         make_ready(i);
-        changed_.notify_all();
+        tell_usable();
     }
 }
 
 void HostCache::make_ready(std::size_t index) {
     ready_[index] = true;
     if (!taken_[index]) make_free(index);
+}
+
+void HostCache::tell_usable() {
+    changed_.notify_all();
+    if (usable_) usable_();
 }
 
 void HostCache::make_free(std::size_t index) {

@@ -27,8 +27,9 @@ void ReadInbox::put(Readings& worked) {
     wake_locked();
 }
 
-void ReadInbox::wake() {
+void ReadInbox::look_again() {
     const std::scoped_lock lock(mutex_);
+    look_again_ = true;
     wake_locked();
 }
 
@@ -52,6 +53,7 @@ ReadRuns ReadInbox::take_job() {
 Readings ReadInbox::take_worked(bool wait, bool may_begin) {
     std::unique_lock lock(mutex_);
     if (wait) changed_.wait(lock, [&] { return has_work(may_begin); });
+    look_again_ = false;
     return std::exchange(worked_, {});
 }
 

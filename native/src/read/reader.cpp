@@ -20,7 +20,11 @@ Reader::Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend>
       queue_depth_(queue_depth),
       inbox_(*backend_),
       reads_(*backend_),
-      thread_(start_thread("ds-reader", [this](const std::stop_token& stop) { run(stop); })) {}
+      thread_(start_thread("ds-reader", [this](const std::stop_token& stop) { run(stop); })) {
+    cache_.watch([this] { look_again(); });
+}
+
+Reader::~Reader() { cache_.watch({}); }
 
 void Reader::enqueue(const std::shared_ptr<ReadState>& job) {
     try {
@@ -188,8 +192,9 @@ std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached, bool 
     return window;
 }
 
-/// Null when there is no free block now. Waits for one if nothing else is under way, or if it only
-/// has yet to get its pages. A read-ahead waits for none that others hold: it ends.
+/// Null when there is no free block now. Waits for one if nothing else is under way; else the
+/// thread is woken once memory has become usable. A read-ahead waits for none that others hold: it
+/// ends.
 std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
     const ReadState& job = reading.job();
     const bool ahead = job.filled() != nullptr;
@@ -197,10 +202,8 @@ std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
     const auto give_up = [&] { return !job.wants(reading.index); };
     auto block = cache_.try_acquire();
     if (!block && idle) windows_.reset();
-    if (!block && idle && !ahead) {
-        block = cache_.acquire(give_up);
-    } else if (!block && (idle || cache_.populating())) {
-        block = cache_.acquire_coming(give_up);
+    if (!block && idle) {
+        block = ahead ? cache_.acquire_coming(give_up) : cache_.acquire(give_up);
     }
     if (!block && ahead && cache_.settled()) {
         block = cache_.try_acquire();  // one may have come just now

@@ -87,8 +87,10 @@ class HostCache : Unmovable {
     void wait_settled() const;
     /// Whether nothing is left to populate or page-lock.
     bool settled() const;
-    /// Whether blocks are still to get their pages, and no page locks, which take longer.
-    bool populating() const;
+    /// Calls `usable` whenever memory has become usable, in place of an earlier one. It runs under
+    /// the cache's lock, so it must be quick, must not throw and must not call the cache. Empty:
+    /// no call is made, and none runs any more.
+    void watch(std::function<void()> usable);
 
     /// Waits for a free block. Empty when `give_up` returns true first. It is asked at the start
     /// and after every change, as poke() or a release. It runs under the cache's lock, so it must
@@ -119,6 +121,7 @@ class HostCache : Unmovable {
     Piece* next_piece();
     void populate(const Piece& piece);
     void make_ready(std::size_t index);
+    void tell_usable();
     Piece& piece_of(std::size_t block) { return pieces_[block / blocks_per_piece_]; }
     auto blocks_of(const Piece& piece) const {
         const auto first = static_cast<std::size_t>(&piece - pieces_.data()) * blocks_per_piece_;
@@ -146,6 +149,7 @@ class HostCache : Unmovable {
     std::vector<bool> free_;
     std::size_t free_count_ = 0;
     std::shared_ptr<cuda::PrimaryContext> context_;
+    std::function<void()> usable_;
     std::condition_variable_any work_;
     std::vector<std::jthread> workers_;  // last: join first
 };

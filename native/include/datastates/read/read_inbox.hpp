@@ -25,23 +25,23 @@ class ReadInbox {
     ReadRuns withdraw(const ReadState& job);
     /// Puts an extent that a worker has finished here.
     void put(Readings& worked);
-    /// Makes the thread look at its jobs again.
-    void wake();
+    /// Makes the thread look at its jobs again, also if it is not waiting yet.
+    void look_again();
 
     // For the reader's thread.
     /// Waits for a job. False when the thread has to end.
     bool wait_for_job(const std::stop_token& stop);
     /// Takes the next job; empty if there is none.
     ReadRuns take_job();
-    /// Takes the extents that workers have finished. With `wait`, waits for one, or also for a job
-    /// if the thread `may_begin` one.
+    /// Takes the extents that workers have finished. With `wait`, waits for one, for look_again(),
+    /// or also for a job if the thread `may_begin` one.
     Readings take_worked(bool wait, bool may_begin);
     /// The backend's completions. Waits for one if there is nothing else to do.
     std::vector<IoCompletion> reap(bool may_begin);
 
   private:
     bool has_work(bool may_begin) const {
-        return !worked_.empty() || (may_begin && !queue_.empty());
+        return look_again_ || !worked_.empty() || (may_begin && !queue_.empty());
     }
     void wake_locked();
 
@@ -50,6 +50,7 @@ class ReadInbox {
     std::condition_variable_any changed_;
     ReadRuns queue_;
     Readings worked_;
+    bool look_again_ = false;
     bool reaping_ = false;  // the thread waits, or is about to wait, for its backend
 };
 

@@ -34,12 +34,12 @@ class Reader : Unmovable {
     Reader(HostCache& cache, WorkerPool& workers, std::unique_ptr<IoBackend> backend,
            unsigned queue_depth);
     /// Joins the thread. REQUIRES: every job is done.
-    ~Reader() = default;
+    ~Reader();
 
     /// Queues a job. If this throws, the job is done. Thread-safe.
     void enqueue(const std::shared_ptr<ReadState>& job);
     /// Makes the thread look at its jobs again, for example after one was stopped. Thread-safe.
-    void look_again() { inbox_.wake(); }
+    void look_again() { inbox_.look_again(); }
     /// Ends a job that has not begun; false if it has begun. Thread-safe.
     bool withdraw(const ReadState& job);
 
