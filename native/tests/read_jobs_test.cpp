@@ -57,6 +57,33 @@ TEST(a_job_does_not_wait_for_the_one_before_it) {
     CHECK(matches(slow, written));
 }
 
+/// A read that hangs keeps no other job from memory that comes.
+TEST(a_job_begins_once_memory_has_come) {
+    constexpr std::size_t kPiece = std::size_t{16} << 20;  // a block of this size is a piece
+    std::mt19937_64 random(4);
+    const support::TempDir dir;
+    const support::FaultScope scope;
+    const auto executor = support::make_executor({.backend = "pwrite", .direct = true}, 2, kPiece);
+    const WriteCase written = make_case(random, kExtent / 2);
+    for (const char* name : {"slow", "fast"}) {
+        support::write_file(dir / name, written.expected);
+        support::drop_cache(dir / name);
+    }
+    ReadCase slow = ReadCase::make(written, kExtent, 1);
+    ReadCase fast = ReadCase::make(written, kExtent, 1);
+    fault::arm("read", "delay", support::kHeld, 1, 1);
+    const auto first = executor->submit_read(dir / "slow", slow.plan, slow.buffers());
+    const auto second = executor->submit_read(dir / "fast", fast.plan, fast.buffers());
+    CHECK(!second->wait(Clock::now() + std::chrono::milliseconds(50)));  // the first has the block
+    executor->reserve(2 * kPiece);
+    CHECK(second->wait());
+    CHECK(matches(fast, written));
+    CHECK(!first->wait(Clock::now()));
+    fault::clear();
+    CHECK(first->wait());
+    CHECK(matches(slow, written));
+}
+
 /// Eight extents that are shared, and for which there are sixteen workers.
 struct SharedCase {
     support::TempDir dir;

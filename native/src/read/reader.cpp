@@ -192,9 +192,9 @@ std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached, bool 
     return window;
 }
 
-/// Null when there is no free block now. Waits for one if nothing else is under way; else the
-/// thread is woken once memory has become usable. A read-ahead waits for none that others hold: it
-/// ends.
+/// Null when there is no free block now. Waits for one if nothing else is under way. Otherwise the
+/// cache wakes the thread once new memory is usable. A read-ahead waits for no block that others
+/// hold: it ends.
 std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
     const ReadState& job = reading.job();
     const bool ahead = job.filled() != nullptr;
@@ -212,7 +212,8 @@ std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
     return block ? std::make_shared<Block>(std::move(*block)) : nullptr;
 }
 
-/// Waits until something has ended, and goes on with it. Returns at once if nothing is under way.
+/// Waits until something has ended, or until the thread has to look again, and goes on with it.
+/// Returns at once if nothing is under way.
 void Reader::wait() {
     if (backend_->in_flight() > 0) {
         reap();
@@ -309,8 +310,8 @@ void Reader::work(Reading& reading, bool through_cache, unsigned worker) {
     reading.bytes_read += reading.finished.bytes_read;
 }
 
-/// Goes on with the extents that workers have finished. With `wait`, waits for the first one, or
-/// for a job that can begin.
+/// Goes on with the extents that workers have finished. With `wait`, waits for the first one, for
+/// a job that can begin, or until the thread has to look again.
 void Reader::take_worked(bool wait) {
     Readings worked = inbox_.take_worked(wait, may_begin_job());
     while (!worked.empty()) {

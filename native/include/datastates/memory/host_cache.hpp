@@ -87,9 +87,9 @@ class HostCache : Unmovable {
     void wait_settled() const;
     /// Whether nothing is left to populate or page-lock.
     bool settled() const;
-    /// Calls `usable` whenever memory has become usable, in place of an earlier one. It runs under
-    /// the cache's lock, so it must be quick, must not throw and must not call the cache. Empty:
-    /// no call is made, and none runs any more.
+    /// Calls `usable`, in place of an earlier one, whenever memory that was to come has become
+    /// usable. It runs under the cache's lock, so it must be quick, must not throw and must not
+    /// call the cache. Empty: no call is made, and none runs any more.
     void watch(std::function<void()> usable);
 
     /// Waits for a free block. Empty when `give_up` returns true first. It is asked at the start
