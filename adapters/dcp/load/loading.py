@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from datastates.adapters.dcp.load.own_file import OwnFile
+from datastates.container.file import Container
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.restoring.ahead import AHEAD_MINIMUM
@@ -35,11 +35,16 @@ class Loading:
     def __init__(self, executor: Callable[[int], Executor]) -> None:
         """Begin without reads. ``executor`` makes an executor for reading so many bytes."""
         self.reads = Reads(in_full=True)
-        self.ahead: OwnFile | None = None
+        self.ahead: Container | None = None
         self._make_executor = executor
         self._executor: Executor | None = None
 
-    def begin(self, files: dict[Path, list[Place]], metadata: Metadata, open_file: Callable[[Path], object]) -> None:
+    def begin(
+        self,
+        files: dict[Path, list[Place]],
+        metadata: Metadata,
+        open_file: Callable[[Path, Sequence[Place]], Container | None],
+    ) -> None:
         """Begin to read the file that is wanted most, if it is one of this package's and wanted nearly whole.
 
         Not if CUDA is in use: the host cache must be page-locked first, which takes as long as the ranks do. A file
@@ -48,7 +53,7 @@ class Loading:
         Args:
             files: The wanted items by file.
             metadata: The checkpoint's metadata.
-            open_file: Opens a file of the checkpoint.
+            open_file: Opens a file of the checkpoint for these items; None if it is not one of this package's.
         """
         wanted = {path: sum(_nbytes(place, metadata) for place in places) for path, places in files.items()}
         if not wanted or current_device() is not None:
@@ -57,11 +62,11 @@ class Loading:
         if wanted[path] < AHEAD_MINIMUM:
             return
         with contextlib.suppress(DatastatesError):
-            file = open_file(path)
-            if isinstance(file, OwnFile) and wanted[path] >= AHEAD_SHARE * file.source.nbytes:
+            source = open_file(path, files[path])
+            if source is not None and wanted[path] >= AHEAD_SHARE * source.nbytes:
                 self._executor = self._make_executor(sum(wanted.values()))
-                self.reads.begin(file.source, self._executor)
-                self.ahead = file
+                self.reads.begin(source, self._executor)
+                self.ahead = source
 
     def executor(self) -> Executor:
         """The executor for the reads."""

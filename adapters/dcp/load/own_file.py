@@ -1,9 +1,9 @@
-"""A file of this package, for the reader: an opened container, and the arrays of each of its records."""
+"""A file of this package, for the reader: an opened container, and the arrays that it has for items."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -16,17 +16,29 @@ from datastates.container.table import Row
 from datastates.errors import FormatError
 from datastates.restoring.reads import Reads
 from datastates.state import arrays
+from datastates.state.runs import pairs
 
 
 class OwnFile:
-    """A file of this package, and which arrays lie in which of its records."""
+    """A file of this package, and the arrays that lie where a checkpoint's metadata says that items are."""
 
-    def __init__(self, source: Container) -> None:
-        """Index an opened container."""
+    def __init__(self, source: Container, needed: Sequence[tuple[ReadItem, _StorageInfo]]) -> None:
+        """Find the arrays of the needed items in an opened container."""
         self.source = source
-        record = source.index.shards.record
-        self._rows = np.argsort(record, kind="stable")
-        self._first = np.searchsorted(record[self._rows], np.arange(len(source.index.records) + 1))
+        shards, records = source.index.shards, source.index.records
+        offset = np.unique(np.array([where.offset for _, where in needed if where.offset >= 0], np.uint64))
+        # the first record whose data ends at or after the offset
+        record = np.searchsorted(records.data_offset + records.nbytes, offset, "left")
+        exists = record < len(records)
+        offset, record = offset[exists], record[exists]
+        begins = (records.header_offset[record] <= offset) & (offset <= records.data_offset[record])
+        offset, record = offset[begins], record[begins]
+        order = np.argsort(shards.record, kind="stable")
+        of_row = shards.record[order]
+        number, place = pairs(np.searchsorted(of_row, record, "left"), np.searchsorted(of_row, record, "right"))
+        self._rows: dict[int, list[Row]] = {}
+        for at, row in zip(offset[number].tolist(), shards.rows(order[place].tolist()), strict=True):
+            self._rows.setdefault(at, []).append(row)
 
     def queue(self, reads: Reads, item: ReadItem, place: _StorageInfo, planner: LoadPlanner) -> Callable[[], None]:
         """Plan to read and verify one item.
@@ -53,14 +65,8 @@ class OwnFile:
 
     def _row(self, offset: int, item: ReadItem) -> Row:
         """The array that the metadata says is at ``offset``, where an archive begins, or bare bytes do."""
-        index, records = self.source.index, self.source.index.records
         is_bytes = item.type == LoadItemType.BYTE_IO
-        rows: list[Row] = []
-        # the first record whose data ends at or after the offset
-        record = int(np.searchsorted(records.data_offset + records.nbytes, np.uint64(offset), "left"))
-        if record < len(records) and records.header_offset[record] <= offset <= records.data_offset[record]:
-            numbers = self._rows[self._first[record] : self._first[record + 1]]
-            rows = [index.shards.row(number) for number in numbers.tolist()]
+        rows = self._rows.get(offset, [])
         for row in rows:
             alike = row.kind == "numpy" if is_bytes else row.box == begin_of(item)
             if alike and is_key_of(row.key, item.storage_index):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,36 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from typing_extensions import Unpack
 
-from datastates._base import paths
+from datastates._base import gc_pause, paths
 from datastates._base.files import length
 from datastates.adapters.dcp import metadata_file
+from datastates.adapters.dcp.load.exchanged_plan import ExchangedPlan
 from datastates.adapters.dcp.load.loading import Loading, Place
 from datastates.adapters.dcp.load.own_file import OwnFile
 from datastates.adapters.dcp.load.read_items import ClaimedMemory, name_of
 from datastates.adapters.dcp.load.stock_file import StockFile
 from datastates.config import IoOptions, IoSettings
-from datastates.container.file import open_container
+from datastates.container.file import Container, open_container
 from datastates.errors import FormatError
 from datastates.executor.make import make_executor
 from datastates.formats import own
 from datastates.restoring.reads import Tally
 from datastates.saving import gate
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Queued:
+    """What is left to do once a plan's items are being read.
+
+    Attributes:
+        stock: The files of torch's own writer, to verify.
+        ends: Functions to call once all is read.
+        foreign: The items that torch's own code must read.
+    """
+
+    stock: list[StockFile]
+    ends: list[Callable[[], None]]
+    foreign: list[ReadItem]
 
 
 class DataStatesStorageReader(FileSystemReader):
@@ -59,6 +75,7 @@ class DataStatesStorageReader(FileSystemReader):
         self.tally: Tally | None = None
         """How much the last load read, without the items that torch's own code read; None before a load has read."""
 
+    @gc_pause.paused()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read ``.metadata``, which says which file holds what.
 
@@ -87,14 +104,19 @@ class DataStatesStorageReader(FileSystemReader):
         super().set_up_storage_reader(metadata, *args, **kwargs)
         self._metadata = metadata
 
+    @gc_pause.paused()
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Begin to read what this rank will probably want, while the ranks exchange their plans."""
+        """Begin to read what this rank will probably want, while the ranks exchange their plans.
+
+        Returns:
+            The plan, as one that is cheap to exchange.
+        """
         prepared = super().prepare_local_plan(plan)
         assert self._metadata is not None  # DCP sets the reader up before
         self._loading = self._new_loading()
-        files = self._files(prepared.items)
-        self._loading.begin(files, self._metadata, lambda path: self._open(path, files[path], ClaimedMemory()))
-        return prepared
+        self._loading.begin(self._files(prepared.items), self._metadata, self._open)
+        # a planner's own type keeps its own way to be pickled
+        return ExchangedPlan.of(prepared) if type(prepared) is LoadPlan else prepared
 
     def _new_loading(self) -> Loading:
         """A load, in the place of one that was begun and not finished."""
@@ -122,40 +144,55 @@ class DataStatesStorageReader(FileSystemReader):
         gate.pass_all()  # loading changes the state: pending snapshots capture it first
         self.tally = None
         loading, self._loading = self._loading or self._new_loading(), None
-        stock, foreign, ends, claims = [], [], [], ClaimedMemory()
         with contextlib.closing(loading):
-            for path, needed in self._files(plan.items).items():
-                ahead = loading.ahead
-                file = ahead if ahead and ahead.source.path == path else self._open(path, needed, claims)
-                if isinstance(file, StockFile):
-                    stock.append(file)
-                for item, place in needed:
-                    end = file.queue(loading.reads, item, place, planner)
-                    if end is None:
-                        foreign.append(item)
-                    else:
-                        ends.append(end)
-            tally = loading.reads.run(loading.executor())
-        for file in stock:
+            queued = self._start(loading, plan, planner)
+            tally = loading.reads.finish()
+        for file in queued.stock:
             tally = file.verify(tally)
         self.tally = tally
-        for end in ends:
+        for end in queued.ends:
             end()
-        for item in foreign:
+        for item in queued.foreign:
             self._read_by_torch(plan, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
+    @gc_pause.paused()
+    def _start(self, loading: Loading, plan: LoadPlan, planner: LoadPlanner) -> _Queued:
+        """Begin to read the items of a plan, apart from those that torch's own code must read."""
+        queued, claims = _Queued([], [], []), ClaimedMemory()
+        for path, needed in self._files(plan.items).items():
+            ahead = loading.ahead
+            source = ahead if ahead and ahead.path == path else self._open(path, needed)
+            file: OwnFile | StockFile
+            if source is not None:
+                file = OwnFile(source, needed)
+            else:
+                file = StockFile(path, length(path), needed, claims)
+                queued.stock.append(file)
+            for item, place in needed:
+                end = file.queue(loading.reads, item, place, planner)
+                if end is None:
+                    queued.foreign.append(item)
+                else:
+                    queued.ends.append(end)
+        loading.reads.start(loading.executor())
+        return queued
+
     def _files(self, items: Sequence[ReadItem]) -> dict[Path, list[Place]]:
         """The items by file, each with its place."""
-        files: dict[Path, list[Place]] = {}
+        names: dict[str, list[Place]] = {}
         for item in items:
             place = self.storage_data[item.storage_index]
-            files.setdefault(Path(self.path) / place.relative_path, []).append((item, place))
+            names.setdefault(place.relative_path, []).append((item, place))
+        files: dict[Path, list[Place]] = {}
+        for name, places in names.items():  # a file may have several names, as x and ./x
+            files.setdefault(Path(self.path) / name, []).extend(places)
         return files
 
-    def _open(self, path: Path, needed: Sequence[Place], claims: ClaimedMemory) -> OwnFile | StockFile:
+    def _open(self, path: Path, needed: Sequence[Place]) -> Container | None:
+        """Open a file of this package; None for one of torch's."""
         nbytes = length(path)
         last, place = max(needed, key=lambda one: one[1].offset + one[1].length)
         if (end := place.offset + place.length) > nbytes:
@@ -163,10 +200,10 @@ class DataStatesStorageReader(FileSystemReader):
                 f"{path} has {nbytes} bytes and should have {end}, where {name_of(last)} ends: it was cut short"
             )
         if own.has_ending(path):
-            return OwnFile(open_container(path))
+            return open_container(path)
         if own.has_beginning(path):
             raise FormatError(f"{path} was cut short, or is damaged at its end")
-        return StockFile(path, nbytes, needed, claims)
+        return None
 
     def _read_by_torch(self, plan: LoadPlan, item: ReadItem, planner: LoadPlanner) -> None:
         """Let torch read the whole stored part of an item; an error names the item."""

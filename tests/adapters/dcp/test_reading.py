@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,32 @@ def test_metadata_that_is_damaged_is_named(tmp_path: Path, damage: str) -> None:
     with pytest.raises(CheckpointException, match=str(file)):
         dcp.load(into, storage_reader=DataStatesStorageReader(tmp_path))
     assert into["w"].tolist() == [0] * 3
+
+
+def changed_metadata(path: Path, attribute: str, change: Callable[[Any], Any]) -> None:
+    """Change an attribute of the place of each tensor whose name ends on an odd digit."""
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for index, info in metadata.storage_data.items():
+        if index.fqn[-1] in "13579":
+            object.__setattr__(info, attribute, change(getattr(info, attribute)))
+    file.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_a_file_may_have_two_names(tmp_path: Path, writer: str) -> None:
+    state = {f"w{i}": torch.full((MIB,), float(i)) for i in range(5)}
+    save_with(writer, copied(state), tmp_path)
+    changed_metadata(tmp_path, "relative_path", lambda name: f"./{name}")
+    same(loaded(tmp_path, state), state)
+
+
+def test_an_offset_that_is_none_is_named(tmp_path: Path) -> None:
+    save_with("ours", {f"w{i}": torch.full((100,), float(i)) for i in range(2)}, tmp_path)
+    changed_metadata(tmp_path, "offset", lambda offset: -1)
+    found = failure(tmp_path, {f"w{i}": torch.zeros(100) for i in range(2)})
+    assert isinstance(found, FormatError)
+    assert "holds nothing at byte -1, where 'w1' should be" in str(found)
 
 
 def test_a_checkpoint_of_both_kinds_of_files(tmp_path: Path) -> None:
