@@ -8,13 +8,49 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 _PART = 64 * 1024
 """Most bytes of a message. A socket takes some of these without anybody reading."""
+_STEP = 0.002
+"""Seconds until a rank that does not listen yet is tried again."""
 _NUMBER = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+def host_name() -> str:
+    """Names the host: equal for ranks that can connect to each other.
+
+    Raises:
+        OSError: The system does not tell.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.geteuid()}"
+
+
+def by_host(hosts: Mapping[int, str]) -> list[list[tuple[int, int]]]:
+    """The ranks of each host: the first of each stretch of numbers, and how many it has.
+
+    On most systems the ranks of a host have numbers that follow each other. So there are few numbers to tell.
+
+    Args:
+        hosts: The host of each rank.
+    """
+    found: dict[str, list[tuple[int, int]]] = {}
+    for rank, host in sorted(hosts.items()):
+        stretches = found.setdefault(host, [])
+        first, count = stretches[-1] if stretches else (rank, 0)
+        if first + count == rank:
+            stretches[-1:] = [(first, count + 1)]
+        else:
+            stretches.append((rank, 1))
+    return list(found.values())
+
+
+def ranks_in(stretches: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """The numbers of the ranks of a host, from :func:`by_host`."""
+    return tuple(n for first, count in stretches for n in range(first, first + count))
 
 
 class Listener:
@@ -23,7 +59,7 @@ class Listener:
     The socket has a name in the host's network namespace, and no file. Only processes of the same user are connected.
 
     Attributes:
-        host: Names the host: equal for ranks that can connect to each other.
+        host: Names the host, as :func:`host_name` does.
     """
 
     def __init__(self, name: str, rank: int, timeout: float) -> None:
@@ -37,8 +73,7 @@ class Listener:
         Raises:
             OSError: The system has no such sockets, or this rank's name is taken.
         """
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        self.host = f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.geteuid()}"
+        self.host = host_name()
         self._name, self._rank, self._timeout = name, rank, timeout
         self._socket = self._new_socket()
         try:
@@ -56,22 +91,27 @@ class Listener:
     def _address(self, rank: int) -> str:
         return f"\0datastates-{self._name}-{rank}"
 
-    def connect(self, ranks: Collection[int]) -> dict[int, socket.socket]:
+    def connect(self, ranks: Collection[int], within: float | None = None) -> dict[int, socket.socket]:
         """Connect to each of these ranks, all of which do the same meanwhile. The caller closes the sockets.
+
+        Args:
+            ranks: The ranks.
+            within: Seconds in which each of them begins to listen, and connects. None if all listen already.
 
         Raises:
             OSError: A rank cannot be reached, or does not come in time.
         """
+        end = time.monotonic() + (self._timeout if within is None else within)
         with contextlib.ExitStack() as failed:
             connected: dict[int, socket.socket] = {}
             for rank in ranks:
                 if rank < self._rank:
                     one = connected[rank] = failed.enter_context(self._new_socket())
-                    one.connect(self._address(rank))
+                    self._reach(one, rank, None if within is None else end)
                     if not _is_ours(one):
                         raise PermissionError(errno.EACCES, "another user listens in place of a neighbour")
                     one.sendall(_NUMBER.pack(self._rank))
-            missing, end = {rank for rank in ranks if rank > self._rank}, time.monotonic() + self._timeout
+            missing = {rank for rank in ranks if rank > self._rank}
             while missing:
                 self._socket.settimeout(max(end - time.monotonic(), 1e-3))
                 one, _ = self._socket.accept()
@@ -87,6 +127,16 @@ class Listener:
                 connected[rank] = one
             failed.pop_all()
         return connected
+
+    def _reach(self, one: socket.socket, rank: int, end: float | None) -> None:
+        """Connect to a rank, which may begin to listen until ``end``."""
+        while True:
+            try:
+                return one.connect(self._address(rank))
+            except ConnectionRefusedError:
+                if end is None or time.monotonic() > end:
+                    raise
+            time.sleep(_STEP)
 
     def swap(self, connected: dict[int, socket.socket], message: bytes) -> dict[int, bytes]:
         """Send a message to all neighbours, and receive theirs; raises OSError."""

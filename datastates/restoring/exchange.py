@@ -25,6 +25,13 @@ from datastates.state.runs import Runs
 _log = logging.getLogger("datastates")
 MINIMUM = 8 << 20
 """Fewest bytes to exchange. For less, connecting takes longer than reading."""
+PATIENCE = 30.0
+"""Longest wait in seconds for a rank that does nothing: longer than storage takes for one read."""
+
+
+def patience_of(timeout: float) -> float:
+    """Seconds to wait for a rank that does nothing, if an agreement of all ranks may take ``timeout`` seconds."""
+    return min(PATIENCE, timeout / 8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +78,9 @@ class Exchange:
         """Bytes of what :meth:`reads` and :meth:`rest` have chosen, less those that this rank wants of the files."""
 
     @classmethod
-    def offer(cls, queues: Iterable[ReadQueue], name: str, rank: int, patience: float) -> Exchange | None:
+    def offer(
+        cls, queues: Iterable[ReadQueue], name: str, rank: int, patience: float, *, few: bool = False
+    ) -> Exchange | None:
         """Offer rows to the other ranks of the host; None if there are too few, or the system has no way.
 
         Args:
@@ -79,10 +88,11 @@ class Exchange:
             name: The name of the exchange: the same on all ranks, and used once.
             rank: The number of this rank.
             patience: Seconds to wait for another rank that does nothing.
+            few: Whether to offer also less than :data:`MINIMUM`.
         """
         found = [_file(queue) for queue in queues if any(runs.has_gaps.any() for *_, runs in queue.runs)]
         offered = [file for file in found if file is not None]
-        if sum(int(file.rows.runs.size.sum()) for file in offered) < MINIMUM:
+        if not few and sum(int(file.rows.runs.size.sum()) for file in offered) < MINIMUM:
             return None
         try:
             # ranks may have the same file under different paths
@@ -103,12 +113,13 @@ class Exchange:
         """The reads of files of which something is exchanged."""
         return [file.queue for name, file in self._files.items() if name in self._records]
 
-    def meet(self, ranks: Sequence[int], executor: Executor) -> None:
+    def meet(self, ranks: Sequence[int], executor: Executor, within: float | None = None) -> None:
         """Connect to the other ranks, and divide what all want. If that fails, nothing is exchanged.
 
         Args:
             ranks: The ranks of this host that offer rows, with this one.
             executor: The executor that will read.
+            within: Seconds in which each of them will have called :meth:`offer`. None if all have.
         """
         wishes = {name: file.rows for name, file in self._files.items()}
         order = sorted(ranks)
@@ -116,7 +127,7 @@ class Exchange:
         with contextlib.ExitStack() as connected:
             connected.callback(self._listener.close)
             try:
-                sockets = self._listener.connect(others)
+                sockets = self._listener.connect(others, within)
                 for one in sockets.values():
                     connected.enter_context(one)
                 told = self._listener.swap(sockets, exchange.encode(wishes))

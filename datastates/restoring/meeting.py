@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -12,11 +12,11 @@ from datastates._base.columns import U64
 from datastates._base.packing import pack, unpack
 from datastates.errors import CommitError, RanksMissingError, RestoreError, StorageError
 from datastates.ranks.board_world import DONE, FAILED
+from datastates.ranks.neighbours import by_host, ranks_in
 from datastates.ranks.world import World
+from datastates.restoring.exchange import patience_of
 
 _T = TypeVar("_T")
-_PATIENCE = 30.0
-"""Longest patience in seconds: longer than storage takes for one read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class Meeting:
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for another rank where this rank can go on without it: a part of the wait for all ranks."""
-        return min(_PATIENCE, self._world.timeout / 8)
+        """Seconds to wait for another rank where this rank can go on without it."""
+        return patience_of(self._world.timeout)
 
     @property
     def token(self) -> str:
@@ -227,13 +227,13 @@ class Meeting:
             every = np.concatenate([np.frombuffer(hashes, np.uint64) for hashes, *_ in fields])
             said = {vain for _, _, vain, *_ in fields}
             keys = find(every, {name for _, known, *_ in fields for name in known})
-            return pack([keys, True in said and False not in said, _neighbours(zip(told, fields, strict=True))])
+            hosts = {rank: host for rank, (*_, host) in zip(told, fields, strict=True) if host is not None}
+            return pack([keys, True in said and False not in said, by_host(hosts)])
 
         answer = self.settle("compare", encoded, decide)
         self._has_begun = True
         unexpected, in_vain, hosts = unpack(answer)
-        ranks = [[n for first, count in host for n in range(first, first + count)] for host in hosts]
-        return Fits(unexpected, in_vain, next((host for host in ranks if self.rank in host), ()))
+        return Fits(unexpected, in_vain, next((ranks for ranks in map(ranks_in, hosts) if self.rank in ranks), ()))
 
     def finish(self, read: Callable[[], list[str]]) -> list[str]:
         """Read on all ranks; raises as :meth:`settle` does.
@@ -288,21 +288,3 @@ class Meeting:
 
         wrong, unknown = unpack(self.settle("digest", encoded, decide))
         return wrong, unknown
-
-
-def _neighbours(fields: Iterable[tuple[int, Sequence[Any]]]) -> list[list[tuple[int, int]]]:
-    """The ranks of each host that offer rows: the first of each stretch of numbers, and how many it has.
-
-    On most systems the ranks of a host have numbers that follow each other. So there are few numbers to tell.
-    """
-    hosts: dict[str, list[tuple[int, int]]] = {}
-    for rank, (*_, host) in sorted(fields):
-        if host is None:
-            continue
-        stretches = hosts.setdefault(host, [])
-        first, count = stretches[-1] if stretches else (rank, 0)
-        if first + count == rank:
-            stretches[-1:] = [(first, count + 1)]
-        else:
-            stretches.append((rank, 1))
-    return list(hosts.values())

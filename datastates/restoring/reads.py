@@ -196,19 +196,22 @@ class Reads:
         self._extents_ahead += len(plan.extent_offset)
         return self._extents_ahead < executor.most_ahead
 
-    def offer(self, name: str, rank: int, patience: float) -> str | None:
+    def offer(self, name: str, rank: int, patience: float, *, few: bool = False) -> str | None:
         """Offer rows for an exchange; returns the name of this rank's host, or None if nothing is offered.
 
         See :meth:`~datastates.restoring.exchange.Exchange.offer`.
         """
         queues = (queue for queue in self._queues.values() if queue.source not in self._ahead)
-        self._exchange = Exchange.offer(queues, name, rank, patience)
+        self._exchange = Exchange.offer(queues, name, rank, patience, few=few)
         return None if self._exchange is None else self._exchange.host
 
-    def meet(self, ranks: Sequence[int], executor: Executor) -> None:
-        """Begin the exchange with the ranks of this host that offer rows, if there are others."""
+    def meet(self, ranks: Sequence[int], executor: Executor, within: float | None = None) -> None:
+        """Begin the exchange with the ranks of this host that offer rows, if there are others.
+
+        See :meth:`~datastates.restoring.exchange.Exchange.meet`.
+        """
         if self._exchange is not None and len(ranks) > 1:
-            self._exchange.meet(ranks, executor)
+            self._exchange.meet(ranks, executor, within)
 
     def close(self) -> None:
         """Stop what is still being read, and free the memory of what was read ahead and is not wanted."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from datastates.ranks.neighbours import Listener
+from datastates.ranks.neighbours import Listener, by_host, ranks_in
 
 
 @pytest.fixture
@@ -56,6 +58,36 @@ def test_a_rank_that_does_not_listen_cannot_be_reached(listeners: list[Listener]
     listeners[0].close()
     with pytest.raises(ConnectionRefusedError):
         listeners[1].connect([0])
+
+
+def test_a_rank_that_begins_to_listen_late_is_reached() -> None:
+    name, refused = secrets.token_hex(8), threading.Event()
+
+    def reach(listener: Listener) -> dict[int, socket.socket]:
+        with pytest.raises(ConnectionRefusedError):
+            listener.connect([0])
+        refused.set()
+        return listener.connect([0], within=20)
+
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(Listener(name, 1, 20)) as early:
+        reached = pool.submit(reach, early)
+        assert refused.wait(20)
+        with contextlib.closing(Listener(name, 0, 20)) as late:
+            connected = late.connect([1], within=20)
+        for one in (*connected.values(), *reached.result().values()):
+            one.close()
+
+
+def test_a_rank_that_never_listens_is_not_waited_for() -> None:
+    with contextlib.closing(Listener(secrets.token_hex(8), 1, 20)) as one, pytest.raises(ConnectionRefusedError):
+        one.connect([0], within=0.05)
+
+
+def test_the_ranks_of_each_host_are_told_in_stretches() -> None:
+    hosts = {rank: "a" if rank in (0, 1, 2, 7, 9, 10) else "b" for rank in range(12) if rank != 5}
+    found = by_host(hosts)
+    assert found == [[(0, 3), (7, 1), (9, 2)], [(3, 2), (6, 1), (8, 1), (11, 1)]]
+    assert [ranks_in(host) for host in found] == [(0, 1, 2, 7, 9, 10), (3, 4, 6, 8, 11)]
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from datastates.adapters.dcp.load.read_items import nbytes_of
 from datastates.container.file import Container
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
@@ -55,7 +55,7 @@ class Loading:
             metadata: The checkpoint's metadata.
             open_file: Opens a file of the checkpoint for these items; None if it is not one of this package's.
         """
-        wanted = {path: sum(_nbytes(place, metadata) for place in places) for path, places in files.items()}
+        wanted = {path: sum(nbytes_of(*place, metadata) for place in places) for path, places in files.items()}
         if not wanted or current_device() is not None:
             return
         path = max(wanted, key=wanted.__getitem__)
@@ -79,12 +79,3 @@ class Loading:
         self.reads.close()
         if self._executor is not None:
             self._executor.close()
-
-
-def _nbytes(place: Place, metadata: Metadata) -> int:
-    """Bytes that an item wants."""
-    item, where = place
-    kind = metadata.state_dict_metadata.get(item.dest_index.fqn)
-    if isinstance(kind, TensorStorageMetadata):
-        return math.prod(item.lengths) * kind.properties.dtype.itemsize
-    return where.length

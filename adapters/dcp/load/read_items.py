@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from datastates.container.table import Row
@@ -25,6 +28,14 @@ def name_of(item: ReadItem) -> str:
     """The name of the item's stored part in messages."""
     begin = begin_of(item)
     return f"{item.storage_index.fqn!r}" + (f" of {begin}" if any(begin) else "")
+
+
+def nbytes_of(item: ReadItem, place: _StorageInfo, metadata: Metadata) -> int:
+    """Bytes that an item wants of what is stored at ``place``."""
+    kind = metadata.state_dict_metadata.get(item.dest_index.fqn)
+    if isinstance(kind, TensorStorageMetadata):
+        return math.prod(item.lengths) * kind.properties.dtype.itemsize
+    return place.length
 
 
 def target_of(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,21 +22,25 @@ from datastates._base.files import length
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.load.exchanged_plan import ExchangedPlan
 from datastates.adapters.dcp.load.loading import Loading, Place
+from datastates.adapters.dcp.load.neighbours import Neighbours, Offer, introduce
 from datastates.adapters.dcp.load.own_file import OwnFile
 from datastates.adapters.dcp.load.read_items import ClaimedMemory, name_of
 from datastates.adapters.dcp.load.stock_file import StockFile
 from datastates.config import IoOptions, IoSettings
 from datastates.container.file import Container, open_container
-from datastates.errors import FormatError
+from datastates.errors import DatastatesError, FormatError
 from datastates.executor.make import make_executor
 from datastates.formats import own
 from datastates.restoring.reads import Tally
 from datastates.saving import gate
 
+_WITHIN = 2.0
+"""How long a rank waits, in seconds, for the others of its host to begin to divide reads. Then each reads alone."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Queued:
-    """What is left to do once a plan's items are being read.
+    """What is left to do once a plan's items have been read.
 
     Attributes:
         stock: The files of torch's own writer, to verify.
@@ -51,9 +56,12 @@ class _Queued:
 class DataStatesStorageReader(FileSystemReader):
     """Loads checkpoints of :class:`DataStatesStorageWriter`, and those of torch's own writer, for ``dcp.load``.
 
-    It reads only the ranges that are needed, coalesced, straight into the tensors. Everything that is read from
-    this package's files is verified by checksums. From torch's files, a tensor is verified if it is loaded as a whole
-    and has a checksum. Items that torch did not write by ``torch.save`` of a plain tensor are read by torch's own code.
+    It reads only the ranges that are needed, coalesced, straight into the tensors. Ranks of one host that load columns
+    of the same matrices divide the reads.
+
+    Everything that is read from this package's files is verified by checksums. From torch's files, a tensor is verified
+    if it is loaded as a whole and has a checksum. Items that torch did not write by ``torch.save`` of a plain tensor
+    are read by torch's own code.
     """
 
     def __init__(self, path: str | os.PathLike[str] = "", **options: Unpack[IoOptions]) -> None:
@@ -109,14 +117,44 @@ class DataStatesStorageReader(FileSystemReader):
         """Begin to read what this rank will probably want, while the ranks exchange their plans.
 
         Returns:
-            The plan, as one that is cheap to exchange.
+            The plan, as one that is cheap to exchange, with what this rank offers the others of its host.
         """
         prepared = super().prepare_local_plan(plan)
         assert self._metadata is not None  # DCP sets the reader up before
         self._loading = self._new_loading()
-        self._loading.begin(self._files(prepared.items), self._metadata, self._open)
+        files = self._files(prepared.items)
+        self._loading.begin(files, self._metadata, self._open)
         # a planner's own type keeps its own way to be pickled
-        return ExchangedPlan.of(prepared) if type(prepared) is LoadPlan else prepared
+        sent = ExchangedPlan.of(prepared) if type(prepared) is LoadPlan else prepared
+        sent.storage_data = self._offer(files)
+        return sent
+
+    def offer(self, plan: LoadPlan) -> Offer | None:
+        """What a rank with this plan offers the others of its host; None for nothing. For those who exchange no plans.
+
+        The ``storage_data`` of its plan then are the :class:`~datastates.adapters.dcp.load.neighbours.Neighbours` that
+        the ranks agree on.
+        """
+        return self._offer(self._files(plan.items))
+
+    def _offer(self, files: dict[Path, list[Place]]) -> Offer | None:
+        assert self._metadata is not None  # DCP sets the reader up before
+        offer = Offer.of(itertools.chain.from_iterable(files.values()), self._metadata)
+        if offer is None:
+            return None
+        try:  # only files of this package have the checksums that an exchange needs
+            return offer if own.has_ending(next(iter(files))) else None
+        except (OSError, DatastatesError):  # left to the load, which reports it
+            return None
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On rank 0: introduce ranks of a host that want parts of rows to each other: they divide the reads."""
+        prepared: list[LoadPlan] = super().prepare_global_plan(plans)
+        offers = {rank: plan.storage_data for rank, plan in enumerate(prepared) if isinstance(plan.storage_data, Offer)}
+        neighbours = introduce(offers)
+        for rank in offers:
+            prepared[rank].storage_data = neighbours.get(rank)
+        return prepared
 
     def _new_loading(self) -> Loading:
         """A load, in the place of one that was begun and not finished."""
@@ -145,7 +183,14 @@ class DataStatesStorageReader(FileSystemReader):
         self.tally = None
         loading, self._loading = self._loading or self._new_loading(), None
         with contextlib.closing(loading):
-            queued = self._start(loading, plan, planner)
+            queued = self._queue(loading, plan, planner)
+            executor, neighbours = loading.executor(), plan.storage_data
+            if isinstance(neighbours, Neighbours):
+                # the others expect this rank, however few rows it offers
+                loading.reads.offer(neighbours.name, neighbours.rank, neighbours.patience, few=True)
+                loading.reads.meet(neighbours.ranks, executor, within=min(_WITHIN, neighbours.patience))
+            with gc_pause.paused():
+                loading.reads.start(executor)
             tally = loading.reads.finish()
         for file in queued.stock:
             tally = file.verify(tally)
@@ -159,8 +204,8 @@ class DataStatesStorageReader(FileSystemReader):
         return done
 
     @gc_pause.paused()
-    def _start(self, loading: Loading, plan: LoadPlan, planner: LoadPlanner) -> _Queued:
-        """Begin to read the items of a plan, apart from those that torch's own code must read."""
+    def _queue(self, loading: Loading, plan: LoadPlan, planner: LoadPlanner) -> _Queued:
+        """Queue the reads of a plan's items, apart from those that torch's own code must read."""
         queued, claims = _Queued([], [], []), ClaimedMemory()
         for path, needed in self._files(plan.items).items():
             ahead = loading.ahead
@@ -177,7 +222,6 @@ class DataStatesStorageReader(FileSystemReader):
                     queued.foreign.append(item)
                 else:
                     queued.ends.append(end)
-        loading.reads.start(loading.executor())
         return queued
 
     def _files(self, items: Sequence[ReadItem]) -> dict[Path, list[Place]]:

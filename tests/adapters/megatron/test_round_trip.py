@@ -65,6 +65,40 @@ def test_from_two_ranks_to_one_and_back(run: Any, tmp_path: Path) -> None:
     )
 
 
+def test_columns_are_read_once_for_the_ranks_of_a_host(run: Any, tmp_path: Path) -> None:
+    run(
+        2,
+        """
+        matrix = torch.arange(1 << 22, dtype=torch.float32).reshape(4096, 1024) + 1
+
+        def sharded(dim, whole):
+            part = whole.chunk(2, dim)[rank()].contiguous()
+            return {"w": ShardedTensor.from_rank_offsets("w", part, (dim, rank(), 2))}
+
+        directory, reader = Path(sys.argv[1]) / "rows", Ours.load()
+        save(sharded(0, matrix), directory, Ours.save())
+        found = load(sharded(1, torch.zeros_like(matrix)), directory, reader)
+        assert torch.equal(found["w"], matrix.chunk(2, 1)[rank()])
+        assert reader.tally.needed_nbytes == 1 << 23
+        assert 0.9 * (1 << 22) < reader.tally.received_nbytes < 1.1 * (1 << 22), reader.tally
+        assert reader.tally.read_nbytes < 1.1 * (1 << 23), reader.tally
+
+        # rank 0 reads the damaged rows for itself and for rank 1, which then reads its part of them by itself
+        def flip():
+            with (directory / files_of_ranks(directory)[0]).open("r+b") as file:
+                file.seek(1 << 20)
+                byte = file.read(1)
+                file.seek(1 << 20)
+                file.write(bytes([byte[0] ^ 1]))
+
+        together(flip)
+        with pytest.raises((CorruptError, CommitError), match="w"):
+            load(sharded(1, torch.zeros_like(matrix)), directory, reader)
+        """,
+        tmp_path,
+    )
+
+
 # a persistent worker imports Megatron-Core anew
 @pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_asynchronous(run: Any, tmp_path: Path, persistent: bool) -> None:

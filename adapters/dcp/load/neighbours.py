@@ -1,0 +1,103 @@
+"""Ranks of one host that load parts of the rows of the same matrices divide these reads. This finds them for a load."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from datastates._base.packing import pack, unpack
+from datastates.adapters.dcp.load.read_items import nbytes_of
+from datastates.ranks.neighbours import by_host, host_name, ranks_in
+from datastates.ranks.together import settle
+from datastates.ranks.world import World
+from datastates.restoring.exchange import MINIMUM, PATIENCE, patience_of
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a rank's plan says to rank 0: it wants enough parts of rows to divide the reads. Names its host."""
+
+    host: str
+
+    @classmethod
+    def of(cls, places: Iterable[tuple[ReadItem, _StorageInfo]], metadata: Metadata) -> Offer | None:
+        """The offer of a rank that wants these items; None if it makes none."""
+        nbytes = sum(nbytes_of(item, place, metadata) for item, place in places if _is_part_of_rows(item, metadata))
+        try:
+            return cls(host_name()) if nbytes >= MINIMUM else None
+        except OSError:  # the system has no such names
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """What rank 0 says to a rank: who divides reads with it.
+
+    Attributes:
+        name: The name of the exchange.
+        rank: The number of this rank.
+        ranks: The numbers of all who take part, with this one.
+        patience: Seconds to wait for one that does nothing.
+    """
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    patience: float
+
+
+def introduce(offers: Mapping[int, Offer]) -> dict[int, Neighbours]:
+    """The neighbours of each rank that has made an offer and has some."""
+    name, found = secrets.token_hex(8), dict[int, Neighbours]()
+    for ranks in map(ranks_in, by_host({rank: offer.host for rank, offer in offers.items()})):
+        if len(ranks) > 1:
+            found |= {rank: Neighbours(name, rank, ranks, PATIENCE) for rank in ranks}
+    return found
+
+
+def agree(world: World, error: BaseException | None, offer: Offer | None) -> Neighbours | None:
+    """Introduce ranks that exchange no plans. All ranks call it.
+
+    Args:
+        world: The ranks.
+        error: The error that keeps this rank from going on, or None.
+        offer: The offer of this rank.
+
+    Returns:
+        The neighbours of this rank; None if it has none.
+
+    Raises:
+        BaseException: ``error``, or what else :func:`~datastates.ranks.together.settle` raises.
+    """
+
+    def decide(told: dict[int, bytes]) -> bytes:
+        hosts = {rank: host.decode() for rank, host in told.items() if host}
+        return bytes(pack([secrets.token_hex(8), by_host(hosts)]))
+
+    name, hosts = unpack(settle(world, "neighbours", error, b"" if offer is None else offer.host.encode(), decide))
+    ranks = next((ranks for ranks in map(ranks_in, hosts) if world.rank in ranks), ())
+    return Neighbours(name, world.rank, ranks, patience_of(world.timeout)) if len(ranks) > 1 else None
+
+
+def _is_part_of_rows(item: ReadItem, metadata: Metadata) -> bool:
+    """Whether what the item wants of a stored part has gaps, as columns of a matrix have."""
+    index = item.storage_index
+    kind: Any = metadata.state_dict_metadata.get(index.fqn)
+    if not isinstance(kind, TensorStorageMetadata):
+        return False
+    hint, offset = index.index, index.offset
+    if hint is None or hint >= len(kind.chunks) or kind.chunks[hint].offsets != offset:
+        stored = next((chunk for chunk in kind.chunks if chunk.offsets == offset), None)
+    else:
+        stored = kind.chunks[hint]
+    if stored is None:
+        return False
+    cut = [d for d, (wanted, whole) in enumerate(zip(item.lengths, stored.sizes, strict=True)) if wanted != whole]
+    return bool(cut) and math.prod(item.lengths[: cut[-1]]) > 1
