@@ -31,57 +31,53 @@ bool matches(ReadCase& read, const WriteCase& written) {
     return std::equal(source.begin(), source.end(), read.dests[0].data());
 }
 
+/// Two files of one extent. The read of the first job hangs. With this backend that holds up one
+/// thread only.
+struct HeldCase {
+    support::TempDir dir;
+    support::FaultScope scope;
+    std::mt19937_64 random{1};
+    std::shared_ptr<Executor> executor;
+    WriteCase written = make_case(random, kExtent / 2);
+    ReadCase held = ReadCase::make(written, kExtent, 1);
+    ReadCase other = ReadCase::make(written, kExtent, 1);
+    std::unique_ptr<ReadJob> first;
+    std::unique_ptr<ReadJob> second;
+
+    HeldCase(std::size_t blocks, std::size_t block_bytes)
+        : executor(
+              support::make_executor({.backend = "pwrite", .direct = true}, blocks, block_bytes)) {
+        for (const char* name : {"held", "other"}) {
+            support::write_file(dir / name, written.expected);
+            support::drop_cache(dir / name);
+        }
+        fault::arm("read", "delay", support::kHeld, 1, 1);
+        first = executor->submit_read(dir / "held", held.plan, held.buffers());
+        second = executor->submit_read(dir / "other", other.plan, other.buffers());
+    }
+    /// The second job ends while the read of the first one hangs.
+    void check() {
+        CHECK(second->wait());
+        CHECK(matches(other, written));
+        CHECK(!first->wait(Clock::now()));
+        fault::clear();
+        CHECK(first->wait());
+        CHECK(matches(held, written));
+    }
+};
+
 }  // namespace
 
-TEST(a_job_does_not_wait_for_the_one_before_it) {
-    std::mt19937_64 random(1);
-    const support::TempDir dir;
-    const support::FaultScope scope;
-    // With this backend a delayed read holds up one thread only.
-    const auto executor = support::make_executor({.backend = "pwrite", .direct = true}, 8, kBlock);
-    const WriteCase written = make_case(random, kExtent / 2);
-    for (const char* name : {"slow", "fast"}) {
-        support::write_file(dir / name, written.expected);
-        support::drop_cache(dir / name);
-    }
-    ReadCase slow = ReadCase::make(written, kExtent, 1);
-    ReadCase fast = ReadCase::make(written, kExtent, 1);
-    fault::arm("read", "delay", support::kHeld, 1, 1);
-    const auto first = executor->submit_read(dir / "slow", slow.plan, slow.buffers());
-    const auto second = executor->submit_read(dir / "fast", fast.plan, fast.buffers());
-    CHECK(second->wait());
-    CHECK(matches(fast, written));
-    CHECK(!first->wait(Clock::now()));
-    fault::clear();
-    CHECK(first->wait());
-    CHECK(matches(slow, written));
-}
+TEST(a_job_does_not_wait_for_the_one_before_it) { HeldCase(8, kBlock).check(); }
 
 /// A read that hangs keeps no other job from memory that comes.
 TEST(a_job_begins_once_memory_has_come) {
     constexpr std::size_t kPiece = std::size_t{16} << 20;  // a block of this size is a piece
-    std::mt19937_64 random(4);
-    const support::TempDir dir;
-    const support::FaultScope scope;
-    const auto executor = support::make_executor({.backend = "pwrite", .direct = true}, 2, kPiece);
-    const WriteCase written = make_case(random, kExtent / 2);
-    for (const char* name : {"slow", "fast"}) {
-        support::write_file(dir / name, written.expected);
-        support::drop_cache(dir / name);
-    }
-    ReadCase slow = ReadCase::make(written, kExtent, 1);
-    ReadCase fast = ReadCase::make(written, kExtent, 1);
-    fault::arm("read", "delay", support::kHeld, 1, 1);
-    const auto first = executor->submit_read(dir / "slow", slow.plan, slow.buffers());
-    const auto second = executor->submit_read(dir / "fast", fast.plan, fast.buffers());
-    CHECK(!second->wait(Clock::now() + std::chrono::milliseconds(50)));  // the first has the block
-    executor->reserve(2 * kPiece);
-    CHECK(second->wait());
-    CHECK(matches(fast, written));
-    CHECK(!first->wait(Clock::now()));
-    fault::clear();
-    CHECK(first->wait());
-    CHECK(matches(slow, written));
+    HeldCase jobs(2, kPiece);
+    // The first one has the block.
+    CHECK(!jobs.second->wait(Clock::now() + std::chrono::milliseconds(50)));
+    jobs.executor->reserve(2 * kPiece);
+    jobs.check();
 }
 
 /// Eight extents that are shared, and for which there are sixteen workers.

@@ -1,4 +1,4 @@
-"""Ranks of one host that load parts of the rows of the same matrices divide these reads. This finds them for a load."""
+"""Finds the ranks of one host that load columns of the same matrices. They divide these reads."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from datastates.restoring.exchange import MINIMUM, PATIENCE, patience_of
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank's plan says to rank 0: it wants enough parts of rows to divide the reads. Names its host."""
+    """What a rank's plan says to rank 0: it wants enough columns to divide the reads. Names its host."""
 
     host: str
 
     @classmethod
     def of(cls, places: Iterable[tuple[ReadItem, _StorageInfo]], metadata: Metadata) -> Offer | None:
         """The offer of a rank that wants these items; None if it makes none."""
-        nbytes = sum(nbytes_of(item, place, metadata) for item, place in places if _is_part_of_rows(item, metadata))
+        nbytes = sum(nbytes_of(item, place, metadata) for item, place in places if _has_gaps(item, metadata))
         try:
             return cls(host_name()) if nbytes >= MINIMUM else None
         except OSError:  # the system has no such names
@@ -86,7 +86,7 @@ def agree(world: World, error: BaseException | None, offer: Offer | None) -> Nei
     return Neighbours(name, world.rank, ranks, patience_of(world.timeout)) if len(ranks) > 1 else None
 
 
-def _is_part_of_rows(item: ReadItem, metadata: Metadata) -> bool:
+def _has_gaps(item: ReadItem, metadata: Metadata) -> bool:
     """Whether what the item wants of a stored part has gaps, as columns of a matrix have."""
     index = item.storage_index
     kind: Any = metadata.state_dict_metadata.get(index.fqn)

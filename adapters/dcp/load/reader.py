@@ -148,7 +148,7 @@ class DataStatesStorageReader(FileSystemReader):
             return None
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On rank 0: introduce ranks of a host that want parts of rows to each other: they divide the reads."""
+        """On rank 0: introduce ranks of a host that want columns to each other: they divide the reads."""
         prepared: list[LoadPlan] = super().prepare_global_plan(plans)
         offers = {rank: plan.storage_data for rank, plan in enumerate(prepared) if isinstance(plan.storage_data, Offer)}
         neighbours = introduce(offers)

@@ -198,11 +198,10 @@ std::byte* Reader::memory_for(ReadRun& run, Reading& reading, bool cached, bool 
 std::shared_ptr<Block> Reader::take_block(const Reading& reading) {
     const ReadState& job = reading.job();
     const bool ahead = job.filled() != nullptr;
-    const bool idle = reads_.size() == 0 && working_ == 0 && copying_.empty();
-    const auto give_up = [&] { return !job.wants(reading.index); };
     auto block = cache_.try_acquire();
-    if (!block && idle) windows_.reset();
-    if (!block && idle) {
+    if (!block && reads_.size() == 0 && working_ == 0 && copying_.empty()) {
+        windows_.reset();
+        const auto give_up = [&] { return !job.wants(reading.index); };
         block = ahead ? cache_.acquire_coming(give_up) : cache_.acquire(give_up);
     }
     if (!block && ahead && cache_.settled()) {
