@@ -53,6 +53,11 @@ def ranks_in(stretches: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(n for first, count in stretches for n in range(first, first + count))
 
 
+def ranks_beside(rank: int, hosts: Iterable[Iterable[tuple[int, int]]]) -> tuple[int, ...]:
+    """The numbers of the ranks of a rank's host, with it, from :func:`by_host`; empty if that lacks the rank."""
+    return next((ranks for ranks in map(ranks_in, hosts) if rank in ranks), ())
+
+
 class Listener:
     """Where a rank's neighbours, the other ranks of its host, connect to it. Not thread-safe.
 

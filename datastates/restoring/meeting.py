@@ -12,7 +12,7 @@ from datastates._base.columns import U64
 from datastates._base.packing import pack, unpack
 from datastates.errors import CommitError, RanksMissingError, RestoreError, StorageError
 from datastates.ranks.board_world import DONE, FAILED
-from datastates.ranks.neighbours import by_host, ranks_in
+from datastates.ranks.neighbours import by_host, ranks_beside
 from datastates.ranks.world import World
 from datastates.restoring.exchange import patience_of
 
@@ -233,7 +233,7 @@ class Meeting:
         answer = self.settle("compare", encoded, decide)
         self._has_begun = True
         unexpected, in_vain, hosts = unpack(answer)
-        return Fits(unexpected, in_vain, next((ranks for ranks in map(ranks_in, hosts) if self.rank in ranks), ()))
+        return Fits(unexpected, in_vain, ranks_beside(self.rank, hosts))
 
     def finish(self, read: Callable[[], list[str]]) -> list[str]:
         """Read on all ranks; raises as :meth:`settle` does.

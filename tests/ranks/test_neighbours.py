@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from datastates.ranks.neighbours import Listener, by_host, ranks_in
+from datastates.ranks.neighbours import Listener, by_host, ranks_beside, ranks_in
 
 
 @pytest.fixture
@@ -88,6 +88,7 @@ def test_the_ranks_of_each_host_are_told_in_stretches() -> None:
     found = by_host(hosts)
     assert found == [[(0, 3), (7, 1), (9, 2)], [(3, 2), (6, 1), (8, 1), (11, 1)]]
     assert [ranks_in(host) for host in found] == [(0, 1, 2, 7, 9, 10), (3, 4, 6, 8, 11)]
+    assert [ranks_beside(rank, found) for rank in (9, 3, 5)] == [(0, 1, 2, 7, 9, 10), (3, 4, 6, 8, 11), ()]
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for() -> None:

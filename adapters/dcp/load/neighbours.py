@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from datastates._base.packing import pack, unpack
 from datastates.adapters.dcp.load.read_items import nbytes_of
-from datastates.ranks.neighbours import by_host, host_name, ranks_in
+from datastates.ranks.neighbours import by_host, host_name, ranks_beside, ranks_in
 from datastates.ranks.together import settle
 from datastates.ranks.world import World
 from datastates.restoring.exchange import MINIMUM, PATIENCE, patience_of
@@ -82,7 +82,7 @@ def agree(world: World, error: BaseException | None, offer: Offer | None) -> Nei
         return bytes(pack([secrets.token_hex(8), by_host(hosts)]))
 
     name, hosts = unpack(settle(world, "neighbours", error, b"" if offer is None else offer.host.encode(), decide))
-    ranks = next((ranks for ranks in map(ranks_in, hosts) if world.rank in ranks), ())
+    ranks = ranks_beside(world.rank, hosts)
     return Neighbours(name, world.rank, ranks, patience_of(world.timeout)) if len(ranks) > 1 else None
 
 
