@@ -70,7 +70,7 @@ def run(directory: Path, plan: Plan, *, tiny: bool) -> Result:
 
 
 def _provider(state: dict[str, torch.Tensor]) -> list[StateProvider]:
-    return [HostTensorProvider("state", state)]
+    return [HostTensorProvider("state", state, lazy=True)]
 
 
 def _add(tensors: list[torch.Tensor]) -> None:

@@ -6,35 +6,41 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from datastates.state import arrays
+from datastates.state import arrays, dressed, laziness
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.repeated import Describer, Known
 from datastates.state.shards import HOST, Shard, Shards
 
 
 class ArraysProvider(StateProvider):
-    """Named arrays, captured lazily by default and restored in place. Subclasses say in which memory they may lie."""
+    """Named arrays, restored in place. Subclasses say in which memory they may lie."""
 
     takes_parts = True
 
-    def __init__(self, name: str, tensors: Mapping[str, Any], *, lazy: bool = True) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, Any], *, lazy: bool | None = None) -> None:
         """Keep the mapping, which every snapshot and restore reads anew.
 
         Args:
             name: Top-level key in the checkpoint.
             tensors: Arrays by key, of torch, NumPy or CuPy.
             lazy: True: the arrays stay unchanged until the snapshot is captured. Torch optimizers wait for that; call
-                ``Checkpointer.gate()`` before any other update. False: ``snapshot()`` copies the arrays.
+                ``Checkpointer.gate()`` before any other update. False: ``snapshot()`` copies the arrays. By default
+                the class says which are lazy.
         """
         super().__init__(name)
         self._tensors = tensors
         self._lazy = lazy
+        self._flags: list[bool] | None = None
         self._describer = Describer()
         self._checked: object = None
 
     def tensors(self) -> Mapping[str, Any]:
         """The arrays by key, as they are now."""
         return self._tensors
+
+    def is_lazy(self, array: object) -> bool:
+        """Whether an array is lazy where the caller has not said it: if nothing changes it unseen."""
+        return laziness.is_lazy_by_default(array)
 
     @abstractmethod
     def check(self, shard: Shard) -> None:
@@ -53,13 +59,22 @@ class ArraysProvider(StateProvider):
         """One shard for each array; raises TypeError for an array in memory that this provider does not take."""
         tensors = self.tensors()
         keys, values = list(tensors.keys()), list(tensors.values())
-        shards = self._describer.describe(keys, values, [self._lazy] * len(keys))
+        shards = self._described(keys, values)
         layout = shards.layout if isinstance(shards, Shards) else shards
         if layout is not self._checked:
             for shard in layout:
                 self.check(shard)
             self._checked = shards.layout if isinstance(shards, Shards) else None
         return shards
+
+    def _described(self, keys: Sequence[str], values: Sequence[object]) -> Sequence[Shard]:
+        if self._lazy is not None:
+            return self._describer.describe(keys, values, [self._lazy] * len(keys))
+        # whether an array is lazy is asked once for each memory that it lies in
+        if self._flags is not None and (again := self._describer.again(keys, values, self._flags)) is not None:
+            return again
+        self._flags = list(map(self.is_lazy, values))
+        return self._describer.describe(keys, values, self._flags)
 
     def destinations(self, saved: Saved) -> Sequence[Shard]:
         """The live arrays that the checkpoint holds, in whatever memory they lie."""
@@ -74,7 +89,7 @@ class ArraysProvider(StateProvider):
 
 
 class GpuTensorProvider(ArraysProvider):
-    """Arrays in GPU memory, of torch or CuPy, by name.
+    """Arrays in GPU memory, of torch or CuPy, by name. By default torch's are lazy.
 
     ``snapshot()`` raises TypeError for an array in host memory.
     """
@@ -88,8 +103,14 @@ class GpuTensorProvider(ArraysProvider):
 class HostTensorProvider(ArraysProvider):
     """Arrays in host memory, of torch (pinned or not) or NumPy, by name.
 
-    ``snapshot()`` raises TypeError for an array in GPU memory.
+    By default parameters are lazy, and ``snapshot()`` copies all other arrays: nothing says that only an optimizer step
+    changes them. ``snapshot()`` raises TypeError for an array in GPU memory.
     """
+
+    def is_lazy(self, array: object) -> bool:
+        """Whether it is a parameter, or an array of JAX."""
+        plain = dressed.is_tensor(array) and not laziness.is_parameter(array)
+        return not plain and super().is_lazy(array)
 
     def check(self, shard: Shard) -> None:
         """Raise TypeError for an array in GPU memory."""
@@ -104,17 +125,19 @@ class _Module(Protocol):
 class DTensorProvider(ArraysProvider):
     """DTensors by name. Each rank describes the part that it holds, and which other ranks hold the same part.
 
-    Other arrays may be among them. They are taken to be the same on all ranks of the DTensors' meshes.
+    Other arrays may be among them. They are taken to be the same on all ranks of the DTensors' meshes. By default
+    all torch tensors are lazy whose memory torch alone can write.
     """
 
-    def __init__(self, name: str, tensors: Mapping[str, Any] | _Module, *, lazy: bool = True) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, Any] | _Module, *, lazy: bool | None = None) -> None:
         """Keep the mapping or module, which every snapshot and restore reads anew.
 
         Args:
             name: Top-level key in the checkpoint.
             tensors: DTensors by key; or a module, for its parameters by name.
             lazy: True: the arrays stay unchanged until the snapshot is captured. Torch optimizers wait for that; call
-                ``Checkpointer.gate()`` before any other update. False: ``snapshot()`` copies the arrays.
+                ``Checkpointer.gate()`` before any other update. False: ``snapshot()`` copies the arrays. By default
+                the class says which are lazy.
         """
         super().__init__(name, cast(Any, tensors), lazy=lazy)
 
@@ -124,7 +147,7 @@ class DTensorProvider(ArraysProvider):
         if not hasattr(source, "state_dict"):
             return super().tensors()
         # state_dict() first reshards parameters that FSDP has gathered for a forward pass
-        return {key: value for key, value in source.state_dict(keep_vars=True).items() if arrays.is_parameter(value)}
+        return {key: value for key, value in source.state_dict(keep_vars=True).items() if laziness.is_parameter(value)}
 
     def check(self, shard: Shard) -> None:
         """Accept host memory and GPU memory."""

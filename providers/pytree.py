@@ -16,7 +16,7 @@ from datastates.providers.nested.scalars import array_of, as_stored, holds, is_n
 from datastates.providers.nested.stored_leaves import KEY_DATA, KEY_NAME, is_array, is_static, nested_leaves
 from datastates.providers.nested.taken_apart import is_inner
 from datastates.providers.nested.tree import TreeProvider
-from datastates.state import arrays, dtensors, jax_arrays, memory
+from datastates.state import arrays, dtensors, jax_arrays, laziness, memory
 from datastates.state.depth import deeper
 from datastates.state.landings import Landing, describes, why_not_made
 from datastates.state.provider import Saved
@@ -31,8 +31,8 @@ def from_pytree(
 
     Arrays of JAX are captured lazily and need no gate: they never change, and a donation before they are captured does
     no harm to the snapshot (on the CPU) or makes it fail (on a GPU). Of a sharded array each process saves the boxes
-    that it holds, and one process saves what several hold. CuPy arrays and torch tensors are lazy, too, and need the
-    gate. NumPy arrays and other leaves are copied. Functions are not saved, and stay as they are.
+    that it holds, and one process saves what several hold. Tensors in memory that torch alone can write are lazy,
+    too, and need the gate. NumPy and CuPy arrays and other leaves are copied. Functions are not saved, and stay.
 
     A restore makes new arrays, on the devices and with the shardings of those that the tree has, and puts them into a
     new tree. Nothing of the old tree is written. ``jax.ShapeDtypeStruct`` leaves serve as well.
@@ -86,9 +86,9 @@ class PytreeProvider(TreeProvider):
         return _contents(self.tree)
 
     def is_lazy(self, key: str, array: object) -> bool:
-        """Whether it is no NumPy array."""
+        """Whether nothing changes it unseen."""
         del key
-        return arrays.is_lazy_kind(array)
+        return laziness.is_lazy_by_default(array)
 
     @deeper()
     @gc_pause.paused()

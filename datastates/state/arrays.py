@@ -15,6 +15,7 @@ import numpy as np
 from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
 from datastates.state import dressed, dtensors, dtypes, jax_arrays
+from datastates.state.laziness import is_lazy_by_default
 from datastates.state.parts import HeldPart
 from datastates.state.shards import HOST, ArrayRef, Buffer, Described, Shard
 from datastates.state.streams import current_stream
@@ -263,8 +264,9 @@ def array_shard(
     Args:
         key: Key of the logical tensor within the provider.
         array: A torch, NumPy, CuPy or JAX array. A DTensor is described as this rank's part of it.
-        lazy: Whether it stays unchanged until the snapshot is captured. The default is True for torch, CuPy and JAX
-            arrays, and False for NumPy arrays, which may change at any time.
+        lazy: Whether it stays unchanged until the snapshot is captured. By default only arrays of JAX, parameters, and
+            tensors whose memory torch alone can write are lazy: not NumPy's or CuPy's, nor a tensor that shares its
+            memory with these, with a file or with another process.
         global_shape: Shape of the logical tensor, in elements, of which the array is a part.
         offset: With ``global_shape``: the index in the logical tensor at which the array, a box, begins.
         flat: With ``global_shape``, in the place of ``offset``: first and one past the last element of the flattened
@@ -277,7 +279,7 @@ def array_shard(
         ProviderError: The local part of a DTensor cannot be described, or this process holds several boxes of an array
             of JAX.
     """
-    shard, *more = shards_of([key], [array], [is_lazy_kind(array) if lazy is None else lazy])
+    shard, *more = shards_of([key], [array], [is_lazy_by_default(array) if lazy is None else lazy])
     if more:
         raise ProviderError(f"{key!r} is an array of JAX in {1 + len(more)} boxes: from_pytree takes such arrays")
     if global_shape is not None or offset is not None or flat is not None:
@@ -378,19 +380,6 @@ def memory(array: Any) -> Buffer:
     return Buffer(array.data_ptr(), array.nbytes, device, current_stream("torch", device), array)
 
 
-def is_lazy_kind(array: object) -> bool:
-    """Whether an array is lazy by default: torch, CuPy and JAX arrays are, NumPy arrays are not."""
-    return not isinstance(array, np.ndarray)
-
-
 def address(array: Any) -> int:
     """Address of an array's first element."""
     return int(dtensors.local(array).data_ptr() if kind_of(array) == "torch" else _view(array).pointer)
-
-
-def is_parameter(array: object) -> bool:
-    """Whether an array is a ``torch.nn.Parameter``."""
-    torch: Any = loaded("torch")
-    if dtensors.is_dtensor(array):
-        return dtensors.is_parameter(array)
-    return torch is not None and issubclass(type(array), torch.nn.Parameter)

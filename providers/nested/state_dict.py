@@ -23,8 +23,8 @@ from datastates.providers.optimizer.state_dict_tree import (
 )
 from datastates.providers.optimizer.stored_states import state_key
 from datastates.providers.wrap.replicated import ReplicatedProvider
-from datastates.state import arrays, dtensors, memory
-from datastates.state.dressed import beside, take_attributes
+from datastates.state import arrays, dtensors, laziness, memory
+from datastates.state.dressed import beside, is_tensor, take_attributes
 from datastates.state.keys import component
 from datastates.state.nested import with_items
 from datastates.state.provider import Saved, StateProvider
@@ -58,7 +58,8 @@ def from_state_dict(
             the callable builds new containers at each call, only arrays can be restored: all other values must equal
             the stored ones.
         lazy: Whether arrays stay unchanged until the snapshot is captured: one answer for all, or a function of the
-            key. By default torch and CuPy arrays are lazy, as the gate guards them, and NumPy arrays are not.
+            key. By default parameters are lazy, and tensors whose memory torch alone can write, as the gate guards
+            them. NumPy and CuPy arrays are not, nor tensors that share memory with them, a file or another process.
 
     Returns:
         The provider. Its keys are the paths in the containers.
@@ -140,8 +141,14 @@ class _ContainerProvider(TreeProvider):
 
     def is_lazy(self, key: str, array: object) -> bool:
         if self._lazy is None:
-            return arrays.is_lazy_kind(array)
+            return laziness.is_lazy_by_default(array)
         return self._lazy(key) if callable(self._lazy) else self._lazy
+
+    def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
+        if self._lazy is not None:
+            return super()._lazy_again(keys, values)
+        # a tensor may have been given to NumPy since the last snapshot
+        return [self.is_lazy(key, array) for key, array in zip(keys, values, strict=True)]
 
     def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
         live = self.value()
@@ -244,9 +251,9 @@ class _StatefulProvider(TreeProvider):
         if self._parameters is not None:
             return arrays.kind_of(array) == "torch" and arrays.address(array) in self._parameters
         if self._is_module:
-            return arrays.is_parameter(array)
+            return laziness.is_parameter(array)
         # a scheduler changes the values in param_groups
-        return self._is_optimizer and key.startswith("state/") and arrays.is_lazy_kind(array)
+        return self._is_optimizer and key.startswith("state/") and is_tensor(array)
 
     def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
         live = self.value()

@@ -17,7 +17,7 @@ from datastates.container.pickle_writer import PROTOCOL, dumps
 from datastates.errors import ProviderError
 from datastates.providers.nested.freezing import freeze, thaw, vet
 from datastates.providers.nested.skeleton import Skeleton, attributes_of, is_plain_key
-from datastates.state import arrays, dressed, dtensors
+from datastates.state import arrays, dressed, dtensors, laziness
 from datastates.state.depth import DEEPEST, deeper
 from datastates.state.keys import join
 from datastates.state.repeated import Describer
@@ -276,7 +276,7 @@ class _Walk:
         self.found.append((key, array, is_lazy))
         if self._detached:
             return ArrayLeaf(key)
-        return ArrayLeaf(key, bool(getattr(array, "requires_grad", False)), arrays.is_parameter(array))
+        return ArrayLeaf(key, bool(getattr(array, "requires_grad", False)), laziness.is_parameter(array))
 
     def _inside(self, key: str) -> str:
         inner_key = self._inner_key()

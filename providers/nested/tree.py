@@ -12,7 +12,7 @@ from typing import Any
 from datastates.providers.nested.skeleton import Skeleton
 from datastates.providers.nested.spelled_keys import ByKey
 from datastates.providers.nested.taken_apart import PlainTree, Tree, is_plain, take_apart, tied
-from datastates.state import arrays, dressed
+from datastates.state import arrays, dressed, laziness
 from datastates.state.depth import deeper
 from datastates.state.provider import Encoder, Saved, StateProvider
 from datastates.state.repeated import Describer, Known
@@ -123,7 +123,7 @@ class TreeProvider(StateProvider):
             return _with(tree.shards, tree)
         keys, (values, plain) = skeleton.keys, stripped
         self._lazy_flags = list(map(self.is_lazy, keys, values))
-        parameter = [not detached and arrays.is_parameter(array) for array in values]
+        parameter = [not detached and laziness.is_parameter(array) for array in values]
         shards = self._describer.describe(keys, values, self._lazy_flags)
         requires_grad = [not detached and bool(getattr(array, "requires_grad", False)) for array in values]
         self._form = _Form(skeleton, detached, parameter)

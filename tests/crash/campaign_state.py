@@ -100,7 +100,7 @@ class State:
                 parameter.grad = torch.ones_like(parameter)
             self.optimizer.step()  # creates the optimizer's state
         self.providers: list[StateProvider] = [
-            HostTensorProvider("lazy", self.lazy),
+            HostTensorProvider("lazy", self.lazy, lazy=True),
             from_state_dict("tree", self.tree),
             PickledObjectProvider("object", get=lambda: self.object, set=self._take),
         ]

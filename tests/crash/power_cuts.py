@@ -54,7 +54,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def providers_of(state: dict[str, Any]) -> list[ds.StateProvider]:
-    return [HostTensorProvider("lazy", state["lazy"]), from_state_dict("rest", state["rest"])]
+    return [HostTensorProvider("lazy", state["lazy"], lazy=True), from_state_dict("rest", state["rest"])]
 
 
 # --- the process that saves

@@ -46,7 +46,7 @@ if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.c_char_p(filter_progra
 root = sys.argv[1]
 arrays = {"a": np.arange(500_000, dtype=np.float64)}
 with ds.Checkpointer(root, host_cache="2MiB", block="1MiB", **dict(s.split("=") for s in sys.argv[8:])) as ckpt:
-    snap = ckpt.snapshot([HostTensorProvider("model", arrays)], step=1)
+    snap = ckpt.snapshot([HostTensorProvider("model", arrays, lazy=True)], step=1)
     snap.wait_committed()
     print(snap.report.backend, snap.report.direct)
     arrays["a"][:] = 0
@@ -65,7 +65,7 @@ def arrays_of(step: int) -> dict[str, Any]:
 
 def save_and_restore(root: Path, **options: Any) -> ds.Report:
     with ds.Checkpointer(root, **OPTIONS, **options) as ckpt:
-        snapshot = ckpt.snapshot([HostTensorProvider("model", arrays_of(3))], step=1)
+        snapshot = ckpt.snapshot([HostTensorProvider("model", arrays_of(3), lazy=True)], step=1)
         snapshot.wait_committed()
         live = arrays_of(0)
         assert ckpt.restore([HostTensorProvider("model", live)]).step == 1

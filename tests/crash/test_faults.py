@@ -68,7 +68,7 @@ def update(state: dict[str, Any], step: int) -> None:
 
 
 def providers_of(state: dict[str, Any]) -> list[StateProvider]:
-    return [HostTensorProvider("model", state)]
+    return [HostTensorProvider("model", state, lazy=True)]
 
 
 def arm(point: str, action: str, value: int = 0, nth: int = 1, count: int = 1) -> None:
@@ -308,7 +308,7 @@ import datastates as ds
 from datastates.errors import StorageError
 from datastates.providers import HostTensorProvider
 root, backend = sys.argv[1:]
-small, big = ([HostTensorProvider("model", {"a": np.arange(n, dtype=np.float64)})] for n in (1000, 500_000))
+small, big = ([HostTensorProvider("model", {"a": np.arange(n, dtype=np.float64)}, lazy=True)] for n in (1000, 500_000))
 with ds.Checkpointer(root, host_cache="2MiB", block="1MiB", io_backend=backend) as ckpt:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
@@ -350,7 +350,7 @@ from datastates.providers import HostTensorProvider
 root, backend = sys.argv[1:]
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", root], check=True)
 arrays = {"a": np.arange(500_000, dtype=np.float64)}
-providers = [HostTensorProvider("model", arrays)]
+providers = [HostTensorProvider("model", arrays, lazy=True)]
 with ds.Checkpointer(root, host_cache="2MiB", block="1MiB", io_backend=backend) as ckpt:
     ckpt.snapshot(providers, step=1).wait_committed()
     failed = ckpt.snapshot(providers, step=2)

@@ -23,7 +23,7 @@ from datastates.providers import HostTensorProvider
 root = sys.argv[1]
 OPTIONS = dict(host_cache="2MiB", block="1MiB")
 def arrays(step): return {"a": np.full(500_000, step, np.float64)}
-def providers(step): return [HostTensorProvider("model", arrays(step))]
+def providers(step): return [HostTensorProvider("model", arrays(step), lazy=True)]
 def restores(ckpt, step):
     live = arrays(0)
     assert ckpt.restore([HostTensorProvider("model", live)], step=step).step == step

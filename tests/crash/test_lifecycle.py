@@ -254,7 +254,7 @@ def test_a_wait_raises_the_failure_and_the_next_snapshot_does_not_repeat_it(ask:
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         _native.arm_fault("open", "fail", errno.EMFILE, 1, 1)
         # twice the cache: without a file the rest is never captured, however late the failure comes
-        failed = ckpt.snapshot([HostTensorProvider("model", {"a": np.zeros(1 << 20)})], step=1)
+        failed = ckpt.snapshot([HostTensorProvider("model", {"a": np.zeros(1 << 20)}, lazy=True)], step=1)
         for _ in range(2):  # a wait raises as often as it is asked
             with pytest.raises(StorageError, match="Too many open files"):
                 getattr(failed, ask)()
@@ -381,7 +381,7 @@ def test_a_wait_for_capture_runs_out_of_time_while_the_cache_is_full(tmp_path: P
     settings: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
     with ds.Checkpointer(tmp_path, **settings) as ckpt:
         with held():
-            snapshot = ckpt.snapshot([HostTensorProvider("model", {"a": big})], step=1)
+            snapshot = ckpt.snapshot([HostTensorProvider("model", {"a": big}, lazy=True)], step=1)
             with pytest.raises(SnapshotTimeoutError, match="captured"):
                 snapshot.wait_captured(0.01)
         snapshot.wait_captured(60)

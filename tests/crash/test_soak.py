@@ -47,7 +47,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 def providers_of(state: dict[str, Any]) -> list[ds.StateProvider]:
     return [
-        HostTensorProvider("lazy", state["lazy"]),
+        HostTensorProvider("lazy", state["lazy"], lazy=True),
         from_state_dict("tree", state["tree"]),
         PickledObjectProvider("object", get=lambda: state["object"], set=lambda _: None),
     ]
@@ -182,10 +182,12 @@ def test_a_snapshot_kept_after_close_keeps_neither_threads_nor_cache(fails: bool
     before = in_use_at_first()
     ckpt = ds.Checkpointer(tmp_path, on_error="warn", host_cache="64MiB", block="1MiB")
     big = np.ones(4_000_000)
-    ckpt.snapshot([HostTensorProvider("m", {"a": big})], step=0).wait_committed()  # now the cache is allocated
+    ckpt.snapshot(
+        [HostTensorProvider("m", {"a": big}, lazy=True)], step=0
+    ).wait_committed()  # now the cache is allocated
     if fails:
         _native.arm_fault("write", "fail", errno.EIO, 1, 1)
-    kept = ckpt.snapshot([HostTensorProvider("m", {"a": big})], step=1)
+    kept = ckpt.snapshot([HostTensorProvider("m", {"a": big}, lazy=True)], step=1)
     ckpt.wait()
     held = resident()
     ckpt.close()

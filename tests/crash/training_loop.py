@@ -42,7 +42,7 @@ def update(state: dict[str, dict[str, Any]], step: int) -> None:
 
 
 def providers_of(state: dict[str, dict[str, Any]]) -> list[StateProvider]:
-    return [HostTensorProvider("lazy", state["lazy"]), from_state_dict("eager", state["eager"])]
+    return [HostTensorProvider("lazy", state["lazy"], lazy=True), from_state_dict("eager", state["eager"])]
 
 
 def differences(state: Any, step: int) -> list[str]:

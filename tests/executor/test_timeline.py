@@ -55,7 +55,7 @@ def test_a_trace_has_one_row_a_track() -> None:
 
 def test_the_trace_of_a_snapshot(tmp_path: Path) -> None:
     providers = [
-        HostTensorProvider("m", {"a": np.ones(1 << 20, np.float32), "b": np.ones(10)}),
+        HostTensorProvider("m", {"a": np.ones(1 << 20, np.float32), "b": np.ones(10)}, lazy=True),
         PickledObjectProvider("loop", get=lambda: {"epoch": 1}, set=print),
     ]
     before = time.monotonic()
@@ -80,7 +80,7 @@ def test_the_trace_of_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_the_index_is_encoded_while_the_last_extents_are_being_written(tmp_path: Path) -> None:
-    provider = HostTensorProvider("m", {"a": np.ones(1 << 20, np.float32)})
+    provider = HostTensorProvider("m", {"a": np.ones(1 << 20, np.float32)}, lazy=True)
     with held():
         snapshot = ds.snapshot([provider], tmp_path / "c")
         while "encode" not in snapshot.report.stages:

@@ -61,7 +61,7 @@ with ds.Checkpointer(directory, host_cache="2MiB", block="1MiB", on_error="warn"
     _native.arm_fault("capture", "fail", 1)  # nothing is captured while this is armed
     if fault:
         _native.arm_fault("host_read", "fail", fault)
-    state = [HostTensorProvider("m", {**tensors, **others})]
+    state = [HostTensorProvider("m", {**tensors, **others}, lazy=True)]
     snapshot = ckpt.snapshot(state, step=1)
     exec(statement)
     assert not snapshot.captured

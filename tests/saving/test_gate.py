@@ -249,7 +249,7 @@ def test_a_write_into_a_numpy_array_declared_lazy_is_caught(options: dict[str, A
     array = torch.ones(1_000_000).numpy()
     with ds.Checkpointer(tmp_path, **options) as ckpt:
         with held():
-            snapshot = ckpt.snapshot([HostTensorProvider("x", {"a": array})], step=1)
+            snapshot = ckpt.snapshot([HostTensorProvider("x", {"a": array}, lazy=True)], step=1)
             array[:] = 2
         with pytest.raises(TornSnapshotError, match="'x/a'"):
             snapshot.wait_committed()

@@ -21,6 +21,7 @@ from datastates.saving.snapshot import Snapshot
 from datastates.state import arrays, dtensors
 from datastates.state import streams as array_streams
 from datastates.state import versions as array_versions
+from datastates.state.laziness import is_lazy_by_default
 
 GRACE = 60.0
 """Seconds after staging in which the save must begin."""
@@ -32,9 +33,12 @@ Lazy = Callable[[str, torch.Tensor], bool]
 
 
 def is_large(name: str, tensor: torch.Tensor) -> bool:
-    """The default for ``lazy``: small tensors, such as buffers that a forward pass changes, are copied at once."""
+    """The default for ``lazy``: small tensors, such as buffers that a forward pass changes, are copied at once.
+
+    So are tensors that others than torch can write, by the rule for providers.
+    """
     del name
-    return tensor.nbytes >= LARGE_RECORD
+    return tensor.nbytes >= LARGE_RECORD and is_lazy_by_default(tensor)
 
 
 class Staged:
