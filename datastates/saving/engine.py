@@ -159,6 +159,8 @@ class Engine:
             snapshot.fail(error)
             self.decline(whom, error)
             self._tell(snapshot)
+        if self._auto_gate and gate.is_in_step():
+            snapshot.pass_gate()
         snapshot.called()
         return snapshot
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from typing import Any
@@ -40,6 +41,21 @@ def pass_all(*, automatic_only: bool = False) -> None:
         if snapshot.captured or snapshot.ended:
             with _lock:
                 _pending.pop(snapshot, None)
+
+
+def is_in_step() -> bool:
+    """Whether this thread is inside a torch optimizer's ``step()``: in a hook of it, in its closure, or further down.
+
+    The hook above has run then, and does not wait for a snapshot that is taken now.
+    """
+    torch: Any = loaded("torch")
+    if torch is None:
+        return False
+    file = torch.optim.Optimizer.profile_hook_step.__code__.co_filename  # its wrapper is around each step()
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -41,6 +41,12 @@ def is_large(name: str, tensor: torch.Tensor) -> bool:
     return tensor.nbytes >= LARGE_RECORD and is_lazy_by_default(tensor)
 
 
+def _nothing(name: str, tensor: torch.Tensor) -> bool:
+    """A :data:`Lazy` by which everything is copied."""
+    del name, tensor
+    return False
+
+
 class Staged:
     """A state dict that training must not change from staging until it is captured.
 
@@ -63,7 +69,7 @@ class Staged:
 
         Args:
             state_dict: The live state.
-            lazy: Which tensors are guarded instead of copied.
+            lazy: Which tensors are guarded instead of copied. None are inside an optimizer's ``step()``.
             step: A number for the snapshot.
             grace: Seconds in which :meth:`saved_by` must be called.
             kept: The live tensors in the state dict, by name. If given, nothing is copied.
@@ -73,6 +79,8 @@ class Staged:
         self._kept: list[tuple[str, torch.Tensor]] = list(kept or ())
         self._devices: set[torch.device] = set()
         self._owned = owned
+        if gate.is_in_step():  # the save begins once the step goes on
+            lazy = _nothing
         self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
         tensors = [tensor for _, tensor in self._kept]
         self._before = array_versions.witness(tensors)
