@@ -147,7 +147,7 @@ class RankSettings(IoSettings):
 class Settings(RankSettings):
     """Settings of a :class:`~datastates.Checkpointer`, in addition to :class:`RankSettings`."""
 
-    keep_last: int | None = Field(None, ge=1, description="Number of newest checkpoints to keep; None keeps all.")
+    keep_last: int | None = Field(None, ge=1, description="Number of newest whole checkpoints to keep; None keeps all.")
     keep_every: int | None = Field(
         None,
         ge=1,

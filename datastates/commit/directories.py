@@ -11,7 +11,7 @@ from datastates._base import files
 from datastates.commit import manifest
 from datastates.errors import CheckpointNotFoundError, FormatError
 
-STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]{1,9}))?\Z")
+STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+))?\Z")
 PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
 
 
@@ -35,16 +35,24 @@ def step_name(step: int) -> str:
 
 def is_root(path: Path) -> bool:
     """Whether a path is a directory with a committed checkpoint in it."""
-    return any(STEP.match(e.name) and manifest.stat(e) is not None for e in entries(path))
+    return any(manifest.stat(e) is not None for e in steps(path))
 
 
 def without_manifest(root: Path) -> list[Path]:
-    """Directories with the name of a checkpoint, but without a manifest."""
-    return [e for e in entries(root) if STEP.match(e.name) and manifest.stat(e) is None]
+    """Directories, and links to anything, with the name of a checkpoint, but without a manifest."""
+    with files.syscall("list", root):
+        named = [root / name for name in sorted(_names(root)) if STEP.match(name)]
+        return [e for e in named if (e.is_symlink() and not e.is_dir()) or (e.is_dir() and manifest.stat(e) is None)]
+
+
+def steps(root: Path) -> list[Path]:
+    """The directories with the name of a checkpoint, sorted. A link is one where it leads to a directory."""
+    with files.syscall("list", root):
+        return [e for name in sorted(_names(root)) if STEP.match(name) and (e := root / name).is_dir()]
 
 
 def entries(root: Path) -> list[Path]:
-    """The directories in a directory, sorted; links are none."""
+    """The directories that are in a directory itself, sorted; links are none."""
     with files.syscall("list", root):
         return sorted(e for e in map(root.joinpath, _names(root)) if e.is_dir() and not e.is_symlink())
 
@@ -59,7 +67,7 @@ def _names(root: Path) -> list[str]:
 def of_attempt(target: Path, attempt: str) -> Path | None:
     """The path of an attempt's checkpoint, if it was committed at ``target`` or as a revision of it; else None."""
     for entry in entries(target.parent):
-        if entry.name == target.name or re.fullmatch(re.escape(target.name) + r"\.r[0-9]{1,9}", entry.name):
+        if entry.name == target.name or re.fullmatch(re.escape(target.name) + r"\.r[0-9]+", entry.name):
             with contextlib.suppress(CheckpointNotFoundError, FormatError):
                 if manifest.open(entry).attempt == attempt:
                     return entry

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from datastates.commit import manifest
-from datastates.commit.directories import STEP, entries
+from datastates.commit.directories import STEP, steps, without_manifest
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
+
+_log = logging.getLogger("datastates")
 
 
 def candidates(path: Path, step: int | None = None, *, certain: bool = True) -> list[Path]:
@@ -29,8 +32,17 @@ def candidates(path: Path, step: int | None = None, *, certain: bool = True) -> 
         if step is not None and (found := manifest.open(path).step) != step:
             raise CheckpointNotFoundError(f"{path} is the checkpoint of step {found}, not of step {step}")
         return [path]
+    _warn_of_links(path)
     every = by_certain_age(path, step) if certain else by_age(path)
     return list(every.values()) if step is None else [every[step]] if step in every else []
+
+
+@functools.cache  # once in a process
+def _warn_of_links(root: Path) -> None:
+    """Warn of links with the name of a checkpoint that lead to none, as where a storage is not mounted."""
+    for entry in without_manifest(root):
+        if entry.is_symlink():
+            _log.warning("%s is passed over: it is a link to %s, where no checkpoint is", entry, os.readlink(entry))
 
 
 def find(path: Path, step: int | None = None) -> Path:
@@ -134,7 +146,7 @@ class Numbered(NamedTuple):
 def numbered(root: Path, *, certain: bool = False) -> list[Numbered]:
     """Every committed checkpoint, ordered by path. With ``certain``, StorageError if a manifest cannot be read."""
     found = []
-    for entry in entries(root):
+    for entry in steps(root):
         if (match := STEP.match(entry.name)) and (stat := manifest.stat(entry)) is not None:
             with contextlib.suppress(CheckpointNotFoundError, FileNotFoundError):  # another process has just deleted it
                 changed = entry.stat().st_mtime_ns  # the commit made the last change: it unlinked the lock

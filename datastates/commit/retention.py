@@ -7,27 +7,46 @@ import logging
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from datastates._base import files, locks
-from datastates.commit import manifest
+from datastates.commit import health, manifest
 from datastates.commit.directories import PARTIAL, STEP, entries
-from datastates.commit.newest import by_age, in_order
+from datastates.commit.newest import in_order
 from datastates.errors import StorageError
 
 _log = logging.getLogger("datastates")
 
 
+def _newest_first(root: Path) -> list[tuple[int, Path]]:
+    """Step and path of each committed checkpoint that lies in ``root`` itself. What a link leads to is not ours."""
+    return [(step, path) for step, path in reversed(in_order(root, certain=True)) if not path.is_symlink()]
+
+
 def superseded(root: Path) -> list[Path]:
-    """The committed checkpoints whose step was saved again later; StorageError where a manifest cannot be read."""
-    every = in_order(root, certain=True)
-    last = dict(every)
-    return [path for step, path in every if path != last[step]]
+    """The committed checkpoints whose step was saved again later, by one that looks whole.
+
+    Raises:
+        StorageError: A manifest cannot be read.
+    """
+    every = _newest_first(root)
+    count = Counter(step for step, _ in every)
+    again: set[int] = set()
+    found = []
+    for step, path in every:
+        if step in again:
+            found.append(path)
+        elif count[step] > 1 and health.problem(path) is None:
+            again.add(step)
+    return found[::-1]
 
 
 def outdated(root: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
     """The checkpoints that need not be kept: superseded ones, and those beyond the limits.
+
+    A damaged checkpoint does not count towards ``keep_last``: so many are kept that look whole.
 
     Args:
         root: The directory of checkpoints.
@@ -37,8 +56,17 @@ def outdated(root: Path, keep_last: int | None, keep_every: int | None) -> list[
     Raises:
         StorageError: A manifest cannot be read, so that the order of the checkpoints is not certain.
     """
-    old = [] if keep_last is None else list(by_age(root, certain=True).items())[:-keep_last]
-    return superseded(root) + [path for step, path in old if keep_every is None or step % keep_every]
+    again = superseded(root)
+    if keep_last is None:
+        return again
+    kept, old = 0, []
+    for step, path in _newest_first(root):
+        if kept == keep_last:
+            if path not in again and (keep_every is None or step % keep_every):
+                old.append(path)
+        elif path not in again and health.problem(path) is None:
+            kept += 1
+    return [*again, *old[::-1]]
 
 
 def debris(root: Path, targets: re.Pattern[str] = STEP) -> list[Path]:

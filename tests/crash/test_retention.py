@@ -189,17 +189,17 @@ def test_a_commit_while_superseded_ones_are_looked_for_is_not_taken_for_one(
     ds.snapshot(providers(1), root / "step-00000001", step=1, **OPTIONS).wait_committed()
     ds.snapshot(providers(1), root / "step-00000001.r1", step=1, **OPTIONS).wait_committed()
     shutil.copytree(root / "step-00000001", tmp_path / "spare")
-    real = directories.entries
+    real = directories.steps
     listings = 0
 
-    def entries(folder: Path) -> list[Path]:
+    def steps(folder: Path) -> list[Path]:
         nonlocal listings
         found = real(folder)
         listings += 1
         shutil.copytree(tmp_path / "spare", root / f"step-{10 + listings:08d}")
         return found
 
-    monkeypatch.setattr(newest, "entries", entries)
+    monkeypatch.setattr(newest, "steps", steps)
     assert retention.superseded(root) == [root / "step-00000001"]
     assert listings > 0
 
@@ -231,3 +231,56 @@ def test_the_gate_does_not_wait_for_a_deletion(tmp_path: Path, monkeypatch: pyte
         ckpt.gate()
         go_on.set()
     assert list(newest.committed(tmp_path)) == [2]
+
+
+# --- damaged ones
+
+
+def test_damaged_checkpoints_do_not_count(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_last=2, **OPTIONS) as ckpt:
+        for step in (1, 2):
+            ckpt.snapshot(providers(step), step=step).wait_committed()
+        for step in (3, 4, 5):
+            ckpt.snapshot(providers(step), step=step).wait_committed()
+            os.truncate(tmp_path / f"step-{step:08d}" / "rank-00000.pt", 100)
+        assert sorted(newest.committed(tmp_path)) == [2, 3, 4, 5]
+        restored = ckpt.restore(providers(0), fallback=True)
+        assert restored is not None
+        assert restored.step == 2
+        for step in (6, 7):
+            ckpt.snapshot(providers(step), step=step).wait_committed()
+    assert_holds(tmp_path, 6, 7)
+
+
+def test_the_only_whole_one_stays_whatever_is_damaged(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, keep_last=1, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1).wait_committed()
+        for damage in (
+            lambda path: (path / "manifest.json").write_bytes(b"{}"),
+            lambda path: (path / "rank-00000.pt").unlink(),
+        ):
+            shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
+            damage(tmp_path / "step-00000009")
+            assert retention.outdated(tmp_path, 1, None) == []
+            shutil.rmtree(tmp_path / "step-00000009")
+
+
+def test_a_damaged_revision_supersedes_nothing(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(1), step=1).wait_committed()
+        second = ckpt.snapshot(providers(1), step=1)
+        second.wait_ended()
+        shutil.copytree(second.path, tmp_path / "step-00000001.r5")
+        os.truncate(tmp_path / "step-00000001.r5" / "rank-00000.pt", 100)
+    assert retention.outdated(tmp_path, None, None) == []
+    shutil.rmtree(tmp_path / "step-00000001.r5")
+
+
+@pytest.mark.parametrize("revision", [999_999_999, 10**18 - 1, 10**40])
+def test_the_revision_after_a_large_one_is_found(revision: int, tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(3), step=3).wait_committed()
+        (tmp_path / "step-00000003").rename(tmp_path / f"step-00000003.r{revision}")
+        ckpt.snapshot(providers(3), step=3).wait_committed()
+        assert newest.committed(tmp_path)[3].name == f"step-00000003.r{revision + 1}"
+        assert ckpt.latest() == 3
