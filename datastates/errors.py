@@ -39,7 +39,10 @@ class SettingsError(DatastatesError, ValueError):
 
 
 class ProviderError(DatastatesError, ValueError):
-    """A provider described its state wrongly: for example duplicate keys, or a shape that does not fit its buffer."""
+    """A provider described its state wrongly: for example duplicate keys, or a shape that does not fit its buffer.
+
+    Also: an object refused the state that a restore gave it.
+    """
 
 
 class StorageError(DatastatesError, OSError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from datastates._base.loaded import loaded
-from datastates.providers.nested.tree import TreeProvider
+from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.state import memory
 from datastates.state.provider import Saved
 
@@ -44,15 +44,11 @@ class PickledObjectProvider(TreeProvider):
         del key, array
         return False
 
-    def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
+    def match(self, stored: object, saved: Saved) -> Match:
         """A fresh array for each stored one: restore builds a new value and hands it to ``set``."""
         del stored
         known = saved.arrays()
-        return [(key, memory.empty(known[key])) for key in self.listed(saved)]
-
-    def accept(self, value: Any) -> None:
-        """Hand the value to ``set``."""
-        self._set(value)
+        return Match([(key, memory.empty(known[key])) for key in self.listed(saved)], self._set)
 
 
 class RngProvider(PickledObjectProvider):

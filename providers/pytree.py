@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,8 @@ from datastates.providers.nested.known_leaves import KnownLeaves
 from datastates.providers.nested.pairing import pair
 from datastates.providers.nested.scalars import array_of, as_stored, holds, is_number
 from datastates.providers.nested.stored_leaves import KEY_DATA, KEY_NAME, is_array, is_static, nested_leaves
-from datastates.providers.nested.taken_apart import is_inner
-from datastates.providers.nested.tree import TreeProvider
-from datastates.state import arrays, dtensors, jax_arrays, laziness, memory
+from datastates.providers.nested.tree import Match, TreeProvider
+from datastates.state import arrays, dtensors, jax_arrays, laziness
 from datastates.state.depth import deeper
 from datastates.state.landings import Landing, describes, why_not_made
 from datastates.state.provider import Saved
@@ -67,7 +67,6 @@ class PytreeProvider(TreeProvider):
         self._tree = tree
         self._get, self._set = get, set
         self._known: KnownLeaves | None = None
-        self._landed: _Landed | None = None  # during restore(): what destinations() made
 
     @property
     def tree(self) -> Any:
@@ -127,11 +126,10 @@ class PytreeProvider(TreeProvider):
             saved.report(mismatched={"": "was not saved as a nested value"})
             return []
         found = self.match(saved.structure(""), saved)
-        landings = {key: into for key, into in found if isinstance(into, Landing)}
-        rest = object_shard(source=_Landed(landings, saved.arrays(), saved.restored_keys))
-        return [*(shard for key, into in found for shard in _shards(key, into)), rest]
+        rest = object_shard(source=(found.accept, None))
+        return [*(shard for key, into in found.pairs for shard in _shards(key, into)), rest]
 
-    def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
+    def match(self, stored: object, saved: Saved) -> Match:
         """A landing for each array that both have."""
         leaves = leaves_of(self.tree)
         stands: dict[int, tuple[object, object]] = {}  # by the id of a stand-in: itself and what it stands for
@@ -146,31 +144,27 @@ class PytreeProvider(TreeProvider):
         flaws = {key: flaw for key, like in pairs if (flaw := why_not_made(like)) is not None}
         saved.report(missing=found.missing, unexpected=found.unexpected, mismatched=mismatched | flaws)
         landed = [(key, Landing.of(like)) for key, like in pairs if key not in flaws]
-        known = saved.arrays()  # makes each reference on access
-        return [*landed, *((key, memory.empty(known[key])) for key in known if is_inner(key))]
+        memory = _Landed(dict(landed), saved.arrays(), saved.restored_keys)
+        return Match([*landed, *self.inside(saved)], partial(self._accept, memory))
 
-    def restore(self, shard: Shard, value: object) -> None:
-        """Hand the whole value to :meth:`accept`, with the memory that belongs to the destination."""
-        assert isinstance(shard.source, _Landed)
-        self._landed = shard.source
-        try:
-            super().restore(shard, value)
-        finally:
-            self._landed = None
-
-    def arrays_by_name(self, refuse: Callable[[str, str], None]) -> Sequence[Shard]:
+    def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
         """New memory for each array. A typed random key gets the numbers of a stored one, of its own implementation."""
         shards: list[Shard] = []
+        known = saved.arrays()
         for path, like in _arrays(leaves_of(self.tree)):
             _refuse_dtensor(path, like)
+            key = key_of(path)
             if (flaw := why_not_made(like)) is None:
-                shards += Landing.of(like).shards(key_of(path))
+                shards += Landing.of(like).shards(key)
+            elif key in known:
+                saved.report(mismatched={key: flaw})
             else:
-                refuse(key_of(path), flaw)
+                saved.report(missing=[key])
         return shards
 
-    def take_arrays(self, shards: Sequence[Shard]) -> None:
+    def take_arrays(self, shards: Sequence[Shard], saved: Saved) -> None:
         """Put the restored arrays into a new tree, and hand that over."""
+        del saved
         parts: dict[str, list[Shard]] = {}
         for shard in shards:
             parts.setdefault(shard.key, []).append(shard)
@@ -179,15 +173,34 @@ class PytreeProvider(TreeProvider):
         landings = {key_of(path): landing for path, landing in found}
         memory = [landing.parts[0][1] for _, landing in found]  # which stands for the array
         landed = _Landed(landings, landings, lambda: landings)
-        self.restore(object_shard(source=landed), nested([path for path, _ in found], memory))
+        self._accept(landed, nested([path for path, _ in found], memory))
 
-    def accept(self, value: Any) -> None:
+    @deeper()
+    def _accept(self, landed: _Landed, value: Any) -> None:
         """Put the restored leaves into a new tree, and hand that over."""
         leaves = leaves_of(self.tree)
         pairs = zip(leaves.paths, leaves.values, strict=True)
-        self.tree = leaves.rebuild([self._restored(value, path, leaf) for path, leaf in pairs])
+        self.tree = leaves.rebuild([landed.leaf(value, path, leaf) for path, leaf in pairs])
 
-    def _restored(self, value: Any, path: Path, leaf: Any) -> Any:
+
+class _Landed:
+    """The memory that a restore reads into, for each array of the live tree.
+
+    Arrays that were one when they were saved are one array in the restored value. In the live tree each may have
+    devices and a sharding of its own. So each has memory of its own, which is found by its key.
+    """
+
+    def __init__(
+        self, landings: Mapping[str, Landing], stored: Collection[str], restored: Callable[[], Collection[str]]
+    ) -> None:
+        """Take the memory of each key, the keys that are stored, and what tells the keys that were restored."""
+        self._landings = landings
+        self._stored = stored
+        self._restored_keys = restored
+        self._memory = {id(memory): landing for landing in landings.values() for _, memory in landing.parts}
+        self._restored: Collection[str] | None = None
+
+    def leaf(self, value: Any, path: Path, leaf: Any) -> Any:
         """The leaf for a new tree; the old one where nothing of it was restored."""
         if jax_arrays.is_key(leaf):
             data = self._array(value, (*path, KEY_DATA))
@@ -214,28 +227,9 @@ class PytreeProvider(TreeProvider):
             found = find(value, path)
         except KeyError:
             return None
-        assert self._landed is not None
-        return None if isinstance(found, ArrayRef) else self._landed.array(key_of(path), found)
+        return None if isinstance(found, ArrayRef) else self._new(key_of(path), found)
 
-
-class _Landed:
-    """The memory that a restore reads into, for each array of the live tree.
-
-    Arrays that were one when they were saved are one array in the restored value. In the live tree each may have
-    devices and a sharding of its own. So each has memory of its own, which is found by its key.
-    """
-
-    def __init__(
-        self, landings: Mapping[str, Landing], stored: Collection[str], restored: Callable[[], Collection[str]]
-    ) -> None:
-        """Take the memory of each key, the keys that are stored, and what tells the keys that were restored."""
-        self._landings = landings
-        self._stored = stored
-        self._restored_keys = restored
-        self._memory = {id(memory): landing for landing in landings.values() for _, memory in landing.parts}
-        self._restored: Collection[str] | None = None
-
-    def array(self, key: str, found: Any) -> Any:
+    def _new(self, key: str, found: Any) -> Any:
         """The new array of a key; None if it was not restored. ``found`` is what the restored value has there."""
         if self._restored is None:
             self._restored = self._restored_keys()

@@ -158,6 +158,10 @@ class Compared(ABC):
         """The array shards that are restored, also those that are converted."""
         return self._shards
 
+    def restored_keys(self) -> Collection[str]:
+        """The keys of :attr:`restored`."""
+        return {shard.key for shard in self.restored}
+
     @property
     def takes_something(self) -> bool | None:
         """Whether anything is restored; None if nothing is wanted."""

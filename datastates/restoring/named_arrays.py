@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from datastates.container.rows import logical
 from datastates.container.table import Row
 from datastates.restoring.compared import Compared
 from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.selection import Cut, is_inner
 from datastates.restoring.sources import Tensors
 from datastates.state import arrays
-from datastates.state.provider import StateProvider
-from datastates.state.shards import Shard, full_key
+from datastates.state.provider import Saved, StateProvider
+from datastates.state.shards import ArrayRef, Shard, full_key
 
 
-class NamedArrays(Compared):
+class NamedArrays(Compared, Saved):
     """The arrays of one provider whose keys differ from those of the checkpoint.
 
     The provider is not asked to restore any object: its other values than arrays stay as they are.
     """
 
     def __init__(
-        self, stored: Tensors, provider: StateProvider, live: LiveKeys, *, cut: Cut | None, cast: bool
+        self, stored: Tensors, provider: StateProvider, live: LiveKeys, *, strict: bool, cut: Cut | None, cast: bool
     ) -> None:
         """Compare nothing yet.
 
@@ -29,13 +30,30 @@ class NamedArrays(Compared):
             stored: The checkpoint.
             provider: The provider.
             live: Which array of the checkpoint belongs to each live one.
+            strict: Whether the caller of ``restore()`` refuses all differences.
             cut: The selected part of the provider; None for all of it.
             cast: Whether arrays of another floating-point type are converted.
         """
         super().__init__(stored, provider.name, cut=cut, cast=cast)
+        self.strict = strict
         self._provider = provider
         self._live = live
-        self._refused: dict[str, str] = {}  # by key, why it cannot be restored
+
+    def arrays(self) -> Mapping[str, ArrayRef]:
+        """The stored arrays by key, each as its whole logical tensor."""
+        return _References(self, self.every_key())
+
+    def every_key(self) -> Sequence[str]:
+        """Keys of the stored arrays of all ranks."""
+        return self._live.of_provider(self.name)
+
+    def objects(self) -> Sequence[str]:
+        """No keys."""
+        return []
+
+    def structure(self, key: str) -> object:
+        """There is no object."""
+        raise KeyError(key)
 
     def stored_key(self, key: str) -> str:
         """The full key in the checkpoint of an array that it has, by its key within the provider."""
@@ -50,22 +68,21 @@ class NamedArrays(Compared):
 
         It may have one of several arrays that are the same memory, as tied weights are: none of these is missing then.
         """
-        every = self._provider.arrays_by_name(self._refused.__setitem__)
-        shards = [shard for shard in every if not shard.is_object and not is_inner(shard.key)]
+        every = self._provider.arrays_by_name(self)
+        shards = [shard for shard in every if not is_inner(shard.key)]
         found = [shard for shard in shards if self._has(shard.key)]
         places = {_place(shard) for shard in found if self._takes(shard.key)}
         lacking = (s.key for s in shards if not self._has(s.key) and _place(s) not in places)
-        live = {shard.key for shard in shards} | self._refused.keys()
+        live = {full_key(self.name, shard.key) for shard in shards} | self.mismatched.keys()
         self.report(
             missing=list(dict.fromkeys(lacking)),  # several shards may be parts of one array
-            unexpected=[key for key in self._live.of_provider(self.name) if key not in live],
-            mismatched={key: why for key, why in self._refused.items() if self._has(key)},
+            unexpected=[key for key in self.every_key() if full_key(self.name, key) not in live],
         )
         return found
 
     def hand_over(self) -> None:
         """Give the provider its arrays."""
-        self._provider.take_arrays(self.restored)
+        self._provider.take_arrays(self.restored, self)
 
     def _has(self, key: str) -> bool:
         return full_key(self.name, key) in self._live.stored
@@ -73,3 +90,26 @@ class NamedArrays(Compared):
 
 def _place(shard: Shard) -> tuple[object, ...]:
     return arrays.address(shard.source), shard.dtype, shard.shape, shard.stride
+
+
+class _References(Mapping[str, ArrayRef]):
+    """The stored arrays of one provider by their live keys."""
+
+    def __init__(self, named: NamedArrays, keys: Sequence[str]) -> None:
+        self._named = named
+        self._keys = dict.fromkeys(keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __getitem__(self, key: str) -> ArrayRef:
+        row = self._named.find(key)
+        if row is None:
+            raise KeyError(key)
+        return logical(row, key=key)

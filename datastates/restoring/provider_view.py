@@ -163,10 +163,6 @@ class SavedState(Compared, Saved):
             value, complete = self._surveyed[key]
             self._surveyed[key] = self.cut.prune(value, key), complete
 
-    def restored_keys(self) -> Collection[str]:
-        """The keys of :attr:`restored`."""
-        return {shard.key for shard in self.restored}
-
     def vet(self, key: str) -> None:
         """Raise an error if an object is not trusted or is damaged; see :meth:`structure`."""
         self._survey(key)

@@ -21,6 +21,7 @@ from datastates.executor.executor import Executor
 from datastates.restoring import ahead, broadcast, casting
 from datastates.restoring.compared import Compared
 from datastates.restoring.comparison import Comparison
+from datastates.restoring.handing import Late, RestoredObject, naming
 from datastates.restoring.meeting import Fit, Held, Meeting
 from datastates.restoring.named_arrays import NamedArrays
 from datastates.restoring.provider_view import SavedState, Trust
@@ -52,16 +53,6 @@ class _Taken:
     provider: StateProvider
     saved: Compared
     shards: Sequence[Shard]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Object:
-    """An object shard, and its provider's restored live arrays by the keys that stand for their places."""
-
-    provider: StateProvider
-    saved: SavedState
-    shard: Shard
-    targets: dict[str, object]
 
 
 class Restore:
@@ -113,8 +104,7 @@ class Restore:
         self._reads = Reads()
         self._executor: Executor | None = None  # the executor that has begun to read ahead, if any
         self._taken: list[_Taken] = []
-        self._objects: list[_Object] = []
-        self._filled: list[bool] = []  # for each object, whether it is finished apart from the arrays' contents
+        self._objects: list[RestoredObject] = []
         self._shares: list[broadcast.SharedPart] = []
         self._absent: list[str] = []  # keys of providers that the checkpoint lacks
         self._not_here: list[str] = []  # keys of per-rank state that the checkpoint has for other ranks only
@@ -139,7 +129,7 @@ class Restore:
             self._result.unverified_keys = sorted(map(self._live, unverified))
             if self._own is not None:  # other formats may have no checksums at all
                 warn_of_unverified([self._live(key) for key in unverified if key in doubtful])
-            self._meeting.together("objects", self._restore_objects)
+            self._meeting.together("objects", self._hand_over)
         return self._result
 
     @gc_pause.paused()
@@ -204,7 +194,7 @@ class Restore:
                 raise RestoreError(f"rename: {provider.name!r} can be restored only as a whole, under its own keys")
             self._absent.append(provider.name)  # other formats hold no state that only a provider can take back
             return
-        named = NamedArrays(self._stored, provider, live, cut=cut, cast=self._scope.cast)
+        named = NamedArrays(self._stored, provider, live, strict=self._strict, cut=cut, cast=self._scope.cast)
         self._taken.append(_Taken(provider, named, named.select(named.destinations())))
 
     def _cut(self, provider: StateProvider, is_absent: bool) -> Cut | None:
@@ -254,7 +244,7 @@ class Restore:
             for shard in objects_of(taken.shards):
                 assert isinstance(taken.saved, SavedState)
                 taken.saved.vet(shard.key)  # so that an untrusted or damaged object is refused before any change
-                self._objects.append(_Object(taken.provider, taken.saved, shard, targets))
+                self._objects.append(RestoredObject(taken.provider, taken.saved, shard, targets))
         saved, result = [taken.saved for taken in self._taken], self._result
         result.missing_keys = [*self._absent, *(key for s in saved for key in (*s.missing, *s.lost))]
         # with several ranks, another rank may want what this one does not
@@ -325,7 +315,8 @@ class Restore:
             for taken in self._taken:  # while bytes are read
                 note_rewritten(taken.saved.rewritten)
         try:
-            self._filled = [o.saved.fill(o.shard.key, o.targets) for o in self._objects]
+            for restored in self._objects:
+                restored.fill()
         finally:
             tally = self._reads.finish()
         tally += casting.run(casts, executor)
@@ -358,15 +349,14 @@ class Restore:
         """The full key in the live state of an array of the checkpoint."""
         return key if self._live_keys is None else self._live_keys.live.get(key, key)
 
-    def _restore_objects(self) -> None:
-        for o, is_filled in zip(self._objects, self._filled, strict=True):
-            key = o.shard.key
-            value = o.saved.structure(key) if is_filled else o.saved.build(key, o.targets)
-            if o.saved.cut is not None:
-                value = o.saved.cut.prune(value, key)
-            o.provider.restore(o.shard, value)
+    def _hand_over(self) -> None:
+        late = Late(self._stored, [taken.saved for taken in self._taken], self._result)
+        for restored in self._objects:
+            restored.hand_over(self._stored.path)
         for taken in self._taken:
-            taken.saved.hand_over()
+            with naming(full_key(taken.saved.name, ""), self._stored.path):
+                taken.saved.hand_over()
+        late.note(strict=self._strict)
         self._note_parts()
 
     def _note_parts(self) -> None:

@@ -101,6 +101,25 @@ def empty(ref: ArrayRef, device: Any = None) -> Any:
     return with_grad(view(block, ref, 0), ref.requires_grad)
 
 
+def fresh(ref: ArrayRef, like: Any = None, device: Any = None) -> Any:
+    """Allocate an array like a stored one, to give it to a live object; its contents are undefined.
+
+    Args:
+        ref: The stored array.
+        like: The live array that it belongs to. Where that is a DTensor of the same shape, so is the result. Where it
+            is another tensor, the result is on its device.
+        device: The device where there is no live tensor. Only CUDA devices count; the rest is host memory.
+    """
+    if dtensors.is_dtensor(like):
+        if ref.shape == tuple(like.shape):
+            import torch
+
+            return torch.empty_like(like, dtype=_torch_dtype(torch, ref), requires_grad=False)
+    elif dressed.is_tensor(like):
+        device = like.device
+    return empty(ref, device if getattr(device, "type", None) == "cuda" else None)
+
+
 def _torch_dtype(torch: Any, ref: ArrayRef) -> Any:
     # torch has names for types that it has no arrays of, such as int4
     if not dtypes.BY_NAME[ref.dtype].in_torch or not hasattr(torch, ref.dtype):

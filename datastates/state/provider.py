@@ -177,29 +177,30 @@ class StateProvider(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has object shards but no restore()")
 
-    def arrays_by_name(self, refuse: Callable[[str, str], None]) -> Sequence[Shard]:
+    def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
         """The arrays to restore where each is found by its name alone; by default those of :meth:`shards`.
 
         So it is for a checkpoint of another format and under ``restore(rename=...)``. The provider must set
         :attr:`takes_parts`. Its objects are then neither asked for nor restored.
 
         Args:
-            refuse: Called with the key of an array that cannot be restored, and a sentence that says why. That array is
-                no destination.
+            saved: What the checkpoint holds of the provider: arrays, and no objects. What is no shard, and so cannot be
+                restored, must be reported to it.
 
         Returns:
-            The shards, which are compared with the checkpoint by the engine.
+            The shards, which are compared with the checkpoint by the engine. It may lack some of them.
         """
-        del refuse
-        return self.shards()
+        del saved
+        return [shard for shard in self.shards() if not shard.is_object]
 
-    def take_arrays(self, shards: Sequence[Shard]) -> None:
+    def take_arrays(self, shards: Sequence[Shard], saved: Saved) -> None:
         """Take the arrays that were restored by name; by default nothing, as live arrays are written in place.
 
         Args:
             shards: Those of :meth:`arrays_by_name` that the checkpoint has, filled.
+            saved: As for :meth:`arrays_by_name`.
         """
-        del shards
+        del shards, saved
 
 
 def walk_unique(providers: Sequence[StateProvider]) -> Iterator[StateProvider]:

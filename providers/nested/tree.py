@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from datastates.errors import ProviderError
 from datastates.providers.nested.skeleton import Skeleton
 from datastates.providers.nested.spelled_keys import ByKey
-from datastates.providers.nested.taken_apart import PlainTree, Tree, is_plain, take_apart, tied
-from datastates.state import arrays, dressed, laziness
+from datastates.providers.nested.taken_apart import PlainTree, Tree, is_inner, is_plain, take_apart, tied
+from datastates.state import arrays, dressed, laziness, memory
 from datastates.state.depth import deeper
 from datastates.state.provider import Encoder, Saved, StateProvider
 from datastates.state.repeated import Describer, Known
@@ -65,6 +66,19 @@ class _Knowledge:
     arrays: Known | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """How a live value takes a stored one.
+
+    Attributes:
+        pairs: The arrays to restore into, with their keys.
+        accept: Takes the stored value with its restored arrays, and restores from it what is not in place yet.
+    """
+
+    pairs: Sequence[tuple[str, object]]
+    accept: Callable[[Any], object]
+
+
 class TreeProvider(StateProvider):
     """A provider whose state is one nested value. Subclasses say where the value comes from and goes to."""
 
@@ -88,8 +102,8 @@ class TreeProvider(StateProvider):
         return self.value(), False
 
     @abstractmethod
-    def match(self, stored: object, saved: Saved) -> Sequence[tuple[str, object]]:
-        """The arrays to restore into, with their keys. ``stored`` is the stored value, an ArrayRef for each array.
+    def match(self, stored: object, saved: Saved) -> Match:
+        """The arrays to restore into, and who takes the value. ``stored`` has an ArrayRef for each array.
 
         Reports differences to ``saved``.
         """
@@ -164,22 +178,33 @@ class TreeProvider(StateProvider):
             saved.report(mismatched={"": "was not saved as a nested value"})
             return []
         found = self.match(saved.structure("") if by_key is None else by_key.value, saved)
-        rest = object_shard()
+        keys, values = [key for key, _ in found.pairs], [array for _, array in found.pairs]
         if by_key is not None:
-            by_key.targets = dict(found)
-            rest = object_shard(by_key.key, source=by_key)
-        return arrays.Destinations([key for key, _ in found], [array for _, array in found], [rest])
+            by_key.targets = dict(found.pairs)
+        rest = object_shard("" if by_key is None else by_key.key, source=(found.accept, by_key))
+        return arrays.Destinations(keys, values, [rest])
 
     @staticmethod
     def listed(saved: Saved) -> Collection[str]:
         """Keys of all arrays in the stored value, including every one that shares memory with another."""
         return saved.arrays() if "" in saved.objects() else saved.every_key()
 
+    @staticmethod
+    def inside(saved: Saved) -> list[tuple[str, object]]:
+        """New arrays for those inside objects of other classes, as a restore builds new objects."""
+        stored = saved.arrays()  # makes each reference on access
+        return [(key, memory.empty(stored[key])) for key in stored if is_inner(key)]
+
     @deeper()
     def restore(self, shard: Shard, value: object) -> None:
-        """Hand the whole value, with its restored arrays, to :meth:`accept`."""
-        self.accept(shard.source.assemble(value) if isinstance(shard.source, ByKey) else value)
+        """Hand the whole value, with its restored arrays, to who takes it."""
+        rest: Any = shard.source
+        accept, by_key = rest
+        accept(value if by_key is None else by_key.assemble(value))
 
-    @abstractmethod
-    def accept(self, value: Any) -> None:
-        """Restore from ``value`` what is not in place yet."""
+
+def container_of(name: str, state: object) -> object:
+    """What a ``state_dict()`` gave; raises ProviderError for anything but a dict, list or tuple."""
+    if not isinstance(state, (dict, list, tuple)):
+        raise ProviderError(f"{name!r}: state_dict() gave a {type(state).__name__}, not a container")
+    return state

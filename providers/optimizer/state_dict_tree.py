@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from datastates._base.loaded import loaded
 from datastates.providers.optimizer.stored_states import StoredStates, state_key
-from datastates.state import dtensors, memory
+from datastates.state import dtensors
 from datastates.state.keys import component, join
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef
@@ -98,14 +97,6 @@ def live_where_not_restored(value: Any, live: Any) -> Any:
         return value
     states = {number: kept.get(number, restored) for number, restored in value["state"].items()}
     return {**value, "state": {number: state for number, state in states.items() if state is not None}}
-
-
-def fresh(ref: ArrayRef, like: Any) -> Any:
-    """An uninitialized array to restore a state into: a DTensor if its parameter is one of that shape."""
-    if like is None or ref.shape != tuple(like.shape):
-        return memory.empty(ref)
-    torch = loaded("torch")
-    return torch.empty_like(like, dtype=getattr(torch, ref.dtype), requires_grad=False)
 
 
 def with_all_states(stored: Any, saved: Saved) -> tuple[Any, list[tuple[object, str]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from datastates.state.keys import component
 from datastates.state.provider import Encoder, Saved, StateProvider, walk_unique
@@ -76,24 +75,20 @@ class CompositeProvider(StateProvider):
         child, own = _origin(shard)
         child.restore(own, value)
 
-    def arrays_by_name(self, refuse: Callable[[str, str], None]) -> Sequence[Shard]:
+    def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
         """The arrays of all children; the child's name is put in front of each key."""
-        named = ((child, child.arrays_by_name(partial(_refuse_of, child, refuse))) for child in self._children)
+        named = ((child, child.arrays_by_name(_Part(saved, child))) for child in self._children)
         return [_adopt(child, shard) for child, shards in named for shard in shards]
 
-    def take_arrays(self, shards: Sequence[Shard]) -> None:
+    def take_arrays(self, shards: Sequence[Shard], saved: Saved) -> None:
         """Hand to each child its own arrays."""
         for child in self._children:
             own = [replace(s, key=key) for s in shards for key in _own_keys(child, [s.key])]
-            child.take_arrays(own)
+            child.take_arrays(own, _Part(saved, child))
 
 
 def _key(child: StateProvider, key: str) -> str:
     return f"{component(child.name)}/{key}" if key else component(child.name)
-
-
-def _refuse_of(child: StateProvider, refuse: Callable[[str, str], None], key: str, why: str) -> None:
-    refuse(_key(child, key), why)
 
 
 def _own_keys(child: StateProvider, keys: Iterable[str]) -> list[str]:

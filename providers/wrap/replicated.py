@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from datastates._base.loaded import loaded
@@ -129,10 +129,10 @@ class ReplicatedProvider(StateProvider):
         """Hand the object to the provider."""
         self._provider.restore(shard, value)
 
-    def arrays_by_name(self, refuse: Callable[[str, str], None]) -> Sequence[Shard]:
+    def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
         """The provider's arrays: every rank restores all of them."""
-        return self._provider.arrays_by_name(refuse)
+        return self._provider.arrays_by_name(saved)
 
-    def take_arrays(self, shards: Sequence[Shard]) -> None:
+    def take_arrays(self, shards: Sequence[Shard], saved: Saved) -> None:
         """Hand the arrays to the provider."""
-        self._provider.take_arrays(shards)
+        self._provider.take_arrays(shards, saved)

@@ -1,0 +1,81 @@
+"""Hands restored objects to their providers, and hears what only these can tell."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from datastates.errors import DatastatesError, ProviderError
+from datastates.restoring.compared import Compared
+from datastates.restoring.provider_view import SavedState
+from datastates.restoring.restored import Restored, misfit, warn_of_rest
+from datastates.restoring.sources import Tensors
+from datastates.state.provider import StateProvider
+from datastates.state.shards import Shard, full_key
+
+_RESTORED = "what was read in place and the objects before it are restored"
+
+
+@dataclass(slots=True, eq=False)
+class RestoredObject:
+    """An object shard, and its provider's restored live arrays by the keys that stand for their places.
+
+    Attributes:
+        is_filled: Whether it is finished apart from the arrays' contents.
+    """
+
+    provider: StateProvider
+    saved: SavedState
+    shard: Shard
+    targets: dict[str, object]
+    is_filled: bool = False
+
+    def fill(self) -> None:
+        """Put the live arrays into the object as it was read before them, if that is possible."""
+        self.is_filled = self.saved.fill(self.shard.key, self.targets)
+
+    def hand_over(self, path: Path) -> None:
+        """Give the object to its provider, now that its arrays are restored; raises ProviderError if it refuses it."""
+        key = self.shard.key
+        value = self.saved.structure(key) if self.is_filled else self.saved.build(key, self.targets)
+        if self.saved.cut is not None:
+            value = self.saved.cut.prune(value, key)
+        with naming(full_key(self.saved.name, key), path):
+            self.provider.restore(self.shard, value)
+
+
+@contextlib.contextmanager
+def naming(key: str, path: Path) -> Iterator[None]:
+    """Make an error of an object's own say which object it is, and what has been restored."""
+    try:
+        yield
+    except DatastatesError:
+        raise
+    except Exception as error:  # the object's own code may raise anything
+        text = f"{key!r} does not take its state from {path}: {type(error).__name__}: {error}; {_RESTORED}"
+        raise ProviderError(text) from error
+
+
+class Late:
+    """What providers report while they are given their objects: only the objects themselves could tell it."""
+
+    def __init__(self, stored: Tensors, saved: Sequence[Compared], result: Restored) -> None:
+        """Take what has been reported until now, and is in ``result``."""
+        self._stored = stored
+        self._saved = saved
+        self._told = [(len(s.missing), len(s.unexpected)) for s in saved]
+        self._result = result
+
+    def note(self, *, strict: bool) -> None:
+        """Put what was reported since then into the result. Log it, or raise ProviderError if ``strict``."""
+        result, late = self._result, Restored(self._result.step)
+        for saved, (missing, unexpected) in zip(self._saved, self._told, strict=True):
+            late.missing_keys += [key for key in saved.missing[missing:] if key not in result.missing_keys]
+            late.unexpected_keys += [key for key in saved.unexpected[unexpected:] if key not in result.unexpected_keys]
+        if strict and (late.missing_keys or late.unexpected_keys):
+            raise ProviderError(f"{misfit(self._stored, late, {})}; {_RESTORED}")
+        warn_of_rest(self._stored, late, {})
+        result.missing_keys += late.missing_keys
+        result.unexpected_keys += late.unexpected_keys

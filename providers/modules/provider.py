@@ -1,0 +1,140 @@
+"""A provider of a module: what ``load_state_dict`` only copies is read in place, the rest is given to it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from datastates._base.loaded import loaded
+from datastates.providers.modules.load_code import LoadCode, place_of
+from datastates.providers.modules.taking import Taking
+from datastates.providers.nested.pairing import add
+from datastates.providers.nested.taken_apart import is_inner
+from datastates.providers.nested.tree import Match, TreeProvider, container_of
+from datastates.state import arrays, dtensors, laziness
+from datastates.state.arrays import Destinations
+from datastates.state.keys import component, parts
+from datastates.state.provider import Saved
+from datastates.state.shards import Shard
+
+
+class ModuleProvider(TreeProvider):
+    """The state of a ``torch.nn.Module``."""
+
+    takes_parts = True
+
+    def __init__(self, name: str, module: Any, lazy: bool) -> None:
+        """Take what :func:`~datastates.providers.from_stateful` takes."""
+        super().__init__(name)
+        self._module = module
+        self._lazy = lazy
+        self._parameters: frozenset[int] | None = None
+
+    def value(self) -> object:
+        """The module's state now."""
+        return container_of(self.name, self._module.state_dict())
+
+    def _current(self) -> tuple[object, bool]:
+        state = _variables(self._module)
+        self._parameters = None
+        if state is not None:
+            return state, True
+        self._parameters = frozenset(
+            arrays.address(p) for p in self._module.parameters() if arrays.kind_of(p) is not None
+        )
+        return self.value(), False
+
+    def _lazy_again(self, keys: Sequence[str], values: Sequence[object]) -> list[bool]:
+        if self._parameters is None:
+            return super()._lazy_again(keys, values)
+        return [self.is_lazy(key, array) for key, array in zip(keys, values, strict=True)]
+
+    def is_lazy(self, key: str, array: Any) -> bool:
+        """Whether it is a parameter: only an optimizer's step changes these."""
+        del key
+        if not self._lazy:
+            return False
+        if self._parameters is not None:
+            return arrays.kind_of(array) == "torch" and arrays.address(array) in self._parameters
+        return laziness.is_parameter(array)
+
+    def match(self, stored: object, saved: Saved) -> Match:
+        """Live memory for each tensor that is only copied, and new memory for each array that is given."""
+        taking = Taking.of(self._module, self.value(), stored, saved, self.listed(saved))
+        saved.report(missing=taking.missing, unexpected=taking.unexpected, mismatched=taking.mismatched)
+        copied = ((key, taking.code.copied[name]) for name, key in taking.copied.items())
+
+        def accept(value: Any) -> None:
+            if not taking.code.is_plain and "" not in taking.mismatched:
+                state, whole = taking.state(value)
+                self._load(state, taking.code, saved, strict=saved.strict and whole)
+
+        return Match([*copied, *taking.new.items(), *self.inside(saved)], accept)
+
+    def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
+        """Live memory for each tensor that is only copied, and new memory for each stored array that is given."""
+        known, live = saved.arrays(), self.value()
+        # a name that leads to several arrays is an object, which no names tell how to build
+        keys = [key for key in known if "/" not in key and not is_inner(key)]
+        stored = {parts(key)[0]: known[key] for key in keys}
+        taking = Taking.of(self._module, live, stored, saved, keys)
+        copied = {component(name): t for name, t in taking.code.copied.items() if not t.is_meta}
+        tied = _by_place(live, stored)
+        missing = (key for key in taking.missing if key not in copied)
+        saved.report(
+            missing=[key for key in missing if place_of(_get(live, parts(key)[0])) not in tied],
+            mismatched=taking.mismatched,
+        )
+        return Destinations([*copied, *taking.new], [*copied.values(), *taking.new.values()])
+
+    def take_arrays(self, shards: Sequence[Shard], saved: Saved) -> None:
+        """Give the module the arrays, if its ``load_state_dict`` does more than to copy."""
+        state: dict[Any, Any] = {}
+        for shard in shards:
+            add(state, tuple(parts(shard.key)), shard.source)
+        code = LoadCode.of(self._module, state, {})
+        if code.is_plain:
+            return
+        live: Any = self.value()
+        tied = _by_place(live, state)
+        for name, tensor in live.items() if isinstance(live, dict) else ():
+            if name not in state and (place := place_of(tensor)) in tied:
+                state[name] = state[tied[place]]
+        self._load(state, code, saved, strict=saved.strict and all(name in state for name in live))
+
+    def _load(self, state: Any, code: LoadCode, saved: Saved, *, strict: bool) -> None:
+        """Call ``load_state_dict``, and report what it found missing or unexpected but does not refuse."""
+        load = self._module.load_state_dict
+        is_told = {p.kind if p.kind is p.VAR_KEYWORD else p.name for p in inspect.signature(load).parameters.values()}
+        if strict or is_told.isdisjoint(("strict", inspect.Parameter.VAR_KEYWORD)):
+            result = load(state)
+        else:
+            result = load(state, strict=False)
+        missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
+        saved.report(
+            missing=[component(name) for name in missing if code.takes(name)],
+            unexpected=[component(name) for name in unexpected if code.takes(name)],
+        )
+
+
+def _get(state: Any, name: object) -> object:
+    return state.get(name) if isinstance(state, dict) else None
+
+
+def _by_place(live: Any, names: Any) -> dict[int, Any]:
+    """Some names of a state, by the place in memory of the live tensor."""
+    return {place: name for name in names if (place := place_of(_get(live, name)))}
+
+
+def _variables(module: Any) -> dict[str, Any] | None:
+    """A module's state with its parameters as ``Parameter``s, to tell them from buffers; None where that is not safe.
+
+    It is not safe where ``state_dict`` is overridden, or the state holds anything but tensors, parameters and DTensors.
+    """
+    torch = loaded("torch")
+    if "state_dict" in vars(module) or type(module).state_dict is not torch.nn.Module.state_dict:
+        return None
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    plain = all(t in (torch.Tensor, torch.nn.Parameter) or dtensors.is_class(t) for t in set(map(type, state.values())))
+    return state if plain else None

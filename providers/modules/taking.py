@@ -1,0 +1,138 @@
+"""How a module takes a stored state: what is read in place, and what its ``load_state_dict`` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from datastates.providers.modules.load_code import LoadCode
+from datastates.providers.nested.taken_apart import is_inner
+from datastates.state import arrays, dressed, memory
+from datastates.state.keys import component, parts
+from datastates.state.nested import leaves
+from datastates.state.provider import Saved
+from datastates.state.shards import ArrayRef
+
+_ON_META = "the live tensor is on the meta device: give the module memory by to_empty(device=...) first"
+
+
+@dataclass(slots=True)
+class Taking:
+    """A module beside a stored state. Keys are those within the provider.
+
+    Attributes:
+        code: What the module's ``load_state_dict`` does.
+        saved: What the checkpoint holds.
+        copied: The stored key of each live tensor that is read in place, by its name.
+        new: New memory for the arrays that are given to ``load_state_dict``, by key.
+        added: The key of each name that is given, although this rank's stored state lacks it.
+        missing, unexpected, mismatched: As :meth:`~datastates.state.provider.Saved.report` takes them.
+    """
+
+    code: LoadCode
+    saved: Saved
+    copied: dict[str, str] = field(default_factory=dict)
+    new: dict[str, Any] = field(default_factory=dict)
+    added: dict[object, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    _live: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: Any, live: object, stored: Any, saved: Saved, listed: Collection[str]) -> Taking:
+        """Compare a module with a stored state.
+
+        Args:
+            module: The module.
+            live: What its ``state_dict()`` gave now.
+            stored: The stored state, with an ArrayRef for each array.
+            saved: What the checkpoint holds.
+            listed: The keys of the arrays in the stored state.
+        """
+        names = stored if isinstance(stored, dict) else {}
+        taking = cls(LoadCode.of(module, names, getattr(stored, "_metadata", {})), saved)
+        if not isinstance(stored, dict) and "" not in taking.code.prefixes:
+            taking.mismatched[""] = f"a {type(stored).__name__} in the checkpoint, a module in the live state"
+            return taking
+        taking._compare(names, saved.arrays())
+        if taking.code.given or taking.code.prefixes:
+            taking._take_given(live, names, listed)
+        return taking
+
+    def _compare(self, stored: Mapping[Any, Any], known: Mapping[str, ArrayRef]) -> None:
+        """Find what is copied, and what differs."""
+        code = self.code
+        for name, tensor in list(code.copied.items()):
+            key, theirs = component(name), stored.get(name)
+            if name in stored and not isinstance(theirs, ArrayRef):
+                self.mismatched[key] = "no array in the checkpoint, one in the live state"
+            elif theirs is None and key not in known:
+                self.missing.append(key)
+            elif tensor.is_meta:
+                self.mismatched[key] = _ON_META
+            elif isinstance(theirs, ArrayRef) and theirs.shape == (1,) and not tensor.ndim:  # saved by torch 0.3
+                del code.copied[name]
+                code.given.add(name)
+            else:
+                # several keys may share memory; the reference then may name another of those keys
+                self.copied[name] = theirs.key if isinstance(theirs, ArrayRef) and key not in known else key
+        self.missing += [component(name) for name in code.given if name not in stored and component(name) not in known]
+        self.unexpected += [component(name) for name in stored if name not in code.copied and not code.takes(name)]
+
+    def _take_given(self, live: Any, stored: Mapping[Any, Any], listed: Collection[str]) -> None:
+        """Make memory for what is given to ``load_state_dict``, on the devices of the live arrays."""
+        found = {key: leaf for key, leaf in leaves(live) if self._gives(key)}
+        known = self.saved.arrays()
+        keys = [key for key in listed if not is_inner(key) and self._gives(key)]
+        for key, leaf in found.items():  # only other ranks may have saved it
+            if "/" not in key and (name := parts(key)[0]) not in stored and key in known and arrays.kind_of(leaf):
+                keys.append(key)
+                self.added[name] = key
+        devices = {t.device for _, t in leaves(live) if dressed.is_tensor(t)}
+        usual = devices.pop() if len(devices) == 1 else None
+        for key in keys:
+            self.new[key] = memory.fresh(known[key], found.get(key), usual)
+        self._live = live if isinstance(live, dict) else {}
+
+    def _gives(self, key: str) -> bool:
+        try:
+            return self.code.takes(parts(key.partition("/")[0])[0])
+        except ValueError:
+            return self.code.takes(None)  # the name is no string
+
+    def state(self, value: Any) -> tuple[Any, bool]:
+        """What ``load_state_dict`` gets, and whether nothing of the stored state was left out.
+
+        Args:
+            value: The stored state, with the arrays that were restored, and an ArrayRef for each other one.
+        """
+        restored = self.saved.restored_keys()
+        if isinstance(value, dict):
+            for name, key in self.copied.items():
+                if key in restored:
+                    value[name] = self.code.copied[name]
+            for added, key in self.added.items():
+                if key in restored:
+                    value[added] = self.new[key]
+            for name in filter(self.code.takes, value):
+                value[name] = dressed.beside(self._live.get(name), value[name])
+        return value, _without_holes(value, deep="" in self.code.prefixes)
+
+
+def _without_holes(value: Any, *, deep: bool) -> bool:
+    """Take out of a dict what was not restored; whether there was nothing such.
+
+    Args:
+        value: The dict, in which an ArrayRef stands for what was not restored.
+        deep: Whether dicts in the dict are gone through. If not, an entry that lacks something is taken out.
+    """
+    whole = True
+    for name, item in list(value.items()) if isinstance(value, dict) else ():
+        if deep and isinstance(item, dict):
+            whole &= _without_holes(item, deep=True)
+        elif any(isinstance(leaf, ArrayRef) for _, leaf in leaves(item)):
+            del value[name]
+            whole = False
+    return whole
