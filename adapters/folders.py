@@ -100,7 +100,9 @@ class FolderCheckpoints:
         spoiled: Exception | None = None
         locked = contextlib.ExitStack()  # its lock says that the folder is not abandoned
         try:
-            locked.callback(manifest.begin(hidden, attempt).close)
+            pending = manifest.Pending(hidden, attempt)
+            locked.callback(pending.close)
+            manifest.begin(pending)
             _refuse_others(final, proof)
             write(staged, snapshots)
         except Exception as error:  # the other ranks must not wait for this one

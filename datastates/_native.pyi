@@ -10,6 +10,7 @@ file that ends early, ClosedError for what was closed or aborted, and Datastates
 contradict themselves.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,24 @@ _U64 = npt.NDArray[np.uint64]
 _U32 = npt.NDArray[np.uint32]
 _I32 = npt.NDArray[np.int32]
 _U8 = npt.NDArray[np.uint8] | npt.NDArray[np.bool_]
+
+class Descriptor:
+    """An open file or folder. It is closed when it is dropped, and in a forked child. One thread at a time uses it."""
+
+    def fileno(self) -> int:
+        """The number of the descriptor; -1 once it is closed."""
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+
+    def __enter__(self) -> int:
+        """The number of the descriptor."""
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+
+def open_descriptor(path: str | bytes | os.PathLike[str], flags: int, mode: int) -> Descriptor:
+    """Open a file or folder, as ``os.open`` does, which no forked program inherits. Raises OSError."""
 
 def crc32(data: Buffer, value: int = 0) -> int:
     """CRC-32 of ``data``, continued from ``value``."""

@@ -168,6 +168,17 @@ class ClosedError(DatastatesError, RuntimeError):
     """The checkpointer, or another object that was used, is closed."""
 
 
+class ThreadStartError(DatastatesError, RuntimeError):
+    """The system refused a thread. Nothing was begun; the message names the remedy."""
+
+    def __init__(self, message: str) -> None:
+        """Take what was to start, and the system's reason; add the remedy."""
+        super().__init__(
+            f"a thread could not be started: {message}. Raise the limit of processes and threads (ulimit -u, or "
+            "pids.max of the container's cgroup) or that of memory (ulimit -v), or end other threads"
+        )
+
+
 class CommitError(DatastatesError, RuntimeError):
     """The ranks did not reach an agreement. Every rank that learns of it raises this error with the same text."""
 

@@ -16,7 +16,7 @@ import torch
 from datastates._base import paths
 from datastates.adapters import torch_files
 from datastates.adapters.deepspeed import binding
-from datastates.adapters.deepspeed.ending import Save, begin_file, sweep
+from datastates.adapters.deepspeed.ending import Save, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.torch_files import Lazy, TorchFiles, buffer_storages
 from datastates.commit import manifest
@@ -165,8 +165,9 @@ class CheckpointEngine:
         save = self._opened or Save("alone", "", None, SoloWorld())
         final = Path(path).absolute()
         buffers = buffer_storages(self._context[0].module) if self._context else frozenset()
-        lazy, pending = _lazy_in(state_dict, buffers), begin_file(final)
+        lazy, pending = _lazy_in(state_dict, buffers), pending_of(final)
         try:
+            manifest.begin(pending)
             kind = final.name.removesuffix(".pt")
             taken = self._files.write(kind, state_dict, pending.files[0], lazy, attempt=save.attempt)
         except BaseException:

@@ -25,9 +25,9 @@ _log = logging.getLogger("datastates")
 _PENDING = re.compile(r"\.")
 
 
-def begin_file(final: Path) -> manifest.Pending:
-    """Make and lock a folder beside a file, with the path in it to write to (``files[0]``); raises StorageError."""
-    pending = manifest.begin(final.with_name(f".{final.name}"))
+def pending_of(final: Path) -> manifest.Pending:
+    """A folder to make beside a file, with the path in it to write to (``files[0]``)."""
+    pending = manifest.Pending(final.with_name(f".{final.name}"))
     pending.file(f".{final.name}")  # DeepSpeed's patterns do not match it
     return pending
 
@@ -211,8 +211,9 @@ class Save:
 
 def _publish(latest: Path, tag: str) -> None:
     """Let ``latest`` name a tag, atomically: whatever happens, it names the old one or the new one."""
-    pending = begin_file(latest)
+    pending = pending_of(latest)
     try:
+        manifest.begin(pending)
         (new,) = pending.files
         files.write_file(new, tag.encode())
         with files.syscall("rename", latest):

@@ -99,9 +99,10 @@ class DataStatesCheckpointIO(CheckpointIO):
         if final.parent not in self._swept:
             self._swept.add(final.parent)
             retention.sweep(final.parent, _PENDING)
-        pending = manifest.begin(final.with_name(f".{final.name}"))
+        pending = manifest.Pending(final.with_name(f".{final.name}"))
         partial = pending.file(final.name)
         try:
+            manifest.begin(pending)
             snapshot = self.files.write("checkpoint", checkpoint, partial, self.lazy)
         except BaseException:
             manifest.abandon(pending)

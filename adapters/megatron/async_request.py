@@ -34,20 +34,21 @@ def token(snapshot: Snapshot) -> str:
     If no lock file can be made, the name is empty: then only Megatron's finalization waits.
     """
     try:
-        fd, name = tempfile.mkstemp(prefix="datastates-save-")
+        made, name = tempfile.mkstemp(prefix="datastates-save-")
+        os.close(made)
+        lock = files.opened(name, os.O_RDWR)  # which forked children close
     except OSError as error:
         _log.warning("Megatron will wait for this checkpoint in its finalization: %s", error)
         return ""
-    locks.try_lock(fd)
-    locks.hold(fd)
+    locks.try_lock(lock.fileno())
 
     def free() -> None:
         snapshot.wait_ended()
         with contextlib.suppress(OSError):
             Path(name).unlink()
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that is just being forked may hold it, too
-        locks.release(fd)
+            fcntl.flock(lock.fileno(), fcntl.LOCK_UN)  # a child that is just being forked may hold it, too
+        lock.close()
 
     threading.Thread(target=free, name="datastates-token").start()
     return name

@@ -9,12 +9,14 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from datastates import _native
 from datastates._base import faults
+from datastates._base.tasks import each
 from datastates.errors import StorageError
 
+Descriptor = _native.Descriptor
 ABSENT = (errno.ENOENT, errno.ESTALE)
 """What system calls report of a file that another process has deleted; the second one on NFS."""
 _AT_ONCE = 32
@@ -53,21 +55,19 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(path, onerror=tolerate)
 
 
-def open_file(path: Path) -> int:
-    """Open a file to read it; returns the descriptor. Raises OSError, also for a pipe, which might never open."""
+def opened(path: Path | str, flags: int, mode: int = 0) -> Descriptor:
+    """Open a file or folder, with the flags and the mode of ``os.open``. Raises OSError.
+
+    Use it in a ``with`` block, which closes it. Unlike a bare number, it is also closed when an interrupt drops it.
+    """
+    return _native.open_descriptor(path, flags, mode)
+
+
+def open_file(path: Path) -> Descriptor:
+    """Open a file to read it. Raises OSError, also for a pipe, which might never open."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise StorageError(0, "open", str(path), f"open {path}: it is not a regular file")
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-
-@contextlib.contextmanager
-def opened(path: Path | str, flags: int) -> Iterator[int]:
-    """Open a file or folder that is there, with the flags of ``os.open``; yields the descriptor. Raises OSError."""
-    fd = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    return opened(path, os.O_RDONLY)
 
 
 def sync_directory(path: Path) -> None:
@@ -126,24 +126,22 @@ def _rename_noreplace(source: Path, target: Path) -> None:
 def write_file(path: Path, data: bytes) -> None:
     """Write a new file and sync it; raises StorageError."""
     with syscall("open", path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
+        file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    with file as fd:
         left = memoryview(data)
         with syscall("write", path):
             while left:
                 left = left[os.write(fd, left) :]
         with syscall("sync", path):
             os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def will_need(path: Path, offset: int, nbytes: int) -> None:
     """Ask the system to read a range into the page cache meanwhile. What fails here fails again when it is read."""
-    with contextlib.suppress(OSError), os.fdopen(open_file(path), "rb", buffering=0) as file:
+    with contextlib.suppress(OSError), open_file(path) as fd:
         end = offset + nbytes
         for at in range(offset, end, _ADVISED):  # a call reads no more than the device takes in one request
-            os.posix_fadvise(file.fileno(), at, min(_ADVISED, end - at), os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, at, min(_ADVISED, end - at), os.POSIX_FADV_WILLNEED)
 
 
 def length(path: Path) -> int:
@@ -154,13 +152,7 @@ def length(path: Path) -> int:
 
 def lengths(paths: Sequence[Path]) -> list[int | None]:
     """The lengths of files in bytes, None for an absent one; raises StorageError."""
-    if len(paths) == 1:
-        return [_length(paths[0])]
-    try:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:  # on a shared file system each call takes long
-            return list(pool.map(_length, paths))
-    except RuntimeError:  # the interpreter is ending and starts no more threads
-        return list(map(_length, paths))
+    return each(_length, paths, _AT_ONCE)  # on a shared file system each call takes long
 
 
 def _length(path: Path) -> int | None:
@@ -178,10 +170,10 @@ def read_bytes(path: Path) -> Callable[[int, int], bytes]:
     """
 
     def read(offset: int, length: int) -> bytes:
-        with storage_errors("read", path), os.fdopen(open_file(path), "rb", buffering=0) as file:
+        with storage_errors("read", path), open_file(path) as fd:
             parts = []
             while length:
-                part = os.pread(file.fileno(), length, offset)
+                part = os.pread(fd, length, offset)
                 if not part:
                     raise StorageError(0, "read", str(path), f"read {path}: the file ends at {offset}")
                 parts.append(part)

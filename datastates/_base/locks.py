@@ -1,33 +1,10 @@
-"""File locks. They are taken without waiting and held until released; a forked child drops them."""
+"""File locks, taken without waiting. A forked child drops them, as it closes every ``files.Descriptor``."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 from pathlib import Path
-
-_held: set[int] = set()
-
-
-def hold(lock: int) -> None:
-    """Keep a descriptor and its lock until :func:`release`; a forked child closes it."""
-    _held.add(lock)
-
-
-def release(lock: int) -> None:
-    """Close a descriptor that :func:`hold` kept, which releases its lock. Idempotent."""
-    if lock in _held:
-        _held.remove(lock)
-        os.close(lock)
-
-
-def _drop_held() -> None:
-    # otherwise a child that outlives its parent would keep others from deleting what the parent left
-    while _held:
-        os.close(_held.pop())
-
-
-os.register_at_fork(after_in_child=_drop_held)
 
 
 def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool | None:

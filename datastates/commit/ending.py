@@ -34,6 +34,9 @@ class Ending(Protocol):
     identity: Identity
     committed: float | None
 
+    def open(self) -> None:
+        """Make the place for the container. If it raises, or is interrupted, call :meth:`abandon`."""
+
     def commit(self, vote: Vote) -> Path:
         """Commit the container once it is on stable storage; returns the path of the result."""
 
@@ -57,7 +60,7 @@ class CheckpointEnding:
         """Write into a pending directory.
 
         Args:
-            pending: The partial directory.
+            pending: The partial directory, not made yet.
             ballot: The agreement that commits it.
             target: Returns the path that the checkpoint is to have; called at the commit.
             retain: Called after the commit, before the other ranks are told: to delete old checkpoints.
@@ -75,6 +78,10 @@ class CheckpointEnding:
         self._target = target
         self._retain = retain
         self._voted = False
+
+    def open(self) -> None:
+        """Make the partial directory; raises StorageError."""
+        manifest.begin(self._pending)
 
     def commit(self, vote: Vote) -> Path:
         """Vote and wait for the other ranks; raises what :meth:`~datastates.commit.ballot.Ballot.cast` does."""
@@ -108,6 +115,9 @@ class FileEnding:
     path: Path
     identity: Identity
     committed: float | None = None
+
+    def open(self) -> None:
+        """Do nothing: the caller has made the folder."""
 
     def commit(self, vote: Vote) -> Path:
         """Return the path of the file; the caller does the rest."""

@@ -17,7 +17,6 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -144,62 +143,87 @@ def decode(data: bytes, path: str) -> Manifest:
         raise FormatError(f"{path}: not a manifest ({type(error).__name__}: {error})") from None
 
 
-@dataclass(slots=True)
 class Pending:
     """A checkpoint that is being written.
+
+    It only says what :func:`begin` is to make, so that it can be abandoned at any time, also after an interrupt.
 
     Attributes:
         directory: The partial directory for its files.
         target: The path that the checkpoint was expected to have when it was begun.
         attempt: The name of the attempt, as in the partial directory's name.
-        lock: Descriptor of the lock file. The lock shows other processes that the writer lives.
         shared: Whether other ranks write into the directory, too.
         files: The files of this process.
     """
 
-    directory: Path
-    target: Path
-    attempt: str
-    lock: int
-    shared: bool = False
-    files: list[Path] = field(default_factory=list)
+    def __init__(self, target: Path, attempt: str | None = None) -> None:
+        """Choose the partial directory, beside ``target``; nothing is made yet.
+
+        ``attempt`` (8 hexadecimal digits) names a directory that the other ranks make and lock, too. If None, the
+        directory is this process's alone and gets a random name.
+        """
+        self.target = target
+        self.attempt = attempt or secrets.token_hex(4)
+        self.directory = target.with_name(f"{target.name}.partial-{self.attempt}")
+        self.shared = attempt is not None
+        self.files: list[Path] = []
+        self._is_ours = True
+        self._lock: files.Descriptor | None = None  # shows other processes that the writer lives
 
     def file(self, name: str) -> Path:
         """The path for a new file of this process."""
         self.files.append(self.directory / name)
         return self.files[-1]
 
+    def make(self, *, again: bool) -> None:
+        """Make the directory, for the first time or ``again``. Raises OSError."""
+        try:
+            self.directory.mkdir(exist_ok=self.shared or again)
+        except FileExistsError:
+            self._is_ours = False
+            raise
+
+    def lock(self) -> bool:
+        """Lock the directory, which is there; False if it is being deleted. Raises OSError."""
+        path = self.directory / LOCK
+        lock = files.opened(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if locks.try_lock(lock.fileno(), fcntl.LOCK_SH) is False or not locks.is_open(lock.fileno(), path):
+            return False
+        self._lock = lock
+        return True
+
     def close(self) -> None:
         """Release the lock. Idempotent."""
-        lock, self.lock = self.lock, -1  # a second call must not close another file of this number
-        locks.release(lock)
+        if self._lock is not None:
+            self._lock.close()
+
+    def remove(self) -> None:
+        """Delete the directory with all that is in it, as far as possible, and release the lock."""
+        if self._is_ours:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        self.close()
 
 
-def begin(target: Path, attempt: str | None = None) -> Pending:
-    """Make a partial directory beside ``target`` and lock it; raises StorageError.
+def begin(pending: Pending) -> Pending:
+    """Make and lock the partial directory of ``pending``, which is returned.
 
-    ``attempt`` (8 hexadecimal digits) names a directory that the other ranks make and lock, too. If None, the directory
-    is this process's alone and gets a random name.
+    Raises:
+        StorageError: The directory could not be made. Abandon ``pending``, as after every exception.
     """
-    files.make_directory(target.parent)
+    files.make_directory(pending.target.parent)
+    again = False
     while True:
-        name = attempt or secrets.token_hex(4)
-        directory = target.with_name(f"{target.name}.partial-{name}")
-        with files.syscall("mkdir", directory):
-            directory.mkdir(exist_ok=attempt is not None)
+        with files.syscall("mkdir", pending.directory):
+            pending.make(again=again)
+        again = True
         try:
-            with files.syscall("lock", directory):
-                lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            with files.syscall("lock", pending.directory):
+                if pending.lock():
+                    return pending
         except StorageError as error:
-            if error.errno == errno.ENOENT and target.parent.is_dir():
-                continue  # another process took the directory for debris before it was locked
-            if attempt is None:
-                shutil.rmtree(directory, ignore_errors=True)
-            raise
-        if locks.try_lock(lock, fcntl.LOCK_SH) is not False and locks.is_open(lock, directory / LOCK):
-            locks.hold(lock)
-            return Pending(directory, target, name, lock, shared=attempt is not None)
-        os.close(lock)
+            # another process took the directory for debris before it was locked
+            if error.errno != errno.ENOENT or not pending.target.parent.is_dir():
+                raise
         time.sleep(0.001)  # until the other process has deleted it
 
 
@@ -249,8 +273,7 @@ def _rename(directory: Path, target: Callable[[], Path]) -> Path:
 def abandon(pending: Pending) -> None:
     """Remove what a failed snapshot left, as far as possible. The next run removes the rest as debris."""
     if not pending.shared:
-        shutil.rmtree(pending.directory, ignore_errors=True)
-        pending.close()
+        pending.remove()
         return
     for path in pending.files:
         with contextlib.suppress(OSError):
@@ -283,10 +306,10 @@ def open(path: Path) -> Manifest:
     """
     file = path / FILE
     try:
-        with files.syscall("read", file), os.fdopen(files.open_file(file), "rb") as stream:
-            if os.fstat(stream.fileno()).st_size > _MAX_NBYTES:
+        with files.syscall("read", file), files.open_file(file) as fd:
+            if (nbytes := os.fstat(fd).st_size) > _MAX_NBYTES:
                 raise FormatError(f"{file}: too long for a manifest")
-            data = stream.read()
+            data = b"".join(iter(lambda: os.read(fd, nbytes + 1), b""))
     except StorageError as error:
         refuse_missing(path, error)
         raise

@@ -22,17 +22,14 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         with files.syscall("open", path / manifest.FILE):
-            fd = files.open_file(path / manifest.FILE)
+            file = files.open_file(path / manifest.FILE)
     except StorageError as error:
         manifest.refuse_missing(path, error)
         raise
-    locks.hold(fd)
-    try:
+    with file as fd:
         if locks.try_lock(fd, fcntl.LOCK_SH) is False or not locks.is_open(fd, path / manifest.FILE):
             raise CheckpointNotFoundError(f"{path} is being deleted")
         yield
-    finally:
-        locks.release(fd)
 
 
 def keep(find: Callable[[], Path | None], reader: contextlib.ExitStack) -> Path | None:

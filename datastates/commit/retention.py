@@ -100,17 +100,15 @@ def is_live(entry: Path) -> bool:
 def _unlocked(entry: Path) -> Iterator[bool]:
     """Try to hold a partial directory's lock; yields whether nobody else holds it, False if that is unknown."""
     try:
-        fd = os.open(entry / manifest.LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = files.opened(entry / manifest.LOCK, os.O_RDWR)
     except FileNotFoundError:
         yield True  # its process died before locking it, or during a commit or a deletion
         return
     except OSError:
         yield False  # it may be held
         return
-    try:
+    with lock as fd:
         yield locks.try_lock(fd) is True
-    finally:
-        os.close(fd)
 
 
 def remove(path: Path) -> bool:
@@ -121,14 +119,12 @@ def remove(path: Path) -> bool:
     left = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
         with files.syscall("open", path / manifest.FILE):
-            fd = files.open_file(path / manifest.FILE)
-        try:
+            file = files.open_file(path / manifest.FILE)
+        with file as fd:
             if locks.try_lock(fd) is False:
                 return False
             with files.syscall("rename", path):
                 os.rename(path, left)
-        finally:
-            os.close(fd)
     except StorageError as error:
         if error.errno in files.ABSENT:  # another process has deleted it
             return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from datastates._base.columns import U64
 from datastates._base.files import length, read_bytes, will_need
 from datastates._base.sizes import CHUNK
+from datastates._base.tasks import each
 from datastates.container import archive, checksums, pickle_reader, pickle_writer
 from datastates.container.index import Index, StoredObject, decode_index
 from datastates.container.object_entry import ObjectEntry
@@ -189,12 +189,8 @@ def open_each(named: Sequence[Named]) -> list[Container | None]:
         FormatError: A file is another container, or none, or damaged. The first such error is raised.
         StorageError: A file cannot be read.
     """
-    if len(named) > 1:
-        # an interpreter that ends begins no thread any more
-        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(_READ_AT_ONCE, "datastates-open") as pool:
-            # threads only read: they decode more slowly together than one alone
-            return list(map(_checked, named, pool.map(_read_named, named)))
-    return [_checked(one, _read_named(one)) for one in named]
+    # threads only read: they decode more slowly together than one alone
+    return list(map(_checked, named, each(_read_named, named, _READ_AT_ONCE)))
 
 
 def _read_named(named: Named) -> EncodedIndex | None:

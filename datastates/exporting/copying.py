@@ -9,8 +9,8 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import numpy as np
 from datastates._base import files
 from datastates._base.columns import U32
 from datastates._base.sizes import PAGE
+from datastates._base.tasks import Task
+from datastates._base.workers import Workers
 from datastates.container import checksums
 from datastates.container.named_tensor import Tensor
 from datastates.container.table import Row
@@ -154,18 +156,22 @@ class Copier:
         ratio, cast = _growth([(self._stored_type(t), t.dtype) for t in file.tensors])
         staging = int(size * ratio) + ALIGNMENT * cast
         rooms = [(memory.allocate("torch", size + PAGE), memory.allocate("torch", staging)) for _ in range(BUFFERS)]
-        written: list[Future[None]] = []
+        written: list[Task[None]] = []
+        writer = Workers("datastates-export", 1)
         reading: deque[Reads] = deque(maxlen=2)  # what may be under way; older reads are forgotten with their windows
         # CRC-32 of each tensor as far as it was read: as stored, and as written (of what is cast, where files have it)
         sums = np.zeros((2, len(file.tensors)), np.uint32)
         with (
             _opened(path, direct=self._direct_io) as fd,
-            ThreadPoolExecutor(1, "datastates-export") as writer,
             contextlib.ExitStack() as at_end,
         ):
 
             @at_end.callback
             def stop() -> None:
+                for task in written:
+                    task.take()  # after a failure, no more is written
+                writer.stop()
+                writer.join()
                 for reads in reading:
                     reads.close()
 
@@ -186,7 +192,8 @@ class Copier:
                     upcoming = begin(number + 1)
                 window.reads.finish()
                 self._check(file, window, sums)
-                written.append(writer.submit(self._write, fd, path, window, sharing))
+                written.append(Task(partial(self._write, fd, path, window, sharing)))
+                writer.put(written[-1])
             for done in written:
                 done.result()
             with files.syscall("truncate", path):
@@ -323,15 +330,10 @@ def _write_through_cache(fd: int) -> None:
 @contextlib.contextmanager
 def _opened(path: Path, *, direct: bool) -> Iterator[int]:
     """Open a new file for writing, past the page cache if asked and if the file system can."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     with files.syscall("open", path):
-        fd = os.open(path, flags | os.O_EXCL, 0o644)
-    try:
-        if direct:
-            with contextlib.suppress(OSError):
-                past = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
-                os.close(fd)
-                fd = past
+        file = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    if direct:
+        with contextlib.suppress(OSError):
+            file = files.opened(path, os.O_WRONLY | os.O_DIRECT)
+    with file as fd:
         yield fd
-    finally:
-        os.close(fd)

@@ -168,8 +168,9 @@ def _pending(target: Path) -> Iterator[manifest.Pending]:
     missing = [folder for folder in target.parents if not folder.exists()]
     with contextlib.ExitStack() as after_failure:
         after_failure.callback(_remove_empty, missing)
-        pending = manifest.begin(target)
+        pending = manifest.Pending(target)
         after_failure.callback(manifest.abandon, pending)
+        manifest.begin(pending)
         yield pending
         after_failure.pop_all()
 

@@ -98,11 +98,11 @@ def _say_hello(hello: Path, timeout: float) -> None:
                 raise
 
 
-def _leave(root: Path, run: str, lock: int | None) -> None:
+def _leave(root: Path, run: str, lock: files.Descriptor | None) -> None:
     remove(_session(root, run))
     remove(root / run)
     if lock is not None:
-        locks.release(lock)
+        lock.close()
     with contextlib.suppress(OSError):  # not empty: the next run is about to begin there
         root.rmdir()
 
@@ -126,21 +126,20 @@ def _tell(root: Path, session: _Session) -> None:
     write(_session(root, session.run), session.model_dump_json().encode())
 
 
-def _gather(root: Path, size: int, timeout: float) -> tuple[str, int]:
+def _gather(root: Path, size: int, timeout: float) -> tuple[str, files.Descriptor]:
     """As rank 0, begin a run and meet the others; returns the run's name and the descriptor of its held lock."""
     run = secrets.token_hex(8)
     answers = root / run / _ANSWERS
     with storage_errors("mkdir", answers):
         answers.mkdir(parents=True)
     with storage_errors("lock", answers):
-        lock = os.open(root / run / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    locks.hold(lock)
+        lock = files.opened(root / run / _ALIVE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        locks.try_lock(lock)
+        locks.try_lock(lock.fileno())
         _meet(root, run, size, timeout)
     except BaseException:
         remove(root / run)
-        locks.release(lock)
+        lock.close()
         raise
     return run, lock
 

@@ -12,6 +12,7 @@
 namespace datastates::python {
 
 void bind_checksums(pybind11::module_& module);
+void bind_descriptor(pybind11::module_& module);
 void bind_plans(pybind11::module_& module);
 void bind_executor(pybind11::module_& module);
 

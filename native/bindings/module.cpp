@@ -2,6 +2,7 @@
 
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -65,6 +66,9 @@ void bind_errors() {
             if (caught) std::rethrow_exception(std::move(caught));
         } catch (const Error& error) {
             raise(to_python(error));
+        } catch (const std::system_error& error) {  // of start_thread() alone
+            const std::string message = "the native core: " + std::string(error.what());
+            raise(errors().attr("ThreadStartError")(message));
         }
     });
 }
@@ -120,6 +124,7 @@ PYBIND11_MODULE(_native, module) {
     module.doc() = "The native core of datastates: the executor and its checksums.";
     datastates::python::bind_errors();
     datastates::python::bind_functions(module);
+    datastates::python::bind_descriptor(module);
     datastates::python::bind_checksums(module);
     datastates::python::bind_plans(module);
     datastates::python::bind_executor(module);

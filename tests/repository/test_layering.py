@@ -33,6 +33,7 @@ ORDER = [
 ]
 PROVIDERS = {"errors", "_base", "state", "container", "protocol"}
 NATIVE = {
+    "_base.files",
     "executor.executor",
     "executor.jobs",
     "container.checksums",

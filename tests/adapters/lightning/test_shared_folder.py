@@ -34,8 +34,8 @@ def test_a_checkpoint_under_way_survives_another_runs_first_save(
 
 
 def test_what_a_run_left_is_removed_once_its_lock_is_gone(io: Any, tmp_path: Path) -> None:
-    alive = manifest.begin(tmp_path / ".alive.ckpt")
-    dead = manifest.begin(tmp_path / ".dead.ckpt")
+    alive = manifest.begin(manifest.Pending(tmp_path / ".alive.ckpt"))
+    dead = manifest.begin(manifest.Pending(tmp_path / ".dead.ckpt"))
     dead.file("dead.ckpt").write_bytes(b"half")
     dead.close()
     io.save_checkpoint(STATE, tmp_path / "new.ckpt")

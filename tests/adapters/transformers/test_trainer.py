@@ -303,7 +303,7 @@ def test_a_failure_is_told_and_leaves_nothing(training: ModuleType, tmp_path: Pa
 
 
 def test_what_another_run_is_writing_is_left_alone(training: ModuleType, tmp_path: Path) -> None:
-    alive, dead = (manifest.begin(tmp_path / f".checkpoint-{step}") for step in (77, 78))
+    alive, dead = (manifest.begin(manifest.Pending(tmp_path / f".checkpoint-{step}")) for step in (77, 78))
     dead.close()
     for pending in (alive, dead):  # as between the two renames that replace a checkpoint
         pending.directory.with_name(pending.directory.name + "-old").mkdir()
