@@ -89,10 +89,10 @@ def snapshot(
     try:
         meet(world, name, target, prepare)
         ballot = Ballot(world, f"{name}/commit", partial(next_sequence, target.parent), step=step)
-        return take_one(settings, providers, world, ballot, target, auto_gate=auto_gate)
     except BaseException:
         world.close()
         raise
+    return take_one(settings, providers, world, ballot, target, auto_gate=auto_gate)
 
 
 def restore(

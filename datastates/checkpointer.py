@@ -99,7 +99,7 @@ class Checkpointer:
             undo.callback(world.close)
             meet(world, self._name, self.directory, partial(retention.sweep, self.directory))
             undo.pop_all()
-        self._snapshots = itertools.count()
+        self._snapshots = 0
         self._restores = itertools.count()
         self._engine = Engine(
             executor,
@@ -146,11 +146,12 @@ class Checkpointer:
             ClosedError: The checkpointer is closed.
         """
         self._raise_if_closed()
-        number = next(self._snapshots)
+        number = self._snapshots
         name, sequence = f"{self._name}/snapshot/{number}", partial(self._order.sequence, number)
         ballot = Ballot(self._engine.world, name, sequence)
         failure = None
         try:
+            self._snapshots = number + 1  # all ranks count alike: an interrupt before this is one before the call
             ballot.step = step = _calls.checked_step(step)
             if (failure := self._failure()) is not None:
                 raise failure
@@ -162,8 +163,9 @@ class Checkpointer:
             collected = self._engine.collect(providers)
             taken = self._engine.take(collected, ballot, *self._places(step), self._retain, begin=begin)
         except BaseException as error:
-            told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
-            self._engine.decline(ballot, told)  # so that the other ranks do not wait for this one
+            if self._snapshots > number:
+                told = error if failure is None else SnapshotSkippedError(f"an earlier failure was raised: {failure}")
+                self._engine.decline(ballot, told)  # so that the other ranks do not wait for this one
             raise
         self._taken.append(taken)
         return taken
@@ -316,11 +318,17 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until every snapshot is committed or has failed, then free threads and memory. Idempotent.
 
+        An interrupted call can be repeated. Called by ``on_commit`` or ``on_error``, it returns at once: no snapshot
+        can be taken any more, and all else happens in the background. A later call on the training thread waits for
+        that.
+
         Raises:
             DatastatesError: With ``on_error="raise"``, a snapshot failed and its error, of whatever class, was not
-                delivered yet. The checkpointer is closed all the same.
+                delivered yet. The checkpointer is closed all the same. Not in ``on_commit`` or ``on_error``.
         """
-        if self._closed:
+        if self._engine.is_own_thread():
+            self._closed = True
+            self._engine.close_later()
             return
         self._engine.close()
         self._closed = True

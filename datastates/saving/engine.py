@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from datastates.commit import manifest
+from datastates._base.workers import Work, Workers
 from datastates.commit.ballot import Ballot
 from datastates.commit.ending import CheckpointEnding, Ending, FileEnding, identity_alone
+from datastates.commit.manifest import Pending
 from datastates.config import IoSettings
-from datastates.errors import DeviceError, ProviderError, StorageError
+from datastates.errors import DeviceError, ProviderError, StorageError, ThreadStartError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
 from datastates.ranks.world import SoloWorld, World
@@ -28,6 +29,8 @@ from datastates.saving.snapshot import Snapshot
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
+_MOST_ASIDE = 32
+"""Threads that may wait for other ranks, or in the user's functions."""
 
 
 class Engine:
@@ -67,14 +70,12 @@ class Engine:
     def _start(self) -> None:
         world = self.world
         self._saver = Saver(self.executor, ContainerFraming(world.size), world.rank, world.size)
-        # the pool's own exit hook lets running snapshots commit before the interpreter ends
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="datastates")
+        self._pool = Workers("datastates", self._threads)
         # work that waits for other ranks must not occupy the threads that capture state
-        self._aside = ThreadPoolExecutor(thread_name_prefix="datastates-aside")
+        self._aside = Workers("datastates-aside", _MOST_ASIDE)
+        self._closer: Workers | None = None
+        # each change is one operation: no lock that an interrupt could leave taken
         self._in_flight: list[Snapshot] = []
-        self._left = 0  # number of tasks that are queued or running
-        self._closing = False
-        self._lock = threading.RLock()  # a signal handler may run in the thread that holds it
 
     def _after_fork(self) -> None:
         for snapshot in self._in_flight:
@@ -118,12 +119,11 @@ class Engine:
             )
         snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
 
-        def open_ending() -> Ending:
+        def choose_ending() -> Ending:
             snapshot.path = expected()
-            pending = manifest.begin(snapshot.path, ballot.attempt)
-            return CheckpointEnding(pending, ballot, target, retain)
+            return CheckpointEnding(Pending(snapshot.path, ballot.attempt), ballot, target, retain)
 
-        return self._take(self._saver, collected, snapshot, open_ending, ballot)
+        return self._take(self._saver, collected, snapshot, choose_ending, ballot)
 
     def take_file(
         self, saver: Saver, providers: Sequence[StateProvider], path: Path, *, attempt: str, begin: float
@@ -140,40 +140,60 @@ class Engine:
         saver: Saver,
         collected: Collected,
         snapshot: Snapshot,
-        open_ending: Callable[[], Ending],
+        choose_ending: Callable[[], Ending],
         whom: Ballot | Ending,
     ) -> Snapshot:
         try:
-            running = saver.begin(collected, snapshot, open_ending())
-            with self._lock:
-                self._in_flight.append(snapshot)  # before a fork or a signal can find it at the gate
+            running = saver.prepare(collected, snapshot, choose_ending())
+            work = Work(partial(self._finish, running))
             try:
+                running.begin()
+                self._in_flight.append(snapshot)  # before a fork or a signal can find it at the gate
                 gate.guard(snapshot, automatic=self._auto_gate)
-                self._submit(self._pool, self._begin_and_finish, snapshot, lambda: running)
-            except BaseException as error:  # no thread, or the interpreter is ending: nobody must wait for the snapshot
-                running.cancel(error)
-                snapshot.exception()  # marks it as delivered, because it is raised here
-                self._forget(snapshot)
+                self._pool.put(work)
+            except BaseException as error:
+                if work.take() is not None:  # no thread has it: nobody must wait for the snapshot
+                    try:
+                        running.cancel(error)
+                    finally:
+                        self._forget(snapshot)
                 raise
         except (StorageError, DeviceError) as error:
             snapshot.fail(error)
             self.decline(whom, error)
             self._tell(snapshot)
+        except BaseException:
+            snapshot.exception()  # marks it as delivered, because it is raised here
+            raise
         if self._auto_gate and gate.is_in_step():
             snapshot.pass_gate()
         snapshot.called()
         return snapshot
 
-    def take_later(self, snapshot: Snapshot, begin: Callable[[], Running]) -> None:
-        """Begin and finish a snapshot on a thread of the engine. If ``begin`` raises, the snapshot fails."""
-        with self._lock:
-            self._in_flight.append(snapshot)
+    def _finish(self, running: Running) -> None:
+        failure = running.run()
+        self._forget(running.snapshot)
+        if failure is not None:
+            self.decline(running.ending, failure)
+        self._tell(running.snapshot)
+
+    def take_later(
+        self, snapshot: Snapshot, begin: Callable[[], Running], give_up: Callable[[BaseException], None]
+    ) -> None:
+        """Begin and finish a snapshot on a thread of the engine. If ``begin`` raises, the snapshot fails.
+
+        If this raises, ``give_up`` was called with the error, unless a thread has the snapshot already.
+        """
+        work = Work(partial(self._begin_and_finish, snapshot, begin))
         try:
-            self._submit(self._pool, self._begin_and_finish, snapshot, begin)
-        except BaseException as error:  # as in _take
-            snapshot.fail(error)
-            self._forget(snapshot)
-            snapshot.exception()  # marks it as delivered, because it is raised here
+            self._in_flight.append(snapshot)
+            self._pool.put(work)
+        except BaseException as error:
+            if work.take() is not None:
+                snapshot.fail(error)
+                snapshot.exception()  # marks it as delivered, because it is raised here
+                self._forget(snapshot)
+                give_up(error)
             raise
 
     def _begin_and_finish(self, snapshot: Snapshot, begin: Callable[[], Running]) -> None:
@@ -183,11 +203,7 @@ class Engine:
             snapshot.fail(error)
             self._forget(snapshot)
             return
-        failure = running.run()
-        self._forget(snapshot)
-        if failure is not None:
-            self.decline(running.ending, failure)
-        self._tell(snapshot)
+        self._finish(running)
 
     def decline(self, whom: Ballot | Ending, error: BaseException) -> None:
         """Tell the other ranks, in the background, that this rank takes no part in a checkpoint."""
@@ -203,66 +219,54 @@ class Engine:
     def _aside_or_here(self, work: Callable[..., None], *arguments: object) -> None:
         try:
             self.do_aside(work, *arguments)
-        except RuntimeError:  # the interpreter is ending, and starts no more threads
+        except ThreadStartError:
             work(*arguments)
 
     def _forget(self, snapshot: Snapshot) -> None:
-        with self._lock:
-            if snapshot in self._in_flight:  # an interrupted call may have removed it, and so may its thread
-                self._in_flight.remove(snapshot)
+        with contextlib.suppress(ValueError):  # another thread has done it
+            self._in_flight.remove(snapshot)
 
     def do_aside(self, work: Callable[..., None], *arguments: object) -> None:
         """Run ``work``, which may wait for other ranks, on a thread that no capture needs."""
-        self._submit(self._aside, work, *arguments)
-
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: object) -> None:
-        def do() -> None:
-            try:
-                work(*arguments)
-            finally:
-                self._done()
-
-        with self._lock:
-            self._left += 1
-        try:
-            pool.submit(do)
-        except BaseException:
-            self._done()
-            raise
-
-    def _done(self) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._closing and not self._left
-        if last:
-            for pool in (self._pool, self._aside):
-                pool.shutdown(wait=False)
-            self.world.close()
+        self._aside.do(partial(work, *arguments))
 
     def pending(self) -> list[Snapshot]:
         """The snapshots in flight."""
-        with self._lock:
-            return [s for s in self._in_flight if not s.ended]
+        return [s for s in self._in_flight.copy() if not s.ended]
 
     def wait(self, fewer_than: int = 1) -> None:
         """Wait until fewer than so many snapshots are in flight; by default until there is none."""
         while len(pending := self.pending()) >= fewer_than:
             pending[0].wait_ended()
 
+    def is_own_thread(self) -> bool:
+        """Whether a thread of the engine calls this, as in ``ended``. Such a thread cannot wait for its own end."""
+        return self._pool.is_current() or self._aside.is_current()
+
     def close(self) -> None:
         """Wait until no snapshot is in flight, then free threads and memory. An interrupted call can be repeated."""
-        # wait here first: a pool whose shutdown is interrupted believes that its threads have ended
-        self.wait()
-        for pool in (self._pool, self._aside):  # in this order, because the first submits work to the second
-            pool.shutdown(wait=True)
-        self.executor.close()
-        self.world.close()
+        if self._closer is not None:
+            self._closer.join()
+        self._close()
 
     def close_later(self) -> None:
-        """End the threads and close the world once all work in flight is done. No more snapshots may be taken."""
-        with self._lock:
-            self._closing = True
-        self._submit(self._pool, lambda: None)
+        """As :meth:`close`, in the background."""
+        if self._closer is None:
+            closer = Workers("datastates-close", 1)
+            try:
+                closer.do(self._close)
+            except ThreadStartError:
+                self._close()
+            closer.stop()
+            self._closer = closer
+
+    def _close(self) -> None:
+        self.wait()
+        for workers in (self._pool, self._aside):  # in this order, because the first put work to the second
+            workers.stop()
+            workers.join()
+        self.executor.close()
+        self.world.close()
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -296,13 +300,15 @@ def take_one(
         auto_gate: Whether every torch optimizer's ``step()`` waits for capture.
     """
     begin = time.monotonic()
-    try:
-        collected = collect(providers, rank=world.rank, ranks=world.size)
-        executor = make_executor(settings, collected.structure.nbytes)
-        engine = Engine(executor, world, threads=1, auto_gate=auto_gate)
-        taken = engine.take(collected, ballot, lambda: target, lambda: target, begin=begin)
-    except BaseException as error:
-        ballot.decline(error)
-        raise
-    engine.close_later()
-    return taken
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(world.close)
+        try:
+            collected = collect(providers, rank=world.rank, ranks=world.size)
+            executor = make_executor(settings, collected.structure.nbytes)
+            engine = Engine(executor, world, threads=1, auto_gate=auto_gate)
+            at_end.pop_all()
+            at_end.callback(engine.close_later)
+            return engine.take(collected, ballot, lambda: target, lambda: target, begin=begin)
+        except BaseException as error:
+            ballot.decline(error)
+            raise

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import weakref
 from typing import Any
 
 from datastates._base.loaded import loaded
 from datastates.saving.snapshot import Snapshot
 
-_pending: weakref.WeakKeyDictionary[Snapshot, bool] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+
+class _Guarded(weakref.ref[Snapshot]):
+    """A snapshot that nobody else may hold any more, and whether optimizers wait for it."""
+
+    automatic: bool
+
+
+# no lock guards it, as a wait at the gate may be interrupted anywhere: each change is one operation
+_pending: set[_Guarded] = set()
 _hook: Any = None
 
 
 def guard(snapshot: Snapshot, *, automatic: bool) -> None:
     """Track a snapshot until it is captured. If ``automatic``, every optimizer step waits until then. Thread-safe."""
     global _hook
-    with _lock:
-        _pending[snapshot] = automatic
-        if automatic and _hook is None and loaded("torch") is not None:
-            from torch._compile import _disable_dynamo
-            from torch.optim.optimizer import register_optimizer_step_pre_hook
+    guarded = _Guarded(snapshot, _pending.discard)
+    guarded.automatic = automatic
+    _pending.add(guarded)
+    if automatic and _hook is None and loaded("torch") is not None:
+        from torch._compile import _disable_dynamo
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-            # a compiled step then runs the hook uncompiled, between two graphs; torch.compiler.disable imports Dynamo
-            _hook = register_optimizer_step_pre_hook(_disable_dynamo(_before_step))
+        # a compiled step then runs the hook uncompiled, between two graphs; torch.compiler.disable imports Dynamo
+        _hook = register_optimizer_step_pre_hook(_disable_dynamo(_before_step))
 
 
 def pass_all(*, automatic_only: bool = False) -> None:
@@ -34,13 +40,13 @@ def pass_all(*, automatic_only: bool = False) -> None:
 
     ``automatic_only``: wait only for the snapshots that were guarded with ``automatic=True``.
     """
-    with _lock:
-        snapshots = [s for s, automatic in _pending.items() if automatic or not automatic_only]
-    for snapshot in snapshots:
+    for guarded in list(_pending):
+        snapshot = guarded()
+        if snapshot is None or (automatic_only and not guarded.automatic):
+            continue
         snapshot.pass_gate()
         if snapshot.captured or snapshot.ended:
-            with _lock:
-                _pending.pop(snapshot, None)
+            _pending.discard(guarded)
 
 
 def is_in_step() -> bool:
@@ -75,11 +81,3 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if len(args) > 1:
         return (args[0], closure_and_gate, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure_and_gate}
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from datastates._base.waiting import Flag
 from datastates.commit.ballot import Vote
 from datastates.commit.ending import Ending
 from datastates.container.pickle_writer import is_dialect
 from datastates.errors import DatastatesError, DeviceError, ProviderError, TornSnapshotError
-from datastates.executor.executor import PreparedWrite
+from datastates.executor.executor import Executor, PreparedWrite
 from datastates.executor.jobs import WriteJob, timeline
 from datastates.saving.collect import Collected
 from datastates.saving.frame import Frame
@@ -70,19 +71,19 @@ class ArrayWitness:
         else:
             self._before, _ = array_versions.witness(self._tensors)
         self._donatable = [(i, collected.sources[i]) for i in self._structure.donatable]
-        self._lock = threading.Lock()
-        self._changed: list[str] | None = None
-        self._lost: list[str] | None = None
+        # no lock, as the gate may be interrupted: of two threads that ask at once, the first to know is believed
+        self._found: dict[str, list[str]] = {}
 
     def compare(self) -> list[str]:
         """Keys of the tensors that changed before the first call of this method."""
-        with self._lock:
-            if self._changed is None:
-                versions, addresses = array_versions.witness(self._tensors)
-                changed = (versions != self._before) | (addresses != self._structure.addresses)
-                self._changed = [self._structure.key(i) for i in self._structure.counted[changed].tolist()]
-                self._tensors = []
-            return self._changed
+        tensors = self._tensors  # before the look at what is known: they are dropped after that
+        if "changed" not in self._found:
+            versions, addresses = array_versions.witness(tensors)
+            changed = (versions != self._before) | (addresses != self._structure.addresses)
+            keys = [self._structure.key(i) for i in self._structure.counted[changed].tolist()]
+            self._found.setdefault("changed", keys)
+            self._tensors = []
+        return self._found["changed"]
 
     def lost(self) -> list[str]:
         """Keys of arrays that were donated to a computation, or deleted, before the first call of this method.
@@ -90,32 +91,53 @@ class ArrayWitness:
         Their memory may have been written before it was copied. Call it once the copies are done: an array that is
         still there then was there all the time.
         """
-        with self._lock:
-            if self._lost is None:
-                self._lost = [self._structure.key(i) for i, array in self._donatable if jax_arrays.is_gone(array)]
-                self._donatable = []
-            return self._lost
+        donatable = self._donatable
+        if "lost" not in self._found:
+            keys = [self._structure.key(i) for i, array in donatable if jax_arrays.is_gone(array)]
+            self._found.setdefault("lost", keys)
+            self._donatable = []
+        return self._found["lost"]
 
     def forget(self) -> None:
         """Drop the arrays of a failed snapshot; no keys are returned from then on."""
-        with self._lock:
-            self._tensors, self._changed = [], []
-            self._donatable, self._lost = [], []
+        for what in ("changed", "lost"):
+            self._found.setdefault(what, [])
+        self._tensors, self._donatable = [], []
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One snapshot in the background: serializes lazy objects, waits for the data, appends the metadata, commits."""
+    """One snapshot in the background: serializes lazy objects, waits for the data, appends the metadata, commits.
 
+    Nothing of it exists outside of this object before :meth:`begin`. From then on, :meth:`run` or :meth:`cancel` ends
+    it, the latter also where :meth:`begin` was interrupted.
+    """
+
+    executor: Executor
     collected: Collected
     snapshot: Snapshot
     planned: SavePlan
-    job: WriteJob
     objects: list[tuple[int, Shard, bytes | Encoder | None]]
     witness: ArrayWitness
     ending: Ending
-    lazy_serialized: threading.Event = field(default_factory=threading.Event)
+    lazy_serialized: Flag = field(default_factory=Flag)
     cause: Exception | None = None  # what failed at the gate
+    _job: WriteJob | None = None
+
+    def begin(self) -> None:
+        """Begin to capture: make the place for the file, and start the job that writes it."""
+        self.ending.open()
+        structure = self.collected.structure
+        self._job = job = self.executor.submit_write(
+            self.ending.path, self.planned.prepared, self.collected.columns, structure.witness
+        )
+        self.snapshot.attach(self.gate, job.stats, partial(timeline, job))
+
+    @property
+    def job(self) -> WriteJob:
+        """The job that writes the file, once it has begun."""
+        assert self._job is not None
+        return self._job
 
     def gate(self) -> None:
         """Wait until the CPU no longer reads live state, and let the consumers' GPU streams wait for the copies.
@@ -162,12 +184,15 @@ class Running:
 
     def cancel(self, error: BaseException) -> None:
         """Stop at once, remove what was written, and let the snapshot fail with ``error``."""
-        self.lazy_serialized.set()
-        self.job.abort()
-        self.ending.abandon(made=self.job.made)
-        self.witness.forget()
-        self._let_go()
-        self.snapshot.fail(error)
+        try:
+            self.lazy_serialized.set()
+            if self._job is not None:
+                self._job.abort()
+            self.ending.abandon(made=self._job is not None and self._job.made)
+            self.witness.forget()
+            self._let_go()
+        finally:
+            self.snapshot.fail(error)
 
     def _capture(self) -> None:
         try:
@@ -211,7 +236,7 @@ class Running:
 
     def _let_go(self) -> None:
         self._release()
-        self.snapshot.detach(self.job.stats(), timeline(self.job))
+        self.snapshot.detach(self._job.stats() if self._job else {}, timeline(self._job) if self._job else [])
 
     def _release(self) -> None:
         self.collected.release()

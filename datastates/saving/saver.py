@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from datastates._base import gc_pause
 from datastates.commit.ending import Ending
 from datastates.executor.executor import Executor
-from datastates.executor.jobs import timeline
 from datastates.saving.collect import Collected, collect
 from datastates.saving.frame import Framing
 from datastates.saving.running import ArrayWitness, Running, SavePlan, _serialize
@@ -20,7 +18,7 @@ from datastates.state.repeated import Knowledge
 
 
 class Saver:
-    """Begins snapshots with one executor, and keeps the plan of the last structure. Not thread-safe."""
+    """Prepares snapshots with one executor, and keeps the plan of the last structure. Not thread-safe."""
 
     def __init__(self, executor: Executor, framing: Framing, rank: int = 0, ranks: int = 1) -> None:
         """Prepare for the files of one rank.
@@ -43,29 +41,17 @@ class Saver:
         last = self._last.structure if self._last else None
         return collect(providers, last, self._knowledge, rank=self._rank, ranks=self._ranks)
 
-    def begin(self, collected: Collected, snapshot: Snapshot, ending: Ending) -> Running:
-        """Start capturing; returns the rest of the work, to be run in the background. If it raises, it leaves no file.
+    def prepare(self, collected: Collected, snapshot: Snapshot, ending: Ending) -> Running:
+        """Serialize what is not lazy, and plan the file; returns the work, which has not begun.
 
         Args:
             collected: What the providers described.
             snapshot: The snapshot to report to.
-            ending: Where the file is written, and how it is committed.
+            ending: Where the file is to be written, and how it is committed.
         """
-        job = None
-        try:
-            eager_objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
-            structure = collected.structure
-            planned = self._planned(structure)
-            witness = ArrayWitness(collected)
-            job = self._executor.submit_write(ending.path, planned.prepared, collected.columns, structure.witness)
-            work = Running(collected, snapshot, planned, job, eager_objects, witness, ending)
-            snapshot.attach(work.gate, job.stats, partial(timeline, job))
-        except BaseException:
-            if job is not None:
-                job.abort()
-            ending.abandon(made=job is not None and job.made)
-            raise
-        return work
+        objects = [(p, s, None if s.lazy else _serialize(collected, p, s)) for p, s in collected.objects]
+        planned = self._planned(collected.structure)
+        return Running(self._executor, collected, snapshot, planned, objects, ArrayWitness(collected), ending)
 
     @gc_pause.paused()
     def _planned(self, structure: Structure) -> SavePlan:

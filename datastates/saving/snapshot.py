@@ -8,13 +8,14 @@ import json
 import logging
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from datastates._base import workers
+from datastates._base.waiting import Bell
 from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
 from datastates.executor.timeline import Span, chrome_trace, stages
 from datastates.saving.report import Report
@@ -27,6 +28,7 @@ _silent: set[Snapshot] = set()
 
 @atexit.register
 def _tell_at_exit() -> None:
+    workers.finish()  # what exit functions have taken, and threads that outlived the main thread
     for snapshot in _silent:
         _log.error("snapshot %d failed, and nobody asked: %s", snapshot.step, snapshot._error)
     if _silent and sys.stderr is not None:
@@ -92,8 +94,9 @@ class Snapshot:
         self._file_nbytes = 0
         self._begin = begin
         self._times: dict[str, float] = {}
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
+        self._changed = Bell()
+        self._failure: dict[str, BaseException] = {}  # of which setdefault() lets the first one win
+        self._delivered = False
         self._figures: Callable[[], dict[str, Any]] = dict
         self._native_spans: Callable[[], list[Span]] = list
         self._spans: list[Span] = []
@@ -144,31 +147,30 @@ class Snapshot:
 
         The error then counts as delivered: :class:`~datastates.Checkpointer` no longer raises it.
         """
-        with self._changed:
-            return self._deliver()
+        return self._deliver()
 
     @property
     def report(self) -> Report:
         """Its sizes, times and rates so far."""
         figures, spans = self._figures(), self._all_spans()
         waits = {name: [s.end - s.begin for s in spans if s.stage == name] for name in ("stall", "gate")}
-        with self._changed:
-            return Report(
-                step=self.step,
-                path=self.path,
-                state="failed" if self._error else next(reversed(self._times), "started"),
-                nbytes=self._nbytes,
-                file_nbytes=self._file_nbytes,
-                snapshot_seconds=sum(waits["stall"]) if waits["stall"] else time.monotonic() - self._begin,
-                gate_seconds=sum(waits["gate"]),
-                capture_seconds=self._times.get("captured"),
-                persist_seconds=self._times.get("persisted"),
-                commit_seconds=self._times.get("committed"),
-                backend=str(figures.get("backend", "")),
-                direct=bool(figures.get("direct", False)),
-                stages=stages(spans),
-                executor=figures,
-            )
+        times = self._times.copy()
+        return Report(
+            step=self.step,
+            path=self.path,
+            state="failed" if self._error else next(reversed(times), "started"),
+            nbytes=self._nbytes,
+            file_nbytes=self._file_nbytes,
+            snapshot_seconds=sum(waits["stall"]) if waits["stall"] else time.monotonic() - self._begin,
+            gate_seconds=sum(waits["gate"]),
+            capture_seconds=times.get("captured"),
+            persist_seconds=times.get("persisted"),
+            commit_seconds=times.get("committed"),
+            backend=str(figures.get("backend", "")),
+            direct=bool(figures.get("direct", False)),
+            stages=stages(spans),
+            executor=figures,
+        )
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace of the work so far, in the format that https://ui.perfetto.dev and Chrome show.
@@ -205,17 +207,22 @@ class Snapshot:
 
     def deliver(self) -> BaseException | None:
         """Its error if it was not delivered yet, else None. The error then counts as delivered."""
-        with self._changed:
-            return self._deliver() if self in _silent else None
+        return None if self._delivered else self._deliver()
 
     @property
     def failed(self) -> bool:
         """Whether it has failed."""
         return self._error is not None
 
+    @property
+    def _error(self) -> BaseException | None:
+        return self._failure.get("")
+
     def _deliver(self) -> BaseException | None:
-        _silent.discard(self)
-        return self._error
+        if (error := self._error) is not None:
+            self._delivered = True
+            _silent.discard(self)
+        return error
 
     def called(self) -> None:
         """Record that the user's call returns now."""
@@ -243,23 +250,21 @@ class Snapshot:
 
     def reach(self, state: str, *, at: float | None = None, file_nbytes: int = 0) -> None:
         """Record that a state has been reached, now or at the time ``at`` of the monotonic clock."""
-        with self._changed:
-            self._times[state] = (time.monotonic() if at is None else at) - self._begin
-            self._file_nbytes = file_nbytes or self._file_nbytes
-            self._changed.notify_all()
+        self._file_nbytes = file_nbytes or self._file_nbytes
+        self._times[state] = (time.monotonic() if at is None else at) - self._begin
+        self._changed.ring()
 
     def fail(self, error: BaseException) -> None:
         """Record the error that made it fail. Of several errors, the first one is kept."""
         _forget_frames(error, log=self._error is None)
-        with self._changed:
-            if self._error is None:
-                self._error = error
-                _silent.add(self)
-            self._changed.notify_all()
+        if self._failure.setdefault("", error) is error:
+            _silent.add(self)
+        if self._delivered:  # meanwhile
+            _silent.discard(self)
+        self._changed.ring()
 
     def abandon(self) -> None:
         """Record, in a forked child, that only the parent can finish it."""
-        self._changed = threading.Condition()
         self._abandoned = True
         self.detach({}, [])
 
@@ -275,23 +280,20 @@ class Snapshot:
 
     def wait_free(self) -> None:
         """Wait until the state may change, because the snapshot is captured or has ended. Never raises its error."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.captured or self.ended)
+        self._changed.wait_for(lambda: self.captured or self.ended)
 
     def wait_ended(self) -> None:
         """Wait until it has ended, without raising its error."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.ended)
+        self._changed.wait_for(lambda: self.ended)
 
     def _wait(self, state: str, timeout: float | None) -> None:
-        with self._changed:
-            done = self._changed.wait_for(lambda: state in self._times or self._error or self._abandoned, timeout)
-            if state in self._times:
-                return
-            error = self._deliver()
-            if error is not None:
-                raise error
-            if self._abandoned:
-                raise SnapshotAbandonedError(f"snapshot {self.step} was begun before a fork, by the parent process")
-            if not done:
-                raise SnapshotTimeoutError(f"snapshot {self.step} was not {state} within {timeout} s")
+        done = self._changed.wait_for(lambda: state in self._times or self._error or self._abandoned, timeout)
+        if state in self._times:
+            return
+        error = self._deliver()
+        if error is not None:
+            raise error
+        if self._abandoned:
+            raise SnapshotAbandonedError(f"snapshot {self.step} was begun before a fork, by the parent process")
+        if not done:
+            raise SnapshotTimeoutError(f"snapshot {self.step} was not {state} within {timeout} s")

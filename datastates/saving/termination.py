@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from datastates._base.workers import start
+
 _AGAIN_SECONDS = 0.1
 
 
@@ -28,17 +30,21 @@ class Termination:
         self._came: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may be called in a signal handler
         self._is_over = False  # the snapshots that the signal waits for have ended
         self._has_come = self._is_given = False
-        self._previous: Any = signal.signal(signal.SIGTERM, self._handle)
+        self._previous: Any = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, self._handle)
 
     def watch(self) -> None:
         """Begin to hold the signal back, before a snapshot is taken."""
         if self._process != os.getpid():
-            self._came = queue.SimpleQueue()
-            threading.Thread(target=self._watch, name="datastates-sigterm", daemon=True).start()
+            if self._process:  # this is a forked child
+                self._came = queue.SimpleQueue()
+            start(threading.Thread(target=self._watch, name="datastates-sigterm", daemon=True))
             self._process = os.getpid()
 
     def _watch(self) -> None:
-        if self._came.get():
+        if not self._came.get():
+            self._came.put(False)  # for another thread, where a call was interrupted that started one
+        else:
             self._wait()
             self._is_over = True
             main = threading.main_thread().ident

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import datastates as ds
+from datastates._base.workers import Work
 from datastates.providers import HostTensorProvider
 from datastates.saving import snapshot
 
 
-@pytest.mark.parametrize("when", ["before it is queued", "while it runs", "after its thread has ended it"])
+@pytest.mark.parametrize("when", ["before it is put", "while it runs", "after its thread has ended it"])
 def test_an_interrupted_call_is_told_by_its_interrupt(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ds.Checkpointer(tmp_path, host_cache="4MiB", block="1MiB") as ckpt:
         engine = ckpt._engine
-        submit = engine._pool.submit
+        put = engine._pool.put
 
-        def interrupted(work: Callable[[], None]) -> Any:
-            if when != "before it is queued":
-                queued = submit(work)
+        def interrupted(work: Work) -> None:
+            if when != "before it is put":
+                put(work)
                 if when == "after its thread has ended it":
-                    queued.result()
+                    engine._pool.wait_done()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(engine._pool, "submit", interrupted)
+        monkeypatch.setattr(engine._pool, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.snapshot([HostTensorProvider("model", {"a": np.ones(1000)})], step=1)
-        monkeypatch.setattr(engine._pool, "submit", submit)
+        monkeypatch.setattr(engine._pool, "put", put)
         ckpt.snapshot([HostTensorProvider("model", {"a": np.ones(1000)})], step=2).wait_committed()
     caplog.clear()  # the traceback of the interrupt is logged
     with caplog.at_level(logging.ERROR, "datastates"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import logging
 import signal
@@ -24,6 +25,7 @@ from datastates.errors import (
     SnapshotRefusedError,
     SnapshotTimeoutError,
     StorageError,
+    ThreadStartError,
 )
 from datastates.providers import HostTensorProvider
 
@@ -306,8 +308,10 @@ def test_a_snapshot_that_finds_no_thread_fails_and_blocks_nothing(
 ) -> None:
     with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
         with monkeypatch.context() as patched:
-            patched.setattr(ckpt._engine._pool, "submit", raise_runtime_error)
-            with pytest.raises(RuntimeError, match="no thread"):
+            patched.setattr(_thread, "start_new_thread", raise_runtime_error)
+            with pytest.raises(
+                ThreadStartError, match="could not be started: datastates_0: no thread. Raise the limit"
+            ):
                 ckpt.snapshot(providers(1), step=1)
         ckpt.gate()
         assert list(tmp_path.iterdir()) == []

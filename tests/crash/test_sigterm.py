@@ -22,13 +22,13 @@ gate.guard = interrupted
 """,
     # the snapshot counts as in flight, and no thread has it yet
     "before a thread has it": """
-from datastates.saving.engine import Engine
-submit = Engine._submit
-def interrupted(self, pool, *arguments):
-    if pool is self._pool:
+from datastates._base.workers import Workers
+put = Workers.put
+def interrupted(self, work):
+    if threading.current_thread() is threading.main_thread():
         os.kill(os.getpid(), signal.SIGTERM)
-    submit(self, pool, *arguments)
-Engine._submit = interrupted
+    put(self, work)
+Workers.put = interrupted
 """,
     # the main thread holds a lock that the snapshot's own thread needs, too
     "in the gate": """

@@ -168,15 +168,15 @@ class Session:
     def save_staged(self, staged: Staged, path: Path, planner: SavePlanner, turn: Turn) -> Snapshot:
         """Begin to save a staged state; errors of the save itself land on its snapshot."""
         staged.snapshot.path = path
-        try:
-            writer = copy.copy(self._writer)  # another save may set another directory before this one begins
-            # emptied by the call: frames that live on must not keep the state alive
-            begin = [partial(self._begin, staged, writer, path, planner, turn)]
-            self._engine.take_later(staged.snapshot, lambda: begin.pop()())
-        except BaseException as error:
+        writer = copy.copy(self._writer)  # another save may set another directory before this one begins
+        # emptied by the call: frames that live on must not keep the state alive
+        begin = [partial(self._begin, staged, writer, path, planner, turn)]
+
+        def give_up(error: BaseException) -> None:
             staged.give_up(error)
             turn.after.set()
-            raise
+
+        self._engine.take_later(staged.snapshot, lambda: begin.pop()(), give_up)
         return staged.snapshot
 
     def _begin(

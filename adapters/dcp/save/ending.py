@@ -95,6 +95,9 @@ class DcpEnding:
         self._meta = meta
         self._voted = self._kept = False
 
+    def open(self) -> None:
+        """Do nothing: the writer has made the folder."""
+
     def commit(self, vote: Vote) -> Path:
         """Tell the coordinator where each item is, and hear its decision.
 

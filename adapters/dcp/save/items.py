@@ -140,8 +140,9 @@ def begin(
     provider = ItemsProvider(plan, planner)
     collected = saver.collect([provider])
     staged.snapshot.holds(collected.structure.nbytes)
-    running = saver.begin(collected, staged.snapshot, ending)
+    running = saver.prepare(collected, staged.snapshot, ending)
     try:
+        running.begin()
         running.job.wait_made()  # new_file() takes a name that no file has
         staged.check()
     except BaseException as error:

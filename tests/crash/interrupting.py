@@ -1,0 +1,291 @@
+"""A program that interrupts one public call at each of its instructions in turn, and looks what every interrupt leaves.
+
+    interrupting.py DIRECTORY CALL [--signals SECONDS] [--every N]
+
+Each line of this package, and of the standard library below it, is one place, or with ``--signals`` whatever a timer
+hits. A line per fault is written to standard output. A hang ends the program, with the stacks on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dis
+import faulthandler
+import gc
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+
+import datastates as ds
+from datastates.providers import HostTensorProvider, from_state_dict
+
+OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
+HANG_SECONDS = 30
+PACKAGE = str(Path(ds.__file__).parent)
+
+
+class Interrupt(BaseException):
+    """What a signal handler may raise."""
+
+
+def providers(step: int) -> list[Any]:
+    """A state that tells its step."""
+    return [
+        HostTensorProvider("model", {"a": np.full(3000, step), "b": np.full(2, step)}),
+        from_state_dict("rest", {"step": step}),
+    ]
+
+
+def value_of(given: list[Any]) -> tuple[int, ...]:
+    """What the arrays of a state say."""
+    loaded = {name: int(array[0]) for name, array in given[0].tensors().items()}
+    return tuple(loaded.values())
+
+
+# --- where to interrupt
+
+
+def exits(code: CodeType) -> set[int]:
+    """Offsets in a function at which a ``with`` block is about to be left. Python handles no signals there."""
+    found, names = set(), collections.deque[tuple[str, Any]](maxlen=3)
+    offsets = collections.deque[int](maxlen=3)
+    for one in dis.get_instructions(code):
+        if one.opname in ("PRECALL", "CALL", "CALL_FUNCTION") and list(names) == [("LOAD_CONST", None)] * 3:
+            found.add(offsets[0])
+        names.append((one.opname, one.argval))
+        offsets.append(one.offset)
+    return found
+
+
+class Tracer:
+    """Raises :class:`Interrupt` at the n-th line that is reached."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self.place = ""
+        self._exits: dict[CodeType, set[int]] = EXITS
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if self.place or frame.f_code.co_filename.startswith("<frozen importlib"):
+            return None
+        if event == "line" and frame.f_lasti not in self._exits_of(frame.f_code):
+            if not self.left:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise Interrupt
+            self.left -= 1
+        return self.trace
+
+    def _exits_of(self, code: CodeType) -> set[int]:
+        if code not in self._exits:
+            self._exits[code] = exits(code)
+        return self._exits[code]
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        sys.settrace(self.trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+
+EXITS: dict[CodeType, set[int]] = {}
+
+
+# --- the calls
+
+
+class Calls:
+    """A checkpointer, and calls to interrupt. Each returns what undoes it, if it ended after all."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.steps = itertools.count(1)
+        self.ckpt = ds.Checkpointer(root / "many", keep_last=1, **OPTIONS)
+        self.ckpt.snapshot(providers(0), step=0).wait_committed()
+        ds.snapshot(providers(0), root / "one", **OPTIONS).wait_committed()
+        self.made = root / "made"
+        self.made.mkdir()
+
+    def snapshot(self) -> object:
+        return self.ckpt.snapshot(providers(7), step=next(self.steps))
+
+    def gate(self) -> object:
+        return self.ckpt.gate()
+
+    def wait(self) -> object:
+        return self.ckpt.wait()
+
+    def wait_committed(self) -> object:
+        return self.ckpt.snapshot(providers(7), step=next(self.steps)).wait_committed()
+
+    def restore(self) -> object:
+        return self.ckpt.restore(providers(9))
+
+    def steps_and_latest(self) -> object:
+        return self.ckpt.steps(), self.ckpt.latest()
+
+    def checkpointer(self) -> object:
+        with ds.Checkpointer(self.root / "other", **OPTIONS) as other:
+            return other.snapshot(providers(7), step=next(self.steps))
+
+    def close(self) -> object:
+        self.ckpt.snapshot(providers(7), step=next(self.steps))
+        return self.ckpt.close()
+
+    def one_snapshot(self) -> object:
+        return ds.snapshot(providers(7), self.made / str(next(self.steps)), **OPTIONS).wait_committed()
+
+    def one_restore(self) -> object:
+        return ds.restore(providers(9), self.root / "one", **OPTIONS)
+
+    def compare(self) -> object:
+        return ds.compare(providers(9), self.root / "one", **OPTIONS)
+
+    def load(self) -> object:
+        return ds.load(self.root / "one", framework="np", **OPTIONS)
+
+    def open(self) -> object:
+        with ds.open(self.root / "one", framework="np", **OPTIONS) as opened:
+            return [opened[key] for key in opened]
+
+    def export(self) -> object:
+        return ds.export(self.root / "one", self.made / f"{next(self.steps)}.safetensors", **OPTIONS)
+
+    # --- afterwards
+
+    def clean(self) -> None:
+        """Wait for what may have gone on, and remove it."""
+        if self.ckpt._closed:
+            self.ckpt = ds.Checkpointer(self.root / "many", keep_last=1, **OPTIONS)
+        self.ckpt.wait()
+        gc.collect()
+
+    def faults(self) -> Iterator[str]:
+        """What does not work any more."""
+        self.ckpt.gate()
+        step = next(self.steps)
+        self.ckpt.snapshot(providers(step), step=step).wait_committed()
+        back = providers(0)
+        restored = self.ckpt.restore(back)
+        if restored is None or restored.step != step or value_of(back) != (step, step):
+            yield f"step {step} was not restored: {restored}"
+        if not gc.isenabled():
+            yield "the garbage collector is switched off"
+            gc.enable()
+
+    def things(self) -> dict[str, list[str]]:
+        """Open files, partial folders and threads."""
+        names = [str(path) for path in (*self.root.glob("*/*.partial-*"), *self.root.glob("*.partial-*"))]
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return {"files": sorted(names), "threads": sorted(t.name for t in threading.enumerate())}
+
+
+def settled(calls: Calls, before: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What is open and running now beyond ``before``, once threads that are ending have ended."""
+    end = time.monotonic() + 5
+    while True:
+        now = calls.things()
+        more = {k: list((collections.Counter(now[k]) - collections.Counter(before[k])).elements()) for k in now}
+        if not any(more.values()) or time.monotonic() > end:
+            return {k: v for k, v in more.items() if v}
+        time.sleep(0.01)
+
+
+def interrupted_at_each_line(calls: Calls, call: Callable[[], object], every: int) -> Iterator[tuple[str, Any]]:
+    """Interrupt a call at each place in turn; yields each place once the call has been left."""
+    first = random.Random(every).randrange(every)
+    for number in itertools.count(first, every):
+        tracer = Tracer(number)
+        try:
+            with tracer.tracing():
+                call()
+        except Interrupt:
+            pass
+        if not tracer.place:
+            return
+        yield tracer.place, number
+
+
+def interrupted_by_signals(call: Callable[[], object], seconds: float) -> Iterator[tuple[str, Any]]:
+    """Interrupt a call at random times; yields once the call has been left."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Interrupt
+
+    signal.signal(signal.SIGALRM, handle)
+    seed = random.randrange(1 << 30)
+    rng, end, took = random.Random(seed), time.monotonic() + seconds, 0.05
+    while time.monotonic() < end:
+        begin, place = time.monotonic(), "not interrupted"
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 1.1 * took))
+                call()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            took = time.monotonic() - begin
+        except Interrupt as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+                trace = trace.tb_next
+        yield place, seed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("call")
+    parser.add_argument("--signals", type=float, default=0)
+    parser.add_argument("--every", type=int, default=1)
+    asked = parser.parse_args()
+    faulthandler.enable()
+    calls = Calls(asked.directory)
+    call = getattr(calls, asked.call)
+    for _ in range(3):  # what is imported and kept at first use
+        call()
+        calls.clean()
+        assert list(calls.faults()) == []
+    call()
+    calls.clean()
+    before = calls.things()
+    count = 0
+    trials = (
+        interrupted_by_signals(call, asked.signals)
+        if asked.signals
+        else interrupted_at_each_line(calls, call, asked.every)
+    )
+    for place, number in trials:
+        count += 1
+        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+        print(f"\r{number} {place}", file=sys.stderr)
+        calls.clean()
+        found = list(calls.faults())
+        if more := settled(calls, before):
+            found.append(f"more than before: {more}")
+            before = calls.things()
+        for fault in found:
+            print(f"{number} {place}: {fault}", flush=True)
+        faulthandler.cancel_dump_traceback_later()
+    calls.ckpt.close()
+    if asked.call in ("snapshot", "wait_committed") and (left := [t.name for t in threading.enumerate()][1:]):
+        print(f"threads after close(): {left}")
+    print(f"{count} interrupts of {asked.call}", file=sys.stderr)
+
+
+main()

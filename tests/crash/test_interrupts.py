@@ -1,0 +1,47 @@
+"""An exception at any line of a public call, as of Ctrl-C, leaves everything usable: no lock, file, folder or thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("interrupting.py")
+CALLS = [
+    "checkpointer",
+    "close",
+    "compare",
+    "export",
+    "gate",
+    "load",
+    "one_restore",
+    "one_snapshot",
+    "open",
+    "restore",
+    "snapshot",
+    "steps_and_latest",
+    "wait",
+    "wait_committed",
+]
+
+
+def finds_nothing(ended: Any) -> None:
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr.replace("\r", "\n")[-4000:]
+
+
+def test_a_snapshot_that_is_interrupted_anywhere(tmp_path: Path, run: Callable[..., Any]) -> None:
+    finds_nothing(run(PROGRAM, tmp_path, "snapshot", "--every", 31, timeout=120))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_is_interrupted_anywhere(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
+    finds_nothing(run(PROGRAM, tmp_path, call, "--every", 7, timeout=280))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", ["snapshot", "restore", "open", "export", "one_snapshot"])
+def test_a_call_that_signals_interrupt(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
+    finds_nothing(run(PROGRAM, tmp_path, call, "--signals", 20, timeout=200))
