@@ -55,8 +55,8 @@ class Workers:
         self._idle: list[None] = []
         """An entry for each thread that waits, and that no work is on its way to."""
         self._threads: list[threading.Thread] = []
-        self._end = weakref.finalize(self, self._queue.put, None)
-        self._end.atexit = False
+        self._is_stopped = False
+        weakref.finalize(self, self._queue.put, None).atexit = False
         _every[next(_numbers)] = self
 
     def put(self, work: Work) -> None:
@@ -66,7 +66,7 @@ class Workers:
             ThreadStartError: There is no thread, and none could be started.
             ClosedError: :meth:`stop` was called.
         """
-        if not self._end.alive:
+        if self._is_stopped:
             raise ClosedError(f"{self._name}: its threads have ended")
         # a thread first: an interrupt must not leave work that no thread will do
         try:
@@ -75,7 +75,7 @@ class Workers:
             if len(self._threads) < self._most:
                 self._start()
         self._queue.put(work)
-        if not self._end.alive and work.take() is not None:  # stopped meanwhile
+        if self._is_stopped and work.take() is not None:  # stopped meanwhile
             raise ClosedError(f"{self._name}: its threads have ended")
 
     def do(self, call: Callable[[], object]) -> None:
@@ -93,7 +93,8 @@ class Workers:
 
     def stop(self) -> None:
         """Let the threads end once they have done what was put before. Idempotent."""
-        self._end()
+        self._is_stopped = True
+        self._queue.put(None)
 
     def join(self) -> None:
         """After :meth:`stop`, wait until the threads have ended, except the one that calls this."""
@@ -107,7 +108,7 @@ class Workers:
 
     def wait_done(self) -> None:
         """Wait until what was put before is done. Not for several threads at once, nor for threads of this object."""
-        if not self._end.alive:
+        if self._is_stopped:
             self.join()
             return
         threads, came, all_came = len(self._threads), list[None](), Flag()

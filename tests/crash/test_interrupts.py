@@ -1,4 +1,4 @@
-"""An exception at any line of a public call, as of Ctrl-C, leaves everything usable: no lock, file, folder or thread."""
+"""An exception at any line of a public call, as of Ctrl-C, leaves all usable: no lock, file, folder or thread."""
 
 from __future__ import annotations
 
