@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 
 from datastates._base import files
+from datastates._base.workers import Work
 from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Function, standing_in
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of
@@ -99,14 +100,6 @@ class FolderCheckpoints:
         snapshots: list[Snapshot] = []
         spoiled: Exception | None = None
         locked = contextlib.ExitStack()  # its lock says that the folder is not abandoned
-        try:
-            pending = manifest.Pending(hidden, attempt)
-            locked.callback(pending.close)
-            manifest.begin(pending)
-            _refuse_others(final, proof)
-            write(staged, snapshots)
-        except Exception as error:  # the other ranks must not wait for this one
-            spoiled = error
 
         def publish(votes: dict[int, bytes]) -> bytes:
             del votes
@@ -130,12 +123,29 @@ class FolderCheckpoints:
             finally:
                 locked.close()
 
+        ending = Work(lambda: None)  # who takes it lets the checkpoint end: as it should, or as interrupted
+
+        def end_unless_interrupted(failure: BaseException | None) -> None:
+            if ending.take() is not None:
+                end(failure)
+
+        what = f"the checkpoint {final}"
         self._begun.add(final)
         in_flight = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)}
         self.snapshots = in_flight | {final: snapshots}
-        self.files.then(f"the checkpoint {final}", snapshots, end)
-        if spoiled is not None:
-            raise spoiled
+        try:
+            pending = manifest.Pending(hidden, attempt)
+            locked.callback(pending.close)
+            manifest.begin(pending)
+            _refuse_others(final, proof)
+            write(staged, snapshots)
+            self.files.then(what, snapshots, end_unless_interrupted)
+        except BaseException as error:  # the other ranks must not wait for this one
+            if ending.take() is not None:
+                # an interrupt must not be raised again later
+                spoiled = error if isinstance(error, Exception) else CommitError(f"{what} was interrupted: {error!r}")
+                self.files.then(what, [*snapshots, *self.files.under_way(staged)], end)
+            raise
 
     @contextlib.contextmanager
     def writing_tensors(

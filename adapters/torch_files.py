@@ -8,15 +8,17 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
 from pydantic import Field
 
+from datastates._base.tasks import Task
+from datastates._base.workers import Work, Workers
+from datastates.commit import manifest
 from datastates.config import IoOptions, IoSettings
-from datastates.errors import ProviderError, SnapshotAbandonedError
+from datastates.errors import ClosedError, ProviderError, SnapshotAbandonedError, ThreadStartError
 from datastates.executor.make import make_executor, prepare
 from datastates.providers.nested.tree import TreeProvider
 from datastates.ranks.world import SoloWorld
@@ -128,8 +130,8 @@ class TorchFiles:
         """Whether the checkpoint that ended last has failed. Set in the background, before what follows it."""
         self._engine: Engine | None = None
         self._process = os.getpid()
-        self._last: Future[None] | None = None
-        self._saves: list[Future[None]] = []
+        self._last: Task[None] | None = None
+        self._saves: list[Task[None]] = []
 
     def _start(self) -> Engine:
         if self._engine is not None:
@@ -140,8 +142,8 @@ class TorchFiles:
         self._engine = Engine(make_executor(self.settings), SoloWorld(), threads=1024, auto_gate=True)
         self._process = os.getpid()
         self._savers: dict[tuple[object, ...], Saver] = {}
-        # one thread: checkpoints end in the order in which they began; its exit hook waits for them
-        self._in_order = ThreadPoolExecutor(1, thread_name_prefix="datastates-files")
+        # one thread: checkpoints end in the order in which they began
+        self._in_order = Workers("datastates-files", 1)
         return self._engine
 
     def begin(self) -> None:
@@ -215,6 +217,8 @@ class TorchFiles:
     ) -> None:
         """Run ``act`` in the background, once the files are written and everything passed here before has run.
 
+        It is run also if this call is interrupted.
+
         Args:
             name: What this is, for the log.
             snapshots: The files of this rank's checkpoint. None: ``act`` ends no checkpoint. Its failure is logged. If
@@ -241,9 +245,39 @@ class TorchFiles:
             end()
             return
         self._start()
-        self._last = ended = self._in_order.submit(end)
-        if snapshots is not None:
-            self._saves.append(ended)
+        task = Task(end)
+        try:
+            if snapshots is not None:
+                self._saves.append(task)
+            self._last = task
+            self._in_order.put(task)
+        except (ThreadStartError, ClosedError):
+            if (call := task.take()) is not None:
+                call()
+        except BaseException:
+            if (call := task.take()) is not None:  # the files are under way: what follows them must follow
+                self._in_order.put(Work(call))
+            raise
+
+    def under_way(self, folder: Path) -> list[Snapshot]:
+        """The files that are being written into a folder."""
+        in_flight = self._engine.pending() if self._engine is not None else []
+        return [snapshot for snapshot in in_flight if folder in snapshot.path.parents]
+
+    def give_up(self, pending: manifest.Pending) -> None:
+        """Abandon a folder, if need be in the background, once the files that are being written into it have ended."""
+        written = self.under_way(pending.directory)
+
+        def abandon() -> None:
+            for snapshot in written:
+                snapshot.wait_ended()
+                snapshot.exception()  # nobody waits for the file any more
+            manifest.abandon(pending)
+
+        if written:
+            self._in_order.do(abandon)
+        else:
+            abandon()
 
     def remove(self, path: Path) -> None:
         """Delete a checkpoint once those begun before have ended; keep it if the last of them failed.
@@ -283,7 +317,8 @@ class TorchFiles:
         if self._engine is None or os.getpid() != self._process:
             return
         self.wait()
-        self._in_order.shutdown(wait=True)
+        self._in_order.stop()
+        self._in_order.join()
         self._engine.close()
         self._engine = self._last = None
         self.finish()

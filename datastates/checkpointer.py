@@ -330,8 +330,9 @@ class Checkpointer:
             self._closed = True
             self._engine.close_later()
             return
+        self._engine.wait()
+        self._closed = True  # from here on, a call that is interrupted leaves only close() to be called again
         self._engine.close()
-        self._closed = True
         if self._termination is not None:
             self._termination.end()
         if (failure := self._failure()) is not None:

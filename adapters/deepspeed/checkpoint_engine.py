@@ -7,20 +7,21 @@ import itertools
 import logging
 import os
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from datastates._base import paths
+from datastates._base.workers import Workers
 from datastates.adapters import torch_files
 from datastates.adapters.deepspeed import binding
 from datastates.adapters.deepspeed.ending import Save, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.torch_files import Lazy, TorchFiles, buffer_storages
 from datastates.commit import manifest
-from datastates.errors import CommitError, FormatError, SnapshotAbandonedError
+from datastates.errors import ClosedError, CommitError, FormatError, SnapshotAbandonedError, ThreadStartError
 from datastates.formats import own
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.saving import gate
@@ -71,8 +72,8 @@ class CheckpointEngine:
         self._world: World = SoloWorld()
         self._closed = False
         self._process = os.getpid()
-        # one thread: checkpoints end in the order in which they began; its exit hook waits for them
-        self._ending = ThreadPoolExecutor(1, thread_name_prefix="datastates-deepspeed")
+        # one thread: checkpoints end in the order in which they began
+        self._ending = Workers("datastates-deepspeed", 1)
         if self.settings.enabled:
             self._world = world_of(None, None, Path("deepspeed"), self.settings.rank_timeout)
             self._files.prepare()
@@ -170,10 +171,11 @@ class CheckpointEngine:
             manifest.begin(pending)
             kind = final.name.removesuffix(".pt")
             taken = self._files.write(kind, state_dict, pending.files[0], lazy, attempt=save.attempt)
+            save.add(taken, pending, final)
         except BaseException:
-            manifest.abandon(pending)
+            if not save.has(pending):
+                self._files.give_up(pending)
             raise
-        save.add(taken, pending, final)
         if self._opened is None:
             save.finish()
             if save.exception is not None:
@@ -211,15 +213,15 @@ class CheckpointEngine:
         """
         self._context = None
         spoiled, self._spoiled = self._spoiled, None
-        opened, self._opened = self._opened, None
-        if opened is not None:
+        if (opened := self._opened) is not None:
             why = given_up or spoiled
             if why is not None and not isinstance(why, Exception):  # an interrupt must not be raised again later
                 why = CommitError(f"the checkpoint {opened.tag} was interrupted: {type(why).__name__}")
             try:
-                self._ending.submit(opened.finish, why)
-            except RuntimeError:  # the interpreter is ending and starts no more work
+                self._ending.do(partial(opened.finish, why))
+            except (ThreadStartError, ClosedError):
                 opened.finish(why)
+            self._opened = None  # not earlier: where this is interrupted, the next call seals it
         if spoiled is not None and given_up is None:
             raise spoiled
 
@@ -305,7 +307,8 @@ class CheckpointEngine:
                 self.seal(CommitError(f"the checkpoint {self._opened.tag} was begun and not finished"))
             self.wait()
         finally:
-            self._ending.shutdown(wait=True)
+            self._ending.stop()
+            self._ending.join()
             self._files.close()
             self._world.close()
 

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from pathlib import Path
 import msgpack
 
 from datastates._base import files
+from datastates._base.waiting import Flag
+from datastates._base.workers import Work
 from datastates.commit import manifest, retention
 from datastates.errors import CommitError
 from datastates.ranks.together import settle
@@ -83,7 +84,8 @@ class Save:
         self._world = world
         self._files: list[_File] = []
         self._failure: BaseException | None = None
-        self._ended = threading.Event()
+        self._ended = Flag()
+        self._to_finish = Work(lambda: None)  # it is finished once
         self._delivered = False
         self._old_are_gone = False
 
@@ -121,8 +123,12 @@ class Save:
     # --- for the checkpoint engine
 
     def add(self, snapshot: Snapshot, pending: manifest.Pending, final: Path) -> None:
-        """Add a file, which is written in the folder that :func:`begin_file` made for it."""
+        """Add a file, which is written in the folder of ``pending``."""
         self._files.append(_File(snapshot, pending, final))
+
+    def has(self, pending: manifest.Pending) -> bool:
+        """Whether the file in a folder was added."""
+        return any(file.pending is pending for file in self._files)
 
     def undelivered(self) -> BaseException | None:
         """The checkpoint's failure at the first call that finds one; else None."""
@@ -134,11 +140,13 @@ class Save:
     def finish(self, given_up: BaseException | None = None) -> None:
         """Wait until this rank's files are written, and name them together with the other ranks.
 
-        Never raises: a failure becomes :attr:`exception`.
+        Never raises: a failure becomes :attr:`exception`. Does nothing if it was called before.
 
         Args:
             given_up: Why this rank did not add all of its files.
         """
+        if self._to_finish.take() is None:
+            return
         try:
             self._finish(given_up)
         except BaseException as error:

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from datastates._base import files, paths
 from datastates._base.sizes import LARGE_RECORD
+from datastates._base.workers import Work
 from datastates.adapters import torch_files
 from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles
 from datastates.commit import manifest, retention
@@ -101,15 +102,11 @@ class DataStatesCheckpointIO(CheckpointIO):
             retention.sweep(final.parent, _PENDING)
         pending = manifest.Pending(final.with_name(f".{final.name}"))
         partial = pending.file(final.name)
-        try:
-            manifest.begin(pending)
-            snapshot = self.files.write("checkpoint", checkpoint, partial, self.lazy)
-        except BaseException:
-            manifest.abandon(pending)
-            raise
-        self.snapshots = {p: s for p, s in self.snapshots.items() if not s.ended} | {final: snapshot}
+        ending = Work(lambda: None)  # who takes it ends the checkpoint: by its name, or as interrupted
 
         def name(failure: BaseException | None) -> None:
+            if ending.take() is None:
+                return
             try:
                 if failure is not None:
                     raise failure
@@ -119,7 +116,15 @@ class DataStatesCheckpointIO(CheckpointIO):
                 manifest.abandon(pending)
             files.sync_directory(final.parent)
 
-        self.files.then(f"the checkpoint {final}", [snapshot], name)
+        try:
+            manifest.begin(pending)
+            snapshot = self.files.write("checkpoint", checkpoint, partial, self.lazy)
+            self.snapshots = {p: s for p, s in self.snapshots.items() if not s.ended} | {final: snapshot}
+            self.files.then(f"the checkpoint {final}", [snapshot], name)
+        except BaseException:
+            if ending.take() is not None:
+                self.files.give_up(pending)
+            raise
 
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None

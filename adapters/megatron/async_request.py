@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates._base import files, locks
+from datastates._base.workers import start
 from datastates.saving.snapshot import Snapshot
 
 _log = logging.getLogger("datastates")
@@ -50,7 +51,7 @@ def token(snapshot: Snapshot) -> str:
             fcntl.flock(lock.fileno(), fcntl.LOCK_UN)  # a child that is just being forked may hold it, too
         lock.close()
 
-    threading.Thread(target=free, name="datastates-token").start()
+    start(threading.Thread(target=free, name="datastates-token"))
     return name
 
 

@@ -131,7 +131,11 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         except BaseException as error:  # an interrupt
             session.decline(turn, error)
             raise
-        self.last = session.save_staged(staged, directory, planner, turn)
+        try:
+            self.last = session.save_staged(staged, directory, planner, turn)
+        except BaseException as error:
+            session.decline(turn, error)
+            raise
         return self.last
 
     def _kept(self, part: Any, live: list[tuple[str, torch.Tensor]]) -> Any:

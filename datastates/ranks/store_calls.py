@@ -6,13 +6,12 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any
 
+from datastates._base.tasks import Task
+from datastates._base.workers import start
 from datastates.errors import UnreachableError
-
-_Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class StoreCalls:
@@ -37,11 +36,11 @@ class StoreCalls:
         self._rank = rank
         self._silence = silence
         self._name = name
-        self._stuck: Future[Any] | None = None
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._stuck: Task[Any] | None = None
+        self._calls: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # a daemon: a server that never answers must not keep the interpreter from ending
-        threading.Thread(target=_serve, args=(self._calls,), name="datastates-store", daemon=True).start()
+        start(threading.Thread(target=_serve, args=(self._calls,), name="datastates-store", daemon=True))
         self._stop = weakref.finalize(self, self._calls.put, None)
         self._stop.atexit = False
         try:
@@ -59,17 +58,17 @@ class StoreCalls:
         return self._ask(getattr(self._store, method), *arguments)
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        answer: Future[Any] = Future()
+        answer: Task[Any] = Task(partial(function, *arguments))
         try:
             if self._stuck is None or self._stuck.done():  # a call queued behind a stuck one would get no answer
                 with self._lock:
                     if not self._stop.alive:  # the thread has ended
                         raise UnreachableError(f"rank {self._rank} has left {self._name}")
-                    self._calls.put((answer, function, arguments))
+                    self._calls.put(answer)
                 return answer.result(self._silence)
             why = "an earlier call has no answer"
-        except FutureTimeoutError:
-            if not answer.cancel():
+        except TimeoutError:
+            if answer.take() is None:
                 self._stuck = answer
             why = f"no answer within {self._silence:.3g} s"
         except UnreachableError:
@@ -87,12 +86,8 @@ class StoreCalls:
             self._stop()
 
 
-def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+def _serve(calls: queue.SimpleQueue[Task[Any] | None]) -> None:
     while (call := calls.get()) is not None:
-        answer, function, arguments = call
-        if answer.set_running_or_notify_cancel():
-            try:
-                answer.set_result(function(*arguments))
-            except BaseException as error:
-                answer.set_exception(error)
-        del call, answer, function, arguments
+        if (make := call.take()) is not None:
+            make()
+        del call, make

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from datastates._base.workers import start
 from datastates.errors import SettingsError
 from datastates.ranks import jax_keys, torch_keys
 from datastates.ranks.board_world import BoardWorld, Decide, token_of
@@ -149,7 +150,7 @@ def refuse(directory: Path, timeout: float, tell: Callable[[World], object]) -> 
     with contextlib.suppress(SettingsError):
         if (opening := _Opening.of(directory.name, timeout)) is not None:
             # a daemon: ranks that never come must not keep this process from ending
-            threading.Thread(target=opening.refuse, args=(tell,), name="datastates-refuse", daemon=True).start()
+            start(threading.Thread(target=opening.refuse, args=(tell,), name="datastates-refuse", daemon=True))
 
 
 class _Opening:

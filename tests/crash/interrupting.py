@@ -116,6 +116,9 @@ class Calls:
         self.ckpt = ds.Checkpointer(root / "many", keep_last=1, **OPTIONS)
         self.ckpt.snapshot(providers(0), step=0).wait_committed()
         ds.snapshot(providers(0), root / "one", **OPTIONS).wait_committed()
+        self.closes = False
+        self.kept: Any = None
+        self.wait_for_kept: Callable[[], object] = lambda: None
         self.made = root / "made"
         self.made.mkdir()
 
@@ -142,6 +145,7 @@ class Calls:
             return other.snapshot(providers(7), step=next(self.steps))
 
     def close(self) -> object:
+        self.closes = True
         self.ckpt.snapshot(providers(7), step=next(self.steps))
         return self.ckpt.close()
 
@@ -164,13 +168,64 @@ class Calls:
     def export(self) -> object:
         return ds.export(self.root / "one", self.made / f"{next(self.steps)}.safetensors", **OPTIONS)
 
+    # --- adapters
+
+    def tool(self, make: Callable[[], tuple[Any, Callable[[], object]]]) -> Any:
+        """What an adapter keeps, made once; ``make`` also returns what waits for its work."""
+        if self.kept is None:
+            self.kept, self.wait_for_kept = make()
+        return self.kept
+
+    def lightning(self) -> object:
+        import torch
+
+        from datastates.adapters.lightning import DataStatesCheckpointIO
+
+        def make() -> tuple[Any, Callable[[], object]]:
+            io = DataStatesCheckpointIO(**OPTIONS)
+            return io, io.files.wait
+
+        state = {"state_dict": {"w": torch.full((20_000,), 7.0)}, "epoch": 1}
+        return self.tool(make).save_checkpoint(state, self.made / f"{next(self.steps)}.ckpt")
+
+    def folder(self) -> object:
+        import torch
+
+        from datastates.adapters.folders import FolderCheckpoints, FolderSettings
+        from datastates.saving.snapshot import Snapshot
+
+        def make() -> tuple[Any, Callable[[], object]]:
+            folders = FolderCheckpoints(FolderSettings.of({"on_error": "warn", **OPTIONS}), "test")
+            return folders, folders.wait
+
+        def write(folder: Path, snapshots: list[Snapshot]) -> None:
+            state = {"w": torch.full((20_000,), 7.0)}
+            snapshots.append(folders.files.write("w", state, folder / "w.pt", lambda key, tensor: True))
+
+        folders = self.tool(make)
+        return folders.save(self.made / f"{next(self.steps)}", write)
+
+    def dcp(self) -> object:
+        import torch
+
+        from datastates.adapters.dcp import DataStatesStorageWriter, async_save
+
+        def make() -> tuple[Any, Callable[[], object]]:
+            writer = DataStatesStorageWriter(**OPTIONS)
+            return writer, lambda: writer.session._engine.wait() if writer.session else None  # type: ignore[attr-defined]
+
+        state = {"w": torch.full((20_000,), 7.0)}
+        return async_save(state, self.made / f"{next(self.steps)}", storage_writer=self.tool(make))
+
     # --- afterwards
 
     def clean(self) -> None:
         """Wait for what may have gone on, and remove it."""
-        if self.ckpt._closed:
+        if self.closes:
+            self.ckpt.close()
             self.ckpt = ds.Checkpointer(self.root / "many", keep_last=1, **OPTIONS)
         self.ckpt.wait()
+        self.wait_for_kept()
         gc.collect()
 
     def faults(self) -> Iterator[str]:
@@ -274,6 +329,8 @@ def main() -> None:
         count += 1
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         print(f"\r{number} {place}", file=sys.stderr)
+        calls.clean()
+        call()
         calls.clean()
         found = list(calls.faults())
         if more := settled(calls, before):

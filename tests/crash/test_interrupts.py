@@ -25,6 +25,7 @@ CALLS = [
     "wait",
     "wait_committed",
 ]
+OF_ADAPTERS = {"dcp": "torch", "folder": "torch", "lightning": "lightning"}
 
 
 def finds_nothing(ended: Any) -> None:
@@ -39,6 +40,13 @@ def test_a_snapshot_that_is_interrupted_anywhere(tmp_path: Path, run: Callable[.
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_is_interrupted_anywhere(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     finds_nothing(run(PROGRAM, tmp_path, call, "--every", 7, timeout=280))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", OF_ADAPTERS)
+def test_a_save_of_an_adapter_that_is_interrupted_anywhere(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
+    pytest.importorskip(OF_ADAPTERS[call])
+    finds_nothing(run(PROGRAM, tmp_path, call, "--every", 11, timeout=280))
 
 
 @pytest.mark.long

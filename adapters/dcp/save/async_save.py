@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import os
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Unpack
 
 from datastates._base import gc_pause, paths
+from datastates._base.waiting import Flag
 from datastates.adapters.dcp.save import items
 from datastates.adapters.dcp.save.ending import IN_FLIGHT, DcpEnding, Order, Turn
 from datastates.adapters.dcp.save.global_plan import Planning
@@ -123,7 +123,7 @@ class Session:
         self._planning = Planning(self._world)
         self._order = Order()
         self._numbers = itertools.count()
-        self._before = threading.Event()
+        self._before = Flag()
         self._before.set()
 
     def save(
@@ -135,10 +135,10 @@ class Session:
             lazy = _lazy(state_dict, self._writer.lazy)
             plain = {key: v.state_dict() if isinstance(v, Stateful) else v for key, v in state_dict.items()}
             staged = Staged(plain, lazy, step=step, grace=float("inf"), owned=owned)
+            return self.save_staged(staged, path, planner, turn)
         except BaseException as error:
             self.decline(turn, error)
             raise
-        return self.save_staged(staged, path, planner, turn)
 
     def reserve(self) -> Turn:
         """Take the next save's turn, which has the same number on all ranks. Waits while two saves are under way.
@@ -162,27 +162,28 @@ class Session:
 
     def _next_turn(self) -> Turn:
         number = next(self._numbers)
-        before, self._before = self._before, threading.Event()
-        return Turn(f"dcp/{number}", number, before, self._before)
+        turn = Turn(f"dcp/{number}", number, self._before, Flag())
+        self._before = turn.after
+        return turn
 
     def save_staged(self, staged: Staged, path: Path, planner: SavePlanner, turn: Turn) -> Snapshot:
-        """Begin to save a staged state; errors of the save itself land on its snapshot."""
+        """Begin to save a staged state; errors of the save itself land on its snapshot. If it raises, decline."""
         staged.snapshot.path = path
         writer = copy.copy(self._writer)  # another save may set another directory before this one begins
         # emptied by the call: frames that live on must not keep the state alive
         begin = [partial(self._begin, staged, writer, path, planner, turn)]
 
-        def give_up(error: BaseException) -> None:
-            staged.give_up(error)
-            turn.after.set()
-
-        self._engine.take_later(staged.snapshot, lambda: begin.pop()(), give_up)
+        self._engine.take_later(staged.snapshot, lambda: begin.pop()(), staged.give_up)
         return staged.snapshot
 
     def _begin(
         self, staged: Staged, writer: DataStatesStorageWriter, path: Path, planner: SavePlanner, turn: Turn
     ) -> Running:
         """Plan a save with the other ranks and begin to write. Every rank does so in the order of the calls."""
+        if turn.taken.take() is None:
+            error = CommitError("the call was interrupted")
+            staged.give_up(error)
+            raise error
         with turn, staged.capturing():
             writer.reset(path)
             writer.set_up_storage_writer(self._world.rank == 0, rank=self._world.rank, use_collectives=True)
@@ -212,7 +213,9 @@ class Session:
         return writer.prepare_local_plan(self._plans.plan(planner) if kept else planner.create_local_plan())
 
     def decline(self, turn: Turn, error: BaseException) -> None:
-        """Tell the other ranks, in the background, that this one takes no part in a save."""
+        """Tell the other ranks, in the background, that this one takes no part in a save, unless it has begun."""
+        if turn.taken.take() is None:
+            return
         told = CommitError(text_of(error))
 
         def tell() -> None:

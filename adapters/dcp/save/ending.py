@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from datastates._base import files
+from datastates._base.waiting import Flag
+from datastates._base.workers import Work
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save.global_plan import Agreed
 from datastates.adapters.dcp.save.items import Written
@@ -26,14 +29,22 @@ IN_FLIGHT = 2
 """Saves that may be under way at once; a further save waits for the oldest."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Turn:
-    """A save's turn in its session. Entering waits until the save before has begun; leaving lets the next begin."""
+    """A save's turn in its session. Entering waits until the save before has begun; leaving lets the next begin.
+
+    So does dropping it, for a call that was interrupted before anybody had it.
+    """
 
     name: str
     number: int
-    before: threading.Event
-    after: threading.Event
+    before: Flag
+    after: Flag
+
+    def __post_init__(self) -> None:
+        """Prepare for the end."""
+        self.taken = Work(lambda: None)  # who takes it begins the save, or declines it
+        weakref.finalize(self, self.after.set).atexit = False
 
     def __enter__(self) -> None:
         self.before.wait()

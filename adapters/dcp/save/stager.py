@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from datastates._base.workers import start
 from datastates.adapters.dcp.save.staging import Staged, StagedStateDict
 from datastates.adapters.dcp.save.writer import DataStatesStorageWriter
 
@@ -57,7 +58,7 @@ class DataStatesStager(AsyncStager):
             staged.wait_free()
             handed.set_result({})
 
-        threading.Thread(target=tell, name="datastates-staged").start()
+        start(threading.Thread(target=tell, name="datastates-staged"))
         return handed
 
     def close(self) -> None:

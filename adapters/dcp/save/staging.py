@@ -15,6 +15,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from datastates._base.sizes import LARGE_RECORD
+from datastates._base.waiting import Flag
 from datastates.errors import DatastatesError, TornSnapshotError
 from datastates.saving import gate
 from datastates.saving.snapshot import Snapshot
@@ -84,7 +85,7 @@ class Staged:
         self.state_dict: dict[str, Any] = self._copied("", state_dict, lazy) if kept is None else state_dict
         tensors = [tensor for _, tensor in self._kept]
         self._before = array_versions.witness(tensors)
-        self._begun = threading.Event()
+        self._begun = Flag()
         self._saver: threading.Thread | None = None
         self._latest = begin + grace
         self._process = os.getpid()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from datastates import _native
 from datastates._base import faults, files
+from datastates.commit import manifest
 from datastates.config import IoSettings
 from datastates.errors import CommitError, FormatError, StorageError
 from datastates.executor.make import make_executor
@@ -56,7 +57,7 @@ def give(engine: Engine, write_file: Any) -> Give:
 
     def add(save: Any, final: Path, value: float) -> None:
         final.parent.mkdir(exist_ok=True)
-        pending = saves.begin_file(final)
+        pending = manifest.begin(saves.pending_of(final))
         content = {"a": torch.full((5,), value)}
         save.add(write_file(pending.files[0], content, engine=engine, attempt=save.attempt), pending, final)
 
@@ -142,7 +143,7 @@ def test_every_file_that_failed_is_told(give: Give, tmp_path: Path) -> None:
 def test_folders_that_cannot_be_listed_hold_no_debris(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left = saves.begin_file(tmp_path / "tag" / "a.pt")
+    left = manifest.begin(saves.pending_of(tmp_path / "tag" / "a.pt"))
     left.close()
     listdir = os.listdir
 
