@@ -252,12 +252,17 @@ class Engine:
     def close_later(self) -> None:
         """As :meth:`close`, in the background."""
         if self._closer is None:
-            closer = Workers("datastates-close", 1)
+            closer, work = Workers("datastates-close", 1), Work(self._close)
             try:
-                closer.do(self._close)
+                closer.put(work)
             except ThreadStartError:
                 self._close()
-            closer.stop()
+            except BaseException:
+                if work.take() is not None:
+                    closer.do(self._close)
+                raise
+            finally:
+                closer.stop()
             self._closer = closer
 
     def _close(self) -> None:
