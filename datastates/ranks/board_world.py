@@ -125,9 +125,17 @@ class BoardWorld:
     - ``read``: marked by each rank that is done with this agreement. When all are, rank 0 deletes the boxes.
     """
 
-    def __init__(self, rank: int, size: int, board: Board, *, timeout: float) -> None:
-        """Take part as ``rank``, one of ``size`` ranks. ``timeout``: seconds that one wait may take."""
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, board: Board, *, timeout: float, store: object = None) -> None:
+        """Take part in the agreements of several ranks.
+
+        Args:
+            rank: The number of this rank.
+            size: The number of ranks.
+            board: Where the ranks exchange messages.
+            timeout: Seconds that one wait may take.
+            store: The framework's store that the board is in, if it is in one.
+        """
+        self.rank, self.size, self.store = rank, size, store
         self._board = board
         self.timeout = timeout
         self._interval = slowest(size)

@@ -8,12 +8,18 @@ Rank 0 numbers its openings. One key of the store lists the numbers that other r
 
 Each other rank enters the lowest listed number above the last one that it entered. So the ranks stay in step, even if
 an earlier opening failed on some of them only.
+
+The server of a store may outlive a process group, and serve the next one: the list is still there then. So a process
+goes on counting as long as the server is the same. The list begins with a random name, by which a process knows it
+again.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
+from weakref import WeakKeyDictionary
 
 from datastates.errors import RanksMissingError
 from datastates.ranks.board_world import COORDINATOR
@@ -22,12 +28,15 @@ from datastates.ranks.polling import until
 
 
 class Openings:
-    """One rank's count of the openings of one name in one store. Thread-safe."""
+    """One process's count of the openings of one name, in the store that it uses now. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         """Start with no openings."""
         self._name = name
         self._key = f"{name}/openings"
+        self._server = ""
+        """The name of the list that the count belongs to."""
+        self._servers: WeakKeyDictionary[Keys, str] = WeakKeyDictionary()
         self._last = 0
         self._standing: list[int] = []
         """On rank 0: the openings that other ranks may enter."""
@@ -85,23 +94,42 @@ class Openings:
             CommitError: The store cannot be reached.
         """
         with self._changed:
+            if self._servers.get(keys) != self._server:
+                return  # nobody looks there any more
             if given_up and number in self._standing:
                 self._publish(keys, [n for n in self._standing if n != number])
             elif number in self._standing:
                 self._closed.add(number)
 
+    def _count_in(self, server: str) -> None:
+        """Begin to count anew where the list is another one than before."""
+        if server != self._server:
+            self._server, self._last = server, 0
+            self._standing.clear()
+            self._closed.clear()
+
     def _begin(self, keys: Keys) -> int:
+        server, listed = self._listed(keys)  # another process may have been rank 0 before
         with self._changed:
-            number = self._last + 1
+            self._count_in(server or secrets.token_hex(8))
+            self._servers[keys] = self._server
+            number = 1 + max([self._last, *listed])
             self._publish(keys, [*(n for n in self._standing if n not in self._closed), number])
             self._last = number
             self._closed.clear()
             return number
 
     def _publish(self, keys: Keys, standing: list[int]) -> None:
-        keys.set(self._key, ",".join(map(str, standing)).encode())
+        keys.set(self._key, ",".join([self._server, *map(str, standing)]).encode())
         self._standing = standing
 
     def _look(self, keys: Keys) -> int | None:
-        standing = keys.found([self._key]).get(self._key, b"")
-        return next((n for n in map(int, standing.split(b",")) if n > self._last), None) if standing else None
+        server, listed = self._listed(keys)
+        if server:
+            self._count_in(server)
+        return next((n for n in listed if n > self._last), None)
+
+    def _listed(self, keys: Keys) -> tuple[str, list[int]]:
+        """The name of the list, empty where there is none yet, and the numbers in it."""
+        server, *numbers = keys.found([self._key]).get(self._key, b"").decode().split(",")
+        return server, list(map(int, numbers))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Protocol
 
 from datastates._base.workers import start
 from datastates.errors import SettingsError
@@ -21,6 +22,8 @@ from datastates.ranks.openings import Openings
 from datastates.ranks.polling import slowest
 from datastates.ranks.store_board import StoreBoard
 
+_log = logging.getLogger("datastates")
+
 
 class World(Protocol):
     """The ranks that make a checkpoint together, as one of them sees it.
@@ -30,12 +33,14 @@ class World(Protocol):
     Attributes:
         rank: The number of this rank, from 0.
         size: The number of ranks.
+        store: The framework's store where the ranks meet; None if they do not meet in one.
         timeout: Seconds that one wait for the other ranks may take. Rank 0 waits a fifth less, but at most 30 s less:
             it needs the rest to tell the others who is missing.
     """
 
     rank: int
     size: int
+    store: object
     timeout: float
 
     def agree(self, name: str, payload: bytes, decide: Decide) -> bytes:
@@ -77,6 +82,8 @@ class SoloWorld:
     size = 1
     timeout = float("inf")
 
+    store: object = None
+
     def __init__(self, *, by_wish: bool = True) -> None:
         """Make a world; see the attributes."""
         self._run = secrets.token_hex(8)
@@ -94,8 +101,8 @@ class SoloWorld:
         """Do nothing."""
 
 
-_openings: WeakKeyDictionary[Any, dict[str, Openings]] = WeakKeyDictionary()
-"""By store, then by name. In a new store the ranks count from the beginning."""
+_openings: dict[str, Openings] = {}
+"""By name."""
 _openings_lock = threading.Lock()
 
 
@@ -159,19 +166,20 @@ class _Opening:
     def __init__(self, place: Place, name: str, timeout: float) -> None:
         self._place, self._name, self._timeout = place, name, timeout
         with _openings_lock:
-            self._openings = _openings.setdefault(place.store, {}).setdefault(name, Openings(name))
+            self._openings = _openings.setdefault(name, Openings(name))
         self._turn = self._openings.queue()
 
     @classmethod
     def of(cls, name: str, timeout: float) -> _Opening | None:
         """The next opening; None where this rank is alone."""
-        place = torch_keys.place() or jax_keys.place()
+        place = _place()
         return None if place is None else cls(place, name, timeout)
 
     def world(self) -> World:
         """Open the world."""
         try:
-            keys = self._place.keys(min(self._timeout, 60.0))
+            # a rank that gave up earlier than the others would report another outcome than they do
+            keys = self._place.keys(self._timeout)
         except BaseException:
             self._openings.leave(self._turn)
             raise
@@ -181,7 +189,8 @@ class _Opening:
             keys.close()
             raise
         board = StoreBoard(keys, f"{self._name}/{number}", leave=partial(self._openings.end, keys, number))
-        return BoardWorld(self._place.rank, self._place.size, board, timeout=self._timeout)
+        place = self._place
+        return BoardWorld(place.rank, place.size, board, timeout=self._timeout, store=place.store)
 
     def refuse(self, tell: Callable[[World], object]) -> None:
         with contextlib.suppress(Exception):  # the caller raises this rank's own error
@@ -190,6 +199,42 @@ class _Opening:
                 tell(world)
             finally:
                 world.close()
+
+
+def _place() -> Place | None:
+    return torch_keys.place() or jax_keys.place()
+
+
+def refuse_outdated(world: World) -> None:
+    """Raise SettingsError if a framework's ranks have changed since a world was opened, unless the caller named them.
+
+    Logs a warning if this process saves alone, and its launcher has started several.
+    """
+    if (isinstance(world, SoloWorld) and world.by_wish) or (world.store is None and world.size > 1):
+        return
+    if isinstance(world.store, jax_keys.Service):
+        return  # its calls refuse by themselves
+    place = _place()
+    if place is None:
+        if world.size == 1 and (ranks := os.environ.get("WORLD_SIZE", "")).isdecimal() and int(ranks) > 1:
+            _warn_that_alone(ranks)
+    elif place.store is not world.store:
+        since = "before the ranks knew of each other" if world.size == 1 else "for ranks that have parted since"
+        raise SettingsError(
+            f"rank: this was opened {since}, as rank {world.rank} of {world.size}; now the process is rank "
+            f"{place.rank} of {place.size}. Open it after torch.distributed.init_process_group() or "
+            "jax.distributed.initialize(), or give rank and world_size"
+        )
+
+
+@cache
+def _warn_that_alone(ranks: str) -> None:
+    _log.warning(
+        "WORLD_SIZE is %s, but torch.distributed is not initialized, so this process saves as the only one. If the "
+        "processes save one state together, call torch.distributed.init_process_group() before; if each saves for "
+        "itself, give rank=0, world_size=1",
+        ranks,
+    )
 
 
 def _checked(rank: int | None, world_size: int | None) -> tuple[int, int]:
