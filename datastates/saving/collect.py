@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from datastates.state.dtypes import BY_NAME
 from datastates.state.parts import overlap
 from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.repeated import Knowledge
-from datastates.state.shards import HOST, Buffer, Shard, Shards, full_key, objects_of
+from datastates.state.shards import EVERY_RANK, HOST, Buffer, Shard, Shards, full_key, objects_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +108,7 @@ def collect(
     if last is not None and last.serves(names, layouts):
         columns = last.columns_now(described)
     if structure is None or columns is None:
-        structure = _structure(names, layouts, described, sources, rank if ranks > 1 else None)
+        structure = _structure(names, layouts, described, sources, rank if ranks > 1 else None, ranks)
         columns = structure.columns
     _check_objects(keys, structure)
     return Collected(chosen, structure, columns, described, sources, memory, objects)
@@ -121,11 +121,12 @@ def _structure(
     described: Sequence[Sequence[Shard]],
     sources: Sequence[object],
     rank: int | None,
+    ranks: int,
 ) -> Structure:
     """Check array shards and number their buffers; ``rank`` is None if there is only one rank."""
     rows = _checked_rows(names, layouts, described)
     begins = [s.buffer.pointer if s.buffer and s.buffer.nbytes else 0 for _, s in rows]
-    left = set() if rank is None else _leave_to_owners(rows, names, rank)
+    left = set() if rank is None else _leave_to_owners(rows, names, rank, ranks)
     buffers: list[Buffer] = []
     source: list[int] = []
     eager: list[bool] = []
@@ -166,15 +167,15 @@ def _structure(
         counted=np.array(counted, np.int64),
         addresses=addresses,
         donatable=[i for i, (_, s) in enumerate(rows) if s.kind == "jax" and s.buffer and s.buffer.device != HOST],
-        in_part=_in_part(rows, names) if rank is None else None,
+        in_part=_in_part(rows, names, sources) if rank is None else None,
     )
 
 
-def _in_part(rows: list[tuple[int, Shard]], names: tuple[str, ...]) -> str | None:
-    """The full key of an array of JAX that lacks elements. Its parts do not overlap: that was checked."""
+def _in_part(rows: list[tuple[int, Shard]], names: tuple[str, ...], sources: Sequence[object]) -> str | None:
+    """The full key of an array of JAX, or of a DTensor, that lacks elements. Its parts do not overlap."""
     left: dict[tuple[int, str], int] = {}
-    for p, shard in rows:
-        if shard.kind == "jax" and shard.shape != shard.global_shape:
+    for (p, shard), source in zip(rows, sources, strict=True):
+        if (shard.kind == "jax" or dtensors.is_dtensor(source)) and shard.shape != shard.global_shape:
             left.setdefault((p, shard.key), math.prod(shard.global_shape))
             left[p, shard.key] -= math.prod(shard.shape)
     return next((full_key(names[p], key) for (p, key), elements in left.items() if elements), None)
@@ -199,30 +200,46 @@ def _checked_rows(
     return rows
 
 
-def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank: int) -> set[int]:
+def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank: int, ranks: int) -> set[int]:
     """Replace each array that another rank is to write by an empty part; returns the numbers of these rows.
 
     Arrays that share memory have the same owner: they are written once, and share one record.
+
+    Raises:
+        ProviderError: The ranks that are said to hold an array are without this one, or not all among those that save.
     """
     left: set[int] = set()
+    for i, (p, shard) in enumerate(rows):
+        if shard.replicas == EVERY_RANK:
+            rows[i] = p, replace(shard, replicas=tuple(range(ranks)))
     shared = [i for i, (_, shard) in enumerate(rows) if len(shard.replicas) > 1]
     for i in shared:
         p, shard = rows[i]
         if rank not in shard.replicas:
             key = full_key(names[p], shard.key)
             raise ProviderError(f"{key!r}: its replicas, ranks {shard.replicas}, are without this rank, {rank}")
+        if max(shard.replicas) >= ranks:
+            key = full_key(names[p], shard.key)
+            raise ProviderError(
+                f"{key!r}: ranks {shard.replicas} are said to hold it, but only {ranks} ranks save together: let all "
+                "of them save, or say ReplicatedProvider(..., ranks=...) with their numbers among those that do"
+            )
     groups: dict[tuple[object, ...], list[int]] = {}
     for i in shared:
         groups.setdefault((rows[i][1].replicas, *_memory(rows[i])), []).append(i)
+    owned: list[int | None] = []
     parts = []
     for members in groups.values():
+        owned.append(_owner_of(rows[i][1] for i in members))
         # several parts of one tensor are told apart by where they begin
         first = min(f"{full_key(names[p], s.key)} {s.offset}" for p, s in (rows[i] for i in members))
         _, shard = rows[members[0]]
         assert shard.buffer is not None
         parts.append((first, shard.buffer.nbytes, shard.replicas))
     views: dict[tuple[object, ...], int] = {}
-    for members, owner in zip(groups.values(), owners.owners(parts), strict=True):
+    shared_out = iter(owners.owners([part for part, owner in zip(parts, owned, strict=True) if owner is None]))
+    for members, only in zip(groups.values(), owned, strict=True):
+        owner = next(shared_out) if only is None else only
         for i in members if owner != rank else ():
             p, shard = rows[i]
             # tied arrays must stay one array; different views of the same memory must not become one
@@ -230,6 +247,14 @@ def _leave_to_owners(rows: list[tuple[int, Shard]], names: tuple[str, ...], rank
             rows[i] = p, _empty_part(shard, views.setdefault(view, len(views) + 1))
             left.add(i)
     return left
+
+
+def _owner_of(shards: Iterable[Shard]) -> int | None:
+    """The rank that writes arrays that share memory; None if their ranks share out the work."""
+    for shard in shards:
+        if shard.owner is not None or not shard.lazy:
+            return min(shard.replicas) if shard.owner is None else shard.owner
+    return None
 
 
 def _memory(row: tuple[int, Shard]) -> tuple[object, ...]:

@@ -37,8 +37,8 @@ class Structure:
         counted: Numbers of the lazy array shards whose changes torch counts.
         addresses: For each of ``counted``, the address of its first element.
         donatable: Numbers of the array shards in device memory that a computation may take over before the capture.
-        in_part: The full key of an array of JAX of which there are not all elements; None if there is no such array,
-            or if there are several ranks.
+        in_part: The full key of an array of JAX or a DTensor of which there are not all elements; None if there is no
+            such array, or if there are several ranks.
     """
 
     names: tuple[str, ...]

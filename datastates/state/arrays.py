@@ -211,6 +211,7 @@ def _describe(
         offset=part.offset,
         flat=part.flat,
         replicas=part.replicas,
+        owner=part.owner,
         lazy=lazy,
         buffer=buffer,
         buffer_offset=0 if buffer is None else view.pointer - buffer.pointer,

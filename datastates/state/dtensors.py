@@ -47,10 +47,11 @@ def local(value: Any) -> Any:
 class Meshes:
     """The device meshes of the DTensors of one state, and which ranks hold the same parts.
 
-    The ranks of a mesh run the same program, which allows two assumptions. A plain array in a state with DTensors is
-    the same on all ranks of their meshes. If the mesh of a DTensor is one slice of a wider mesh, the other slices hold
-    the same tensor; an example are parameters without tensor parallelism among parameters with it. Each rank derives
-    the answer without communication, and all ranks get the same one.
+    The ranks of a mesh run the same program, which allows two assumptions. All ranks of the meshes hold a plain array
+    in a state with DTensors. As nothing keeps it the same there, the lowest rank's counts. If the mesh of a DTensor is
+    one slice of a wider mesh, the other slices hold the same tensor; an example are parameters without tensor
+    parallelism among parameters with it. Each rank derives the answer without communication, and all ranks get the
+    same one.
     """
 
     def __init__(self, values: Sequence[object]) -> None:
@@ -72,7 +73,7 @@ class Meshes:
             ProviderError: The local tensor is not one box of the logical tensor.
         """
         if not is_dtensor(value):
-            return HeldPart(shape, (0,) * len(shape), None, self.ranks)
+            return HeldPart(shape, (0,) * len(shape), None, self.ranks, min(self.ranks, default=None))
         order = getattr(value._spec, "shard_order", None)
         known = (id(value.device_mesh), value.placements, order, tuple(value.shape), shape)
         if known not in self._known:

@@ -30,6 +30,7 @@ class HeldPart(NamedTuple):
     offset: tuple[int, ...] | None
     flat: tuple[int, int] | None = None
     replicas: tuple[int, ...] = ()
+    owner: int | None = None
 
 
 def replicas(ranks: Iterable[int]) -> tuple[int, ...]:

@@ -97,6 +97,10 @@ class Buffer:
         return "has no memory: its storage was freed" if self.nbytes and not self.pointer else None
 
 
+EVERY_RANK = (-1,)
+"""In place of the numbers of all ranks that save together, which a provider need not know."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """One piece of the state: an array, a part of an array, or an object that must be serialized.
@@ -119,8 +123,10 @@ class Shard:
         global_shape: Shape of the logical tensor, in elements.
         offset: Index in the logical tensor at which the box begins; None for a flat range.
         flat: First and one past the last element of a flat range; None for a box.
-        replicas: The ranks that hold the same part with the same contents, ascending, with this rank among them. One of
-            them writes it. Empty if no other rank holds it.
+        replicas: The ranks that hold the same part, ascending, with this rank among them. One of them writes it. Empty
+            if no other rank holds it; :data:`EVERY_RANK` if all that save together do.
+        owner: The one of ``replicas`` that writes it. None: the lowest, if the shard is not lazy, since ranks may have
+            changed it differently; else the ranks share out what they hold with the same contents.
         lazy: True if it stays unchanged until ``Snapshot.captured``. False if it may change at any time, for example in
             the forward pass; ``snapshot()`` then copies it before it returns.
         buffer: The memory that it lies in; None for an object.
@@ -137,6 +143,7 @@ class Shard:
     offset: tuple[int, ...] | None = ()
     flat: tuple[int, int] | None = None
     replicas: tuple[int, ...] = ()
+    owner: int | None = None
     lazy: bool = False
     buffer: Buffer | None = None
     buffer_offset: int = 0

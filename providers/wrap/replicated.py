@@ -9,7 +9,7 @@ from datastates._base.loaded import loaded
 from datastates.errors import ProviderError
 from datastates.state import jax_arrays
 from datastates.state.provider import Encoder, Saved, StateProvider
-from datastates.state.shards import Shard, Shards
+from datastates.state.shards import EVERY_RANK, Shard, Shards
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +32,9 @@ class _Knowledge:
 class ReplicatedProvider(StateProvider):
     """Another provider's state that several ranks hold alike, as under data parallelism.
 
-    One rank writes each array. The arrays are not compared: every rank gets back what the writing rank held. Each rank
-    saves its own objects.
+    One rank writes each array. The arrays are not compared: every rank gets back what the writing rank held. What is
+    lazy is shared out among the ranks. All that is not, such as buffers that each rank's data has changed, is the
+    lowest rank's. Each rank saves its own objects.
     """
 
     def __init__(self, provider: StateProvider, ranks: Sequence[int] | None = None) -> None:
@@ -43,7 +44,7 @@ class ReplicatedProvider(StateProvider):
             provider: The state.
             ranks: Global numbers of the ranks that hold the arrays alike, this rank among them. None: all ranks of
                 torch.distributed at each snapshot; without torch.distributed, all processes of JAX; without either,
-                this rank alone.
+                all ranks that save together.
 
         Raises:
             TypeError: ``provider`` is no :class:`~datastates.protocol.StateProvider`.
@@ -89,17 +90,18 @@ class ReplicatedProvider(StateProvider):
         return shards.but(layout=marked.shards)
 
     def _current_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold the arrays, ascending; empty where this is the only one."""
+        """The ranks that hold the arrays, ascending; empty where this is the only one, as a framework says."""
         torch = loaded("torch")
         together = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
         ranks = self._ranks
         if ranks is None:
-            ranks = tuple(range(torch.distributed.get_world_size())) if together else jax_arrays.processes()
+            everybody = tuple(range(torch.distributed.get_world_size())) if together else jax_arrays.processes()
+            ranks = everybody or EVERY_RANK
         elif together and torch.distributed.get_rank() not in ranks:
             raise ProviderError(
                 f"rank {torch.distributed.get_rank()} is none of the ranks that were said to hold this state: {ranks}"
             )
-        return ranks if len(ranks) > 1 else ()
+        return ranks if len(ranks) > 1 or ranks == EVERY_RANK else ()
 
     def _is_replicated(self, key: str) -> bool:
         del key
