@@ -16,7 +16,7 @@ from datastates._base import paths
 from datastates._base.paths import PathLike
 from datastates.commit import newest, retention
 from datastates.commit.ballot import Ballot
-from datastates.commit.sequence import next_sequence
+from datastates.commit.sequence import next_alone
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
 from datastates.executor.make import make_executor, make_small_executor
 from datastates.exporting import export as exporting
@@ -81,14 +81,15 @@ def snapshot(
         target, step = paths.local(path), _calls.checked_step(step)
     world = _calls.open_world(settings, target.parent)
 
-    def prepare() -> None:
+    def prepare() -> bytes:
         if target.exists():
             raise FileExistsError(f"{target} exists, and is not written over: delete it or choose another path")
         retention.sweep_beside(target)
+        return b""
 
     try:
         meet(world, name, target, prepare)
-        ballot = Ballot(world, f"{name}/commit", partial(next_sequence, target.parent), step=step)
+        ballot = Ballot(world, f"{name}/commit", partial(next_alone, target.parent), step=step)
     except BaseException:
         world.close()
         raise

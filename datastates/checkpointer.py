@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -19,6 +19,7 @@ from datastates._base import files, paths
 from datastates._base.paths import PathLike
 from datastates.commit import directories, manifest, newest, retention
 from datastates.commit.ballot import Ballot
+from datastates.commit.fence import Opening
 from datastates.commit.sequence import Order
 from datastates.config import Options, Settings
 from datastates.errors import (
@@ -29,6 +30,7 @@ from datastates.errors import (
 )
 from datastates.executor.make import make_executor, prepare
 from datastates.ranks.together import meet
+from datastates.ranks.world import refuse_outdated
 from datastates.restoring.provider_view import Trust
 from datastates.restoring.renaming import Renames
 from datastates.restoring.restore import Verify
@@ -43,12 +45,9 @@ from datastates.state.provider import StateProvider
 _log = logging.getLogger("datastates")
 
 
-@contextlib.contextmanager
-def _warning() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        _log.warning("an old checkpoint could not be deleted: %s", error)
+def _wait_until_ended(snapshots: Sequence[Snapshot]) -> None:
+    for snapshot in snapshots:
+        snapshot.wait_ended()
 
 
 class Checkpointer:
@@ -97,7 +96,7 @@ class Checkpointer:
             undo.callback(executor.close)
             world = _calls.open_world(self.settings, self.directory)
             undo.callback(world.close)
-            meet(world, self._name, self.directory, partial(retention.sweep, self.directory))
+            self._opening = Opening.decode(self.directory, meet(world, self._name, self.directory, self._prepare))
             undo.pop_all()
         self._snapshots = 0
         self._restores = itertools.count()
@@ -115,6 +114,11 @@ class Checkpointer:
         self._closed = False
         self.failures = 0
         self._termination = Termination(self._wait_for_these) if self.settings.handle_sigterm else None
+
+    def _prepare(self) -> bytes:
+        """Called on rank 0 before any rank writes into the directory; returns what all ranks are to know."""
+        retention.sweep(self.directory)
+        return Opening.begin(self.directory).encode()
 
     # --- saving
 
@@ -143,12 +147,16 @@ class Checkpointer:
             SnapshotRefusedError: Too many snapshots are in flight, and ``when_busy="refuse"``.
             ProviderError: A provider describes its state wrongly, or an object does not pickle.
             TypeError, ValueError: ``providers`` or ``step`` is impossible.
+            SettingsError: The ranks of the framework have changed since the checkpointer was made.
+            FencedError: A newer run has begun to save in the directory. Snapshots in flight fail with it, and so does
+                this one on the other ranks.
             ClosedError: The checkpointer is closed.
         """
         self._raise_if_closed()
         number = self._snapshots
-        name, sequence = f"{self._name}/snapshot/{number}", partial(self._order.sequence, number)
-        ballot = Ballot(self._engine.world, name, sequence)
+        before: list[Snapshot] = []
+        sequence = partial(self._order.sequence, number, partial(_wait_until_ended, before))
+        ballot = Ballot(self._engine.world, f"{self._name}/snapshot/{number}", sequence, opening=self._opening)
         failure = None
         try:
             self._snapshots = number + 1  # all ranks count alike: an interrupt before this is one before the call
@@ -160,6 +168,8 @@ class Checkpointer:
             self._wait_for_room()
             if self._termination is not None:
                 self._termination.watch()
+            if self._engine.world.size > 1:  # these come first, so that this snapshot supersedes those of the same step
+                before += [s for s in self._taken if s.step == step]
             collected = self._engine.collect(providers)
             taken = self._engine.take(collected, ballot, *self._places(step), self._retain, begin=begin)
         except BaseException as error:
@@ -172,19 +182,17 @@ class Checkpointer:
 
     def _places(self, step: int) -> tuple[Callable[[], Path], Callable[[], Path]]:
         """What returns the path that the step's checkpoint is expected to have, and the path to commit it to."""
-        if self._engine.world.size == 1:
-            chosen = cache(partial(directories.target, self.directory, step))
-            return chosen, chosen
-        # only the coordinator knows the revision, and only when it commits
-        expected = self.directory / directories.step_name(step)
-        before = [s for s in self._taken if s.step == step]
+        is_alone = self._engine.world.size == 1
+        # of several ranks only the coordinator knows the revision, and only when it commits
+        chosen = cache(partial(directories.target, self.directory, step))
+        final = chosen if is_alone else partial(directories.target, self.directory, step, in_flight=False)
 
-        def final() -> Path:
-            for snapshot in before:  # so that a later snapshot of the same step supersedes the earlier one
-                snapshot.wait_ended()
-            return directories.target(self.directory, step, in_flight=False)
+        def expected() -> Path:
+            if self._engine.world.rank == 0:
+                self._opening.begin_to_save()
+            return chosen() if is_alone else self.directory / directories.step_name(step)
 
-        return lambda: expected, final
+        return expected, final
 
     def gate(self) -> contextlib.AbstractContextManager[None]:
         """Wait until the state may change. Call it before an update, or write ``with checkpointer.gate():`` around it.
@@ -207,10 +215,8 @@ class Checkpointer:
 
     def _retain(self) -> None:
         """Delete the checkpoints that the settings do not keep. Called after each commit."""
-        with self._retention, _warning():
-            for path in retention.outdated(self.directory, self.settings.keep_last, self.settings.keep_every):
-                with _warning():
-                    retention.remove(path)
+        with self._retention:
+            retention.retain(self.directory, self.settings.keep_last, self.settings.keep_every)
 
     # --- restoring
 
@@ -279,10 +285,12 @@ class Checkpointer:
             StorageError: A file is missing or cannot be read.
             DeviceError: A copy to a GPU failed.
             CheckpointNotFoundError: There is no checkpoint of that step.
+            SettingsError: As for :meth:`snapshot`.
             TypeError, ValueError: An argument is impossible.
             ClosedError: The checkpointer is closed.
         """
         self._raise_if_closed()
+        refuse_outdated(self._engine.world)
         name, executor = f"{self._name}/restore/{next(self._restores)}", self._engine.executor
         return _calls.restore_by(
             self.directory,
@@ -333,6 +341,7 @@ class Checkpointer:
         self._engine.wait()
         self._closed = True  # from here on, a call that is interrupted leaves only close() to be called again
         self._engine.close()
+        self._opening.close()
         if self._termination is not None:
             self._termination.end()
         if (failure := self._failure()) is not None:
@@ -386,5 +395,4 @@ class Checkpointer:
 
     def _wait_for_these(self) -> None:
         """Wait for the snapshots that are in flight now, but not for later ones."""
-        for snapshot in self._engine.pending():
-            snapshot.wait_ended()
+        _wait_until_ended(self._engine.pending())

@@ -187,6 +187,10 @@ class UnreachableError(CommitError):
     """This rank cannot reach the store or directory that the ranks meet in, so it does not know what they agreed on."""
 
 
+class FencedError(CommitError):
+    """A newer run has opened the directory and begun to save there. This run neither commits nor deletes there."""
+
+
 class SnapshotSkippedError(CommitError):
     """A rank took no part in this snapshot, because its ``snapshot()`` call raised the failure of an earlier one."""
 

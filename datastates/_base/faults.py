@@ -1,15 +1,17 @@
 """Named fault points of the Python code, for tests.
 
 A fault point stands before the step that it breaks. ``DATASTATES_FAULTS="manifest.rename=kill;write=fail:28@3"`` arms
-points at import, each as ``point=action[:value][@nth]``. The actions are ``kill`` (SIGKILL to this process) and
-``fail:ERRNO`` (an :class:`OSError`). The native core also knows ``short``, ``eintr`` and ``delay:MILLISECONDS``. A
-point without a dot belongs to the native core; :mod:`datastates.executor.executor` arms it.
+points at import, each as ``point=action[:value][@nth]``. The actions are ``kill`` (SIGKILL to this process), ``stop``
+(SIGSTOP; it goes on after SIGCONT) and ``fail:ERRNO`` (an :class:`OSError`). The native core lacks ``stop``, and also
+knows ``short``, ``eintr`` and ``delay:MILLISECONDS``. A point without a dot belongs to it;
+:mod:`datastates.executor.executor` arms it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from dataclasses import dataclass
 
 
@@ -23,6 +25,7 @@ class Fault:
     nth: int = 1
 
 
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _armed: dict[str, Fault] = {}
 _hits: dict[str, int] = {}
 
@@ -44,8 +47,10 @@ def arm(fault: Fault) -> None:
     """Arm one point of the Python side; ValueError where it cannot do that action."""
     if fault.nth < 1:
         raise ValueError(f"{fault.point}: hits count from 1, not from {fault.nth}")
-    if "." in fault.point and fault.action != "kill" and (fault.action != "fail" or fault.value <= 0):
-        raise ValueError(f"{fault.point} can be armed with kill or fail:ERRNO, not with {fault.action}:{fault.value}")
+    if "." in fault.point and fault.action not in _SIGNALS and (fault.action != "fail" or fault.value <= 0):
+        raise ValueError(
+            f"{fault.point} can be armed with kill or fail:ERRNO, or with stop, not with {fault.action}:{fault.value}"
+        )
     _armed[fault.point] = fault
     _hits[fault.point] = 0
 
@@ -72,8 +77,10 @@ def hit(point: str, path: str) -> None:
     _hits[point] += 1
     if _hits[point] != fault.nth:
         return
-    if fault.action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.action in _SIGNALS:
+        # to this thread, which then goes no further; another one would notice a signal to the process later
+        signal.pthread_kill(threading.get_ident(), _SIGNALS[fault.action])
+        return
     raise OSError(fault.value, os.strerror(fault.value), path)
 
 

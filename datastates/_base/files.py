@@ -38,10 +38,10 @@ def storage_errors(operation: str, path: Path | str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def syscall(operation: str, path: Path) -> Iterator[None]:
-    """As :func:`storage_errors`, and first pass the system call's fault point."""
+def syscall(operation: str, path: Path, *, stage: str = "manifest") -> Iterator[None]:
+    """As :func:`storage_errors`, and first pass the system call's fault point, whose name begins with ``stage``."""
     with storage_errors(operation, path):
-        faults.hit(f"manifest.{operation}", str(path))
+        faults.hit(f"{stage}.{operation}", str(path))
         yield
 
 
@@ -70,22 +70,22 @@ def open_file(path: Path) -> Descriptor:
     return opened(path, os.O_RDONLY)
 
 
-def sync_directory(path: Path) -> None:
+def sync_directory(path: Path, *, stage: str = "manifest") -> None:
     """Sync a directory, so that the names in it are on stable storage; raises StorageError."""
-    with syscall("sync_directory", path), opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+    with syscall("sync_directory", path, stage=stage), opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         os.fsync(fd)
 
 
-def make_directory(path: Path) -> None:
+def make_directory(path: Path, *, stage: str = "manifest") -> None:
     """Make a directory and its missing parents, and sync each of their names; raises StorageError."""
     if path.is_dir():
         return
-    make_directory(path.parent)
-    with syscall("mkdir", path):
+    make_directory(path.parent, stage=stage)
+    with syscall("mkdir", path, stage=stage):
         if path.exists() and not path.is_dir():  # another process may have made it meanwhile
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         path.mkdir(exist_ok=True)
-    sync_directory(path.parent)
+    sync_directory(path.parent, stage=stage)
 
 
 def rename_new(source: Path, target: Path) -> None:
@@ -123,16 +123,16 @@ def _rename_noreplace(source: Path, target: Path) -> None:
         raise OSError(error := ctypes.get_errno(), os.strerror(error), str(target))
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes, *, stage: str = "manifest") -> None:
     """Write a new file and sync it; raises StorageError."""
-    with syscall("open", path):
+    with syscall("open", path, stage=stage):
         file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     with file as fd:
         left = memoryview(data)
-        with syscall("write", path):
+        with syscall("write", path, stage=stage):
             while left:
                 left = left[os.write(fd, left) :]
-        with syscall("sync", path):
+        with syscall("sync", path, stage=stage):
             os.fsync(fd)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from datastates._base.packing import pack, unpack
 from datastates.commit import catalog, directories, manifest
 from datastates.commit.claims import Claims, decode_claims, encode_claims
 from datastates.commit.conflicts import describe_conflicts
+from datastates.commit.fence import Opening
 from datastates.commit.tiling import PRIME
 from datastates.container.file import open_container
 from datastates.errors import (
     CommitError,
+    FencedError,
     RanksMissingError,
     SnapshotSkippedError,
     StorageError,
@@ -72,21 +75,36 @@ _COMMITTED, _SKIPPED = b"c", b"s"  # the first byte of an answer
 class Ballot:
     """The agreement of all ranks on one checkpoint. Use it from one thread at a time."""
 
-    def __init__(self, world: World, name: str, sequence: Callable[[], int], *, step: int = -1) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        sequence: Callable[[], AbstractContextManager[int]],
+        *,
+        opening: Opening | None = None,
+        step: int = -1,
+    ) -> None:
         """Prepare a ballot; nobody is told yet.
 
         Args:
             world: The ranks.
             name: The name of the ballot: the same on all ranks, and used once in a run.
-            sequence: Returns the checkpoint's sequence number. Called on the coordinator at the commit.
+            sequence: Gives the checkpoint's sequence number. Entered on the coordinator around the commit.
+            opening: The opening of the directory that the checkpoint belongs to, if it belongs to one.
             step: The step of the checkpoint.
         """
         self.world = world
         self._name = name
         self._sequence = sequence
+        self._opening = opening
         self.step = step
         self.attempt = world.token(name) if world.size > 1 else None
         """The name of the attempt, which is part of the partial directory's name; None in a world of one rank."""
+
+    @property
+    def mark(self) -> bytes:
+        """What the lock file of the partial directory holds."""
+        return b"" if self._opening is None else self._opening.mark
 
     def cast(
         self, vote: Vote, pending: manifest.Pending, target: Callable[[], Path], retain: Callable[[], None]
@@ -100,7 +118,8 @@ class Ballot:
             retain: Called on the coordinator after the commit, before the other ranks are told.
 
         Raises:
-            CommitError: A rank has failed, or the ranks' parts do not make one state. Same text on all ranks.
+            CommitError: A rank has failed, or the ranks' parts do not make one state, or a newer run has begun to save
+                in the directory. Same text on all ranks.
             SnapshotSkippedError: A rank took no part, and none has failed. Same text on all ranks.
             RanksMissingError: Some ranks did not vote in time.
             StorageError: The only rank could not commit, or the directory where the ranks meet failed.
@@ -117,6 +136,8 @@ class Ballot:
                 timeout = self.world.timeout
                 if (seconds := time.monotonic() - begin) > 0.8 * timeout:
                     raise CommitError(f"rank 0 needed {seconds:.3g} s to commit, and is given {timeout:.3g} s")
+                if self._opening is not None:
+                    self._opening.refuse_if_fenced()
                 return path
 
             votes = _decoded(data)
@@ -143,6 +164,18 @@ class Ballot:
             raise SnapshotSkippedError(done[1:].decode())
         return Path(done[1:].decode("utf-8", "surrogateescape"))
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """FencedError where a newer run has begun to save in the directory; else ``error``."""
+        if self._opening is not None and isinstance(error, CommitError | StorageError):
+            try:
+                self._opening.refuse_if_fenced()
+            except FencedError as fenced:
+                fenced.__cause__ = error
+                return fenced
+            except StorageError:
+                pass  # the first error tells more
+        return error
+
     def decline(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed, and wait until they were told. Never raises."""
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -157,17 +190,19 @@ class Ballot:
             manifest.ContainerEntry(file=v.file, rank=rank, nbytes=v.nbytes, index_crc32=v.index_crc32)
             for rank, v in votes.items()
         )
-        made = manifest.Manifest(
-            format=manifest.FORMAT_VERSION,
-            step=self.step,
-            sequence=self._sequence(),
-            attempt=pending.attempt,
-            created=manifest.now(),
-            world_size=self.world.size,
-            containers=containers,
-            catalog=_write_catalog(votes, pending) if self.world.size > 1 else None,
-        )
-        return manifest.commit(pending, made, target)
+        written = _write_catalog(votes, pending) if self.world.size > 1 else None
+        with self._sequence() as sequence:
+            made = manifest.Manifest(
+                format=manifest.FORMAT_VERSION,
+                step=self.step,
+                sequence=sequence,
+                attempt=pending.attempt,
+                created=manifest.now(),
+                world_size=self.world.size,
+                containers=containers,
+                catalog=written,
+            )
+            return manifest.commit(pending, made, target)
 
 
 def _decoded(data: dict[int, bytes]) -> dict[int, Vote]:

@@ -43,6 +43,9 @@ class Ending(Protocol):
     def abandon(self, *, made: bool) -> None:
         """Remove what was written. ``made``: this snapshot created the container's file. Never raises."""
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """The error to report in the place of one that ended the snapshot."""
+
     def decline(self, error: BaseException) -> None:
         """Tell the ranks that wait for this one that it has failed. Never raises."""
 
@@ -102,6 +105,10 @@ class CheckpointEnding:
         del made
         manifest.abandon(self._pending)
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """FencedError where a newer run has begun to save, as the partial directory is gone then; else ``error``."""
+        return self._ballot.cause_of(error)
+
     def decline(self, error: BaseException) -> None:
         """Tell the other ranks, unless this one has voted."""
         if not self._voted:
@@ -129,6 +136,10 @@ class FileEnding:
         if made:
             with contextlib.suppress(OSError):  # the writer's error is reported instead
                 self.path.unlink()
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """The error itself."""
+        return error
 
     def decline(self, error: BaseException) -> None:
         """Do nothing: no other rank waits for this file."""

@@ -156,17 +156,18 @@ class Pending:
         files: The files of this process.
     """
 
-    def __init__(self, target: Path, attempt: str | None = None) -> None:
+    def __init__(self, target: Path, attempt: str | None = None, mark: bytes = b"") -> None:
         """Choose the partial directory, beside ``target``; nothing is made yet.
 
         ``attempt`` (8 hexadecimal digits) names a directory that the other ranks make and lock, too. If None, the
-        directory is this process's alone and gets a random name.
+        directory is this process's alone and gets a random name. The lock file holds ``mark``.
         """
         self.target = target
         self.attempt = attempt or secrets.token_hex(4)
         self.directory = target.with_name(f"{target.name}.partial-{self.attempt}")
         self.shared = attempt is not None
         self.files: list[Path] = []
+        self._mark = mark
         self._is_ours = True
         self._lock: files.Descriptor | None = None  # shows other processes that the writer lives
 
@@ -187,6 +188,7 @@ class Pending:
         """Lock the directory, which is there; False if it is being deleted. Raises OSError."""
         path = self.directory / LOCK
         lock = files.opened(path, os.O_RDWR | os.O_CREAT, 0o644)
+        os.pwrite(lock.fileno(), self._mark, 0)
         if locks.try_lock(lock.fileno(), fcntl.LOCK_SH) is False or not locks.is_open(lock.fileno(), path):
             return False
         self._lock = lock
@@ -243,6 +245,8 @@ def commit(pending: Pending, manifest: Manifest, target: Callable[[], Path]) -> 
 def publish(pending: Pending, target: Callable[[], Path]) -> Path:
     """Give the pending directory its name; arguments, result and errors are those of :func:`commit`."""
     files.sync_directory(pending.directory)
+    with files.storage_errors("stat", pending.directory):
+        made = os.stat(pending.directory)
     path = _rename(pending.directory, target)
     try:
         # not earlier: a partial directory without the lock file counts as abandoned
@@ -250,8 +254,9 @@ def publish(pending: Pending, target: Callable[[], Path]) -> Path:
             (path / LOCK).unlink()
         files.sync_directory(path.parent)
     except StorageError:
-        with contextlib.suppress(OSError):  # a failed commit must leave no checkpoint
-            os.rename(path, pending.directory)
+        with contextlib.suppress(OSError):  # a failed commit must leave no checkpoint, and touch no other one
+            if os.path.samestat(made, os.stat(path)):
+                os.rename(path, pending.directory)
         raise
     pending.close()
     return path

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from datastates._base import files, locks
-from datastates.commit import health, manifest
+from datastates.commit import fence, health, manifest
 from datastates.commit.directories import PARTIAL, STEP, entries
 from datastates.commit.newest import in_order
-from datastates.errors import StorageError
+from datastates.errors import FencedError, StorageError
 
 _log = logging.getLogger("datastates")
 
@@ -69,6 +69,22 @@ def outdated(root: Path, keep_last: int | None, keep_every: int | None) -> list[
     return [*again, *old[::-1]]
 
 
+def retain(root: Path, keep_last: int | None, keep_every: int | None) -> None:
+    """Delete what :func:`outdated` finds. What cannot be deleted stays, and is logged."""
+    with _warning():
+        for path in outdated(root, keep_last, keep_every):
+            with _warning():
+                remove(path)
+
+
+@contextlib.contextmanager
+def _warning() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, FencedError) as error:
+        _log.warning("an old checkpoint could not be deleted: %s", error)
+
+
 def debris(root: Path, targets: re.Pattern[str] = STEP) -> list[Path]:
     """What interrupted snapshots and deletions left: partial directories that no process is writing.
 
@@ -114,7 +130,12 @@ def _unlocked(entry: Path) -> Iterator[bool]:
 def remove(path: Path) -> bool:
     """Delete a checkpoint. A rename first undoes the commit at once, so that nobody sees half a checkpoint.
 
-    Returns False, and deletes nothing, if a process reads it. Raises StorageError, but not if it is already gone.
+    Returns:
+        False, if a process reads it; then nothing is deleted.
+
+    Raises:
+        StorageError: It cannot be deleted. It is no error if it is already gone.
+        FencedError: A newer run saves in the directory; nothing is deleted.
     """
     left = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
@@ -123,8 +144,13 @@ def remove(path: Path) -> bool:
         with file as fd:
             if locks.try_lock(fd) is False:
                 return False
+            fence.refuse_in(path.parent)  # not earlier: a newer run may have used the name again
             with files.syscall("rename", path):
                 os.rename(path, left)
+            if not locks.is_open(fd, left / manifest.FILE):  # it has done so since
+                with files.syscall("rename", path):
+                    os.rename(left, path)
+                return True
     except StorageError as error:
         if error.errno in files.ABSENT:  # another process has deleted it
             return True

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from datastates._base import files, locks
+from datastates.commit import fence
 from datastates.commit.newest import numbered
+from datastates.ranks.polling import slowest, until
+
+_PATIENCE = 10.0
+"""Seconds to wait for another process that commits in the directory. It may have been stopped meanwhile."""
 
 
 def next_sequence(root: Path) -> int:
@@ -15,6 +25,30 @@ def next_sequence(root: Path) -> int:
     """
     every = [one.sequence for one in numbered(root)]
     return 1 + max((sequence for sequence in every if sequence is not None), default=0) + every.count(None)
+
+
+@contextlib.contextmanager
+def next_alone(root: Path) -> Iterator[int]:
+    """:func:`next_sequence`, which nobody else gets until the block ends: it is to commit the checkpoint."""
+    with _one_at_a_time(root):
+        yield next_sequence(root)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(root: Path) -> Iterator[None]:
+    """Keep others that commit in a directory waiting until the block ends, if the file system has locks."""
+    with files.storage_errors("lock", root):
+        file = _opened(root)
+    with file as lock:
+        until(lambda: locks.try_lock(lock) is not False or None, time.monotonic() + _PATIENCE, slowest(1))
+        yield
+
+
+def _opened(root: Path) -> files.Descriptor:
+    while (path := fence.lock_file(root)) != root:
+        with contextlib.suppress(FileNotFoundError):  # a newer opening has just taken its place
+            return files.opened(path, os.O_RDWR)  # NFS locks only what can be written
+    return files.opened(root, os.O_RDONLY | os.O_DIRECTORY)
 
 
 class Order:
@@ -27,16 +61,49 @@ class Order:
         """Remember ``root``; nothing is read yet."""
         self._root = root
         self._lock = threading.Lock()
+        self._holders = 0
+        self._held = contextlib.ExitStack()
         self._given = 0
         self._begun = 0
         self._reserved: dict[int, int] = {}
 
-    def sequence(self, number: int) -> int:
-        """The sequence number of the snapshot with this ``number``, from 0. Ask once for each, when it is committed."""
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """As :func:`_one_at_a_time`, but those that commit by this order do not wait for each other."""
         with self._lock:
-            if number >= self._begun:
-                first = max(self._given + 1, next_sequence(self._root))
-                # snapshots taken before this one may be committed later
-                self._reserved.update({n: first + n - self._begun for n in range(self._begun, number + 1)})
-                self._begun, self._given = number + 1, self._reserved[number]
-            return self._reserved.pop(number)
+            if not self._holders:
+                self._held.enter_context(_one_at_a_time(self._root))
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._held.close()
+
+    @contextlib.contextmanager
+    def sequence(self, number: int, ready: Callable[[], None]) -> Iterator[int]:
+        """The sequence number of the snapshot with this ``number``, from 0. Ask once for each, to commit in the block.
+
+        ``ready`` is called before others are kept waiting.
+        """
+        ready()
+        with self._alone():
+            with self._lock:
+                least = next_sequence(self._root)
+                before = self._begun, self._given
+                if number >= self._begun:
+                    first = max(self._given + 1, least)
+                    # snapshots taken before this one may be committed later
+                    self._reserved.update({n: first + n - self._begun for n in range(self._begun, number + 1)})
+                    self._begun, self._given = number + 1, self._reserved[number]
+                chosen = self._reserved.pop(number)
+            try:
+                yield chosen
+            except BaseException:
+                with self._lock:
+                    if self._given == chosen:
+                        # no checkpoint has this number, so others may take the numbers that were reserved with it
+                        self._begun, self._given = before
+                raise

@@ -52,8 +52,8 @@ def settle(
         raise
 
 
-def meet(world: World, name: str, path: Path, prepare: Callable[[], None]) -> None:
-    """Let the coordinator prepare a path before any rank writes there.
+def meet(world: World, name: str, path: Path, prepare: Callable[[], bytes]) -> bytes:
+    """Let the coordinator prepare a path before any rank writes there; returns on all ranks what ``prepare`` does.
 
     Raises:
         CommitError: The ranks gave different paths, or ``prepare`` failed, or a rank failed before this call.
@@ -64,10 +64,9 @@ def meet(world: World, name: str, path: Path, prepare: Callable[[], None]) -> No
         other = next((rank for rank, data in sorted(paths.items()) if data != paths[0]), None)
         if other is not None:
             raise CommitError(f"rank 0 writes to {paths[0].decode()}, but rank {other} to {paths[other].decode()}")
-        prepare()
-        return b""
+        return prepare()
 
-    settle(world, name, None, str(path).encode("utf-8", "backslashreplace"), decide)
+    return settle(world, name, None, str(path).encode("utf-8", "backslashreplace"), decide)
 
 
 def is_told(error: DatastatesError) -> bool:

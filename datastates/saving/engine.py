@@ -19,7 +19,7 @@ from datastates.config import IoSettings
 from datastates.errors import DeviceError, ProviderError, StorageError, ThreadStartError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
-from datastates.ranks.world import SoloWorld, World
+from datastates.ranks.world import SoloWorld, World, refuse_outdated
 from datastates.saving import gate
 from datastates.saving.collect import Collected, collect
 from datastates.saving.container_frame import ContainerFraming
@@ -110,18 +110,23 @@ class Engine:
             The snapshot, in flight or failed.
 
         Raises:
-            ProviderError: This rank is alone, without having been told to, and holds only a part of an array of JAX.
+            ProviderError: This rank is alone, without having been told to, and holds only a part of an array of JAX or
+                of a DTensor.
+            SettingsError: The ranks of torch.distributed or of jax.distributed have changed since the engine's world
+                was opened.
         """
+        refuse_outdated(self.world)
         if isinstance(self.world, SoloWorld) and not self.world.by_wish and (key := collected.structure.in_part):
             raise ProviderError(
-                f"{key!r} is held only in part by this process, which saves alone: jax.distributed is not, or no "
-                "longer, initialized. Save before it is shut down, or give rank and world_size"
+                f"{key!r} is held only in part by this process, which saves alone: torch.distributed or "
+                "jax.distributed is not, or no longer, initialized. Save before it is shut down, or give rank and "
+                "world_size"
             )
         snapshot = Snapshot(ballot.step, collected.structure.nbytes, begin)
 
         def choose_ending() -> Ending:
             snapshot.path = expected()
-            return CheckpointEnding(Pending(snapshot.path, ballot.attempt), ballot, target, retain)
+            return CheckpointEnding(Pending(snapshot.path, ballot.attempt, ballot.mark), ballot, target, retain)
 
         return self._take(self._saver, collected, snapshot, choose_ending, ballot)
 

@@ -176,7 +176,7 @@ class Running:
                 self.snapshot.path = self.ending.commit(vote)
             self.snapshot.reach("committed", at=self.ending.committed)
         except BaseException as error:  # the snapshot passes it to whoever waits
-            cause = self.cause or error
+            cause = self.ending.cause_of(self.cause or error)
             self.cancel(cause)
             return cause
         self._let_go()

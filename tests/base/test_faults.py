@@ -24,7 +24,7 @@ def test_what_does_not_parse_is_named() -> None:
 
 @pytest.mark.parametrize("fault", [Fault("manifest.rename", "delay", 5), Fault("manifest.rename", "fail")])
 def test_what_a_point_cannot_do_is_refused(fault: Fault) -> None:
-    with pytest.raises(ValueError, match=r"manifest\.rename can be armed with kill or fail:ERRNO"):
+    with pytest.raises(ValueError, match=r"manifest\.rename can be armed with kill or fail:ERRNO, or with stop"):
         faults.arm(fault)
 
 

@@ -38,7 +38,7 @@ from random_states import differences
 import datastates as ds
 from datastates import _native
 from datastates._base import faults
-from datastates.commit import retention
+from datastates.commit import fence, retention
 from datastates.commit.newest import committed
 from datastates.errors import DatastatesError, StorageError, TornSnapshotError
 from datastates.formats.own_verify import verify_container
@@ -298,7 +298,8 @@ class Audit:
             check(save.step == step, f"save {number} stands as step {step}")
             wrong = differences(found, expected_of(save))
             check(not wrong, f"save {number} differs at {wrong}")
-        left = set(self._root.iterdir()) - set(there.values()) - set(retention.superseded(self._root))
+        known = {*there.values(), *retention.superseded(self._root), self._root / fence.FOLDER}
+        left = set(self._root.iterdir()) - known
         check(left == set(retention.debris(self._root)), f"neither a checkpoint nor debris: {left}")
         return self._saves[max(self._found.values())] if self._found else None
 

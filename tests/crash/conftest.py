@@ -17,7 +17,7 @@ from by_path import module_at
 
 import datastates as ds
 from datastates import _native
-from datastates.commit import newest, retention
+from datastates.commit import fence, newest, retention
 from datastates.errors import DatastatesError
 from datastates.formats.own_verify import verify_container
 from datastates.restoring.stored import open_checkpoint
@@ -99,7 +99,7 @@ def audit(training: ModuleType) -> Callable[[Path], list[int]]:
     def check(root: Path) -> list[int]:
         committed = newest.committed(root)
         checkpoints = {*committed.values(), *retention.superseded(root)}
-        assert set(retention.debris(root)) == set(root.iterdir()) - checkpoints
+        assert set(retention.debris(root)) == set(root.iterdir()) - checkpoints - {root / fence.FOLDER}
         for step, path in committed.items():
             opened, containers = open_checkpoint(path)
             assert opened.step == step

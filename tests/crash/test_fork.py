@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import datastates as ds
-from datastates.commit import newest, retention
+from datastates.commit import fence, newest, retention
 
 PRELUDE = """
 import os, signal, sys, time
@@ -274,4 +274,4 @@ time.sleep(60)
     parent.wait()
     assert len(retention.debris(tmp_path)) == 1
     ds.Checkpointer(tmp_path).close()
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [fence.FOLDER]

@@ -17,6 +17,7 @@ from steps import OPTIONS, PRELUDE, array_of, assert_holds, fail_one, providers
 
 import datastates as ds
 from datastates.commit import directories, manifest, newest, retention
+from datastates.errors import FencedError
 from datastates.providers import HostTensorProvider
 
 # --- retention
@@ -139,7 +140,9 @@ def test_a_second_checkpointer_leaves_what_a_living_one_writes(tmp_path: Path, r
     assert_holds(tmp_path, 1)
 
 
-def test_two_processes_write_into_one_directory(tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_of_two_processes_that_write_into_one_directory_the_one_that_opened_later_goes_on(
+    tmp_path: Path, run: Callable[..., Any]
+) -> None:
     script = f"""
 {PRELUDE}
 with ds.Checkpointer(root, **OPTIONS) as ckpt:
@@ -148,18 +151,20 @@ with ds.Checkpointer(root, **OPTIONS) as ckpt:
 """
     ended: list[Any] = []
     other = threading.Thread(target=lambda: ended.append(run("-c", script, tmp_path)))
-    with ds.Checkpointer(tmp_path, **OPTIONS) as ckpt:
+    with ds.Checkpointer(tmp_path, on_error="warn", **OPTIONS) as ckpt:
+        ckpt.snapshot(providers(0), step=0).wait_committed()
         with held("sync"):
-            ckpt.snapshot(providers(0), step=0)
+            fenced = ckpt.snapshot(providers(1), step=1)
             other.start()
             while other.is_alive() and not list(tmp_path.glob("step-000001*")):
                 time.sleep(0.001)
-        for step in range(1, 10):
-            ckpt.snapshot(providers(step), step=step)
+        with pytest.raises(FencedError):
+            ckpt.snapshot(providers(2), step=2)
+        with pytest.raises(FencedError):
+            fenced.wait_committed()
         other.join()
     assert ended[0].returncode == 0, ended[0].stderr
-    assert_holds(tmp_path, *range(10), *range(100, 110))
-    assert retention.debris(tmp_path) == []
+    assert_holds(tmp_path, 0, *range(100, 110))
 
 
 def test_files_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from datastates._base import files as base_files
 from datastates.cli import commands
-from datastates.commit import manifest, newest, protection, retention
+from datastates.commit import fence, manifest, newest, protection, retention
 
 HERE = Path(__file__).parent
 LOOP = HERE / "rank_loop.py"
@@ -23,7 +23,11 @@ def options(**changed: object) -> str:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
+    return sorted(path.name for path in checkpoints(root))
+
+
+def checkpoints(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if path.name != fence.FOLDER]
 
 
 def is_whole(path: Path) -> bool:
@@ -130,7 +134,7 @@ def test_the_coordinator_alone_deletes(ranks: Any, reports: Any, tmp_path: Path)
     told = reports(ranks(3, LOOP, root, *words, CONFUSED="1", OPTIONS=options(keep_last=2, keep_every=3)))
     assert {rank["7"]["committed"] for rank in told} == {"step-00000007"}
     assert names(root) == ["step-00000003", "step-00000006", "step-00000007"]
-    assert all(is_whole(path) for path in root.iterdir())
+    assert all(is_whole(path) for path in checkpoints(root))
 
 
 def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_path: Path) -> None:
@@ -251,7 +255,7 @@ def test_a_rank_that_does_not_hear_the_outcome_takes_nothing_back(ranks: Any, re
     assert said[0]["committed"] == said[2]["committed"] == "step-00000002"
     assert "Input/output error" in said[1].get("text", "") or said[1]["committed"] == "step-00000002"
     assert names(tmp_path / "run") == [f"step-{step:08d}" for step in (1, 2, 3)]
-    assert all(is_whole(path) for path in (tmp_path / "run").iterdir())
+    assert all(is_whole(path) for path in checkpoints(tmp_path / "run"))
 
 
 def test_a_coordinator_that_cannot_tell_has_committed(ranks: Any, reports: Any, tmp_path: Path) -> None:
@@ -308,4 +312,4 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
             assert "error" not in said[word]
     assert names(root) == ["after", "first", "second", "step-00000006"]
     assert [manifest.open(root / name).step for name in names(root)] == [5, 1, 2, 6]
-    assert all(is_whole(path) for path in root.iterdir())
+    assert all(is_whole(path) for path in checkpoints(root))

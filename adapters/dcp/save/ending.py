@@ -169,6 +169,10 @@ class DcpEnding:
             with contextlib.suppress(OSError):  # the writer's own error is the one to report
                 self.path.unlink()
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """The error itself."""
+        return error
+
     def decline(self, error: BaseException) -> None:
         """Tell the other ranks that this rank has failed, unless it has voted."""
         if not self._voted and self._world.size > 1:

@@ -1,0 +1,274 @@
+"""Which run may save in a directory: an opening that has begun to save fences those before it.
+
+A process that was stopped for a while, such as a frozen machine, does not know that its job was restarted meanwhile.
+Files in the folder ``.openings`` tell it:
+
+- ``opened-N``: made when a :class:`~datastates.checkpointer.Checkpointer` opens. No two openings have the same N.
+- ``saving-N``: made when that opening takes its first snapshot. It fences all openings with a lower N.
+
+A fenced opening neither commits nor deletes. It looks for a higher ``saving-N`` before it renames. If it is stopped
+between that look and the rename, the rename fails: after a new opening has made its ``saving-N``, it gives the partial
+directories of older openings another name. The lock file of a partial directory holds the number of its opening. No
+step waits for a lock, which a stopped process might hold for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from datastates._base import files
+from datastates._base.files import storage_errors
+from datastates._base.packing import pack, unpack
+from datastates.commit import manifest
+from datastates.commit.directories import PARTIAL, STEP, entries
+from datastates.errors import FencedError, StorageError
+
+_log = logging.getLogger("datastates")
+
+FOLDER = ".openings"
+_RECORD = re.compile(r"(opened|saving)-([0-9]{1,18})\Z")
+_STAGE = "opening"
+"""The first part of the names of fault points."""
+
+
+class _Record(NamedTuple):
+    """One file in the folder."""
+
+    number: int
+    kind: str
+    path: Path
+
+
+def _records(root: Path) -> list[_Record]:
+    """The files in the folder, the lowest number first."""
+    try:
+        with storage_errors("list", root / FOLDER):
+            names = os.listdir(root / FOLDER)
+    except StorageError as error:
+        if error.errno in (*files.ABSENT, errno.ENOTDIR):
+            return []
+        raise
+    found = filter(None, map(_RECORD.match, names))
+    return sorted(_Record(int(m[2]), m[1], root / FOLDER / m[0]) for m in found)
+
+
+def _newest_saving(root: Path) -> _Record | None:
+    return max((record for record in _records(root) if record.kind == "saving"), default=None)
+
+
+def lock_file(root: Path) -> Path:
+    """The file to lock while a checkpoint gets its number: another one for each opening that has begun to save."""
+    newest = _newest_saving(root)
+    return root if newest is None else newest.path
+
+
+class Opening:
+    """One opening of a directory of checkpoints, as all ranks know it. Only rank 0 calls :meth:`begin_to_save`.
+
+    Openings of one process never fence each other. Thread-safe.
+    """
+
+    def __init__(self, root: Path, number: int, owner: str, *, is_only: bool = False) -> None:
+        """Keep what rank 0 found.
+
+        Args:
+            root: The directory.
+            number: The number of the opening; 0 if it could not be written down.
+            owner: Names the process that opened, which is that of rank 0.
+            is_only: Whether this process opened, and no earlier opening has left files.
+        """
+        self.root = root
+        self._number = number
+        self._owner = owner
+        self._is_only = is_only
+        self._process = os.getpid()
+        self._saves = False
+        _openings.add(self)
+
+    @classmethod
+    def begin(cls, root: Path) -> Opening:
+        """Number a new opening, as rank 0 does when it opens the directory.
+
+        A directory that cannot be written can still be read: the number is then written down by the first snapshot.
+        """
+        owner = _owner(os.getpid())
+        try:
+            is_only = not _records(root)
+            return cls(root, _numbered(root, owner), owner, is_only=is_only)
+        except StorageError as error:
+            _log.info("%s is opened without a number: %s", root, error)
+            return cls(root, 0, owner)
+
+    def encode(self) -> bytes:
+        """The opening as rank 0 tells it to the others."""
+        return pack([self._number, self._owner, self._is_only])
+
+    @classmethod
+    def decode(cls, root: Path, data: bytes) -> Opening:
+        """The inverse of :meth:`encode`."""
+        number, owner, is_only = unpack(data)
+        return cls(root, number, owner, is_only=is_only and owner == _owner(os.getpid()))
+
+    @property
+    def mark(self) -> bytes:
+        """What the lock file of a partial directory of this opening holds; empty without a number."""
+        return f"{self._number} {self._owner}\n".encode() if self._number else b""
+
+    def begin_to_save(self) -> None:
+        """Fence all openings before this one. Later calls only look whether this one is fenced.
+
+        Raises:
+            FencedError: A newer opening has begun to save.
+            StorageError: The directory cannot be read or written.
+        """
+        if not self._number:
+            self._number = _numbered(self.root, self._owner)
+        self.refuse_if_fenced()
+        if self._saves:
+            return
+        self._write_down_saving()
+        self.refuse_if_fenced()
+        self._stop_older()
+        self._saves = True
+
+    def refuse_if_fenced(self) -> None:
+        """Raise FencedError if a newer opening, of another process, has begun to save."""
+        newest = _newest_saving(self.root)
+        if newest is None or newest.number <= self._number:
+            return
+        told = _told(newest.path)
+        if told.get("owner") != self._owner:
+            who = f"process {told.get('pid', 'unknown')} on host {told.get('host', 'unknown')}"
+            raise FencedError(
+                f"a newer run saves in {self.root}: {who}, which opened the directory at "
+                f"{told.get('opened', 'an unknown time')}. This run neither commits nor deletes there any more. "
+                "Start it again to go on from the newest checkpoint, or give each run a directory of its own. Ranks of "
+                "one job that do not know of each other need init_process_group() first, or rank= and world_size="
+            )
+
+    def close(self) -> None:
+        """Delete the files of this opening if there are no others, so that a directory that is left holds none.
+
+        Does nothing in a forked child. Never raises.
+        """
+        if not self._is_only or os.getpid() != self._process:
+            return
+        with contextlib.suppress(OSError):
+            records = _records(self.root)
+            if all(record.number == self._number for record in records):
+                for record in records:
+                    record.path.unlink()
+                (self.root / FOLDER).rmdir()
+
+    def _write_down_saving(self) -> None:
+        folder = self.root / FOLDER
+        files.make_directory(folder, stage=_STAGE)
+        with _ignoring(errno.EEXIST):  # an interrupted call may have made it
+            files.write_file(folder / f"saving-{self._number}", _identity(self._owner), stage=_STAGE)
+        files.sync_directory(folder, stage=_STAGE)
+        _forget_lower(self.root)
+
+    def _stop_older(self) -> None:
+        """Give the partial directories of older openings another name, so that nobody can commit them."""
+        stopped = False
+        for entry in entries(self.root):
+            if (m := PARTIAL.match(entry.name)) and STEP.match(m[1]) and self._is_older(entry):
+                left = entry.with_name(f"{m[1]}.partial-{secrets.token_hex(4)}")
+                with _ignoring(*files.ABSENT), files.syscall("rename", entry, stage=_STAGE):
+                    os.rename(entry, left)
+                    stopped = True
+                    _log.warning("an older run can no longer commit %s, which is now %s", entry, left.name)
+        if stopped:
+            files.sync_directory(self.root, stage=_STAGE)
+
+    def _is_older(self, partial: Path) -> bool:
+        """Whether an older opening of another process writes into a partial directory.
+
+        One without a number has yet to be marked, and its process to look whether it is fenced.
+        """
+        try:
+            with storage_errors("read", partial):
+                number, _, owner = (partial / manifest.LOCK).read_bytes().decode().strip().partition(" ")
+        except StorageError as error:
+            if error.errno in files.ABSENT:
+                return False
+            raise
+        return number.isdecimal() and int(number) < self._number and owner != self._owner
+
+
+_openings: weakref.WeakSet[Opening] = weakref.WeakSet()
+"""Those of this process, and of the process that it was forked off."""
+
+
+def refuse_in(root: Path) -> None:
+    """Raise FencedError if this process has opened a directory where a newer run has begun to save since."""
+    for opening in list(_openings):
+        if opening.root == root:
+            opening.refuse_if_fenced()
+
+
+@functools.cache
+def _owner(process: int) -> str:
+    """A random name of this process; its number may be given to another process later."""
+    del process
+    return secrets.token_hex(8)
+
+
+def _identity(owner: str) -> bytes:
+    told = {"owner": owner, "host": socket.gethostname(), "pid": os.getpid(), "opened": manifest.now()}
+    return json.dumps(told).encode()
+
+
+def _told(path: Path) -> dict[str, object]:
+    """What a file in the folder says; nothing if it was cut short when its machine went down, or is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        told = json.loads(path.read_bytes())
+        if isinstance(told, dict):
+            return told
+    return {}
+
+
+def _numbered(root: Path, owner: str) -> int:
+    """Write down a new opening; returns its number, which is above all others."""
+    folder = root / FOLDER
+    while True:
+        number = 1 + max((record.number for record in _records(root)), default=0)
+        # another process took that number, or deleted the folder when it closed
+        with _ignoring(errno.EEXIST, errno.ENOENT):
+            files.make_directory(folder, stage=_STAGE)
+            files.write_file(folder / f"opened-{number}", _identity(owner), stage=_STAGE)
+            files.sync_directory(folder, stage=_STAGE)
+            # a process that was stopped since it looked may have taken a number that was given before
+            if _records(root)[-1].number == number:
+                _forget_lower(root)
+                return number
+
+
+def _forget_lower(root: Path) -> None:
+    """Delete the files of lower numbers, which tell nothing any more. The highest of each kind stays."""
+    for kind in ("opened", "saving"):
+        for record in [record for record in _records(root) if record.kind == kind][:-1]:
+            with _ignoring(*files.ABSENT), storage_errors("remove", record.path):
+                record.path.unlink()
+
+
+@contextlib.contextmanager
+def _ignoring(*numbers: int) -> Iterator[None]:
+    """Go on after a StorageError that has one of these error numbers."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno not in numbers:
+            raise
