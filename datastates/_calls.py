@@ -14,9 +14,14 @@ from typing import Any
 from datastates._base import paths
 from datastates._base.paths import PathLike
 from datastates.commit import health, manifest, newest
-from datastates.config import RankSettings
+from datastates.config import IoSettings, RankSettings
 from datastates.errors import CheckpointNotFoundError, RestoreError
 from datastates.executor.executor import Executor
+from datastates.executor.make import make_small_executor
+from datastates.exporting import export as exporting
+from datastates.exporting.export import Exported, cast_type
+from datastates.exporting.safetensors_layout import parse_size
+from datastates.exporting.target import is_file, refuse_existing
 from datastates.formats import recognise
 from datastates.formats.format import Format, Opened
 from datastates.ranks.world import SoloWorld, World, world_of
@@ -26,6 +31,7 @@ from datastates.restoring.fallback import compare as compare_newest
 from datastates.restoring.fallback import restore as restore_newest
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.provider_view import Trust
+from datastates.restoring.renaming import Renames
 from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored
 from datastates.restoring.scope import Scope
@@ -33,6 +39,9 @@ from datastates.restoring.sources import Tensors
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
 from datastates.state.pytrees import is_leaf
+
+IN_PYTHON = "take it with step={step}"
+"""How a caller takes another step."""
 
 
 def open_world(settings: RankSettings, directory: Path) -> World:
@@ -102,17 +111,55 @@ def of_step(opened: Opened, path: Path, step: int | None) -> Opened:
 
 
 @contextlib.contextmanager
-def opened(path: PathLike, step: int | None) -> Iterator[Opened]:
+def opened(path: PathLike, step: int | None, advice: str = IN_PYTHON) -> Iterator[Opened]:
     """The checkpoint that a path means, of any format, protected from deletion.
 
-    If the newest checkpoint of a directory is damaged, the error names an older one that looks whole.
+    If the newest checkpoint of a directory is damaged, the error names an older one that looks whole, and ``advice``
+    tells how to take it.
     """
     given, wish = paths.local(path), None if step is None else checked_step(step)
     with (
         recognise.kept(given, wish) as (kind, found),
-        health.advice(found, "take it with step={step}" if found != given and wish is None else None),
+        health.advice(found, advice if found != given and wish is None else None),
     ):
         yield of_step(kind.open(found), found, wish)
+
+
+def export(
+    source: PathLike,
+    target: PathLike,
+    *,
+    settings: IoSettings,
+    step: int | None,
+    keys: str | Sequence[str],
+    rename: Renames,
+    dtype: object,
+    shard_size: str | int | None,
+    progress: Callable[[int, int], object] | None,
+    advice: str = IN_PYTHON,
+) -> Exported:
+    """Write the tensors of a checkpoint as files of other tools.
+
+    The arguments and errors are those of :func:`datastates.export`, ``advice`` is that of :func:`opened`.
+    """
+    to, cast = paths.local(target), cast_type(dtype)
+    if shard_size is not None and is_file(to):
+        raise ValueError(f"shard_size: {to.name} is one file; give a folder for several")
+    nbytes = None if shard_size is None else parse_size(str(shard_size))
+    refuse_existing(to)
+    with opened(source, step, advice) as found:
+        return exporting.export(
+            found.tensors,
+            found.format,
+            to,
+            partial(make_small_executor, settings),
+            keys=[keys] if isinstance(keys, str) else keys,
+            rename=rename,
+            dtype=cast,
+            shard_nbytes=nbytes,
+            direct_io=settings.direct_io,
+            progress=progress or (lambda *_: None),
+        )
 
 
 def restore_by(
@@ -180,7 +227,7 @@ def restore_by(
         **how,
     )
     if restored is None and wish is not None:
-        newest.refuse_absence(directory, wish)
+        recognise.refuse_absence(directory, wish)
     return restored
 
 
@@ -207,7 +254,7 @@ def load_like(
         trust=trust,
     )
     if restored is None:
-        newest.refuse_absence(path, None)
+        recognise.refuse_absence(path, None)
     found: dict[str, Any] = {provider.name: provider.tree for provider in providers}
     return found["like"] if is_bare else found
 
@@ -236,4 +283,4 @@ def compare_by(
         return Restore(tensors, providers, executor, meeting, strict=False, trust=trust, scope=scope).compare()
     candidates = partial(newest.candidates, path, wish, certain=True)
     found = compare_newest(providers, candidates, executor, meeting, step=wish, scope=scope, trust=trust)
-    return newest.refuse_absence(path, wish) if found is None else found
+    return recognise.refuse_absence(path, wish) if found is None else found

@@ -14,15 +14,12 @@ from typing_extensions import Unpack
 from datastates import _calls
 from datastates._base import paths
 from datastates._base.paths import PathLike
-from datastates.commit import newest, retention
+from datastates.commit import retention
 from datastates.commit.ballot import Ballot
 from datastates.commit.sequence import next_alone
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
-from datastates.executor.make import make_executor, make_small_executor
-from datastates.exporting import export as exporting
-from datastates.exporting.export import Exported, cast_type
-from datastates.exporting.safetensors_layout import parse_size
-from datastates.exporting.target import is_file, refuse_existing
+from datastates.executor.make import make_executor
+from datastates.exporting.export import Exported
 from datastates.formats import recognise
 from datastates.formats.format import Format
 from datastates.ranks.together import meet
@@ -153,7 +150,7 @@ def restore(
             replicas=settings.replicas,
         )
     if restored is None:
-        newest.refuse_absence(given, None)
+        recognise.refuse_absence(given, None)
     return restored
 
 
@@ -342,25 +339,17 @@ def export(
         SettingsError: An option is unknown or impossible.
         ImportError: An element type needs torch or ml_dtypes and neither is installed.
     """
-    settings, to = IoSettings.of(options), paths.local(target)
-    cast = cast_type(dtype)
-    if shard_size is not None and is_file(to):
-        raise ValueError(f"shard_size: {to.name} is one file; give a folder for several")
-    nbytes = None if shard_size is None else parse_size(str(shard_size))
-    refuse_existing(to)
-    with _calls.opened(source, step) as found:
-        return exporting.export(
-            found.tensors,
-            found.format,
-            to,
-            partial(make_small_executor, settings),
-            keys=[keys] if isinstance(keys, str) else keys,
-            rename=rename,
-            dtype=cast,
-            shard_nbytes=nbytes,
-            direct_io=settings.direct_io,
-            progress=progress or (lambda *_: None),
-        )
+    return _calls.export(
+        source,
+        target,
+        settings=IoSettings.of(options),
+        step=step,
+        keys=keys,
+        rename=rename,
+        dtype=dtype,
+        shard_size=shard_size,
+        progress=progress,
+    )
 
 
 def open(

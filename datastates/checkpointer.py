@@ -29,6 +29,7 @@ from datastates.errors import (
     SnapshotSkippedError,
 )
 from datastates.executor.make import make_executor, prepare
+from datastates.formats import recognise
 from datastates.ranks.together import meet
 from datastates.ranks.world import refuse_outdated
 from datastates.restoring.provider_view import Trust
@@ -75,7 +76,8 @@ class Checkpointer:
         Raises:
             SettingsError: An option is unknown or impossible; the message names it.
             StorageError: The directory cannot be made or written.
-            TypeError, ValueError: ``directory`` is not a path, or is the address of a store, or is itself a checkpoint.
+            TypeError, ValueError: ``directory`` is not a path, or is the address of a store, or is itself a checkpoint,
+                of this package or of another format.
             CommitError: Another rank failed, or the ranks gave different directories.
             RanksMissingError: Some ranks did not come within ``rank_timeout`` seconds.
         """
@@ -89,6 +91,11 @@ class Checkpointer:
                 raise ValueError(
                     f"directory: {self.directory} is itself a checkpoint: give the directory that it lies in, or use "
                     "datastates.restore"
+                )
+            if (kind := recognise.other(self.directory)) is not None:
+                raise ValueError(
+                    f"directory: {self.directory} is {kind.NAME}: give another directory for new checkpoints, and "
+                    f"restore from this one by datastates.restore(providers, {str(self.directory)!r})"
                 )
             files.make_directory(self.directory)
             executor = make_executor(self.settings)
@@ -270,7 +277,8 @@ class Checkpointer:
                 ``strict=False``.
 
         Returns:
-            The result of the restore; None if there is no checkpoint.
+            The result of the restore; None if there is no checkpoint. If one lies there under another name, or of
+            another format, a warning names it.
 
         Raises:
             RestoreError: The checkpoint does not fit the live state, on this rank or another, or another rank could not
@@ -292,7 +300,7 @@ class Checkpointer:
         self._raise_if_closed()
         refuse_outdated(self._engine.world)
         name, executor = f"{self._name}/restore/{next(self._restores)}", self._engine.executor
-        return _calls.restore_by(
+        restored = _calls.restore_by(
             self.directory,
             providers,
             partial(_calls.meeting_of, self._engine.world, name),
@@ -308,6 +316,15 @@ class Checkpointer:
             verify=verify,
             replicas=self.settings.replicas,
         )
+        if restored is None and self._engine.world.rank == 0 and (there := recognise.newest_other(self.directory)):
+            _log.warning(
+                "%s has no checkpoint of this training run, but %s is %s: datastates.restore(providers, %r) restores "
+                "from it",
+                self.directory,
+                *there,
+                str(there[0]),
+            )
+        return restored
 
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, ascending. Snapshots in flight do not count; see :meth:`wait`."""

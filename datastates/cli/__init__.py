@@ -1,4 +1,4 @@
-"""The command ``datastates`` with its subcommands ls, inspect, verify and diff. Imports no framework."""
+"""The command ``datastates``: ls, inspect, verify, diff and export. Only ``export`` imports a framework."""
 
 from datastates.cli.commands import main
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from datastates import _calls
 from datastates._base import paths
-from datastates.cli import export
+from datastates.cli import export, output
 from datastates.cli.compare import Comparison, compare
 from datastates.cli.inspect import inspect
 from datastates.cli.ls import ls
+from datastates.cli.output import OutputError, WrongCallError, print_json, printable, say
 from datastates.cli.progress import progress_bar
-from datastates.cli.show import as_size, print_json, printable
+from datastates.cli.show import IN_SHELL, as_size
+from datastates.commit import health
 from datastates.errors import CheckpointNotFoundError, DatastatesError
-from datastates.formats import own, recognise
+from datastates.formats import own
+from datastates.formats.format import Opened, Problem
 
 STATUS = "exit status: 0 all is well; 1 something is damaged, differs or failed; 2 a wrong call, or nothing to look at"
 _SOURCE = "a checkpoint, a directory of them (the newest), or a file or folder of another format"
@@ -26,22 +30,55 @@ _SOURCE = "a checkpoint, a directory of them (the newest), or a file or folder o
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, as :data:`STATUS` says."""
-    arguments = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    try:
+        output.prepare()
+        return _run(given)
+    except OutputError as error:
+        if not isinstance(error.__cause__, BrokenPipeError):  # that is a reader who has seen enough
+            output.complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        output.complain("interrupted")
+        return 128 + signal.SIGINT
+
+
+def _run(given: Sequence[str]) -> int:
+    try:
+        arguments = _parser().parse_args(given)
+    except SystemExit:  # of --help and --version
+        output.flush()
+        raise
+    except WrongCallError as error:
+        _tell(error, as_json="--json" in given)
+        raise SystemExit(2) from None
     try:
         status: int = arguments.run(arguments)
-        sys.stdout.flush()
+        output.flush()
         return status
-    except DatastatesError as error:
-        print(f"datastates: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CheckpointNotFoundError) else 1
-    except BrokenPipeError:
-        # the reader of our output has closed it; keep the interpreter from writing the rest at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except (CheckpointNotFoundError, WrongCallError) as error:
+        _tell(error, as_json=arguments.json)
+        return 2
+    except (DatastatesError, OSError, ImportError) as error:
+        _tell(error, as_json=arguments.json)
+        return 2 if arguments.run is _diff else 1
+
+
+def _tell(error: Exception, *, as_json: bool) -> None:
+    """Print an error for people and, with ``--json``, for programs."""
+    if as_json:
+        output.print_json({"ok": False, "error": {"kind": type(error).__name__, "message": str(error)}})
+    output.complain(str(error))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise WrongCallError."""
+        raise WrongCallError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="datastates", description="Look at checkpoints.", epilog=STATUS)
+    parser = _Parser(prog="datastates", description="Look at checkpoints.", epilog=STATUS)
     parser.add_argument("--version", action="version", version=f"%(prog)s {metadata.version('datastates')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     what = "list the checkpoints in a directory, and what interrupted runs left there"
@@ -50,16 +87,20 @@ def _parser() -> argparse.ArgumentParser:
     what = "show what a checkpoint holds: keys, types, shapes, sizes, places"
     command = _add(commands, "inspect", inspect, what)
     command.add_argument("path", metavar="PATH", type=_path, help=_SOURCE)
+    _add_step(command)
     command.add_argument("--keys", metavar="GLOB", default="*", help="only keys that match, as of a shell")
     what = "read every byte of a checkpoint and check it; exit 1 when one is wrong"
     command = _add(commands, "verify", _verify, what)
     command.add_argument("path", metavar="PATH", type=_path, help=_SOURCE)
+    _add_step(command)
     what = "compare two checkpoints by their digests; exit 1 when they differ, 2 when they cannot be compared"
     command = _add(commands, "diff", _diff, what)
     for name in ("A", "B"):
         command.add_argument(name, type=_path, help="as for inspect")
+    _add_step(command)
     command = _add(commands, "export", export.export, export.WHAT)
     command.add_argument("source", metavar="SOURCE", type=_path, help=_SOURCE)
+    _add_step(command)
     export.add_arguments(command, _path)
     return parser
 
@@ -73,6 +114,19 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], wha
     return command
 
 
+def _add_step(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--step", type=_step, metavar="N", help="the step in a directory of checkpoints; default: the newest"
+    )
+
+
+def _step(text: str) -> int:
+    try:
+        return _calls.checked_step(int(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no step: an integer from 0 on") from None
+
+
 def _path(text: str) -> Path:
     try:
         paths.refuse_address(text)
@@ -82,32 +136,43 @@ def _path(text: str) -> Path:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    with recognise.kept(arguments.path) as (kind, path):
-        opened = kind.open(path)
-        nbytes = opened.nbytes
-        with progress_bar("verify", quiet=arguments.json) as advance:
-            problems = list(opened.verify(lambda now: advance(now, nbytes)))
-    step = opened.tensors.step
+    problems: list[Problem] = []
+    opened: Opened | None = None
+    nbytes, damage = 0, None
+    try:
+        with _calls.opened(arguments.path, arguments.step, IN_SHELL) as opened:
+            nbytes = opened.nbytes
+            with progress_bar("verify", quiet=arguments.json) as advance:
+                problems += opened.verify(lambda now: advance(now, nbytes))
+    except DatastatesError as error:
+        if not health.is_damage(error):
+            raise
+        damage = error
+    path = arguments.path if opened is None else opened.tensors.path
+    step = None if opened is None else opened.tensors.step
     if arguments.json:
         found = [{"file": str(p.path), "key": p.key, "problem": p.what} for p in problems]
-        whole = {"ok": not problems, "format": kind.NAME, "path": str(path), "step": step, "bytes": nbytes}
-        print_json({**whole, "problems": found})
-    else:
-        for p in problems:
-            print(f"{printable(p.key)} in {p.path} {p.what}")
-        if not problems:
-            what = [*([] if kind is own else [kind.NAME]), *([] if step is None else [f"step {step}"])]
-            print(f"{path}: {', '.join(what)}, {as_size(nbytes)} in {len(opened.files)} file(s), {opened.proof}")
-    return 1 if problems else 0
+        if damage is not None:  # it could not be read on
+            file = damage.filename if isinstance(damage, OSError) and damage.filename else str(path)
+            found.append({"file": file, "key": "", "problem": str(damage)})
+        whole = {"ok": not found, "format": None if opened is None else opened.format, "path": str(path), "step": step}
+        print_json({**whole, "bytes": nbytes, "problems": found})
+    for p in () if arguments.json else problems:
+        say(f"{printable(p.key)} in {p.path} {p.what}")
+    if damage is not None:
+        output.complain(str(damage))
+    elif opened is not None and not (arguments.json or problems):
+        what = [*([] if opened.format == own.NAME else [opened.format]), *([] if step is None else [f"step {step}"])]
+        say(f"{path}: {', '.join(what)}, {as_size(nbytes)} in {len(opened.files)} file(s), {opened.proof}")
+    return 1 if problems or damage else 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    try:
-        with recognise.kept(arguments.A) as (kind_a, a), recognise.kept(arguments.B) as (kind_b, b):
-            found = compare(kind_a.open(a).files, kind_b.open(b).files)
-    except DatastatesError as error:
-        print(f"datastates: {error}", file=sys.stderr)
-        return 2
+    with (
+        _calls.opened(arguments.A, arguments.step, IN_SHELL) as a,
+        _calls.opened(arguments.B, arguments.step, IN_SHELL) as b,
+    ):
+        found = compare(a.files, b.files)
     if arguments.json:
         print_json(
             {
@@ -128,13 +193,13 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _print_differences(found: Comparison, a: str, b: str) -> None:
     for where, keys in ((a, found.only_a), (b, found.only_b)):
         for key in keys:
-            print(f"{printable(key)} is only in {where}")
+            say(f"{printable(key)} is only in {where}")
     for key, one, other in found.descriptions:
-        print(f"{printable(key)} is {one} in {a}, {other} in {b}")
+        say(f"{printable(key)} is {one} in {a}, {other} in {b}")
     for key in found.contents:
-        print(f"{printable(key)} differs")
+        say(f"{printable(key)} differs")
     only = len(found.only_a) + len(found.only_b)
-    print(
+    say(
         f"{found.equal} alike, {len(found.contents)} of other contents, {len(found.descriptions)} of another type or "
         f"shape, {only} in one of them only"
     )

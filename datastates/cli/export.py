@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from datastates import api
+from datastates import _calls
+from datastates.cli.output import WrongCallError, print_json, printable, say
 from datastates.cli.progress import progress_bar
-from datastates.cli.show import as_size, print_json, printable
+from datastates.cli.show import IN_SHELL, as_size
+from datastates.config import IoSettings
 from datastates.errors import FormatError
 from datastates.exporting.export import CASTS
 from datastates.formats import own
@@ -18,6 +19,8 @@ from datastates.restoring.renaming import Renames
 
 WHAT = "write a checkpoint's tensors as safetensors or for torch.load; exit 1 unless each is proven to be as saved"
 """What the command does."""
+_OPTION = re.compile("(keys|rename|dtype|shard_size|step):")
+"""How a message begins that is about an argument, which the shell knows as an option."""
 PATTERN = "re:"
 """What begins a rename by a regular expression."""
 
@@ -32,7 +35,6 @@ def add_arguments(command: argparse.ArgumentParser, path: Callable[[str], Path])
         help="what to make. A name that ends in .safetensors: one file; in .pt, .pth, .bin or .ckpt: one file that "
         "torch.load opens, with a flat dict of tensors; any other: a folder of safetensors files",
     )
-    add("--step", type=int, metavar="N", help="the step to export from a directory of checkpoints; default: the newest")
     add("--keys", action="append", metavar="GLOB", help="only tensors whose full keys match, as of a shell; repeatable")
     add(
         "--rename",
@@ -49,21 +51,22 @@ def export(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     try:
         with progress_bar("export", quiet=arguments.json) as progress:
-            done = api.export(
+            done = _calls.export(
                 arguments.source,
                 arguments.target,
+                settings=IoSettings.of({}),
                 step=arguments.step,
                 keys=arguments.keys or "*",
                 rename=_renames(arguments.rename),
                 dtype=arguments.dtype,
                 shard_size=arguments.shard_size,
                 progress=progress,
+                advice=IN_SHELL,
             )
     except FormatError:  # a ValueError, too
         raise
-    except (ValueError, FileExistsError) as error:
-        print(f"datastates: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, TypeError, FileExistsError) as error:
+        raise WrongCallError(_OPTION.sub(lambda match: f"--{match[1].replace('_', '-')}:", str(error))) from error
     if arguments.json:
         print_json(
             {
@@ -79,18 +82,18 @@ def export(arguments: argparse.Namespace) -> int:
         )
     else:
         for name, kept in done.tied.items():
-            print(f"{printable(name)} is the same tensor as {printable(kept)}, which is written once")
+            say(f"{printable(name)} is the same tensor as {printable(kept)}, which is written once")
         for key in done.objects:
-            print(f"{printable(key)} is left out: it is no tensor")
+            say(f"{printable(key)}: what is no tensor in it is left out")
         if done.source == own.NAME:
             for key in done.unproven:
-                print(f"{printable(key)} matches its checksums; it has no digest")
+                say(f"{printable(key)} matches its checksums; it has no digest")
         else:
             proven = f"{len(done.unproven)} of {done.tensors} tensors have no checksum to match"
             what = proven if done.unproven else "every tensor matches its checksum"
-            print(f"{arguments.source} is {done.source}: {what}")
+            say(f"{arguments.source} is {done.source}: {what}")
         how = "as saved" if done.source == own.NAME else "as read"
-        print(f"{done.path}: {done.tensors} tensors, {as_size(done.nbytes)} in {len(done.files)} file(s), {how}")
+        say(f"{done.path}: {done.tensors} tensors, {as_size(done.nbytes)} in {len(done.files)} file(s), {how}")
     return 0
 
 

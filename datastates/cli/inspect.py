@@ -8,17 +8,19 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from datastates.cli.show import as_part, as_shape, as_size, print_json, print_table, printable
+from datastates import _calls
+from datastates.cli.output import print_json, printable, say
+from datastates.cli.show import IN_SHELL, as_part, as_shape, as_size, print_table
 from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
-from datastates.formats import recognise
 from datastates.restoring.sources import TensorFile
 
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    with recognise.kept(arguments.path) as (kind, path):
-        files = kind.open(path).files
+    with _calls.opened(arguments.path, arguments.step, IN_SHELL) as opened:
+        files = opened.files
+    kind, path = opened.format, opened.tensors.path
     tensors = combine([one.shards for one in files])
     digests = {key: f"{t.stored_digest:08x}" for key, t in tensors.items() if t.stored_digest is not None}
     described = [_describe(one, digests) for one in files]
@@ -29,16 +31,16 @@ def inspect(arguments: argparse.Namespace) -> int:
         for entries in ("arrays", "objects"):
             one[entries] = [entry for entry in one[entries] if fnmatchcase(entry["key"], arguments.keys)]
     if arguments.json:
-        print_json({"format": kind.NAME, "containers": described, "tensors": assembled})
+        print_json({"format": kind, "containers": described, "tensors": assembled})
         return 0
     if len(described) != 1:
-        print(f"{path}  {_head(kind.NAME, described)}, {as_size(sum(one['bytes'] for one in described))}")
+        say(f"{path}  {_head(kind, described)}, {as_size(sum(one['bytes'] for one in described))}")
         _print_assembled(described, assembled)
     else:
         one = described[0]
-        print(f"{one['file']}  {_head(kind.NAME, described)}, {as_size(one['bytes'])}")
+        say(f"{one['file']}  {_head(kind, described)}, {as_size(one['bytes'])}")
         _print_file(one)
-    print(summary)
+    say(summary)
     return 0
 
 

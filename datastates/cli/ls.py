@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
-from datastates.cli.show import as_size, print_json, print_table, printable
+from datastates.cli.output import print_json, printable, say
+from datastates.cli.show import as_size, print_table
 from datastates.commit import directories, health, manifest, newest, retention
-from datastates.errors import FormatError, StorageError
+from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.formats import own, recognise
 
 
@@ -33,10 +33,9 @@ def ls(arguments: argparse.Namespace) -> int:
             found.append({**_describe(one), "step": step, "superseded_by": later})
         left = [one.name for one in retention.debris(path)]
         foreign = [one.name for one in directories.without_manifest(path)]
-        others = recognise.others(path, {*(one.name for one in by_age.values()), *left, *foreign})
+        others = recognise.others(path, {*(one.name for one in directories.steps(path)), *left, *foreign})
     else:
-        print(f"datastates: {path} is neither a directory nor a checkpoint", file=sys.stderr)
-        return 2
+        raise CheckpointNotFoundError(f"{path} is neither a directory nor a checkpoint")
     if arguments.json:
         listed = [{"name": name, "format": what} for name, what in others.items()]
         print_json({"checkpoints": found, "debris": left, "without_manifest": foreign, "others": listed})
@@ -47,7 +46,9 @@ def ls(arguments: argparse.Namespace) -> int:
         rows += [["-", "", "", "", printable(name), what] for name, what in others.items()]
         print_table(rows, numbers=(0, 2, 3))
     else:
-        print(f"no checkpoints in {path}")
+        say(f"no checkpoints in {path}")
+    if not (found or left or foreign or others):
+        return 2
     return 1 if any("error" in e for e in found) else 0
 
 

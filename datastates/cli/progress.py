@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 
 
@@ -19,7 +20,7 @@ def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], Non
         yield lambda nbytes, total: None
         return
     # None: no bar where standard error is no terminal
-    with tqdm(total=0, unit="B", unit_scale=True, desc=what, disable=quiet or None) as bar:
+    with tqdm(total=0, unit="B", unit_scale=True, desc=what, disable=quiet or sys.stderr is None or None) as bar:
 
         def advance(nbytes: int, total: int) -> None:
             bar.total = total

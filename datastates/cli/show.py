@@ -1,22 +1,14 @@
-"""Printing for the commands: JSON, tables, sizes, shapes."""
+"""Results as text: tables, sizes, shapes."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SCHEMA = 1
-"""The version of the JSON output. It increases when a field changes its meaning or is removed."""
+from datastates.cli.output import say
 
-
-def print_json(value: dict[str, Any]) -> None:
-    """Print a value as JSON, with the schema number."""
-    json.dump({"schema": SCHEMA, **value}, sys.stdout, indent=2)
-    print()
-
-
+IN_SHELL = "take it with --step {step}"
+"""How to take another step, as :func:`datastates._calls.opened` advises it."""
 _WIDEST = 80
 
 
@@ -26,7 +18,7 @@ def print_table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> None:
     widths = [max((n for row in rows if (n := len(row[i])) <= _WIDEST), default=0) for i in range(len(rows[0]))]
     for row in rows:
         cells = (c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        print("  ".join(cells).rstrip())
+        say("  ".join(cells).rstrip())
 
 
 def as_size(nbytes: int) -> str:
@@ -37,11 +29,6 @@ def as_size(nbytes: int) -> str:
             break
         value /= 1024
     return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def printable(text: str) -> str:
-    """A text with control characters escaped, because they could control a terminal."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 def as_part(part: Mapping[str, Any], shape: Sequence[int]) -> str:

@@ -14,6 +14,8 @@ from datastates.commit.directories import STEP, steps, without_manifest
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 
 _log = logging.getLogger("datastates")
+_NAMED = 8
+"""Steps that a message names."""
 
 
 def candidates(path: Path, step: int | None = None, *, certain: bool = True) -> list[Path]:
@@ -57,18 +59,25 @@ def find(path: Path, step: int | None = None) -> Path:
 
 
 def refuse_absence(path: Path, step: int | None) -> NoReturn:
-    """Raise CheckpointNotFoundError for ``path``, or for a step in it."""
-    if (path / ".metadata").is_file():
-        raise CheckpointNotFoundError(
-            f"{path} is a checkpoint of torch.distributed.checkpoint: dcp.load restores from it, datastates.open and "
-            "datastates.load read it"
-        )
+    """Raise CheckpointNotFoundError for ``path``, or for a step in it. The message says what is there."""
     if path.is_file():
         raise CheckpointNotFoundError(
             f"{path} is a file, and no checkpoint of another format: give the directory of the checkpoint it belongs to"
         )
     where = f" at {path}" if step is None else f" of step {step} in {path}"
-    raise CheckpointNotFoundError(f"no committed checkpoint{where}")
+    raise CheckpointNotFoundError(f"no committed checkpoint{where}{_what_is_there(path)}")
+
+
+def _what_is_there(path: Path) -> str:
+    """What a directory holds in the place of the checkpoint that is wanted, to end a message."""
+    if not path.exists():
+        return ", which does not exist"
+    if every := list(committed(path)):
+        some = ", ".join(map(str, every[-_NAMED:]))
+        return f", only of {'..., ' if len(every) > _NAMED else ''}{some}"
+    if without := without_manifest(path):
+        return f"; {without[-1].name} has no {manifest.FILE}"
+    return ""
 
 
 def committed(root: Path) -> dict[int, Path]:

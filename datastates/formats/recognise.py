@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from datastates._base.files import storage_errors
-from datastates.commit import directories, protection
-from datastates.errors import StorageError
+from datastates.commit import directories, newest, protection
+from datastates.errors import CheckpointNotFoundError, StorageError
 from datastates.formats import (
     dcp,
     deepspeed,
@@ -51,7 +52,7 @@ def recognise(path: Path) -> Format | None:
 
 
 def others(root: Path, known: Collection[str]) -> dict[str, str]:
-    """The entries of a directory that are checkpoints of other formats, and what they are; without those in ``known``.
+    """The entries of a directory that are checkpoints of any format, and what they are; without those in ``known``.
 
     What cannot be read is left out.
     """
@@ -59,9 +60,33 @@ def others(root: Path, known: Collection[str]) -> dict[str, str]:
     for path in sorted(root.iterdir()):
         if path.name not in known:
             with contextlib.suppress(StorageError):
-                if (kind := other(path)) is not None:
+                if (kind := recognise(path)) is not None:
                     found[path.name] = kind.NAME
     return found
+
+
+def newest_other(root: Path) -> tuple[Path, str] | None:
+    """The newest checkpoint in a directory that is not named as one of a training run, and what it is."""
+    with contextlib.suppress(OSError):  # it only helps to find one
+        found = others(root, {one.name for one in directories.steps(root)})
+        if found:
+            name = max(found, key=lambda name: ((root / name).stat().st_mtime_ns, name))
+            return root / name, found[name]
+    return None
+
+
+def refuse_absence(path: Path, step: int | None) -> NoReturn:
+    """As :func:`datastates.commit.newest.refuse_absence`, and name a checkpoint that lies there under another name."""
+    try:
+        newest.refuse_absence(path, step)
+    except CheckpointNotFoundError as error:
+        raise _with_other(error, path) from None
+
+
+def _with_other(error: CheckpointNotFoundError, path: Path) -> CheckpointNotFoundError:
+    if directories.is_root(path) or (there := newest_other(path)) is None:
+        return error
+    return CheckpointNotFoundError(f"{error}; {there[0]} is {there[1]}: give that path")
 
 
 def other(path: Path) -> Format | None:
@@ -84,5 +109,9 @@ def kept(path: Path, step: int | None = None) -> Iterator[tuple[Format, Path]]:
     if (found := other(path)) is not None:
         yield found, path
         return
-    with protection.kept(path, step) as chosen:
+    with contextlib.ExitStack() as reading:
+        try:
+            chosen = reading.enter_context(protection.kept(path, step))
+        except CheckpointNotFoundError as error:
+            raise _with_other(error, path) from None
         yield own, chosen

@@ -49,7 +49,9 @@ def test_ls_lists_checkpoints_and_debris(root: Path, capsys: pytest.CaptureFixtu
 
 
 def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "ls", tmp_path) == (0, f"no checkpoints in {tmp_path}\n")
+    assert run(capsys, "ls", tmp_path) == (2, f"no checkpoints in {tmp_path}\n")
+    status, found = run_json(capsys, "ls", tmp_path)
+    assert (status, found["checkpoints"]) == (2, [])
     assert run(capsys, "ls", tmp_path / "absent")[0] == 2
 
 

@@ -184,13 +184,12 @@ class TestFormat:
 
     def test_ls_lists_it_among_others(self, case: Case, made: Path, run: Callable[..., tuple[int, str]]) -> None:
         status, text = run("ls", made.parent)
-        if case.name == "a checkpoint of datastates":
-            assert (status, text) == (0, f"no checkpoints in {made.parent}\n")  # it has not the name of a step
-            return
         assert status == 0
         assert case.name in text
         told = json.loads(run("ls", made.parent, "--json")[1])
         assert told["others"] == [{"name": made.name, "format": case.name}]
+        if case.name == "a checkpoint of datastates":
+            return  # it has not the name of a step, and is described as a checkpoint when it is named itself
         status, text = run("ls", made)
         assert (status, text.splitlines()[1:]) == (0, [f"   -                        {made.name}  {case.name}"])
 

@@ -1,0 +1,72 @@
+"""Prints results to standard output and the rest to standard error. Either may be closed, full, or ASCII."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from typing import Any
+
+SCHEMA = 1
+"""The version of the JSON output. It increases when a field changes its meaning or is removed."""
+
+
+class OutputError(Exception):
+    """Standard output cannot be written."""
+
+
+class WrongCallError(Exception):
+    """The arguments are impossible."""
+
+
+def prepare() -> None:
+    """Let the streams take every text: what their encoding lacks is escaped.
+
+    Raises:
+        OutputError: Standard output is closed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if sys.stdout is None:
+        raise OutputError("standard output is closed")
+
+
+def say(text: str) -> None:
+    """Print a line of the result; raises OutputError."""
+    _write(text, flush=False)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print a value as JSON, with the schema number; raises OutputError."""
+    _write(json.dumps({"schema": SCHEMA, **value}, indent=2), flush=True)
+
+
+def flush() -> None:
+    """Make sure that everything was written; raises OutputError."""
+    _write("", flush=True, end="")
+
+
+def _write(text: str, *, flush: bool, end: str = "\n") -> None:
+    try:
+        print(text, end=end, flush=flush)
+    except OSError as error:
+        # the rest is lost: the interpreter must not try again at its exit
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        raise OutputError(f"standard output: {error.strerror}") from error
+
+
+def complain(text: str) -> None:
+    """Print an error for people to standard error, as far as it can be written."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            for line in text.splitlines():
+                print(f"datastates: {printable(line)}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """A text with control characters escaped, because they could control a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
