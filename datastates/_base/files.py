@@ -55,12 +55,13 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(path, onerror=tolerate)
 
 
-def opened(path: Path | str, flags: int, mode: int = 0) -> Descriptor:
-    """Open a file or folder, with the flags and the mode of ``os.open``. Raises OSError.
+def opened(path: Path | str, flags: int) -> Descriptor:
+    """Open a file or folder, with the flags of ``os.open``. Raises OSError.
 
+    The umask decides who may use a new file, as for any file that ``open()`` makes.
     Use it in a ``with`` block, which closes it. Unlike a bare number, it is also closed when an interrupt drops it.
     """
-    return _native.open_descriptor(path, flags, mode)
+    return _native.open_descriptor(path, flags, 0o666)
 
 
 def open_file(path: Path) -> Descriptor:
@@ -126,7 +127,7 @@ def _rename_noreplace(source: Path, target: Path) -> None:
 def write_file(path: Path, data: bytes, *, stage: str = "manifest") -> None:
     """Write a new file and sync it; raises StorageError."""
     with syscall("open", path, stage=stage):
-        file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        file = opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     with file as fd:
         left = memoryview(data)
         with syscall("write", path, stage=stage):

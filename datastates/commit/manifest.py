@@ -187,7 +187,7 @@ class Pending:
     def lock(self) -> bool:
         """Lock the directory, which is there; False if it is being deleted. Raises OSError."""
         path = self.directory / LOCK
-        lock = files.opened(path, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = files.opened(path, os.O_RDWR | os.O_CREAT)
         os.pwrite(lock.fileno(), self._mark, 0)
         if locks.try_lock(lock.fileno(), fcntl.LOCK_SH) is False or not locks.is_open(lock.fileno(), path):
             return False

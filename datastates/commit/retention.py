@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -95,10 +96,15 @@ def debris(root: Path, targets: re.Pattern[str] = STEP) -> list[Path]:
 
 
 def sweep(root: Path, targets: re.Pattern[str] = STEP) -> None:
-    """Delete what :func:`debris` finds, and log each; raises StorageError."""
+    """Delete what :func:`debris` finds, and log each; raises StorageError, but not for what another user left."""
     for path in debris(root, targets):
         _log.warning("removing what an interrupted run left: %s", path)
-        clear(path)
+        try:
+            clear(path)
+        except StorageError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise
+            _log.warning("it is another user's, and is left: %s", error)
 
 
 def sweep_beside(target: Path) -> None:
@@ -116,7 +122,10 @@ def is_live(entry: Path) -> bool:
 def _unlocked(entry: Path) -> Iterator[bool]:
     """Try to hold a partial directory's lock; yields whether nobody else holds it, False if that is unknown."""
     try:
-        lock = files.opened(entry / manifest.LOCK, os.O_RDWR)
+        try:
+            lock = files.opened(entry / manifest.LOCK, os.O_RDWR)
+        except PermissionError:  # another user's; a lock on NFS alone needs to write
+            lock = files.opened(entry / manifest.LOCK, os.O_RDONLY)
     except FileNotFoundError:
         yield True  # its process died before locking it, or during a commit or a deletion
         return

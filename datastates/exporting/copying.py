@@ -331,7 +331,7 @@ def _write_through_cache(fd: int) -> None:
 def _opened(path: Path, *, direct: bool) -> Iterator[int]:
     """Open a new file for writing, past the page cache if asked and if the file system can."""
     with files.syscall("open", path):
-        file = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        file = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     if direct:
         with contextlib.suppress(OSError):
             file = files.opened(path, os.O_WRONLY | os.O_DIRECT)

@@ -133,7 +133,7 @@ def _gather(root: Path, size: int, timeout: float) -> tuple[str, files.Descripto
     with storage_errors("mkdir", answers):
         answers.mkdir(parents=True)
     with storage_errors("lock", answers):
-        lock = files.opened(root / run / _ALIVE, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = files.opened(root / run / _ALIVE, os.O_RDWR | os.O_CREAT)
     try:
         locks.try_lock(lock.fileno())
         _meet(root, run, size, timeout)

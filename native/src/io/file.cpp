@@ -21,7 +21,8 @@
 namespace datastates {
 namespace {
 
-constexpr mode_t kMode = 0644;
+// What the umask leaves of it, as of any new file.
+constexpr mode_t kMode = 0666;
 // Devices take requests of this many bytes and more.
 constexpr std::uint64_t kRequest = std::uint64_t{512} << 10;
 
