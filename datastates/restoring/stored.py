@@ -228,7 +228,7 @@ class Stored:
         known = self.rows(0, fulls) if self.head.ranks == 1 else {}  # many at once take less time
         for full in fulls:
             if (row := known[full][0] if full in known else self.find(full)) is None:
-                raise self._partial(full, "") if self.holds(full) else KeyError(full)
+                raise self._absent(full)
             rows.append(row)
         wanted = [(row, Part.whole(row.global_shape)) for row in rows]
         found = list(zip(rows, self.sources(wanted), strict=True))
@@ -236,6 +236,14 @@ class Stored:
             if uncovered(part, [one.part for _, one in sources]):
                 raise self._partial(row.key, f"it holds only a part of that tensor of shape {row.global_shape}")
         return found
+
+    def _absent(self, full: str) -> Exception:
+        """The error for an array of which no row is found."""
+        if self.holds(full):
+            return self._partial(full, "")
+        if "keys" in vars(self) and full in self.keys:  # they have been read from the containers
+            return FormatError(f"{self.path}: the catalog lacks {full!r}, which a container holds")
+        return KeyError(full)
 
     def _partial(self, full: str, what: str) -> DatastatesError:
         lost = ", ".join(path.name for _, path in sorted(self.lost.items()))
