@@ -31,10 +31,11 @@ from datastates.restoring.fallback import compare as compare_newest
 from datastates.restoring.fallback import restore as restore_newest
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.provider_view import Trust
-from datastates.restoring.renaming import Renames
+from datastates.restoring.renaming import Renames, checked_renames
 from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored
 from datastates.restoring.scope import Scope
+from datastates.restoring.selection import checked_keys
 from datastates.restoring.sources import Tensors
 from datastates.saving import gate
 from datastates.state.provider import StateProvider
@@ -142,7 +143,7 @@ def export(
 
     The arguments and errors are those of :func:`datastates.export`, ``advice`` is that of :func:`opened`.
     """
-    to, cast = paths.local(target), cast_type(dtype)
+    to, cast, globs = paths.local(target), cast_type(dtype), checked_keys(keys)
     if shard_size is not None and is_file(to):
         raise ValueError(f"shard_size: {to.name} is one file; give a folder for several")
     nbytes = None if shard_size is None else parse_size(str(shard_size))
@@ -153,8 +154,8 @@ def export(
             found.format,
             to,
             partial(make_small_executor, settings),
-            keys=[keys] if isinstance(keys, str) else keys,
-            rename=rename,
+            keys=globs or ["*"],
+            rename=checked_renames(rename),
             dtype=cast,
             shard_nbytes=nbytes,
             direct_io=settings.direct_io,

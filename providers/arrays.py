@@ -28,6 +28,8 @@ class ArraysProvider(StateProvider):
                 the class says which are lazy.
         """
         super().__init__(name)
+        if not (hasattr(tensors, "keys") or hasattr(tensors, "state_dict")):
+            raise TypeError(f"{name!r}: a mapping of keys to arrays is wanted, not a {type(tensors).__name__}")
         self._tensors = tensors
         self._lazy = lazy
         self._flags: list[bool] | None = None

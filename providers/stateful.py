@@ -51,6 +51,8 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool = True) -> StateProvid
     """
     if not isinstance(obj, Stateful):
         raise TypeError(f"{name!r}: {type(obj).__name__} has no state_dict() and load_state_dict()")
+    if isinstance(obj, type):
+        raise TypeError(f"{name!r}: {obj.__name__} is a class; give an object of it")
     if _is_a(obj, "nn.parallel.DistributedDataParallel"):
         return _DataParallel(name, obj, lazy)
     if _is_a(obj, "nn.Module"):

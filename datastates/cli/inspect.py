@@ -11,6 +11,7 @@ from typing import Any
 from datastates import _calls
 from datastates.cli.output import print_json, printable, say
 from datastates.cli.show import IN_SHELL, as_part, as_shape, as_size, print_table
+from datastates.commit import manifest
 from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
 from datastates.restoring.sources import TensorFile
@@ -133,5 +134,7 @@ def _describe(one: TensorFile, digests: Mapping[str, str]) -> dict[str, Any]:
         for row in table.rows(range(len(table)))
     ]
     objects = [{"key": o.key, "bytes": o.nbytes, "offset": o.offset, "crc32": o.crc} for o in one.objects]
-    identity = one.index.identity if isinstance(one, Container) else {}
+    identity: dict[str, Any] = one.index.identity if isinstance(one, Container) else {}
+    if identity and not manifest.has_step(one.path, identity["rank"]):
+        identity = {}
     return {"file": str(one.path), **identity, "bytes": one.nbytes, "arrays": arrays, "objects": objects}

@@ -107,6 +107,14 @@ def container_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
+def has_step(container: Path, rank: int) -> bool:
+    """Whether a container file is of a checkpoint of this package, by its name or by what lies beside it.
+
+    Others, such as those in the checkpoints of frameworks, have no step: 0 stands for it in their index.
+    """
+    return container.name == container_name(rank) or (container.parent / FILE).exists()
+
+
 def now() -> str:
     """The present time in the form of :attr:`Manifest.created`."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -296,7 +296,21 @@ class Restore:
         result.missing_keys += self._not_here
 
     def _lost(self) -> dict[str, str]:
-        return {key: what for taken in self._taken for key, what in taken.saved.lost.items()}
+        lost = {key: what for taken in self._taken for key, what in taken.saved.lost.items()}
+        return {**lost, self._absent[0]: self._in_its_place()} if self._absent else lost
+
+    def _in_its_place(self) -> str:
+        """What the checkpoint holds where it lacks a provider, and what to do."""
+        name, rest = self._absent[0], "strict=False restores the rest"
+        if self._own is None:
+            return f"it is no checkpoint of datastates, and holds arrays only; {rest}"
+        has = self._own.providers()
+        asked = {taken.saved.name for taken in self._taken}
+        by_name = any(p.takes_parts for p in self._providers if full_key(p.name, "") == name)
+        others = [other for other in has if other not in asked] if by_name else []
+        old = others[0] if len(others) == 1 else "OLD"
+        rename = f"restore(rename={{'{old}/': '{name}/'}}) finds arrays under another name, " if others else ""
+        return f"it has {shortened(list(map(repr, has))) or 'nothing'}; {rename}{rest}"
 
     # --- reading, and what comes after it
 

@@ -35,7 +35,7 @@ class Head:
 
     Attributes:
         path: The checkpoint directory, or a single container file.
-        step: The step that it was saved at.
+        step: The step that it was saved at; None for a single file that is of no checkpoint directory.
         attempt: The random name that all its containers share.
         ranks: The number of ranks that wrote it.
         catalog: Its catalog; None if one rank wrote it.
@@ -43,7 +43,7 @@ class Head:
     """
 
     path: Path
-    step: int
+    step: int | None
     attempt: str
     ranks: int
     catalog: CatalogEntry | None
@@ -105,7 +105,8 @@ class Stored:
         """
         one = open_container(path)
         identity: dict[str, Any] = one.index.identity
-        stored = cls(Head(path, identity["step"], identity["attempt"], 1, None, None))
+        step = identity["step"] if manifest.has_step(path, identity["rank"]) else None
+        stored = cls(Head(path, step, identity["attempt"], 1, None, None))
         stored._opened[0] = one
         return stored
 
@@ -115,8 +116,8 @@ class Stored:
         return self.head.path
 
     @property
-    def step(self) -> int:
-        """The step that it was saved at."""
+    def step(self) -> int | None:
+        """The step that it was saved at; None for a single file that is of no checkpoint directory."""
         return self.head.step
 
     @cached_property
@@ -195,6 +196,10 @@ class Stored:
                 return one
         every = (self.container(r) for r in range(ranks))
         return next((c for c in every if c is not None and provider in c.index.shards.providers), None)
+
+    def providers(self) -> list[str]:
+        """The names of the providers in the containers that have been opened."""
+        return sorted({name for one in self._opened.values() for name in one.index.shards.providers})
 
     def holds(self, full: str) -> bool:
         """Whether any rank saved an array with that full key. With several ranks, its container may be missing.
@@ -380,7 +385,7 @@ def open_checkpoint(path: Path) -> tuple[manifest.Manifest, list[Container]]:
     return opened, containers
 
 
-def _identity(step: int, rank: int, ranks: int, attempt: str) -> dict[str, Any]:
+def _identity(step: int | None, rank: int, ranks: int, attempt: str) -> dict[str, Any]:
     return {"step": step, "rank": rank, "world_size": ranks, "attempt": attempt}
 
 

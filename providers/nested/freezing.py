@@ -112,7 +112,8 @@ def vet(key: str, item: object, leaf: Leaf = lambda _: None) -> None:
     try:
         _frozen(item, leaf)
     except Exception as cause:  # the object's own code may raise anything
-        raise ProviderError(f"{key!r} ({type(item).__name__}) cannot be pickled: {cause}") from cause
+        what = f"{key!r} ({type(item).__name__})" if key else f"the {type(item).__name__}"
+        raise ProviderError(f"{what} cannot be pickled: {cause}") from cause
 
 
 def thaw(data: bytes) -> list[object]:

@@ -19,7 +19,7 @@ from datastates.providers.nested.freezing import freeze, thaw, vet
 from datastates.providers.nested.skeleton import Skeleton, attributes_of, is_plain_key
 from datastates.state import arrays, dressed, dtensors, laziness
 from datastates.state.depth import DEEPEST, deeper
-from datastates.state.keys import join
+from datastates.state.keys import component, join
 from datastates.state.repeated import Describer
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
@@ -191,7 +191,7 @@ class _Walk:
             return None
         if dtensors.is_dtensor(item):  # it would come back as a plain tensor
             raise ProviderError("it holds a DTensor: keep DTensors in plain dicts, lists and tuples")
-        made = self._leaf(self._inner_key(), item, False)
+        made = self._leaf(self._inside(""), item, False)
         made.attributes = None if self._detached else next(iter(dressed.attributes_of([item]) or ()), None)
         return made
 
@@ -279,14 +279,12 @@ class _Walk:
         return ArrayLeaf(key, bool(getattr(array, "requires_grad", False)), laziness.is_parameter(array))
 
     def _inside(self, key: str) -> str:
-        inner_key = self._inner_key()
+        """A new key, which says what it is inside of. An object inside another one needs its own, too."""
+        self._number = max(self._number + 1, len(self.found))
+        outer = self._shown(key)
+        inner_key = f"{_INNER}{self._number}:{component(outer)}" if outer else f"{_INNER}{self._number}"
         self._outer[inner_key] = key
         return inner_key
-
-    def _inner_key(self) -> str:
-        """A new key. An object inside another one needs its own, also where no array was found in between."""
-        self._number = max(self._number + 1, len(self.found))
-        return f"{_INNER}{self._number}"
 
     def _shown(self, key: str) -> str:
         """A key as messages show it."""

@@ -236,3 +236,15 @@ def test_an_object_within_an_attribute_of_a_tensor_within_an_attribute_is_kept(t
     outer.inner, inner.note = inner, SimpleNamespace(n=1)  # type: ignore[attr-defined]
     ds.snapshot([from_state_dict("s", {"x": outer})], tmp_path / "c").wait_committed()
     assert ds.load(tmp_path / "c", trust="all")["s"]["x"].inner.note.n == 1
+
+
+def test_arrays_inside_of_a_weight_are_named_by_it(tmp_path: Path) -> None:
+    inner = torch.ones(3).to_sparse()
+    state = {"layers": {"a/b": inner, "plain": torch.ones(2)}, "layer.weight": torch.ones(2, 2).to_sparse()}
+    ds.snapshot([from_state_dict("model", state)], tmp_path / "c").wait_committed()
+    with ds.open(tmp_path / "c") as opened:
+        keys = [key for key in opened if "~5" in key]
+    assert len(keys) >= 4
+    assert all(":layers~1a~01b" in key or ":layer.weight" in key for key in keys)
+    found = ds.load(tmp_path / "c")["model"]
+    assert torch.equal(found["layers"]["a/b"].to_dense(), inner.to_dense())
