@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from datastates.saving import gate
 from datastates.state.provider import StateProvider
 from datastates.state.pytrees import is_leaf
 
+_log = logging.getLogger("datastates")
 IN_PYTHON = "take it with step={step}"
 """How a caller takes another step."""
 
@@ -53,6 +55,30 @@ def world_beside(path: Path) -> Path:
     """The directory where ranks meet to restore from ``path``: beside a checkpoint, never in it."""
     has_checkpoints = path.is_dir() and not (path / manifest.FILE).exists() and recognise.other(path) is None
     return path if has_checkpoints else path.parent
+
+
+def refuse_checkpoint(directory: Path) -> None:
+    """Raise ValueError if a directory for checkpoints is itself one: restore would find none of those saved in it."""
+    if manifest.stat(directory) is not None:
+        raise ValueError(
+            f"directory: {directory} is itself a checkpoint: give the directory that it lies in, or use "
+            "datastates.restore"
+        )
+    if (kind := recognise.other(directory)) is not None:
+        raise ValueError(
+            f"directory: {directory} is {kind.NAME}: give another directory for new checkpoints, and restore from this "
+            f"one by datastates.restore(providers, {str(directory)!r})"
+        )
+
+
+def warn_of_other(directory: Path) -> None:
+    """Where a directory has no checkpoint of a training run, log which other checkpoint lies in it."""
+    if (there := recognise.newest_other(directory)) is not None:
+        path, what = there
+        _log.warning(
+            "%s has no checkpoint of this training run. %s is %s: datastates.restore(providers, %r) restores from it",
+            *(directory, path, what, str(path)),
+        )
 
 
 def checked_step(step: Any) -> int:

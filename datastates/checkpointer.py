@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from datastates import _calls
 from datastates._base import files, paths
 from datastates._base.paths import PathLike
-from datastates.commit import directories, manifest, newest, retention
+from datastates.commit import directories, newest, retention
 from datastates.commit.ballot import Ballot
 from datastates.commit.fence import Opening
 from datastates.commit.sequence import Order
@@ -29,7 +29,6 @@ from datastates.errors import (
     SnapshotSkippedError,
 )
 from datastates.executor.make import make_executor, prepare
-from datastates.formats import recognise
 from datastates.ranks.together import meet
 from datastates.ranks.world import refuse_outdated
 from datastates.restoring.provider_view import Trust
@@ -87,16 +86,7 @@ class Checkpointer:
             self.directory = paths.local(directory)
             if self.settings.handle_sigterm and threading.current_thread() is not threading.main_thread():
                 raise SettingsError("handle_sigterm: signals can only be handled from the main thread")
-            if manifest.stat(self.directory) is not None:  # restore would find it, and none of those saved within it
-                raise ValueError(
-                    f"directory: {self.directory} is itself a checkpoint: give the directory that it lies in, or use "
-                    "datastates.restore"
-                )
-            if (kind := recognise.other(self.directory)) is not None:
-                raise ValueError(
-                    f"directory: {self.directory} is {kind.NAME}: give another directory for new checkpoints, and "
-                    f"restore from this one by datastates.restore(providers, {str(self.directory)!r})"
-                )
+            _calls.refuse_checkpoint(self.directory)
             files.make_directory(self.directory)
             executor = make_executor(self.settings)
         with contextlib.ExitStack() as undo:
@@ -316,14 +306,8 @@ class Checkpointer:
             verify=verify,
             replicas=self.settings.replicas,
         )
-        if restored is None and self._engine.world.rank == 0 and (there := recognise.newest_other(self.directory)):
-            _log.warning(
-                "%s has no checkpoint of this training run, but %s is %s: datastates.restore(providers, %r) restores "
-                "from it",
-                self.directory,
-                *there,
-                str(there[0]),
-            )
+        if restored is None and self._engine.world.rank == 0:
+            _calls.warn_of_other(self.directory)
         return restored
 
     def steps(self) -> list[int]:
