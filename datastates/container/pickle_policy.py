@@ -141,6 +141,17 @@ def set_numpy_array(array: Any, state: Any) -> None:
     array.__setstate__(state)
 
 
+def _numpy_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> Any:
+    """An array as NumPy pickles it by protocol 5."""
+    if not isinstance(data, bytes | bytearray) or not isinstance(dtype, np.dtype) or dtype.hasobject:
+        raise FormatError("a NumPy array is made from something else than bytes and a type without objects")
+    fits = are_sizes(shape) and len(data) == math.prod(shape) * dtype.itemsize
+    if not fits or order not in ("C", "F", "K") or not (axes is None or are_sizes(axes)):
+        raise FormatError("a NumPy array has other data than its shape says")
+    array = np.frombuffer(data, dtype)
+    return array.reshape(shape, order=order) if axes is None else array.reshape(shape).transpose(axes)
+
+
 def _numpy_scalar(dtype: Any, data: Any) -> Any:
     fits = isinstance(dtype, np.dtype) and isinstance(data, bytes) and len(data) == dtype.itemsize
     if not fits or dtype.hasobject:
@@ -237,78 +248,12 @@ _CALLS: dict[Any, Callable[[Any], bool]] = {
     frozenset: _are_keys,
     collections.OrderedDict: lambda args: not args,
     collections.Counter: lambda args: not args or (len(args) == 1 and type(args[0]) is dict),
+    bytes: lambda args: not args,  # as protocol 2 writes empty ones
     complex: lambda args: all(type(a) in (int, float) for a in args),
     range: lambda args: all(type(a) is int for a in args),
     slice: lambda args: True,
 }
 """For each class, a check of the arguments it may be called with."""
-
-
-_LAYOUTS = [f"torch.{n}" for n in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")]
-
-
-def _layout(name: Any) -> Any:
-    if name not in _LAYOUTS:
-        raise FormatError("not a layout of torch")
-    import torch
-
-    return getattr(torch, name.removeprefix("torch."))
-
-
-def _are_tensors(values: Any) -> bool:
-    return all(type(v).__module__ == "torch" and type(v).__name__ == "Tensor" for v in values)
-
-
-def _sparse(layout: Any, parts: Any) -> Any:
-    # torch's own rebuild function does not check the indices, but those of a file must be checked
-    import torch
-
-    if not isinstance(parts, tuple) or len(parts) != 4:
-        raise FormatError("a sparse tensor is not made of four parts")
-    if layout is torch.sparse_coo:
-        indices, values, size, coalesced = parts
-        if not (_are_tensors((indices, values)) and are_sizes(size) and type(coalesced) is bool):
-            raise FormatError("a sparse tensor is not made of tensors and sizes")
-        return torch.sparse_coo_tensor(
-            indices, values, size, device=values.device, check_invariants=True, is_coalesced=coalesced
-        )
-    outer, inner, values, size = parts
-    if not (_are_tensors((outer, inner, values)) and are_sizes(size)):
-        raise FormatError("a sparse tensor is not made of tensors and sizes")
-    return torch.sparse_compressed_tensor(
-        outer, inner, values, size, layout=layout, device=values.device, check_invariants=True
-    )
-
-
-def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
-    import torch
-
-    if not (are_sizes(size) and are_sizes(stride) and isinstance(dtype, torch.dtype) and type(requires_grad) is bool):
-        raise FormatError("a meta tensor is not made of sizes")
-    return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
-
-
-def _generator(device: Any) -> Any:
-    import torch
-
-    if type(device) is not torch.device:
-        raise FormatError("a random number generator is not for a device")
-    return torch.Generator(device)
-
-
-def is_generator(value: object) -> bool:
-    """Whether a value is a random number generator of torch."""
-    torch = loaded("torch")
-    return torch is not None and isinstance(value, torch.Generator)
-
-
-def set_generator(generator: Any, state: Any) -> None:
-    """Set a generator's state; torch checks the state's contents."""
-    match state:
-        case (int(), None | int(), tensor) if _are_tensors((tensor,)):
-            generator.__setstate__(state)
-        case _:
-            raise FormatError("a random number generator has a state that torch does not write")
 
 
 _BUILTINS: tuple[type, ...] = (set, frozenset, complex, slice, range, *_FACTORIES[:8])
@@ -329,19 +274,10 @@ SAFE: dict[str, Callable[[], Any]] = {
     "numpy.dtype": lambda: numpy_dtype,
     **{f"numpy.{m}.multiarray._reconstruct": lambda: _rebuild_numpy for m in ("core", "_core")},
     **{f"numpy.{m}.multiarray.scalar": lambda: _numpy_scalar for m in ("core", "_core")},
+    **{f"numpy.{m}.numeric._frombuffer": lambda: _numpy_from_buffer for m in ("core", "_core")},
     **{f"ml_dtypes.{d.name}": partial(_ml_dtype, d.name) for d in dtypes.ALL if d.numpy == d.name},
 }
-BUILT_LATE = {
-    "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    "torch.serialization._get_layout": _layout,
-    "torch._C.Generator": _generator,
-}
-"""Functions that need torch or their arrays' elements: they are called only once the arrays have been read."""
-_FUNCTIONS = (
-    *(_encode, _bytearray, numpy_dtype, _rebuild_numpy, _numpy_scalar),
-    *(size, _layout, _sparse, _meta, _generator),
-)
+_FUNCTIONS = (_encode, _bytearray, numpy_dtype, _rebuild_numpy, _numpy_from_buffer, _numpy_scalar, size)
 
 
 def may_call(function: Any, arguments: tuple[Any, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Reads ``data.pkl`` without running code from it: protocol 2 only, and only vetted calls.
+"""Reads ``data.pkl`` without running code from it: only vetted calls.
 
 Needs no torch. :mod:`datastates.container.pickle_writer` writes what it reads.
 """
@@ -9,129 +9,29 @@ import _compat_pickle
 import collections
 import datetime
 import importlib
-import io
 import pickle
-import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import numpy as np
 
-from datastates.container import own_classes, pickle_policy
+from datastates.container import own_classes, pickle_policy, pickle_torch
+from datastates.container.pickle_tensors import REBUILDS, UNTYPED, Storage, TensorReader
+from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError, TrustError
-from datastates.state import dressed, dtypes
+from datastates.state import dtypes
 from datastates.state.shards import StoredArray
 
-
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    record: str
-    dtype: str | None
-    numel: int
-
-
-# an array as this package writes it, after the opcode of its first global; other forms are read opcode by opcode
-_INTEGER = rb"(?:K.|J.{4})"
-_ARRAY = re.compile(
-    rb"torch\._utils\n_rebuild_tensor_v2\n\(\(X\x07\0\0\0storagectorch\n(\w+)\nX(.)\0\0\0([0-9]{1,20})X\x03\0\0\0cpu"
-    rb"(%b)tQ(%b)\((%b{0,64})t\((%b{0,64})t([\x88\x89])ccollections\nOrderedDict\n\)RtR" % ((_INTEGER,) * 4),
-    re.DOTALL,
-)
-
-
-def _integers(opcodes: bytes) -> tuple[int, ...]:
-    found, at = [], 0
-    while at < len(opcodes):
-        if opcodes[at : at + 1] == pickle.BININT1:
-            found.append(opcodes[at + 1])
-            at += 2
-        else:
-            found.append(int.from_bytes(opcodes[at + 1 : at + 5], "little", signed=True))
-            at += 5
-    return tuple(found)
-
-
-_REBUILDS = {
-    "torch._utils._rebuild_tensor_v2": "_rebuild_tensor_v2",
-    "torch._utils._rebuild_tensor_v3": "_rebuild_tensor_v3",
-    "torch._utils._rebuild_parameter": "_rebuild_parameter",
-    "torch._utils._rebuild_parameter_with_state": "_rebuild_parameter",
-    "torch._utils._rebuild_wrapper_subclass": "_rebuild_wrapper_subclass",
-    "torch._tensor._rebuild_from_type_v2": "_rebuild_from_type",
-}
 _TIMES: tuple[Any, ...] = (datetime.datetime, datetime.time)
 """Classes that take a time zone as their last argument."""
-_OF_TORCH = ("torch.storage.UntypedStorage", "torch.Tensor", "torch.Size", "torch.device")
-# fmt: off
-_OPCODES = (
-    "PROTO", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
-    "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2",
-    "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "GLOBAL", "REDUCE", "BUILD",
-    "NEWOBJ", "BINPERSID", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT",
-)
-# fmt: on
+_NAMES_OF_PYTHON_3 = 3
+"""The protocol from which on a pickler writes names as they are. Before it writes those of Python 2."""
+_OF_TORCH = (f"torch.storage.{UNTYPED}", "torch.Tensor", "torch.Size", "torch.device")
 
 
-_BYTES_EACH = 3
-"""A pickler writes at least so many bytes for each container, those that put it into the memo included."""
-_SLACK = 4096
-
-
-_PurePython: Any = pickle._Unpickler  # typeshed does not describe the pure Python classes, made to be extended
-
-
-class _Reader(_PurePython):  # type: ignore[misc]
-    # The C unpickler allocates by numbers from the file (memo indexes, lengths); this one allocates only as it reads.
-    dispatch = {  # noqa: RUF012 - the base class's own table, narrowed
-        getattr(pickle, name)[0]: _PurePython.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
-    }
-
-    def __init__(
-        self, data: bytes, resolve: Callable[[StoredArray], object], trust: Collection[str] | str, *, with_torch: bool
-    ) -> None:
-        self._data = data
-        self._file = io.BytesIO(data)
-        super().__init__(self._file)
-        self._resolve = resolve
-        self.trust = trust
-        self._with_torch = with_torch
-        self._rebuilds = [getattr(self, name) for name in _REBUILDS.values()]
-        self._foreign: dict[int, Any] = {}
-        """By id: what trusted names stand for, and what calls of these have made. Only these are unrestricted."""
-        self._made = 0
-
-    def _charge(self, containers: int) -> None:
-        """Refuse a stream of more containers than a pickler writes: one byte would cost a hundred bytes of memory."""
-        self._made += containers
-        if self._made > _SLACK and self._made * _BYTES_EACH > self._file.tell() + _SLACK * _BYTES_EACH:
-            raise FormatError("more containers than a pickle of this length can hold")
-
-    def _own(self, value: Any) -> Any:
-        self._foreign[id(value)] = value
-        return value
-
-    def load_global(self) -> None:
-        match = _ARRAY.match(self._data, self._file.tell())
-        if match is None or not self._load_array(match):
-            super().load_global()
-
-    def _load_array(self, match: re.Match[bytes]) -> bool:
-        """Read a whole array at once; False when it has to be read opcode by opcode."""
-        storage, length, record, numel, offset, shape, stride, grad = match.groups()
-        dtype = dtypes.BY_STORAGE.get(storage.decode())
-        (elements,) = _integers(numel)
-        if dtype is None or length[0] != len(record) or elements < 0:
-            return False
-        (begin,) = _integers(offset)
-        sizes, steps = _integers(shape), _integers(stride)
-        self._file.seek(match.end())
-        self.append(self._array(record.decode(), dtype.name, elements, begin, sizes, steps, grad == pickle.NEWTRUE))
-        return True
-
+class _Reader(TensorReader):
     def load_reduce(self) -> None:
-        self._charge(2)
+        self.charge(2)
         function, args = self.stack[-2:]
         if type(args) is not tuple:
             raise FormatError("a call without a tuple of arguments")
@@ -155,6 +55,12 @@ class _Reader(_PurePython):  # type: ignore[misc]
         if foreign:
             self._own(self.stack[-1])
 
+    def load_newobj_ex(self) -> None:
+        if id(self.stack[-3]) not in self._foreign:
+            raise FormatError("an object of an untrusted class that is made with arguments by name")
+        super().load_newobj_ex()
+        self._own(self.stack[-1])
+
     def load_build(self) -> None:
         target, state = self.stack[-2:]
         kind = type(target)
@@ -164,8 +70,8 @@ class _Reader(_PurePython):  # type: ignore[misc]
             pickle_policy.set_numpy_array(target, self.stack.pop())
         elif issubclass(kind, np.dtype):
             pickle_policy.set_numpy_dtype(target, self.stack.pop())
-        elif pickle_policy.is_generator(target):
-            pickle_policy.set_generator(target, self.stack.pop())
+        elif pickle_torch.is_generator(target):
+            pickle_torch.set_generator(target, self.stack.pop())
         elif id(target) in self._foreign and not isinstance(target, type):
             super().load_build()
         elif own_classes.is_by_field(kind):
@@ -196,34 +102,51 @@ class _Reader(_PurePython):  # type: ignore[misc]
             pickle_policy.check_key(key)
         super().load_setitems()
 
-    dispatch.update(  # a dispatch table holds functions, not names
-        {
-            pickle.GLOBAL[0]: load_global,
+    def load_additems(self) -> None:
+        self._check_target(self.metastack[-1][-1], set)
+        for item in self.stack:
+            pickle_policy.check_key(item)
+        super().load_additems()
+
+    def load_frozenset(self) -> None:
+        for item in self.stack:
+            pickle_policy.check_key(item)
+        super().load_frozenset()
+
+    dispatch = {  # noqa: RUF012 - as the base class's; a dispatch table holds functions, not names
+        **TensorReader.dispatch,
+        **{
             pickle.REDUCE[0]: load_reduce,
             pickle.NEWOBJ[0]: load_newobj,
+            pickle.NEWOBJ_EX[0]: load_newobj_ex,
             pickle.BUILD[0]: load_build,
             pickle.APPEND[0]: load_append,
             pickle.APPENDS[0]: load_appends,
             pickle.SETITEM[0]: load_setitem,
             pickle.SETITEMS[0]: load_setitems,
-        }
-    )
+            pickle.ADDITEMS[0]: load_additems,
+            pickle.FROZENSET[0]: load_frozenset,
+        },
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        module, name = _compat_pickle.NAME_MAPPING.get(
-            (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
-        )
+        if self.proto < _NAMES_OF_PYTHON_3:
+            module, name = _compat_pickle.NAME_MAPPING.get(
+                (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+            )
         full = f"{module}.{name}"
         if full in pickle_policy.SAFE:
             return pickle_policy.SAFE[full]()
-        if full in _REBUILDS:
-            return getattr(self, _REBUILDS[full])
+        if full in REBUILDS:
+            return getattr(self, REBUILDS[full])
         if module == "torch" and (name in dtypes.BY_STORAGE or name in dtypes.TORCH):
             only_name = name not in dtypes.TORCH or self._is_type_of_array()
             return pickle_policy.TorchName(name) if only_name else self._of_torch(name)
+        if module == "torch" and name in pickle_torch.NAMES:
+            return pickle_policy.TorchName(name)
         if full in _OF_TORCH:
             return self._of_torch(name) if name in ("Size", "device") else pickle_policy.TorchName(name)
-        if full in pickle_policy.BUILT_LATE or self.trust == "all" or full in self.trust:
+        if full in pickle_torch.BUILT_LATE or self.trust == "all" or full in self.trust:
             return self._other_class(module, name)
         own = own_classes.find(module, name)
         if own is not None:
@@ -235,9 +158,9 @@ class _Reader(_PurePython):  # type: ignore[misc]
 
         It is then the last argument, and is not put into the memo.
         """
-        at = self._file.tell()
+        at = self.at()
         above = self.metastack[-1] if self.metastack else ()
-        return self._data[at : at + 1] == pickle.TUPLE and above[-1:] == [self._rebuild_tensor_v3]
+        return self.data[at : at + 1] == pickle.TUPLE and above[-1:] == [self._rebuild_tensor_v3]
 
     def _of_torch(self, name: str) -> Any:
         """A type, a shape's class or the class of devices, or what stands for it without torch."""
@@ -252,10 +175,10 @@ class _Reader(_PurePython):  # type: ignore[misc]
 
     def _other_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if module.partition(".")[0] == "torch" and pickle_policy.torch_if(self._with_torch) is None:
-            raise ImportError(f"{full} is built by torch only, which is not installed, or not wanted: framework='np'")
-        if full in pickle_policy.BUILT_LATE:
-            return pickle_policy.BUILT_LATE[full]
+        if module.partition(".")[0] == "torch":
+            self._need_torch(full)
+        if full in pickle_torch.BUILT_LATE:
+            return pickle_torch.BUILT_LATE[full]
         try:
             found: Any = importlib.import_module(module)
             for part in name.split("."):
@@ -264,98 +187,10 @@ class _Reader(_PurePython):  # type: ignore[misc]
             raise FormatError(f"{full} is trusted but cannot be imported: {error}") from error
         return self._own(found)
 
-    def persistent_load(self, pid: Any) -> _Storage:
-        match pid:
-            case ("storage", pickle_policy.TorchName(name=storage), str(record), str(), int(numel)) if numel >= 0:
-                dtype = dtypes.BY_STORAGE.get(storage)
-                return _Storage(record, dtype.name if dtype else None, numel)
-        raise FormatError("not a storage id of torch")
-
-    def _rebuild_tensor_v2(
-        self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, *metadata: Any
-    ) -> object:
-        if id(storage) in self._foreign:
-            return self._tensor_over_trusted(storage, offset, shape, stride, grad, hooks, *metadata)
-        if metadata and metadata[0]:  # torch writes {"conj": True} or {"neg": True}
-            raise FormatError("a conjugate or negative view of a tensor, whose bytes are not its elements")
-        if not isinstance(storage, _Storage) or storage.dtype is None:
-            raise FormatError("a tensor without a typed storage")
-        return self._array(storage.record, storage.dtype, storage.numel, offset, shape, stride, grad)
-
-    def _tensor_over_trusted(self, storage: Any, *arguments: Any) -> object:
-        # a tensor that was pickled whole inside an object of another class: its storage came through trust
-        if isinstance(storage, Unbuilt):
-            return self._own(Unbuilt(storage, *arguments))
-        import torch
-
-        rebuild: Any = torch._utils._rebuild_tensor_v2
-        return self._own(rebuild(storage, *arguments))
-
-    def _rebuild_tensor_v3(
-        self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *metadata: Any
-    ) -> object:
-        del hooks, metadata
-        if not isinstance(dtype, pickle_policy.TorchName) and type(dtype).__module__ != "torch":
-            raise FormatError("a tensor without a dtype")
-        name = dtype.name if isinstance(dtype, pickle_policy.TorchName) else str(dtype).removeprefix("torch.")
-        if not isinstance(storage, _Storage) or storage.dtype is not None or name not in dtypes.TORCH:
-            raise FormatError("a tensor without an untyped storage and a dtype")
-        elements = storage.numel // dtypes.BY_NAME[name].itemsize
-        return self._array(storage.record, name, elements, offset, shape, stride, grad)
-
-    def _array(self, record: str, dtype: str, elements: int, offset: Any, shape: Any, stride: Any, grad: Any) -> object:
-        if not all(map(pickle_policy.are_sizes, ((offset,), shape, stride))) or len(shape) != len(stride):
-            raise FormatError(f"a tensor of record {record!r} has an impossible shape")
-        return self._resolve(StoredArray(record, dtype, offset, shape, stride, elements, grad is True))
-
-    def _rebuild_parameter(self, data: Any, requires_grad: Any, hooks: Any, attributes: Any = None) -> object:
-        del hooks
-        if dressed.is_tensor(data):
-            # with attributes it is an object of its own, apart from others over the same memory
-            data = dressed.as_parameter(data.detach() if attributes else data, requires_grad is True)
-        elif (refer := getattr(data, "as_parameter", None)) is not None:  # an array that has not been read
-            data = refer(requires_grad is True)
-        return self._with_attributes(data, attributes)
-
-    def _rebuild_from_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> object:
-        if type(arguments) is not tuple or not self._may_call(function, arguments):
-            raise FormatError("a tensor is made by a function that may not be called")
-        made = function(*arguments)
-        if isinstance(kind, pickle_policy.TorchName) and kind.name == "Tensor":
-            if state and dressed.is_tensor(made):
-                made = made.detach().requires_grad_(made.requires_grad)
-            return self._with_attributes(made, state)
-        if id(kind) not in self._foreign:
-            raise FormatError("a tensor of a class that is not a trusted tensor class")
-        return self._own(self._of_class(kind, made, state))
-
-    def _of_class(self, kind: Any, made: Any, state: Any) -> object:
-        import torch
-
-        return torch._tensor._rebuild_from_type_v2(lambda: made, kind, (), state)  # type: ignore[no-untyped-call]
-
-    def _rebuild_wrapper_subclass(self, kind: Any, *arguments: Any) -> object:
-        if id(kind) not in self._foreign:
-            raise FormatError("a tensor of a class that is not a trusted tensor class")
-        return self._own(self._wrapper(kind, arguments))
-
-    def _wrapper(self, kind: Any, arguments: tuple[Any, ...]) -> object:
-        import torch
-
-        return torch._utils._rebuild_wrapper_subclass(kind, *arguments)  # type: ignore[no-untyped-call]
-
-    def _with_attributes(self, made: Any, attributes: Any) -> Any:
-        if not attributes:
-            return made
-        if type(attributes) is not dict or not all(type(name) is str for name in attributes):
-            raise FormatError("the attributes of a tensor are no mapping of names")
-        if dressed.is_tensor(made):
-            dressed.set_attributes(made, attributes)
-        return made
-
     def _may_call(self, function: Any, arguments: tuple[Any, ...]) -> bool:
-        rebuilds = isinstance(function, MethodType) and function in self._rebuilds
-        if rebuilds or id(function) in self._foreign or pickle_policy.may_call(function, arguments):
+        if self._is_rebuild(function) or id(function) in self._foreign or pickle_policy.may_call(function, arguments):
+            return True
+        if any(function is late for late in pickle_torch.BUILT_LATE.values()):
             return True
         if isinstance(function, type) and own_classes.may_call(function, arguments):
             return True
@@ -367,59 +202,67 @@ class _Reader(_PurePython):  # type: ignore[misc]
         return function is collections.defaultdict and len(arguments) == 1
 
 
-def _charged(load: Callable[[_Reader], None]) -> Callable[[_Reader], None]:
-    """The function for an opcode that makes a container: it charges the reader for it first."""
-
-    def charged(reader: _Reader) -> None:
-        reader._charge(1)
-        load(reader)
-
-    return charged
-
-
-for _opcode in (pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-    _Reader.dispatch[_opcode[0]] = _charged(_Reader.dispatch[_opcode[0]])
-
-
 def needs_trust(names: Collection[str]) -> list[str]:
     """The names, given as ``module.qualname``, that a reader in a process like this one refuses without ``trust``."""
-    known = {*pickle_policy.SAFE, *pickle_policy.BUILT_LATE, *_REBUILDS, *_OF_TORCH}
-    others = (n for n in names if n not in known and n.removeprefix("torch.") not in dtypes.TORCH)
+    known = {*pickle_policy.SAFE, *pickle_torch.BUILT_LATE, *REBUILDS, *_OF_TORCH}
+    of_torch = {*dtypes.TORCH, *pickle_torch.NAMES}
+    others = (n for n in names if n not in known and n.removeprefix("torch.") not in of_torch)
     return sorted(name for name in others if own_classes.find(*name.rpartition(".")[::2]) is None)
 
 
-class Unbuilt:
-    """Stands in a structure for an object of another class, whose code is not run.
-
-    Attributes:
-        arguments: What the class would be called with; for a named tuple, its items.
-    """
-
-    arguments: tuple[Any, ...]
-
-    def __new__(cls, *arguments: Any) -> Unbuilt:
-        """Keep the arguments, whether the pickle calls the class or makes an object by ``__new__`` alone."""
-        made = super().__new__(cls)
-        made.arguments = arguments
-        return made
-
-    def __init__(self, *arguments: Any) -> None:
-        del arguments
-
-    def __call__(self, *arguments: Any) -> Unbuilt:
-        """Stand for the result of a call: this may itself stand for a nested class, which a function has looked up."""
-        return type(self)(*arguments)
-
-    def _ignore(self, *state: Any) -> None:
-        del state
-
-    append = extend = __setitem__ = __setstate__ = _ignore
-
-
 class _Surveyor(_Reader):
-    """Reads containers and plain values, and leaves objects of other classes unbuilt."""
+    """Reads containers and plain values, and leaves what else there is unbuilt, also what no reader could build."""
 
     complete = True
+
+    def _unbuilt(self, name: str, *arguments: Any) -> Any:
+        self.complete = False
+        return self._own(self._own(type(name, (Unbuilt,), {}))(*arguments))
+
+    def load_reduce(self) -> None:
+        function, arguments = self.stack[-2:]
+        known = self._is_rebuild(function)  # what such a function refuses is damage
+        below = len(self.stack) - 2
+        try:
+            super().load_reduce()
+        except FormatError:
+            if known or type(arguments) is not tuple:
+                raise
+            del self.stack[below:]
+            self.append(self._unbuilt(getattr(function, "__name__", "call"), *arguments))
+
+    def load_build(self) -> None:
+        below = len(self.stack) - 2
+        try:
+            super().load_build()
+        except FormatError:
+            del self.stack[below:]
+            self.append(self._unbuilt("state"))
+
+    def persistent_load(self, pid: Any) -> Any:
+        try:
+            return super().persistent_load(pid)
+        except FormatError:
+            return self._unbuilt("storage", pid)
+
+    def _storage(self, stored: Storage) -> Any:
+        self._lone[id(stored)] = stored
+        return stored
+
+    def _stored(self, storage: Any) -> Storage | None:
+        self._lone.pop(id(storage), None)
+        return super()._stored(storage)
+
+    def load(self) -> Any:
+        self._lone: dict[int, Storage] = {}  # by id, storages that no tensor has been made of yet
+        value = super().load()
+        for storage in self._lone.values():
+            self.complete = False
+            self._bytes(storage)  # it is wanted, too
+        return value
+
+    def _late(self, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
+        return self._unbuilt(name, *arguments)
 
     def _other_class(self, module: str, name: str) -> Any:
         self.complete = False
@@ -437,7 +280,20 @@ class _Surveyor(_Reader):
         else:
             super().load_newobj()
 
-    dispatch = {**_Reader.dispatch, pickle.NEWOBJ[0]: load_newobj}  # noqa: RUF012 - as the base class's
+    def load_newobj_ex(self) -> None:
+        if isinstance(self.stack[-3], type) and issubclass(self.stack[-3], Unbuilt):
+            self.stack.pop()  # the arguments by name: an unbuilt object has none
+            self.load_newobj()
+        else:
+            super().load_newobj_ex()
+
+    dispatch = {  # noqa: RUF012 - as the base class's
+        **_Reader.dispatch,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.BUILD[0]: load_build,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.NEWOBJ_EX[0]: load_newobj_ex,
+    }
 
     def _of_class(self, kind: Any, made: Any, state: Any) -> object:
         return kind(made, state)
@@ -460,6 +316,7 @@ def loads(
     *,
     trust: Collection[str] | str = (),
     with_torch: bool = True,
+    with_storages: bool = False,
 ) -> Any:
     """Read a pickle back without running code from it.
 
@@ -469,6 +326,8 @@ def loads(
         trust: ``"all"``, or the classes and functions, as ``module.qualname``, that may be used beside the safe ones.
         with_torch: Whether to import torch where it is installed, to build what is of torch. Without it, a shape is a
             tuple, and a :class:`~datastates.container.pickle_policy.TorchName` stands for an element type.
+        with_storages: Whether storages may be values, which torch builds: ``resolve`` must also take an array of the
+            bytes of a whole record. Else :class:`~datastates.container.pickle_tensors.Storage` stands for each.
 
     Raises:
         TrustError: It needs a class that is not trusted.
@@ -476,7 +335,7 @@ def loads(
         ImportError: ``resolve`` raised it, or an object is of torch, which is not installed or not wanted.
         TypeError: ``trust`` is neither ``"all"`` nor a list of names.
     """
-    return _read(_Reader(data, resolve, trust, with_torch=with_torch))
+    return _read(_Reader(data, resolve, trust, with_torch=with_torch, with_storages=with_storages))
 
 
 def survey(

@@ -1,4 +1,4 @@
-"""Reads pickles that others wrote by protocols up to 5, with classes of the caller's in the place of named ones.
+"""Reads pickles that others wrote, with classes of the caller's in the place of named ones.
 
 Like a survey of :mod:`datastates.container.pickle_reader` it runs no code of the classes that the pickle names, and
 leaves objects of those without a stand-in unbuilt.
@@ -10,11 +10,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from datastates.container import pickle_policy
 from datastates.container.pickle_reader import _no_arrays, _read, _Surveyor
-from datastates.errors import FormatError
-
-_MORE = ("FRAME", "MEMOIZE", "SHORT_BINUNICODE", "STACK_GLOBAL", "BINBYTES", "SHORT_BINBYTES", "EMPTY_SET", "ADDITEMS")
 
 
 class _Reader(_Surveyor):
@@ -22,7 +18,6 @@ class _Reader(_Surveyor):
         super().__init__(data, _no_arrays, "all", with_torch=False)
         self._classes = classes
         self._constant = constant
-        self._kept: object = self  # stands for nothing
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -35,31 +30,7 @@ class _Reader(_Surveyor):
         module, name = self.readline()[:-1].decode(), self.readline()[:-1].decode()
         self.append(self.find_class(module, name))
 
-    def load_empty_set(self) -> None:
-        self._charge(1)
-        super().load_empty_set()
-
-    def load_additems(self) -> None:
-        self._check_target(self.metastack[-1][-1], set)
-        for item in self.stack:
-            pickle_policy.check_key(item)
-        super().load_additems()
-
-    def load_memoize(self) -> None:
-        # a pickler keeps each object once; an entry costs a hundred times as much memory as its opcode
-        if self.stack[-1] is self._kept:
-            raise FormatError("an object that is kept twice")
-        self._kept = self.stack[-1]
-        super().load_memoize()
-
-    dispatch = {  # noqa: RUF012 - as the base class's
-        **_Surveyor.dispatch,
-        **{getattr(pickle, name)[0]: getattr(pickle._Unpickler, f"load_{name.lower()}") for name in _MORE},
-        pickle.GLOBAL[0]: load_global,
-        pickle.EMPTY_SET[0]: load_empty_set,
-        pickle.ADDITEMS[0]: load_additems,
-        pickle.MEMOIZE[0]: load_memoize,
-    }
+    dispatch = {**_Surveyor.dispatch, pickle.GLOBAL[0]: load_global}  # noqa: RUF012 - as the base class's
 
 
 def read(data: bytes, classes: Mapping[str, type], constant: Callable[[str], str | None]) -> Any:

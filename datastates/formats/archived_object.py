@@ -12,6 +12,7 @@ import numpy as np
 from datastates._base.files import read_bytes
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
+from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError
 from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive
 from datastates.restoring.provider_view import Trust, naming
@@ -26,10 +27,12 @@ class ArchivedObject:
     Attributes:
         path: The file.
         offset, nbytes: The stretch of it that is the archive.
+        unreadable: Why it cannot be built; None if it can.
     """
 
-    def __init__(self, path: Path, offset: int, nbytes: int) -> None:
+    def __init__(self, path: Path, offset: int, nbytes: int, unreadable: str | None = None) -> None:
         """Take the place; nothing is read yet."""
+        self.unreadable = unreadable
         self.path = path
         self.offset = offset
         self.nbytes = nbytes
@@ -57,6 +60,8 @@ class ArchivedObject:
         self, resolve: Callable[[StoredArray], object], trust: Trust = "all", *, with_torch: bool = True
     ) -> tuple[Any, bool]:
         """Read it as :func:`datastates.container.pickle_reader.survey` does."""
+        if self.unreadable is not None:
+            return Unbuilt(), False
         with naming(str(self.path)):
             return pickle_reader.survey(self._archive.read(PICKLE), resolve, trust=trust, with_torch=with_torch)
 
@@ -80,7 +85,13 @@ class ArchivedObject:
             return memory.with_grad(into.view(blocks[record], ref, stored.begin), stored.requires_grad)
 
         with naming(str(self.path)):
-            return pickle_reader.loads(self._archive.read(PICKLE), array, trust=trust, with_torch=into.with_torch)
+            return pickle_reader.loads(
+                self._archive.read(PICKLE), array, trust=trust, with_torch=into.with_torch, with_storages=True
+            )
+
+    def check(self) -> None:
+        """Raise FormatError where it is no archive with a pickle, or where the pickle is damaged."""
+        pickle_reader.survey(self._archive.read(PICKLE), lambda stored: stored, trust="all", with_torch=False)
 
     def verify(self) -> None:
         """Read all of its records; raises FormatError where one does not match its checksum."""

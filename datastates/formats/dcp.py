@@ -62,7 +62,9 @@ class DcpCheckpoint(Foreign):
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> dict[str, Any]:
         """Read all tensors and objects, by full key."""
         blobs = [(key, blob) for file in self.files for key, blob in file.blobs.items()]
-        for _, blob in blobs:
+        for key, blob in blobs:
+            if blob.unreadable is not None:
+                raise FormatError(f"{key!r} in {blob.path}: {blob.unreadable}. open() reads the other tensors")
             blob.survey(lambda stored: stored, trust, with_torch=into.with_torch)
         found = read_all(self, executor, into)
         return found | {key: blob.load(trust, into) for key, blob in blobs}
@@ -73,7 +75,8 @@ class DcpCheckpoint(Foreign):
         for file in self.files:
             for key, blob in file.blobs.items():
                 try:
-                    blob.verify()
+                    if blob.unreadable is None:
+                        blob.verify()
                 except FormatError as error:
                     yield Problem(file.path, key, f"is damaged: {error}")
 
@@ -91,33 +94,45 @@ class DcpFile(ForeignFile):
         for chunk in chunks:
             if not 0 <= chunk.offset <= chunk.offset + chunk.nbytes <= nbytes:
                 raise FormatError(f"{path} has {nbytes} bytes, and {chunk.key!r} ends after them: it was cut short")
-        self.blobs = {
-            chunk.key: ArchivedObject(path, chunk.offset, chunk.nbytes) for chunk in chunks if chunk.dtype is None
-        }
+        blobs = [chunk for chunk in chunks if chunk.dtype is None]
         records: list[Record] = []
         tensors: list[tuple[int, Shard]] = []
         places = {(chunk.offset, chunk.nbytes): chunk for chunk in chunks if chunk.dtype is not None}
-        if len(places) + len(self.blobs) < len(chunks):
+        if len(places) + len(blobs) < len(chunks):
             raise FormatError(f"{path}: two tensors or objects are at one place")
         for place, read in opened_ends(read_bytes(path), sorted(places)):
             chunk = places[place]
             try:
-                record, shard = _found(chunk, read)
+                found = _found(path, chunk, read)
             except FormatError as error:
                 raise FormatError(f"{chunk.key!r} in {path}: {error}") from error
-            tensors.append((len(records), shard))
-            records.append(record)
+            if found is None:
+                blobs.append(chunk)
+                continue
+            tensors.append((len(records), found[1]))
+            records.append(found[0])
+        self.blobs = {chunk.key: _object(path, chunk) for chunk in blobs}
         entries = [blob.entry(key) for key, blob in self.blobs.items()]
         super().__init__(path, nbytes, records, tensors, entries)
 
 
-def _found(chunk: Chunk, read: Callable[[int, int], bytes]) -> tuple[Record, Shard]:
-    """The place of a part's bytes, and its description."""
+def _object(path: Path, chunk: Chunk) -> ArchivedObject:
+    """What is no plain tensor."""
+    why = None
     if chunk.transformed:
-        raise FormatError("it is stored through an extension, which only torch reads")
-    found = find_tensor(read, chunk.nbytes)
+        why = "it is stored through an extension, which only torch reads"
+    elif chunk.shape != chunk.of:
+        why = "it is a tensor of a class of its own, and was saved in parts: only torch reads it"
+    return ArchivedObject(path, chunk.offset, chunk.nbytes, why)
+
+
+def _found(path: Path, chunk: Chunk, read: Callable[[int, int], bytes]) -> tuple[Record, Shard] | None:
+    """The place of a part's bytes, and its description; None if it is no plain tensor, but another object."""
+    found = None if chunk.transformed else find_tensor(read, chunk.nbytes)
     if found is None:
-        raise FormatError("it is no plain tensor of torch.save, or is damaged")
+        if not chunk.transformed:
+            _object(path, chunk).check()
+        return None
     array = found.array
     if (array.dtype, array.shape) != (chunk.dtype, chunk.shape):
         raise FormatError(f"it is of type {array.dtype} and shape {array.shape}, which the metadata does not say")

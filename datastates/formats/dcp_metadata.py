@@ -16,6 +16,9 @@ from datastates.errors import FormatError
 from datastates.state import dtypes
 
 FILE = ".metadata"
+_QUANTIZED = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+"""Element types of tensors that are objects here: their bytes are not all that they are."""
+_TYPES = {*dtypes.TORCH, *_QUANTIZED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Chunk:
         key: Its fully qualified name.
         file: The name of its file.
         offset, nbytes: Its place there.
-        dtype: The element type; None for an object.
+        dtype: The element type; None for an object, or a tensor of quantized elements.
         of: The shape of the tensor.
         begin, shape: Where in the tensor the part begins, and its shape.
         transformed: Whether the bytes are not those of ``torch.save``, but compressed, say.
@@ -89,13 +92,13 @@ class _Properties(_Fields):
     """A ``TensorProperties``, whose state is a tuple that begins with the element type."""
 
     @property
-    def dtype(self) -> str:
+    def dtype(self) -> str | None:
         state = getattr(self, "state", None)
         if isinstance(state, dict):
             state = (state.get("dtype"),)
-        if not isinstance(state, tuple) or not state or state[0] not in dtypes.TORCH:
+        if not isinstance(state, tuple) or not state or state[0] not in _TYPES:
             raise FormatError("its metadata has a tensor of an unknown element type")
-        return str(state[0])
+        return None if state[0] in _QUANTIZED else str(state[0])
 
 
 class _Bytes(_Fields):
@@ -148,7 +151,7 @@ _CLASSES: dict[str, type] = {
 def _constant(full: str) -> str | None:
     """The name of an element type of torch."""
     name = full.removeprefix("torch.")
-    return name if name in dtypes.TORCH and full != name else None
+    return name if name in _TYPES and full != name else None
 
 
 def _chunks(metadata: Any) -> list[Chunk]:

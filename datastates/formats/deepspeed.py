@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates._base.files import length, read_bytes
-from datastates.container.pickle_reader import Unbuilt
+from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError, StorageError
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, tensor, whole

@@ -11,6 +11,7 @@ from datastates._base.files import length, read_bytes
 from datastates.container import archive as container_archive
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
+from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
 from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive
@@ -119,7 +120,7 @@ class TorchFile(ForeignFile):
         if self._surveyed is None or self._surveyed[0] is not resolve:
             self._surveyed = resolve, self._survey(resolve)[0]
         item = self._surveyed[1][key]
-        return item, not any(isinstance(leaf, pickle_reader.Unbuilt) for _, leaf in leaves(item))
+        return item, not any(isinstance(leaf, Unbuilt) for _, leaf in leaves(item))
 
     def load(self, executor: Callable[[int], Executor], *, trust: Trust, into: Into) -> Any:
         """Read and verify the file, and build its value; the arguments are those of ``Opened.load``.
@@ -143,7 +144,7 @@ class TorchFile(ForeignFile):
             blocks.fill(executor)
             if complete:
                 return value
-            return pickle_reader.loads(self._pickle, array, trust=trust, with_torch=into.with_torch)
+            return pickle_reader.loads(self._pickle, array, trust=trust, with_torch=into.with_torch, with_storages=True)
 
 
 class TorchCheckpoint(Foreign):

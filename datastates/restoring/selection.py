@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from fnmatch import translate
 from typing import Any
 
-from datastates.container.pickle_reader import Unbuilt
+from datastates.container.unbuilt import Unbuilt
 from datastates.state.keys import join
 from datastates.state.nested import items, with_items
 from datastates.state.shards import ArrayRef

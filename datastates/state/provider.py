@@ -64,7 +64,7 @@ class Saved(ABC):
     def structure(self, key: str) -> object:
         """Read a stored object's containers and plain values, with an :class:`ArrayRef` for each array.
 
-        Objects of other classes are not built: :class:`datastates.container.pickle_reader.Unbuilt` stands for each.
+        Objects of other classes are not built: :class:`datastates.container.unbuilt.Unbuilt` stands for each.
 
         Args:
             key: One of :meth:`objects`.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from datastates.container.pickle_reader import Unbuilt
+from datastates.container.unbuilt import Unbuilt
 from datastates.state import arrays, nested
 from datastates.state.keys import join
 from datastates.state.shards import ArrayRef

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from datastates.container.pickle_policy import is_generator
+from datastates.container.pickle_torch import is_generator
 from datastates.providers.nested.pairing import pair
 from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.providers.optimizer.state_dict_tree import of_live_names, states_left_out

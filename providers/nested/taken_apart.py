@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from datastates._base.loaded import loaded
-from datastates.container.pickle_policy import is_generator
 from datastates.container.pickle_reader import needs_trust
+from datastates.container.pickle_torch import is_generator
 from datastates.container.pickle_writer import PROTOCOL, dumps
 from datastates.errors import ProviderError
 from datastates.providers.nested.freezing import freeze, thaw, vet

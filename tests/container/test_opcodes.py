@@ -55,6 +55,12 @@ def test_what_is_written_is_read(value: object) -> None:
     assert typed(found) == typed(value)
 
 
+@given(VALUES, st.integers(1, pickle.HIGHEST_PROTOCOL))
+def test_what_another_pickler_writes_is_read(value: object, protocol: int) -> None:
+    found = pickle_reader.loads(pickle.dumps(value, protocol))
+    assert typed(found) == typed(value)
+
+
 def typed(value: Any) -> object:
     """A value with its types, which tell 1 from True and from 1.0."""
     if isinstance(value, dict):
@@ -83,23 +89,42 @@ WRITTEN = [
     [1 << 2039, -1 << 2040, 1 << 40, 70_000, -1, 300, 3, 1.5, None, True, False, "a", b"", b"a", bytearray(b"b")],
     [{}, {1: 2}, {1: 2, 3: 4}, [], [1], [1, 2], (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), {1}, frozenset([1])],
     [(many := [[i] for i in range(300)]), list(many)],
-    [OrderedDict(a=1), Made(), Made],
+    [OrderedDict(a=1), Made(), Made, b"b" * 300],
     *cycles(),
 ]
 
 
+class MadeByName(Made):
+    """One that is made with arguments by name."""
+
+    def __new__(cls, value: int = 0) -> MadeByName:
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
+        return (), {"value": 1}
+
+
 def test_every_opcode_that_can_be_written_is_read() -> None:
-    """``WRITTEN`` uses every opcode of the writer, and the reader takes those opcodes and only one more."""
+    """Ours, and those of the protocols 1 to 5: pickles of each that use every opcode of their writers."""
     read = {chr(code) for code in pickle_reader._Reader.dispatch}
     data = [pickle_writer.dumps(value) for value in WRITTEN]
+    data += [pickle.dumps(value, protocol) for value in [*WRITTEN, MadeByName()] for protocol in range(1, 6)]
+    for stream in data:
+        pickle_reader.loads(stream, trust="all")
+        pickle_reader.survey(stream, lambda stored: stored, trust="all")
     stored = shards.StoredArray("0", "float32", 0, (2, 70_000), (70_000, 1), 140_000)
     data.append(pickle_writer.dumps([shards.ArrayLeaf("a")], lambda leaf: stored))
     written = {opcode.code for stream in data for opcode, _, _ in pickletools.genops(stream)}
     assert written <= read
-    # other writers of the dialect, such as other versions of torch.save, use this one
-    assert read - written == {chr(pickle.SHORT_BINSTRING[0])}
-    for stream in data[:-1]:
-        pickle_reader.loads(stream, trust="all")
+    # SHORT_BINSTRING is written by Python 2; the others, by lengths beyond four bytes
+    rare = (pickle.SHORT_BINSTRING, pickle.BINBYTES8, pickle.BINUNICODE8)
+    assert read - written == {chr(opcode[0]) for opcode in rare}
+
+
+def test_lengths_of_eight_bytes_are_read() -> None:
+    length = (3).to_bytes(8, "little")
+    assert pickle_reader.loads(b"\x80\x04" + pickle.BINBYTES8 + length + b"abc.") == b"abc"
+    assert pickle_reader.loads(b"\x80\x04" + pickle.BINUNICODE8 + length + b"abc.") == "abc"
 
 
 @pytest.mark.parametrize("bits", [2038, 2039, 2040, 100_000])

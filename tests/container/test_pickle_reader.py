@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datastates.container import pickle_reader, pickle_writer
+from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError
 from datastates.state import dtypes
 from datastates.state.shards import ArrayLeaf, StoredArray
@@ -74,5 +75,5 @@ def test_a_survey_is_complete_where_nothing_was_left_unbuilt() -> None:
     assert pickle_reader.survey(plain, lambda stored: stored) == ({"a": [1, {2, 3}], "b": 1 + 2j}, True)
     other = pickle_writer.dumps({"a": FormatError("x")})
     value, complete = pickle_reader.survey(other, lambda stored: stored, trust=["datastates.errors.FormatError"])
-    assert isinstance(value["a"], pickle_reader.Unbuilt)
+    assert isinstance(value["a"], Unbuilt)
     assert not complete

@@ -136,7 +136,6 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "no chunks": (lambda m: m.state_dict_metadata["w"].chunks.clear(), "'w'"),
     "no place": (lambda m: m.storage_data.clear(), "no place"),
     "not described": (lambda m: m.state_dict_metadata.pop("w"), "'w'"),
-    "transformed": (lambda m: setattr(place(m, "w"), "transform_descriptors", ["zstd"]), "extension"),
     "a name that no file has": (lambda m: setattr(place(m, "w"), "relative_path", "__0\0.distcp"), "cannot be"),
     "a text for a size": (lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", ("a", 3)), "shape"),
     "more dimensions": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([2, 3, 1])), "shape"),
@@ -150,6 +149,40 @@ def test_wrong_metadata_is_refused(saved: Path, wrong: str) -> None:
     change(saved, how)
     with pytest.raises((FormatError, StorageError, DatastatesError), match=what):
         dict(ds.open(saved))
+
+
+def test_an_extension_blocks_no_other_tensor(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(saved, lambda m: setattr(place(m, "w"), "transform_descriptors", ["zstd"]))
+    with ds.open(saved) as opened:
+        assert "w" not in opened
+        assert opened["list.0"].tolist() == [1, 1]
+    with pytest.raises(FormatError, match=r"'w' in .*extension"):
+        ds.load(saved)
+    assert commands.main(["inspect", str(saved)]) == 0
+    assert ["w", "object"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+
+
+class Marked(torch.Tensor):
+    """A subclass without attributes."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_what_is_no_plain_tensor_blocks_no_other(tmp_path: Path) -> None:
+    odd = {
+        "quantized": torch.quantize_per_tensor(torch.arange(3.0), 0.1, 0, torch.qint8),
+        "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+        "subclass": torch.ones(3).as_subclass(Marked),
+    }
+    dcp.save(odd | {"w": torch.ones(2)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with ds.open(tmp_path / "saved") as opened:
+        assert list(opened) == ["w"]
+        assert opened["w"].tolist() == [1, 1]
+    assert sorted(ds.export(tmp_path / "saved", tmp_path / "w.safetensors", keys="*").objects) == sorted(odd)
+    assert commands.main(["verify", str(tmp_path / "saved")]) == 0
+    with pytest.raises(TrustError, match="Marked"):
+        ds.load(tmp_path / "saved")
+    found = ds.load(tmp_path / "saved", trust="all")
+    assert all(torch.equal(found[key], value) and type(found[key]) is type(value) for key, value in odd.items())
 
 
 def test_every_flip_in_the_metadata_is_refused_or_reads_the_same(saved: Path) -> None:

@@ -20,6 +20,11 @@ def pickled(body: bytes) -> bytes:
     return b"\x80\x02" + body + b"."
 
 
+def newer(body: bytes) -> bytes:
+    """As of protocol 4, where one byte puts a value into the memo."""
+    return b"\x80\x04" + body + b"."
+
+
 def call(module: str, name: str, *arguments: bytes) -> bytes:
     return f"c{module}\n{name}\n".encode() + MARK + b"".join(arguments) + TUPLE + REDUCE
 
@@ -142,23 +147,18 @@ OPCODES: dict[str, bytes] = {
     "EXT4": b"\x84\x01\x00\x00\x00",
     "NEWOBJ_EX": b"cbuiltins\nset\n" + EMPTY + b"}\x92",
     "PERSID": b"Pstorage\n",
-    "INT": b"I1\n",
-    "LONG": b"L1L\n",
     "LONG4": b"\x8b\xff\xff\xff\x7f",
     "FLOAT": b"F1.0\n",
     "STRING": b"S'a'\n",
     "UNICODE": b"Va\n",
     "BINSTRING": b"T\xff\xff\xff\x7f",
     "BINBYTES": b"B\xff\xff\xff\xff",
-    "SHORT_BINBYTES": b"C\x01a",
     "BINBYTES8": b"\x8e" + b"\xff" * 8,
     "BINUNICODE8": b"\x8d" + b"\xff" * 7 + b"\x7f",
     "BYTEARRAY8": b"\x96" + b"\xff" * 7 + b"\x7f",
     "FRAME": b"\x95" + b"\xff" * 7 + b"\x7f" + NONE,
-    "MEMOIZE": NONE + b"\x94",
     "NEXT_BUFFER": b"\x97",
     "READONLY_BUFFER": NONE + b"\x98",
-    "EMPTY_SET": b"\x8f",
     "DUP": NONE + b"2",
     "DICT": MARK + b"d",
     "LIST": MARK + b"l",
@@ -245,6 +245,18 @@ MEMORY: dict[str, bytes] = {
     "a text that is cut short": b"X\xff\xff\xff\xffabc",
     "a short text that is cut short": b"U\xffabc",
     "a number that is cut short": b"\x8a\xffabc",
+    "a long number that is cut short": b"\x8b\xff\xff\xff\x7fabc",
+    "a bytearray that is cut short": b"\x96" + struct.pack("<Q", 1 << 40) + b"abc",
+    "a frame that is cut short": b"\x95" + struct.pack("<Q", 1 << 40) + NONE,
+    "a NumPy array of less than its shape": call(
+        "numpy.core.numeric", "_frombuffer", b"C\x01a", dtype("f8"), tuple_of(HUGE), text("C")
+    ),
+    "a NumPy array of objects from a buffer": call(
+        "numpy.core.numeric", "_frombuffer", b"C\x08AAAAAAAA", dtype("O8"), tuple_of(b"K\x01"), text("C")
+    ),
+    "a NumPy array of a range": call("numpy.core.numeric", "_frombuffer", RANGE, dtype("u1"), RANGE, text("C")),
+    "bytes of a range": call("builtins", "bytes", RANGE),
+    "bytes of a length": call("builtins", "bytes", HUGE),
     "a bytearray of a length": call("builtins", "bytearray", HUGE),
     "a bytearray of a range": call("builtins", "bytearray", RANGE),
     "a set of a range": call("builtins", "set", RANGE),
@@ -337,6 +349,11 @@ def test_huge_memo_number_costs_nothing(attack: Any, index: int) -> None:
     assert attack("loads", data=pickled(b"]r" + number + b"0j" + number)).error is None
 
 
+@pytest.mark.parametrize("unit", [b"\x8f", b"N\x94\x94\x94", b"]", b"N\x85\x85\x85", b"(]\x910"], ids=repr)
+def test_more_containers_than_a_newer_pickler_writes_are_refused(refused: Any, unit: bytes) -> None:
+    refused("loads", data=newer(b"]" + unit * 300_000))
+
+
 @pytest.mark.parametrize("unit", [b"]", b"}", b"(", b"N\x85", b"]0", b"N\x85\x85"], ids=repr)
 def test_more_containers_than_a_pickler_writes_are_refused(refused: Any, unit: bytes) -> None:
     refused("loads", data=pickled(b"]" + unit * 300_000))
@@ -354,6 +371,8 @@ TIME: dict[str, bytes] = {
     "in a frozenset": call("builtins", "frozenset", LAUGHS + b"\x85"),
     "in a counter": call("collections", "Counter", LAUGHS + b"\x85"),
     "in an ordered mapping": call("collections", "OrderedDict", LAUGHS + b"K\x01\x86\x85"),
+    "in a set of protocol 4": b"\x8f(" + LAUGHS + b"\x90",
+    "in a frozenset of protocol 4": b"(" + LAUGHS + b"\x91",
     "as a storage id": LAUGHS + b"Q",
     "in a storage id": tuple_of(text("storage"), PLACE, LAUGHS, text("cpu"), b"K\x01") + b"Q",
     "as an encoding": call("_codecs", "encode", text("a"), LAUGHS),

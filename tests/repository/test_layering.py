@@ -54,7 +54,6 @@ FRAMEWORKS = {
 }
 LINES = 400
 LONG = {
-    "datastates/container/pickle_reader.py": "one table of opcodes and what they call",
     "native/bindings/plain_pickle.cpp": "one table of opcodes",
 }
 LEVEL = {name: level for level, line in enumerate(ORDER) for name in line}

@@ -1,0 +1,264 @@
+"""Reads the tensors and storages in a pickle: what stands for each is supplied, and no code of the pickle runs."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from datastates.container import pickle_policy, pickle_torch
+from datastates.container.pickle_machine import Machine
+from datastates.container.unbuilt import Unbuilt
+from datastates.errors import FormatError
+from datastates.state import dressed, dtypes
+from datastates.state.shards import StoredArray
+
+
+@dataclass(eq=False)
+class Storage(Unbuilt):
+    """A storage in a file.
+
+    Attributes:
+        record: The name of its record.
+        kind: The name of its class in torch.
+        numel: Its elements; bytes where its class has no type.
+    """
+
+    record: str
+    kind: str
+    numel: int
+
+    @property
+    def dtype(self) -> str | None:
+        """The type of plain elements; None where it has none, or holds quantized ones."""
+        dtype = dtypes.BY_STORAGE.get(self.kind)
+        return None if dtype is None else dtype.name
+
+    @property
+    def elements(self) -> tuple[str, int]:
+        """The torch name of its type as a storage, and the bytes of an element."""
+        if self.kind in pickle_torch.QUANTIZED:
+            return pickle_torch.QUANTIZED[self.kind]
+        return self.dtype or "uint8", dtypes.BY_NAME[self.dtype or "uint8"].itemsize
+
+
+UNTYPED = "UntypedStorage"
+"""The class of storages without a type."""
+
+# an array as this package writes it, after the opcode of its first global; other forms are read opcode by opcode
+_INTEGER = rb"(?:K.|J.{4})"
+_ARRAY = re.compile(
+    rb"torch\._utils\n_rebuild_tensor_v2\n\(\(X\x07\0\0\0storagectorch\n(\w+)\nX(.)\0\0\0([0-9]{1,20})X\x03\0\0\0cpu"
+    rb"(%b)tQ(%b)\((%b{0,64})t\((%b{0,64})t([\x88\x89])ccollections\nOrderedDict\n\)RtR" % ((_INTEGER,) * 4),
+    re.DOTALL,
+)
+
+
+def _integers(opcodes: bytes) -> tuple[int, ...]:
+    found, at = [], 0
+    while at < len(opcodes):
+        if opcodes[at : at + 1] == pickle.BININT1:
+            found.append(opcodes[at + 1])
+            at += 2
+        else:
+            found.append(int.from_bytes(opcodes[at + 1 : at + 5], "little", signed=True))
+            at += 5
+    return tuple(found)
+
+
+REBUILDS = {
+    "torch._utils._rebuild_tensor_v2": "_rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3": "_rebuild_tensor_v3",
+    "torch._utils._rebuild_qtensor": "_rebuild_qtensor",
+    "torch._utils._rebuild_parameter": "_rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state": "_rebuild_parameter",
+    "torch._utils._rebuild_wrapper_subclass": "_rebuild_wrapper_subclass",
+    "torch._tensor._rebuild_from_type_v2": "_rebuild_from_type",
+}
+
+
+class TensorReader(Machine):
+    """A pickle machine that knows tensors. A subclass says which other functions may be called: ``_may_call``."""
+
+    def __init__(
+        self,
+        data: bytes,
+        resolve: Callable[[StoredArray], object],
+        trust: Collection[str] | str,
+        *,
+        with_torch: bool,
+        with_storages: bool = False,
+    ) -> None:
+        super().__init__(data)
+        self._with_storages = with_storages
+        self._resolve = resolve
+        self.trust = trust
+        self._with_torch = with_torch
+        self._rebuilds = [getattr(self, name) for name in REBUILDS.values()]
+        self._foreign: dict[int, Any] = {}
+        """By id: what trusted names stand for, and what calls of these have made. Only these are unrestricted."""
+        self._storages: dict[int, tuple[Storage, Any]] = {}
+        """By id: what each storage of torch was made from, and the storage."""
+
+    def _own(self, value: Any) -> Any:
+        self._foreign[id(value)] = value
+        return value
+
+    def load_global(self) -> None:
+        """Read a name, or an array that begins with it."""
+        match = _ARRAY.match(self.data, self.at())
+        if match is None or not self._load_array(match):
+            super().load_global()
+
+    def _load_array(self, match: re.Match[bytes]) -> bool:
+        """Read a whole array at once; False when it has to be read opcode by opcode."""
+        storage, length, record, numel, offset, shape, stride, grad = match.groups()
+        dtype = dtypes.BY_STORAGE.get(storage.decode())
+        (elements,) = _integers(numel)
+        if dtype is None or length[0] != len(record) or elements < 0:
+            return False
+        (begin,) = _integers(offset)
+        sizes, steps = _integers(shape), _integers(stride)
+        self.seek(match.end())
+        self.append(self._array(record.decode(), dtype.name, elements, begin, sizes, steps, grad == pickle.NEWTRUE))
+        return True
+
+    dispatch = {**Machine.dispatch, pickle.GLOBAL[0]: load_global}  # noqa: RUF012 - as the base class's
+
+    def persistent_load(self, pid: Any) -> Any:
+        """What stands for a storage."""
+        match pid:
+            case ("storage", pickle_policy.TorchName(name=kind), str(record), str(), int(numel)) if numel >= 0:
+                return self._storage(Storage(record, kind, numel))
+        raise FormatError("not a storage id of torch")
+
+    def _storage(self, stored: Storage) -> Any:
+        """What stands for a storage, until a tensor is made of it or for ever."""
+        if not self._with_storages:
+            return stored
+        made = self._late("a storage", pickle_torch.storage, self._bytes(stored), stored.elements[0])
+        self._storages[id(made)] = stored, made
+        return made
+
+    def _stored(self, storage: Any) -> Storage | None:
+        """The storage in the file that something stands for; None for anything else."""
+        found, _ = self._storages.get(id(storage), (storage, None))
+        return found if isinstance(found, Storage) else None
+
+    def _bytes(self, stored: Storage) -> object:
+        """A whole storage as an array of bytes."""
+        nbytes = stored.numel * stored.elements[1]
+        return self._array(stored.record, "uint8", nbytes, 0, (nbytes,), (1,), False)
+
+    def _need_torch(self, what: str) -> None:
+        if pickle_policy.torch_if(self._with_torch) is None:
+            raise ImportError(f"{what} is built by torch only, which is not installed, or not wanted: framework='np'")
+
+    def _late(self, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
+        """What torch makes of arrays that have been read."""
+        self._need_torch(name)
+        return make(*arguments)
+
+    def _rebuild_tensor_v2(
+        self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, *metadata: Any
+    ) -> object:
+        if id(storage) in self._foreign:
+            return self._tensor_over_trusted(storage, offset, shape, stride, grad, hooks, *metadata)
+        stored = self._stored(storage)
+        if stored is None or stored.dtype is None:
+            raise FormatError("a tensor without a typed storage")
+        made = self._array(stored.record, stored.dtype, stored.numel, offset, shape, stride, grad)
+        return self._viewed(made, metadata)
+
+    def _viewed(self, made: Any, metadata: tuple[Any, ...]) -> Any:
+        if not metadata or not metadata[0]:
+            return made
+        return self._late("a conjugate or negative view", pickle_torch.with_metadata, made, metadata[0])
+
+    def _rebuild_qtensor(
+        self, storage: Any, offset: Any, shape: Any, stride: Any, quantizer: Any, grad: Any, hooks: Any
+    ) -> object:
+        del hooks
+        stored = self._stored(storage)
+        if stored is None or stored.kind not in pickle_torch.QUANTIZED:
+            raise FormatError("a quantized tensor without a storage of its own kind")
+        form = stored.kind, offset, shape, stride, quantizer, grad
+        return self._late("a quantized tensor", pickle_torch.quantized, self._bytes(stored), *form)
+
+    def _tensor_over_trusted(self, storage: Any, *arguments: Any) -> object:
+        # a tensor that was pickled whole inside an object of another class: its storage came through trust
+        if isinstance(storage, Unbuilt):
+            return self._own(Unbuilt(storage, *arguments))
+        import torch
+
+        rebuild: Any = torch._utils._rebuild_tensor_v2
+        return self._own(rebuild(storage, *arguments))
+
+    def _rebuild_tensor_v3(
+        self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *metadata: Any
+    ) -> object:
+        del hooks
+        if not isinstance(dtype, pickle_policy.TorchName) and type(dtype).__module__ != "torch":
+            raise FormatError("a tensor without a dtype")
+        name = dtype.name if isinstance(dtype, pickle_policy.TorchName) else str(dtype).removeprefix("torch.")
+        stored = self._stored(storage)
+        if stored is None or stored.kind != UNTYPED or name not in dtypes.TORCH:
+            raise FormatError("a tensor without an untyped storage and a dtype")
+        elements = stored.numel // dtypes.BY_NAME[name].itemsize
+        return self._viewed(self._array(stored.record, name, elements, offset, shape, stride, grad), metadata)
+
+    def _array(self, record: str, dtype: str, elements: int, offset: Any, shape: Any, stride: Any, grad: Any) -> object:
+        if not all(map(pickle_policy.are_sizes, ((offset,), shape, stride))) or len(shape) != len(stride):
+            raise FormatError(f"a tensor of record {record!r} has an impossible shape")
+        return self._resolve(StoredArray(record, dtype, offset, shape, stride, elements, grad is True))
+
+    def _rebuild_parameter(self, data: Any, requires_grad: Any, hooks: Any, attributes: Any = None) -> object:
+        del hooks
+        if dressed.is_tensor(data):
+            # with attributes it is an object of its own, apart from others over the same memory
+            data = dressed.as_parameter(data.detach() if attributes else data, requires_grad is True)
+        elif (refer := getattr(data, "as_parameter", None)) is not None:  # an array that has not been read
+            data = refer(requires_grad is True)
+        return self._with_attributes(data, attributes)
+
+    def _rebuild_from_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> object:
+        if type(arguments) is not tuple or not self._may_call(function, arguments):
+            raise FormatError("a tensor is made by a function that may not be called")
+        made = function(*arguments)
+        if isinstance(kind, pickle_policy.TorchName) and kind.name == "Tensor":
+            if state and dressed.is_tensor(made):
+                made = made.detach().requires_grad_(made.requires_grad)
+            return self._with_attributes(made, state)
+        if id(kind) not in self._foreign:
+            raise FormatError("a tensor of a class that is not a trusted tensor class")
+        return self._own(self._of_class(kind, made, state))
+
+    def _of_class(self, kind: Any, made: Any, state: Any) -> object:
+        import torch
+
+        return torch._tensor._rebuild_from_type_v2(lambda: made, kind, (), state)  # type: ignore[no-untyped-call]
+
+    def _rebuild_wrapper_subclass(self, kind: Any, *arguments: Any) -> object:
+        if id(kind) not in self._foreign:
+            raise FormatError("a tensor of a class that is not a trusted tensor class")
+        return self._own(self._wrapper(kind, arguments))
+
+    def _wrapper(self, kind: Any, arguments: tuple[Any, ...]) -> object:
+        import torch
+
+        return torch._utils._rebuild_wrapper_subclass(kind, *arguments)  # type: ignore[no-untyped-call]
+
+    def _with_attributes(self, made: Any, attributes: Any) -> Any:
+        if not attributes:
+            return made
+        if type(attributes) is not dict or not all(type(name) is str for name in attributes):
+            raise FormatError("the attributes of a tensor are no mapping of names")
+        if dressed.is_tensor(made):
+            dressed.set_attributes(made, attributes)
+        return made
+
+    def _is_rebuild(self, function: Any) -> bool:
+        return isinstance(function, MethodType) and function in self._rebuilds

@@ -1,0 +1,149 @@
+"""What an untrusted pickle may have torch build, and from which arguments. All functions raise FormatError for others.
+
+They need torch, or the elements of arrays: they are called only once the arrays have been read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datastates._base.loaded import loaded
+from datastates.container import pickle_policy
+from datastates.errors import FormatError
+from datastates.state.strides import span
+
+QUANTIZED = {"QInt8Storage": ("qint8", 1), "QUInt8Storage": ("quint8", 1), "QInt32Storage": ("qint32", 4)}
+"""The element type of each quantized storage, and the bytes of an element."""
+_BY_TENSOR = "per_tensor_affine"
+_BY_CHANNEL = ("per_channel_affine", "per_channel_affine_float_qparams")
+NAMES = (*QUANTIZED, _BY_TENSOR, *_BY_CHANNEL)
+"""Names of torch that arguments hold."""
+
+_LAYOUTS = [f"torch.{n}" for n in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")]
+
+
+def layout(name: Any) -> Any:
+    """A layout by its name."""
+    if name not in _LAYOUTS:
+        raise FormatError("not a layout of torch")
+    import torch
+
+    return getattr(torch, name.removeprefix("torch."))
+
+
+def _are_tensors(values: Any) -> bool:
+    return all(type(v).__module__ == "torch" and type(v).__name__ == "Tensor" for v in values)
+
+
+def sparse(layout: Any, parts: Any) -> Any:
+    """A sparse tensor of a layout."""
+    # torch's own rebuild function does not check the indices, but those of a file must be checked
+    import torch
+
+    if not isinstance(parts, tuple) or len(parts) != 4:
+        raise FormatError("a sparse tensor is not made of four parts")
+    if layout is torch.sparse_coo:
+        indices, values, size, coalesced = parts
+        if not (_are_tensors((indices, values)) and pickle_policy.are_sizes(size) and type(coalesced) is bool):
+            raise FormatError("a sparse tensor is not made of tensors and sizes")
+        return torch.sparse_coo_tensor(
+            indices, values, size, device=values.device, check_invariants=True, is_coalesced=coalesced
+        )
+    outer, inner, values, size = parts
+    if not (_are_tensors((outer, inner, values)) and pickle_policy.are_sizes(size)):
+        raise FormatError("a sparse tensor is not made of tensors and sizes")
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, size, layout=layout, device=values.device, check_invariants=True
+    )
+
+
+def meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
+    """A tensor without elements."""
+    import torch
+
+    if not (
+        pickle_policy.are_sizes(size)
+        and pickle_policy.are_sizes(stride)
+        and isinstance(dtype, torch.dtype)
+        and type(requires_grad) is bool
+    ):
+        raise FormatError("a meta tensor is not made of sizes")
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def generator(device: Any) -> Any:
+    """A random number generator for a device."""
+    import torch
+
+    if type(device) is not torch.device:
+        raise FormatError("a random number generator is not for a device")
+    return torch.Generator(device)
+
+
+def is_generator(value: object) -> bool:
+    """Whether a value is a random number generator of torch."""
+    torch = loaded("torch")
+    return torch is not None and isinstance(value, torch.Generator)
+
+
+def set_generator(generator: Any, state: Any) -> None:
+    """Set a generator's state; torch checks the state's contents."""
+    match state:
+        case (int(), None | int(), tensor) if _are_tensors((tensor,)):
+            generator.__setstate__(state)
+        case _:
+            raise FormatError("a random number generator has a state that torch does not write")
+
+
+def quantized(data: Any, kind: str, offset: Any, shape: Any, stride: Any, quantizer: Any, requires_grad: Any) -> Any:
+    """A quantized tensor over the bytes of its storage, a storage of ``kind``."""
+    import torch
+
+    dtype, itemsize = QUANTIZED[kind]
+    sizes = all(map(pickle_policy.are_sizes, ((offset,), shape, stride))) and len(shape) == len(stride)
+    if not sizes or not _are_tensors((data,)) or (offset + span(shape, stride)) * itemsize > data.numel():
+        raise FormatError("a quantized tensor reaches beyond its storage")
+    like = {"dtype": getattr(torch, dtype), "device": data.device}
+    empty: Any
+    match quantizer:
+        case (pickle_policy.TorchName(name=scheme), float(scale), int(point)) if scheme == _BY_TENSOR:
+            empty = torch._empty_affine_quantized(shape, scale=scale, zero_point=point, **like)
+        case (pickle_policy.TorchName(name=scheme), scales, points, int(axis)) if scheme in _BY_CHANNEL:
+            if not _are_tensors((scales, points)) or not 0 <= axis < len(shape):
+                raise FormatError("a quantized tensor has scales that are no tensors")
+            if not scales.shape == points.shape == (shape[axis],):
+                raise FormatError("a quantized tensor has another number of scales than of channels")
+            form = {"scales": scales, "zero_points": points, "axis": axis}
+            empty = torch._empty_per_channel_affine_quantized(shape, **form, **like)
+        case _:
+            raise FormatError("a quantized tensor is made from arguments that torch does not write")
+    return empty.set_(data.untyped_storage(), offset, shape, stride).requires_grad_(requires_grad is True)
+
+
+def with_metadata(tensor: Any, metadata: Any) -> Any:
+    """A view of a tensor whose elements are the conjugate or the negative of what is stored."""
+    import torch
+
+    if not _are_tensors((tensor,)) or type(metadata) is not dict or not metadata.keys() <= {"conj", "neg"}:
+        raise FormatError("a tensor has metadata that torch does not write")
+    torch._C._set_tensor_metadata(tensor, {name: flag is True for name, flag in metadata.items()})  # type: ignore[attr-defined]
+    return tensor
+
+
+def storage(data: Any, dtype: str) -> Any:
+    """The storage of a tensor, as ``torch.load`` gives it: typed, and also where it was saved without a type."""
+    import torch
+
+    if not _are_tensors((data,)):
+        raise FormatError("a storage is built by torch only")
+    kind: Any = torch.storage.TypedStorage
+    return kind(wrap_storage=data.untyped_storage(), dtype=getattr(torch, dtype), _internal=True)
+
+
+BUILT_LATE = {
+    "torch._utils._rebuild_sparse_tensor": sparse,
+    "torch._utils._rebuild_meta_tensor_no_storage": meta,
+    "torch.serialization._get_layout": layout,
+    "torch._C.Generator": generator,
+}
+"""Functions by their names in a pickle."""
