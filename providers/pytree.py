@@ -14,7 +14,14 @@ from datastates.errors import ProviderError
 from datastates.providers.nested.known_leaves import KnownLeaves
 from datastates.providers.nested.pairing import pair
 from datastates.providers.nested.scalars import array_of, as_stored, holds, is_number
-from datastates.providers.nested.stored_leaves import KEY_DATA, KEY_NAME, is_array, is_static, nested_leaves
+from datastates.providers.nested.stored_leaves import (
+    KEY_DATA,
+    KEY_NAME,
+    is_array,
+    is_static,
+    nested_leaves,
+    taken_apart,
+)
 from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.state import arrays, dtensors, jax_arrays, laziness
 from datastates.state.depth import deeper
@@ -131,7 +138,7 @@ class PytreeProvider(TreeProvider):
 
     def match(self, stored: object, saved: Saved) -> Match:
         """A landing for each array that both have."""
-        leaves = leaves_of(self.tree)
+        leaves = taken_apart(self.tree)
         stands: dict[int, tuple[object, object]] = {}  # by the id of a stand-in: itself and what it stands for
         live = nested_leaves(as_stored(leaves, stored), stands)
         found = pair(stored, live, saved.arrays())
@@ -151,7 +158,7 @@ class PytreeProvider(TreeProvider):
         """New memory for each array. A typed random key gets the numbers of a stored one, of its own implementation."""
         shards: list[Shard] = []
         known = saved.arrays()
-        for path, like in _arrays(leaves_of(self.tree)):
+        for path, like in _arrays(taken_apart(self.tree)):
             _refuse_dtensor(path, like)
             key = key_of(path)
             if (flaw := why_not_made(like)) is None:
@@ -251,7 +258,7 @@ def _contents(tree: object) -> object:
             raise ProviderError(
                 f"{key_of(path)!r} is a {type(leaf).__name__}, which has a state_dict(): use from_stateful"
             )
-    return nested_leaves(leaves)
+    return nested_leaves(taken_apart(tree))
 
 
 def _refuse_dtensor(path: Path, leaf: object) -> None:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+from datastates.errors import ProviderError
 from datastates.state import arrays, jax_arrays
 from datastates.state.landings import describes, stand_in
-from datastates.state.pytrees import Leaves, Path, Step, nested
+from datastates.state.pytrees import Leaves, Path, Step, key_of, leaves_of, nested
 
 KEY_DATA = Step("key_data", False)
 """Leads from typed random keys to their numbers."""
 KEY_NAME = Step("impl", False)
 """Leads from typed random keys to the name of their implementation."""
+
+
+_OF_FUNCTIONS = ("builtins", "functools", "operator", "types", "typing", "jax", "jaxlib")
+"""Packages whose objects that can be called are functions, or are made of them."""
+_FUNCTIONS = (
+    "numpy.ufunc",
+    "torch._ops.OpOverload",
+    "torch._ops.OpOverloadPacket",
+    "torch.jit.torch.jit.ScriptFunction",
+)
+"""Classes of functions elsewhere."""
 
 
 def is_array(leaf: object) -> bool:
@@ -21,8 +34,42 @@ def is_array(leaf: object) -> bool:
 
 
 def is_static(leaf: object) -> bool:
-    """Whether a leaf belongs to the program, such as the activation function that a module of equinox has."""
-    return callable(leaf) and not is_array(leaf)
+    """Whether a leaf belongs to the program, such as the activation function that a module of equinox has.
+
+    Functions, classes and what Python, NumPy, JAX and torch make of functions do: methods, partials, jitted functions.
+    Other objects that can be called, such as models, have a state of their own.
+    """
+    if is_array(leaf) or not callable(leaf):
+        return False
+    if isinstance(leaf, functools.partial):
+        inner = leaves_of([leaf.func, leaf.args, leaf.keywords]).values
+        return not any(is_array(one) or (callable(one) and not is_static(one)) for one in inner)
+    kind = type(leaf)
+    if isinstance(leaf, type) or kind.__module__.partition(".")[0] in _OF_FUNCTIONS or _name(kind) in _FUNCTIONS:
+        return True
+    wrapped = getattr(leaf, "__dict__", {}).get("__wrapped__")  # as functools.wraps leaves it
+    return wrapped is not None and is_static(wrapped)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def taken_apart(tree: object) -> Leaves:
+    """Take a tree apart.
+
+    Raises:
+        ProviderError: A leaf can be called and is no function: what it holds would not be saved. The message names it.
+    """
+    leaves = leaves_of(tree)
+    for path, leaf in zip(leaves.paths, leaves.values, strict=True):
+        if callable(leaf) and not is_array(leaf) and not is_static(leaf):
+            raise ProviderError(
+                f"{key_of(path)!r} is an object of {_name(type(leaf))} that can be called, and no function: what it "
+                "holds would not be saved. Put its arrays in its place, or register its class as a pytree; keep what "
+                "belongs to the program out of the tree"
+            )
+    return leaves
 
 
 def stored(leaves: Leaves) -> Iterator[tuple[Path, Any]]:

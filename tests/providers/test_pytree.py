@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import subprocess
 import sys
 import textwrap
@@ -23,11 +24,13 @@ import flax.linen as nn  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import ml_dtypes  # noqa: E402
 import optax  # noqa: E402
+import torch  # noqa: E402
 from flax import nnx  # noqa: E402
+from safetensors.numpy import save_file  # noqa: E402
 
 import datastates as ds  # noqa: E402
 from datastates import _native  # noqa: E402
-from datastates.errors import CorruptError, ProviderError, RestoreError  # noqa: E402
+from datastates.errors import CorruptError, DatastatesError, ProviderError, RestoreError  # noqa: E402
 from datastates.providers import HostTensorProvider, from_pytree, from_state_dict  # noqa: E402
 from datastates.state import jax_arrays  # noqa: E402
 from datastates.state.provider import StateProvider  # noqa: E402
@@ -433,3 +436,71 @@ def test_equality_of_states_knows_random_keys() -> None:
     assert "is not" in str(difference(keys, jax.random.split(jax.random.key(1), 2)))
     other = jax.random.split(jax.random.key(0, impl="rbg"), 2)
     assert difference(keys, other) == "state: random keys of 'threefry2x32' are not of 'rbg'"
+
+
+class Model:
+    """A model as some programs have it: an object that can be called, with its weights."""
+
+    def __init__(self, w: Any) -> None:
+        self.w = w
+
+    def __call__(self, x: Any) -> Any:
+        return self.w @ x
+
+
+def function(x: Any, y: Any = None) -> Any:
+    return x
+
+
+OPAQUE: dict[str, Any] = {
+    "an object": Model(jnp.ones(3)),
+    "a polynomial": np.poly1d([1.0, 2.0]),
+    "a module of torch": torch.nn.Linear(2, 2),
+    "a partial over an object": partial(function, Model(jnp.ones(3))),
+    "a partial of an object": partial(Model(jnp.ones(3)), 1),
+    "a partial over an array": partial(function, y={"w": np.ones(3)}),
+}
+STATIC: dict[str, Any] = {
+    "a function": function,
+    "a class": Model,
+    "a builtin": len,
+    "a method": Model(1).__call__,
+    "an element type": jnp.float32,
+    "jitted": jax.jit(function),
+    "custom_jvp": jax.nn.relu,
+    "custom_vjp": jax.custom_vjp(function),
+    "vmapped": jax.vmap(function),
+    "compiled": jax.jit(lambda x: x).lower(1.0).compile(),
+    "cached": functools.lru_cache(function),
+    "partial": partial(function, 1, y=partial(len)),
+    "ufuncs": [np.add, jnp.add],
+    "of torch": [torch.relu, torch.ops.aten.add, torch.ops.aten.add.Tensor],
+    "a type": list[int],
+    "getter": operator.itemgetter(0),
+}
+
+
+@pytest.mark.parametrize("what", OPAQUE)
+def test_an_object_that_can_be_called_is_refused_by_key(what: str, tmp_path: Path) -> None:
+    ds.snapshot([from_pytree("s", {"w": jnp.ones(3), "layers": [1]})], tmp_path / "c").wait_committed()
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "w.safetensors")
+    provider = from_pytree("s", {"layers": [1, OPAQUE[what]], "w": jnp.zeros(3)})
+    for path in (tmp_path / "c", tmp_path / "w.safetensors"):
+        with pytest.raises(DatastatesError, match="layers/1"):
+            ds.restore([provider], path, strict=False)
+        with pytest.raises(DatastatesError, match="layers/1"):
+            ds.compare([provider], path)
+    with pytest.raises(DatastatesError, match="layers/1"):
+        ds.snapshot([provider], tmp_path / "new").wait_committed()
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(DatastatesError, match="layers/1"):
+        ds.load(tmp_path / "c", like={"s": provider.tree})
+
+
+@pytest.mark.parametrize("what", STATIC)
+def test_what_is_made_of_functions_belongs_to_the_program(what: str, tmp_path: Path) -> None:
+    ds.snapshot([from_pytree("s", {"f": STATIC[what], "w": jnp.ones(3)})], tmp_path / "c").wait_committed()
+    provider = from_pytree("s", {"f": STATIC[what], "w": jnp.zeros(3)})
+    ds.restore([provider], tmp_path / "c")
+    assert jax.tree.all(jax.tree.map(lambda a, b: a is b, provider.tree["f"], STATIC[what]))
+    assert provider.tree["w"].tolist() == [1, 1, 1]
