@@ -18,11 +18,7 @@ from datastates.state.shards import Shard
 
 NAME = "a safetensors file"
 SUFFIX = ".safetensors"
-READ = {name: dtype for dtype, name in TYPES.items()} | {
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
+READ = {name: dtype for dtype, name in TYPES.items()}
 """Torch's names of element types by the format's."""
 _METADATA = "__metadata__"
 _LENGTH = 8
