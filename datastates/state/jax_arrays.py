@@ -127,6 +127,16 @@ def _is_plain(data: Any, device: Any) -> bool:
     return order == tuple(range(data.ndim)) and not is_packed
 
 
+def is_on_host(array: Any) -> bool:
+    """Whether an array is one of JAX's CPU backend."""
+    return _is_of_host(array.sharding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_host(sharding: Any) -> bool:
+    return any(device.platform == "cpu" for device in sharding.device_set)
+
+
 def is_gone(array: Any) -> bool:
     """Whether an array was donated to a computation, or deleted."""
     return bool(array.is_deleted())

@@ -19,12 +19,13 @@ def is_parameter(array: object) -> bool:
 def is_lazy_by_default(array: object) -> bool:
     """Whether an array is lazy unless somebody says otherwise.
 
-    Arrays of JAX are, as they never change. Parameters are, as a torch optimizer's ``step()`` changes them, which waits
-    for the gate. Other tensors are if torch alone can write their memory: torch counts such changes, so a snapshot that
-    they tear fails. All other arrays may change unseen.
+    Arrays of JAX on accelerators are, as they never change. Those on the CPU may be views of memory of NumPy or torch:
+    ``jax.device_put`` and DLPack do not copy there, and nothing tells which are copies. Parameters are, as a torch
+    optimizer's ``step()`` changes them, which waits for the gate. Other tensors are if torch alone can write their
+    memory: torch counts such changes, so a snapshot that they tear fails. All other arrays may change unseen.
     """
     if not dressed.is_tensor(array):
-        return jax_arrays.is_array(array)
+        return jax_arrays.is_array(array) and not jax_arrays.is_on_host(array)
     return is_parameter(array) or not _is_shared(dtensors.local(array))
 
 
