@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 
 from datastates._base import files
+from datastates._base.paths import stem_of_partial
 from datastates._base.workers import Work
 from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Function, standing_in
@@ -96,7 +97,7 @@ class FolderCheckpoints:
         room = room or final.parent
         world = self._prepare(room, final.name)
         attempt, hidden = world.token(name), room / f".{final.name}"
-        staged = room / f".{final.name}.partial-{attempt}"
+        staged = manifest.partial(hidden, attempt)
         snapshots: list[Snapshot] = []
         spoiled: Exception | None = None
         locked = contextlib.ExitStack()  # its lock says that the folder is not abandoned
@@ -230,7 +231,7 @@ class FolderCheckpoints:
         """The ranks that save together; rank 0 first removes what interrupted runs left of folders named alike."""
         if self._world is None:
             self._world = world_of(None, None, room, self._timeout)
-        pattern = r"\." + re.sub("[0-9]+", "[0-9]+", re.escape(name)) + r"\Z"
+        pattern = re.sub("[0-9]+", "[0-9]+", re.escape(stem_of_partial(f".{name}"))) + r"\Z"
         if self._world.rank == 0 and (room, pattern) not in self._swept:
             self._swept.add((room, pattern))
             _sweep(room, re.compile(pattern))
@@ -267,7 +268,7 @@ def _publish(staged: Path, final: Path) -> None:
     old = staged.with_name(staged.name + _OLD)
     files.make_directory(final.parent)
     if final.exists():
-        os.rename(final, old)
+        shutil.move(final, old)  # overlayfs renames no folder of a lower layer
     try:
         os.rename(staged, final)
     except OSError:

@@ -1,10 +1,16 @@
-"""Checks of the paths that users give: only paths of file systems are supported, no addresses of stores."""
+"""Checks of the paths that users give, which are paths of file systems, no addresses of stores; names beside them."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from pathlib import Path
+
+_LONGEST_NAME = 255
+"""Most bytes of a file's name, on every usual file system."""
+_KEPT = 200
+"""Bytes of a longer name that the name of its partial directory begins with."""
 
 PathLike = str | os.PathLike[str]
 
@@ -40,3 +46,15 @@ def local(path: PathLike) -> Path:
         raise ValueError("the path of a checkpoint is empty")
     refuse_address(path)
     return Path(path).expanduser().absolute()
+
+
+def stem_of_partial(name: str) -> str:
+    """What the name of a partial directory begins with, given the name that it is written for.
+
+    That is the name itself; of a very long one, its beginning and a digest of it: the whole must fit into a name.
+    """
+    encoded = os.fsencode(name)
+    if len(encoded) + len(".partial-xxxxxxxx") + len(".replaced") <= _LONGEST_NAME:
+        return name
+    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    return f"{encoded[:_KEPT].decode(errors='ignore')}~{digest}"

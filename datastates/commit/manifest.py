@@ -24,6 +24,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from datastates._base import files, locks
+from datastates._base.paths import stem_of_partial
 from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 
 FILE = "manifest.json"
@@ -151,6 +152,11 @@ def decode(data: bytes, path: str) -> Manifest:
         raise FormatError(f"{path}: not a manifest ({type(error).__name__}: {error})") from None
 
 
+def partial(target: Path, attempt: str) -> Path:
+    """The partial directory of an attempt to write ``target``."""
+    return target.with_name(f"{stem_of_partial(target.name)}.partial-{attempt}")
+
+
 class Pending:
     """A checkpoint that is being written.
 
@@ -172,7 +178,7 @@ class Pending:
         """
         self.target = target
         self.attempt = attempt or secrets.token_hex(4)
-        self.directory = target.with_name(f"{target.name}.partial-{self.attempt}")
+        self.directory = partial(target, self.attempt)
         self.shared = attempt is not None
         self.files: list[Path] = []
         self._mark = mark

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from datastates._base import files, locks
+from datastates._base.paths import stem_of_partial
 from datastates.commit import fence, health, manifest
 from datastates.commit.directories import PARTIAL, STEP, entries
 from datastates.commit.newest import in_order
@@ -109,7 +110,7 @@ def sweep(root: Path, targets: re.Pattern[str] = STEP) -> None:
 
 def sweep_beside(target: Path) -> None:
     """Delete what interrupted runs left of writing the path ``target``; as :func:`sweep`."""
-    sweep(target.parent, re.compile(re.escape(target.name) + r"\Z"))
+    sweep(target.parent, re.compile(re.escape(stem_of_partial(target.name)) + r"\Z"))
 
 
 def is_live(entry: Path) -> bool:
@@ -146,7 +147,7 @@ def remove(path: Path) -> bool:
         StorageError: It cannot be deleted. It is no error if it is already gone.
         FencedError: A newer run saves in the directory; nothing is deleted.
     """
-    left = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
+    left = manifest.partial(path, secrets.token_hex(4))
     try:
         with files.syscall("open", path / manifest.FILE):
             file = files.open_file(path / manifest.FILE)
@@ -154,12 +155,18 @@ def remove(path: Path) -> bool:
             if locks.try_lock(fd) is False:
                 return False
             fence.refuse_in(path.parent)  # not earlier: a newer run may have used the name again
-            with files.syscall("rename", path):
-                os.rename(path, left)
-            if not locks.is_open(fd, left / manifest.FILE):  # it has done so since
+            try:
                 with files.syscall("rename", path):
-                    os.rename(left, path)
-                return True
+                    os.rename(path, left)
+            except StorageError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                left = _without_manifest(path)
+            else:
+                if not locks.is_open(fd, left / manifest.FILE):  # it has done so since
+                    with files.syscall("rename", path):
+                        os.rename(left, path)
+                    return True
     except StorageError as error:
         if error.errno in files.ABSENT:  # another process has deleted it
             return True
@@ -167,6 +174,14 @@ def remove(path: Path) -> bool:
     files.sync_directory(path.parent)
     clear(left)
     return True
+
+
+def _without_manifest(path: Path) -> Path:
+    """Undo a commit where a directory cannot be renamed: overlayfs renames none of a lower layer."""
+    with files.syscall("remove", path / manifest.FILE):
+        (path / manifest.FILE).unlink()
+    files.sync_directory(path)
+    return path
 
 
 def clear(left: Path) -> None:

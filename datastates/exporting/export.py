@@ -21,7 +21,7 @@ from datastates.exporting import safetensors_layout as layout
 from datastates.exporting import torch_layout
 from datastates.exporting.copying import Copier, Origin, window_nbytes
 from datastates.exporting.naming import choose, matches, names_of
-from datastates.exporting.target import is_file, is_torch, refuse_existing
+from datastates.exporting.target import is_file, is_torch, place_of_partial, refuse_existing
 from datastates.restoring.casting import FLOATS
 from datastates.restoring.renaming import Renames
 from datastates.restoring.sources import Tensors
@@ -121,7 +121,7 @@ def export(
         planned = layout.files_of(tensors, named, shard_nbytes or layout.parse_size("5GB"), block)
     total = sum(file.nbytes for file in planned)
     made = executor(max(file.nbytes for file in planned))
-    with contextlib.closing(made), _pending(target) as pending:
+    with contextlib.closing(made), _pending(place_of_partial(target)) as pending:
         copier = Copier(origins, made, direct_io=direct_io, progress=lambda nbytes: progress(nbytes, total))
         for file in planned:
             copier.copy(pending.file(file.name), file)
@@ -162,13 +162,13 @@ def _origins(stored: Tensors, keys: Sequence[str]) -> tuple[dict[str, Origin], d
 
 
 @contextlib.contextmanager
-def _pending(target: Path) -> Iterator[manifest.Pending]:
-    """A partial folder beside the target. If the export fails, it is removed, with parents that were made for it."""
-    retention.sweep_beside(target)
-    missing = [folder for folder in target.parents if not folder.exists()]
+def _pending(place: Path) -> Iterator[manifest.Pending]:
+    """A partial folder beside a path. If the export fails, it is removed, with parents that were made for it."""
+    retention.sweep_beside(place)
+    missing = [folder for folder in place.parents if not folder.exists()]
     with contextlib.ExitStack() as after_failure:
         after_failure.callback(_remove_empty, missing)
-        pending = manifest.Pending(target)
+        pending = manifest.Pending(place)
         after_failure.callback(manifest.abandon, pending)
         manifest.begin(pending)
         yield pending
@@ -183,26 +183,34 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def _publish(pending: manifest.Pending, target: Path) -> None:
-    """Give the target its name; raises FileExistsError if something has got that name meanwhile."""
+    """Give what was written its names; raises FileExistsError if something has got one of them meanwhile."""
     try:
         if is_file(target):
-            _move_out(pending, target)
-        else:
+            _move_out(pending, target.parent)
+        elif pending.directory.parent == target.parent:
             manifest.publish(pending, lambda: target)
+        else:
+            _move_out(pending, target)
     except StorageError as error:
         if error.errno in _TAKEN:
             refuse_existing(target)
         raise
 
 
-def _move_out(pending: manifest.Pending, target: Path) -> None:
-    """Move the only file of a partial folder beside the folder, and remove the folder."""
-    written = pending.directory / target.name
-    files.rename_new(written, target)
+def _move_out(pending: manifest.Pending, folder: Path) -> None:
+    """Move the files of a partial folder to the folder that is to have them, and remove the partial folder.
+
+    The last one is the index, where there are several.
+    """
+    moved: list[tuple[Path, Path]] = []
     try:
-        files.sync_directory(target.parent)
-    except StorageError:
-        with contextlib.suppress(OSError):  # a failed export must leave no target
-            os.rename(target, written)
+        for written in pending.files:
+            files.rename_new(written, folder / written.name)
+            moved.append((folder / written.name, written))
+        files.sync_directory(folder)
+    except BaseException:
+        for final, written in reversed(moved):
+            with contextlib.suppress(OSError):  # a failed export must leave no target
+                os.rename(final, written)
         raise
     manifest.abandon(pending)

@@ -6,10 +6,15 @@ import errno
 import os
 from pathlib import Path
 
+from datastates.commit.directories import PARTIAL
+
 SAFETENSORS = ".safetensors"
 """The end of the name of a single safetensors file."""
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """The ends of the names of files that ``torch.load`` opens, by PyTorch's and its trainers' conventions."""
+
+INSIDE = "export"
+"""What the partial directory inside of a folder is named after."""
 
 
 def is_torch(target: Path) -> bool:
@@ -22,10 +27,21 @@ def is_file(target: Path) -> bool:
     return target.name.endswith((SAFETENSORS, *TORCH))
 
 
+def place_of_partial(target: Path) -> Path:
+    """The path whose partial directory an export writes into: inside a folder that is there, else beside the target.
+
+    A folder that is there keeps its mode, its owner and whatever stands in it or is mounted on it. A link is followed.
+    """
+    return target / INSIDE if target.is_dir() and not is_file(target) else target
+
+
 def refuse_existing(target: Path) -> None:
-    """Raise FileExistsError if the target of an export exists and is no empty folder."""
+    """Raise FileExistsError if the target of an export exists and is no empty folder.
+
+    What other exports are writing into a folder, or have left there, does not count: it is not there under its names.
+    """
     if target.is_dir() and not is_file(target):
-        if not any(target.iterdir()):
+        if all((match := PARTIAL.match(one.name)) and match[1] == INSIDE for one in target.iterdir()):
             return
         raise FileExistsError(errno.EEXIST, "the target of an export is not empty", str(target))
     if os.path.lexists(target):
