@@ -124,6 +124,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
                 shutil.rmtree(self._path(step), ignore_errors=True)
 
     def _load(self, step: int = -1) -> bool:
+        self.maybe_wait_for_saving()
         steps = self._steps()
         if step != -1 and step not in steps:
             raise FileNotFoundError(f"there is no checkpoint of step {step} in {self.folder}")

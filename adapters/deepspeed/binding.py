@@ -10,6 +10,7 @@ DeepSpeed itself truncates ``latest`` in place, before other ranks have written 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from datastates.adapters import looks
+from datastates.adapters.deepspeed import engines
 from datastates.errors import SettingsError
 
 _ENTRY = "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine"
@@ -38,7 +41,8 @@ def bind(*, entry: bool) -> None:
     if _BOUND not in vars(engine):
         _check_interface(engine, interface())
         engine.save_checkpoint = _saving(engine.save_checkpoint)
-        engine.load_checkpoint = _after(lambda ours: ours.wait(), engine.load_checkpoint)
+        engine.load_checkpoint = _loading(engine.load_checkpoint)
+        engine._checkpoint_tag_validation = _validating(engine._checkpoint_tag_validation)
         engine.destroy = _destroying(engine.destroy)
         engine.save_16bit_model = _saving_16bit(engine.save_16bit_model)
         for name in ("offload_states", "reload_states"):
@@ -76,6 +80,7 @@ def _check_interface(engine: Any, base: Any) -> None:
         save_checkpoint=["save_dir", "tag", "client_state", "save_latest"],
         load_checkpoint=["load_dir", "tag"],
         destroy=[],
+        _checkpoint_tag_validation=["tag"],
         save_16bit_model=["save_dir"],
     )
     if hasattr(base, "is_decoupled"):
@@ -163,17 +168,17 @@ def _saving(original: Any) -> Any:
         _refuse_ungated(self)
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        latest = None
-        if given.arguments["save_latest"] and given.arguments["save_dir"]:
-            latest = Path(os.path.abspath(given.arguments["save_dir"]), "latest")
-        given.arguments["save_latest"] = False
-        ours.begin(self, latest)
-        try:
-            result = original(*given.args, **given.kwargs)
-        except BaseException as error:
-            ours.seal(error)
-            raise
-        ours.seal()
+        if not given.arguments["save_dir"]:
+            return original(self, *args, **kwargs)  # DeepSpeed refuses that
+        with looks.unwatched():
+            ours.begin(self, Path(os.path.abspath(given.arguments["save_dir"])), latest=given.arguments["save_latest"])
+            given.arguments["save_latest"] = False
+            try:
+                result = original(*given.args, **given.kwargs)
+            except BaseException as error:
+                ours.seal(error)
+                raise
+            ours.seal()
         return result
 
     return save_checkpoint
@@ -195,14 +200,38 @@ def _refuse_ungated(engine: Any) -> None:
 def _saving_16bit(original: Any) -> Any:
     @functools.wraps(original)
     def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = engine_of(self)
         try:
-            return original(self, *args, **kwargs)
+            with looks.unwatched() if ours is not None else contextlib.nullcontext():
+                return original(self, *args, **kwargs)
         except BaseException as error:
-            if (ours := engine_of(self)) is not None:
+            if ours is not None:
                 ours.give_up(error)  # the other ranks wait in commit()
             raise
 
     return save_16bit_model
+
+
+def _validating(original: Any) -> Any:
+    @functools.wraps(original)
+    def _checkpoint_tag_validation(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        except BaseException:
+            if (ours := engine_of(self)) is not None:
+                ours.withdraw()  # it compares the tags of all ranks, and raises on all of them
+            raise
+
+    return _checkpoint_tag_validation
+
+
+def _loading(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engines.wait()  # whoever loads may want what another engine saves
+        return original(self, *args, **kwargs)
+
+    return load_checkpoint
 
 
 def _after(wait: Callable[[Any], object], original: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from datastates._base import paths
 from datastates._base.workers import Workers
 from datastates.adapters import torch_files
-from datastates.adapters.deepspeed import binding
+from datastates.adapters.deepspeed import binding, engines
 from datastates.adapters.deepspeed.ending import Save, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
 from datastates.adapters.torch_files import Lazy, TorchFiles, buffer_storages
@@ -66,29 +66,38 @@ class CheckpointEngine:
         self._numbers = itertools.count()
         self._opened: Save | None = None
         self._spoiled: Exception | None = None
-        self._context: tuple[Any, Path | None] | None = None
+        self._context: tuple[Any, Path, bool] | None = None
         self._files = TorchFiles(self.settings)
         self._swept: set[Path] = set()
         self._world: World = SoloWorld()
         self._closed = False
-        self._process = os.getpid()
+        self.process = os.getpid()
+        """The process that this engine saves in; not one that is forked from it."""
         # one thread: checkpoints end in the order in which they began
         self._ending = Workers("datastates-deepspeed", 1)
         if self.settings.enabled:
             self._world = world_of(None, None, Path("deepspeed"), self.settings.rank_timeout)
             self._files.prepare()
             atexit.register(self._close_at_exit)
+            engines.add(self)
 
     # --- saving
 
-    def begin(self, engine: Any, latest: Path | None) -> None:
+    def begin(self, engine: Any, root: Path, *, latest: bool) -> None:
         """Note that a DeepSpeed engine begins ``save_checkpoint()``.
+
+        Waits until no other engine of this process is saving into the same folder: the later call is to be the newest.
 
         Args:
             engine: The DeepSpeed engine.
-            latest: The file that will name the checkpoint; None if no file will.
+            root: The folder that it saves in, absolute.
+            latest: Whether the file ``latest`` there will name the checkpoint.
         """
-        self._context = engine, latest
+        for other in engines.every():
+            for save in other.saves if other is not self else []:
+                if save.root == root:
+                    save.wait()
+        self._context = engine, root, latest
 
     def create(self, tag: str) -> None:
         """Begin a checkpoint. Waits while ``max_in_flight`` are under way.
@@ -108,15 +117,21 @@ class CheckpointEngine:
         if self._opened is not None:
             self.seal(CommitError(f"the checkpoint {self._opened.tag} was begun and not finished"))
         self._wait_for_room()
-        latest = self._context[1] if self._context else None
-        self._opened = Save(name, tag, latest, self._world)
+        _, root, latest = self._context or (None, None, False)
+        self._opened = Save(name, tag, self._world, root, latest=latest)
         self.saves.append(self._opened)
-        if latest is not None and self.rank == 0 and latest.parent not in self._swept:
-            self._swept.add(latest.parent)
-            sweep(latest.parent)
+        if root is not None and self.rank == 0 and root not in self._swept:
+            self._swept.add(root)
+            sweep(root)
+
+    def withdraw(self) -> None:
+        """Forget the checkpoint that was begun, where all ranks do so at the same call and nothing is written."""
+        if self._opened is not None:
+            self.saves.remove(self._opened)
+            self._opened = None
 
     def _refuse_children(self) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             text = "so it cannot save, nor wait for what that process saves"
             raise SnapshotAbandonedError(f"this process was forked from rank {self.rank}, {text}")
 
@@ -163,7 +178,7 @@ class CheckpointEngine:
         if not isinstance(state_dict, dict):
             raise TypeError(f"{path}: a state dict is wanted, not a {type(state_dict).__name__}")
         # a file outside of a checkpoint is saved alone: other ranks need not save anything
-        save = self._opened or Save("alone", "", None, SoloWorld())
+        save = self._opened or Save("alone", "", SoloWorld())
         final = Path(path).absolute()
         buffers = buffer_storages(self._context[0].module) if self._context else frozenset()
         lazy, pending = _lazy_in(state_dict, buffers), pending_of(final)
@@ -217,6 +232,7 @@ class CheckpointEngine:
             why = given_up or spoiled
             if why is not None and not isinstance(why, Exception):  # an interrupt must not be raised again later
                 why = CommitError(f"the checkpoint {opened.tag} was interrupted: {type(why).__name__}")
+            opened.hide(deletions_need_it=self.settings.on_error == "raise")
             try:
                 self._ending.do(partial(opened.finish, why))
             except (ThreadStartError, ClosedError):
@@ -274,7 +290,8 @@ class CheckpointEngine:
             SnapshotAbandonedError: The process that this one was forked from was still saving the file.
         """
         file = paths.local(path)
-        self.wait_for(file)
+        for engine in engines.every():
+            engine.wait_for(file)
         if own.has_ending(file):
             return torch_files.load(file, self.settings, map_location, trust="all")
         gate.pass_all()  # what is loaded is about to be copied over the training state
@@ -298,7 +315,7 @@ class CheckpointEngine:
         Raises:
             DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
         """
-        if self._closed or os.getpid() != self._process:
+        if self._closed or os.getpid() != self.process:
             return
         self._closed = True
         atexit.unregister(self._close_at_exit)

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgpack
-
 from datastates._base import files
 from datastates._base.waiting import Flag
 from datastates._base.workers import Work
+from datastates.adapters import looks
 from datastates.commit import manifest, retention
-from datastates.errors import CommitError
 from datastates.ranks.together import settle
 from datastates.ranks.world import World
 from datastates.saving.report import Report
@@ -26,9 +24,12 @@ _log = logging.getLogger("datastates")
 _PENDING = re.compile(r"\.")
 
 
-def pending_of(final: Path) -> manifest.Pending:
-    """A folder to make beside a file, with the path in it to write to (``files[0]``)."""
-    pending = manifest.Pending(final.with_name(f".{final.name}"))
+def pending_of(final: Path, room: Path | None = None) -> manifest.Pending:
+    """A folder to make, with the path in it to write to (``files[0]``).
+
+    ``room`` is where the folder is to lie, on the file system of ``final``; None: beside it.
+    """
+    pending = manifest.Pending((room or final.parent) / f".{final.name}")
     pending.file(f".{final.name}")  # DeepSpeed's patterns do not match it
     return pending
 
@@ -67,20 +68,23 @@ class Save:
     time.
     """
 
-    def __init__(self, name: str, tag: str, latest: Path | None, world: World) -> None:
+    def __init__(self, name: str, tag: str, world: World, root: Path | None = None, *, latest: bool = False) -> None:
         """Begin without files.
 
         Args:
             name: A name that all ranks give to this save and to no other.
             tag: DeepSpeed's tag.
-            latest: The file that will name the tag in the end; None if no file will.
             world: The ranks.
+            root: The folder that DeepSpeed saves in; None if the files lie anywhere.
+            latest: Whether the file ``latest`` in that folder will name the tag in the end.
         """
         self.tag = tag
         """DeepSpeed's tag."""
+        self.root = root
+        """The folder that DeepSpeed saves in, absolute; None for files that lie anywhere."""
         self.attempt = world.token(name)
         self._name = name
-        self._latest = latest
+        self._latest = root / "latest" if root is not None and latest else None
         self._world = world
         self._files: list[_File] = []
         self._failure: BaseException | None = None
@@ -88,6 +92,7 @@ class Save:
         self._to_finish = Work(lambda: None)  # it is finished once
         self._delivered = False
         self._old_are_gone = False
+        self._looks: looks.UnderWay | None = None
 
     # --- for users
 
@@ -130,6 +135,26 @@ class Save:
         """Whether the file in a folder was added."""
         return any(file.pending is pending for file in self._files)
 
+    def hide(self, *, deletions_need_it: bool) -> None:
+        """Let everybody in this process who looks at the checkpoint wait for its end, from now on.
+
+        Args:
+            deletions_need_it: Whether an older checkpoint may be deleted only once this one is complete. Otherwise it
+                may be deleted once this one has failed, too.
+        """
+        if self.root is None or self._looks is not None:
+            return
+
+        def end() -> BaseException | None:
+            self.wait()
+            return self._failure if deletions_need_it else None
+
+        root, folder = (os.path.realpath(path) for path in (self.root, self.root / self.tag))
+        known = [os.path.join(os.path.realpath(file.final.parent), file.final.name) for file in self._files]
+        named = [] if self._latest is None else [os.path.join(root, self._latest.name)]
+        self._looks = looks.UnderWay(self.tag, root, folder, frozenset(known + named), end)
+        looks.begin(self._looks)
+
     def undelivered(self) -> BaseException | None:
         """The checkpoint's failure at the first call that finds one; else None."""
         if self._delivered:
@@ -148,7 +173,8 @@ class Save:
         if self._to_finish.take() is None:
             return
         try:
-            self._finish(given_up)
+            with looks.unwatched():
+                self._finish(given_up)
         except BaseException as error:
             self._failure = error
             for file in self._files:
@@ -160,6 +186,8 @@ class Save:
             _log.warning("the checkpoint %s has failed: %s", self.tag, error)
         finally:
             self._ended.set()
+            if self._looks is not None:
+                looks.end(self._looks)
 
     def _finish(self, given_up: BaseException | None) -> None:
         errors = [given_up]
@@ -206,20 +234,17 @@ class Save:
         """
 
         def decide(votes: dict[int, bytes]) -> bytes:
-            heard = {rank: msgpack.unpackb(vote) for rank, vote in sorted(votes.items())}
-            if other := [f"rank {rank} {tag!r}" for rank, (_, tag) in heard.items() if tag != self.tag]:
-                raise CommitError(f"rank 0 saves the tag {self.tag!r}, {', '.join(other[:8])}")
             if publish and self._latest is not None:
                 _publish(self._latest, self.tag)
-            return b"1" if any(flagged for flagged, _ in heard.values()) else b"0"
+            return max(votes.values())
 
-        vote, name = msgpack.packb([flag, self.tag]), f"{self._name}/{stage}"
-        return settle(self._world, name, error, vote, decide) == b"1"
+        return settle(self._world, f"{self._name}/{stage}", error, b"1" if flag else b"0", decide) == b"1"
 
 
 def _publish(latest: Path, tag: str) -> None:
     """Let ``latest`` name a tag, atomically: whatever happens, it names the old one or the new one."""
-    pending = pending_of(latest)
+    # who counts the folders beside ``latest`` counts checkpoints
+    pending = pending_of(latest, latest.parent / tag)
     try:
         manifest.begin(pending)
         (new,) = pending.files

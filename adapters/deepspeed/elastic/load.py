@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates._base import paths
-from datastates.adapters.deepspeed import binding
+from datastates.adapters.deepspeed import binding, engines
 from datastates.adapters.deepspeed.elastic.zero_live import LiveZero
 from datastates.adapters.deepspeed.elastic.zero_saved import SavedZero
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
@@ -66,8 +66,7 @@ def load_checkpoint(
     paths.refuse_address(load_dir)
     ours = binding.engine_of(engine)
     settings = DeepSpeedSettings.of_entry(None) if ours is None else ours.settings
-    if ours is not None:
-        ours.wait()
+    engines.wait()
     gate.pass_all()  # loading overwrites the training state: pending snapshots capture it first
     with contextlib.ExitStack() as closing:
         world = world_of(None, None, Path("deepspeed-load"), settings.rank_timeout)

@@ -21,7 +21,7 @@ ours(trained).wait()
 dist.barrier()
 inode = (root / "latest").stat().st_ino
 seen = []
-with watched(seen, lambda: (latest(root), len(list((root / "new").glob("*.pt"))))):
+with watched(seen, lambda: (latest(root), len(written(root / "new")))):
     with held("sync") if rank() == 1 else contextlib.nullcontext():
         trained.save_checkpoint(root, tag="new")
         steps(trained, 1, 3)
@@ -30,7 +30,7 @@ with watched(seen, lambda: (latest(root), len(list((root / "new").glob("*.pt")))
             wait_for(lambda: all(r.state == "committed" for r in save.reports.values()), "the files of rank 0")
             assert not save.ended, "rank 0 did not wait for rank 1"
             assert latest(root) == "old"
-            assert not list((root / "new").glob("*.pt")), "files of an incomplete checkpoint"
+            assert not written(root / "new"), "files of an incomplete checkpoint"
         dist.barrier()
     ours(trained).wait()
     assert latest(root) == "new"

@@ -132,7 +132,7 @@ one, other = wide(2), wide(3)
 steps(one, 0, 2), steps(other, 0, 3)
 first, second = noted(one), noted(other)
 with held("capture", until=GATE):
-    one.save_checkpoint(directory, tag="one", save_latest=False)
+    one.save_checkpoint(directory / "one")
     other.save_checkpoint(directory, tag="other")
     other.save_checkpoint(directory, tag="again")
     for number in range(3, 6):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 from datastates._base import faults
+from datastates.adapters import looks
 from datastates.adapters.deepspeed import load_checkpoint
 from datastates.errors import RestoreError
 
@@ -154,11 +155,16 @@ def differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
     return [f"{place}: {a} | {b}" for place, a, b in found if a != b]
 
 
+# another process would see what these see: they do not wait for what is under way
+
+
+@looks.unwatched()
 def content(file: Path) -> dict[str, str]:
     """The leaves of a file, as torch reads it."""
     return leaves(torch.load(file, map_location="cpu", weights_only=False))
 
 
+@looks.unwatched()
 def names(directory: Path) -> list[str]:
     """All files below a directory."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
@@ -227,6 +233,13 @@ def refused(trained: Any, directory: Path, why: str) -> None:
 # --- time and faults
 
 
+@looks.unwatched()
+def written(folder: Path) -> list[Path]:
+    """The files in the folder of a checkpoint that have their names."""
+    return list(folder.glob("*.pt"))
+
+
+@looks.unwatched()
 def latest(directory: Path) -> str | None:
     """The tag of the newest complete checkpoint."""
     file = directory / "latest"

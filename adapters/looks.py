@@ -1,0 +1,182 @@
+"""Who looks at a checkpoint that is being written waits until it has ended, and sees what a save without delay leaves.
+
+While a checkpoint is under way, calls that would show it wait for its end, on any thread of the process: those that
+open, list or ask for the status of what is to be there (``open``, ``os.listdir``, ``os.scandir``, ``os.stat``, and what
+is built on them, such as ``glob``, ``shutil`` and ``torch.load``), those that move it, delete it or an older one beside
+it, and those that start a program. No other path is concerned.
+
+Python tells of these calls by audit events, except of ``os.stat`` and its like: functions stand in for them. Nobody
+hears of libraries that open files by themselves, of forked processes, or of processes that run already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from datastates.errors import CommitError
+
+_log = logging.getLogger("datastates")
+_LISTS = frozenset({"os.listdir", "os.scandir"})
+_MOVES = frozenset({"os.rename", "os.link"})
+_DELETES = frozenset({"os.remove", "os.rmdir", "shutil.rmtree"})
+_CHANGES = frozenset({"os.chmod", "os.chown", "os.truncate", "os.utime"})
+_STARTS = frozenset({"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "pty.spawn"})
+_STATS = ("stat", "lstat", "access")
+_ANEW = os.O_CREAT | os.O_TRUNC
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnderWay:
+    """A checkpoint that is being written. Paths are real ones."""
+
+    name: str
+    """For the log."""
+    root: str
+    """The folder that the framework was told to save in. Older checkpoints may lie in it or beside it."""
+    folder: str
+    """The folder in which everything is this checkpoint's, but for hidden files."""
+    files: frozenset[str]
+    """Files that are to get their names, in that folder or elsewhere."""
+    end: Callable[[], BaseException | None]
+    """Waits until the checkpoint has ended; returns why nothing may be deleted now, or None."""
+
+
+_Concerns = Callable[[UnderWay, str], bool]
+_under_way: tuple[UnderWay, ...] = ()
+_lock = threading.Lock()
+_here = threading.local()
+_installed = False
+_told = False
+
+
+def begin(checkpoint: UnderWay) -> None:
+    """From now on, who looks at the checkpoint waits for its end. Thread-safe."""
+    global _installed, _under_way
+    with _lock:
+        if not _installed:
+            _install()
+            _installed = True
+        _under_way = (*_under_way, checkpoint)
+
+
+def end(checkpoint: UnderWay) -> None:
+    """The checkpoint has ended. Thread-safe, idempotent."""
+    global _under_way
+    with _lock:
+        _under_way = tuple(other for other in _under_way if other is not checkpoint)
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """A context in which this thread does not wait, as within a framework's own save."""
+    before = getattr(_here, "unwatched", False)
+    _here.unwatched = True
+    try:
+        yield
+    finally:
+        _here.unwatched = before
+
+
+def _install() -> None:
+    os.register_at_fork(after_in_child=_forget)
+    for name in _STATS:
+        setattr(os, name, _standing_in(getattr(os, name)))
+    sys.addaudithook(_heard)
+
+
+def _forget() -> None:
+    global _lock, _under_way
+    _lock, _under_way = threading.Lock(), ()
+
+
+def _standing_in(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def call(*words: Any, **options: Any) -> Any:
+        if _under_way:
+            _wait(f"os.{stock.__name__}", words[0] if words else options.get("path"), _shows)
+        return stock(*words, **options)
+
+    call.__module__ = "os"  # where pickle finds it
+    for able in (os.supports_dir_fd, os.supports_effective_ids, os.supports_fd, os.supports_follow_symlinks):
+        if stock in able:
+            able.add(call)
+    return call
+
+
+def _heard(event: str, words: tuple[Any, ...]) -> None:
+    if not _under_way:
+        return
+    if event == "open":
+        _wait(event, words[0], _is_replaced if words[2] & _ANEW else _shows)
+    elif event in _CHANGES:
+        _wait(event, words[0], _shows)
+    elif event in _LISTS:
+        _wait(event, os.curdir if words[0] is None else words[0], _lists)
+    elif event in _MOVES:
+        for path in words[:2]:
+            _wait(event, path, _moves)
+    elif event in _DELETES:
+        _wait(event, words[0], _deletes, deletes=True)
+    elif event in _STARTS:
+        _wait(event, os.sep, lambda checkpoint, path: True)
+
+
+def _shows(checkpoint: UnderWay, path: str) -> bool:
+    hidden = os.path.basename(path).startswith(".")
+    return path in checkpoint.files or (_is_in(path, checkpoint.folder) and not hidden)
+
+
+def _is_replaced(checkpoint: UnderWay, path: str) -> bool:
+    return path in checkpoint.files
+
+
+def _lists(checkpoint: UnderWay, path: str) -> bool:
+    path = os.path.realpath(path)
+    return path == checkpoint.folder or path in map(os.path.dirname, checkpoint.files)
+
+
+def _moves(checkpoint: UnderWay, path: str) -> bool:
+    return path == checkpoint.folder or _is_in(checkpoint.folder, path) or _shows(checkpoint, path)
+
+
+def _deletes(checkpoint: UnderWay, path: str) -> bool:
+    # of files beside it, only those that are named like a checkpoint's: another may be a log, which a handler of
+    # logging renews while a thread that writes the checkpoint waits to log
+    if _moves(checkpoint, path):
+        return True
+    ending = os.path.splitext(path)[1]
+    alike = not ending or os.path.isdir(path) or any(file.endswith(ending) for file in checkpoint.files)
+    return alike and _is_in(path, os.path.dirname(checkpoint.root))
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _wait(call: str, path: Any, concerns: _Concerns, *, deletes: bool = False) -> None:
+    global _told
+    # a garbage collection may make a thread of this package look at anything, and it must not wait for itself
+    if getattr(_here, "unwatched", False) or threading.current_thread().name.startswith("datastates"):
+        return
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return  # a descriptor
+    with unwatched():
+        folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+        real = os.path.join(os.path.realpath(folder), name)
+        for checkpoint in _under_way:
+            if concerns(checkpoint, real):
+                if not _told:
+                    _told = True
+                    text = "%s(%s) waits until the checkpoint %s is complete, as others that look at it will"
+                    _log.warning(text, call, path, checkpoint.name)
+                failure = checkpoint.end()
+                if deletes and failure is not None:
+                    raise CommitError(f"{real} is not deleted: the checkpoint {checkpoint.name} has failed: {failure}")
