@@ -6,13 +6,14 @@ from typing import Any
 
 from datastates._base.loaded import loaded
 from datastates.providers.modules.provider import ModuleProvider
+from datastates.providers.modules.wrappers import Unwrapped
 from datastates.providers.nested.pairing import add, pair
 from datastates.providers.nested.state_dict import Stateful
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.providers.optimizer.provider import OptimizerProvider
 from datastates.providers.optimizer.state_dict_tree import of_live_names, states_left_out
 from datastates.providers.wrap.replicated import ReplicatedProvider
-from datastates.state import arrays, memory
+from datastates.state import arrays, dtensors, memory
 from datastates.state.keys import component
 from datastates.state.provider import Saved, StateProvider
 
@@ -32,9 +33,10 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool = True) -> StateProvid
     checkpoint of a :class:`~datastates.providers.optimizer.zero.ShardedZeroProvider` restores as well.
 
     Each rank saves its part of a DTensor. Other arrays beside DTensors are taken to be the same on all ranks of the
-    DTensors' meshes. A ``DistributedDataParallel`` is saved as the module in it, without ``module.`` in front of the
-    keys, so the checkpoint also restores into the bare module. Its arrays are taken to be the same on all ranks of its
-    process group, except parameters that it ignores.
+    DTensors' meshes. A ``DistributedDataParallel`` and what ``torch.compile`` gives, nested or not, are saved as the
+    module in them, without ``module.`` and ``_orig_mod.`` in front of the keys, so the checkpoint also restores into
+    the bare module. The arrays of the former are taken to be the same on all ranks of its process group, except
+    parameters that it ignores.
 
     Args:
         name: Top-level key in the checkpoint.
@@ -53,10 +55,10 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool = True) -> StateProvid
         raise TypeError(f"{name!r}: {type(obj).__name__} has no state_dict() and load_state_dict()")
     if isinstance(obj, type):
         raise TypeError(f"{name!r}: {obj.__name__} is a class; give an object of it")
-    if _is_a(obj, "nn.parallel.DistributedDataParallel"):
-        return _DataParallel(name, obj, lazy)
     if _is_a(obj, "nn.Module"):
-        return ModuleProvider(name, obj, lazy)
+        wrapped = Unwrapped.of(obj)
+        module = ModuleProvider(name, wrapped, lazy)
+        return module if wrapped.parallel is None else _DataParallel(module, wrapped.parallel)
     if _is_a(obj, "optim.Optimizer"):
         return OptimizerProvider(name, obj, lazy)
     return _ObjectProvider(name, obj)
@@ -65,10 +67,11 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool = True) -> StateProvid
 class _DataParallel(ReplicatedProvider):
     """The module in a ``DistributedDataParallel``."""
 
-    def __init__(self, name: str, wrapped: Any, lazy: bool) -> None:
-        ranks = loaded("torch").distributed.get_process_group_ranks(wrapped.process_group)
-        super().__init__(ModuleProvider(name, wrapped.module, lazy), ranks)
-        self._ignored = {component(key) for key in wrapped.parameters_to_ignore}
+    def __init__(self, module: ModuleProvider, parallel: Any) -> None:
+        ranks = loaded("torch").distributed.get_process_group_ranks(parallel.process_group)
+        super().__init__(module, ranks)
+        # under DistributedDataParallel(torch.compile(...)) the names have a prefix
+        self._ignored = {component(key.removeprefix("_orig_mod.")) for key in parallel.parameters_to_ignore}
 
     def _said(self) -> object:
         return super()._said(), self._ignored
@@ -93,15 +96,24 @@ class _ObjectProvider(TreeProvider):
 
     def match(self, stored: object, saved: Saved) -> Match:
         live = self.value()
+        if (refused := _why_refused(self._object, stored)) is not None:
+            saved.report(mismatched={"": refused})
+            return Match([], lambda _: None)
         cut = of_live_names(stored, live)
         left_out = states_left_out(stored, cut)
         saved.report(unexpected=left_out)
         found = pair(cut, live, saved.arrays())
         unwanted = tuple(f"{key}/" for key in left_out)
         kept = dict.fromkeys(key for key in self.listed(saved) if not key.startswith(unwanted))
-        # a live array that does not fit is left to load_state_dict, unless only other ranks had the stored one
-        into = {ref.key: array for ref, array in found.pairs if ref.key not in kept or arrays.fits(ref, array)}
+        # DTensors are read in place where they fit, as DCP does; and what only other ranks had
+        into = {
+            ref.key: array
+            for ref, array in found.pairs
+            if ref.key not in kept or (dtensors.is_dtensor(array) and arrays.fits(ref, array))
+        }
         known = saved.arrays()  # makes each reference on access
+        like = {ref.key: array for ref, array in found.pairs}
+        new = ((key, memory.fresh(known[key], like.get(key))) for key in kept if key not in into)
 
         def accept(value: Any) -> None:
             value = of_live_names(value, live)
@@ -109,7 +121,14 @@ class _ObjectProvider(TreeProvider):
                 add(value, path, item)
             self._object.load_state_dict(value)
 
-        return Match([*into.items(), *((key, memory.empty(known[key])) for key in kept if key not in into)], accept)
+        return Match([*into.items(), *new], accept)
+
+
+def _why_refused(obj: Any, stored: object) -> str | None:
+    """Why an object of torch is known to refuse a state, before anything is changed; None for all others."""
+    if _is_a(obj, "amp.GradScaler") and obj.is_enabled() and stored == {}:
+        return "a disabled GradScaler was saved, and it is enabled here: leave it out, or make it with enabled=False"
+    return None
 
 
 def _is_a(obj: object, name: str) -> bool:

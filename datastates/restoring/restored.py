@@ -11,6 +11,7 @@ from datastates.restoring.sources import Tensors
 
 _log = logging.getLogger("datastates")
 _SHOWN = 8
+_WITHOUT_IT = r"restore(rename={re.compile(r'_orig_mod\.'): ''}) takes it out"
 
 
 @dataclass(slots=True)
@@ -93,6 +94,8 @@ def _differences(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> 
         parts.append(f"the checkpoint lacks {shortened(keys)}{why}")
     if result.unexpected_keys:
         hint = " (restore(rename=...) finds arrays under other names)" if result.missing_keys else ""
+        if any("_orig_mod." in key for key in result.unexpected_keys):
+            hint = f" (torch.compile has put '_orig_mod.' into names; {_WITHOUT_IT})"
         parts.append(f"the live state lacks {shortened(list(map(repr, result.unexpected_keys)))}{hint}")
     if result.mismatched_keys:
         parts.append(shortened([f"{key!r}: {what}" for key, what in result.mismatched_keys.items()], "; "))

@@ -9,6 +9,7 @@ from typing import Any
 from datastates._base.loaded import loaded
 from datastates.providers.modules.load_code import LoadCode, place_of
 from datastates.providers.modules.taking import Taking
+from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
 from datastates.providers.nested.pairing import add
 from datastates.providers.nested.taken_apart import is_inner
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
@@ -24,10 +25,10 @@ class ModuleProvider(TreeProvider):
 
     takes_parts = True
 
-    def __init__(self, name: str, module: Any, lazy: bool) -> None:
+    def __init__(self, name: str, wrapped: Unwrapped, lazy: bool) -> None:
         """Take what :func:`~datastates.providers.from_stateful` takes."""
         super().__init__(name)
-        self._module = module
+        self._wrapped, self._module = wrapped, wrapped.module
         self._lazy = lazy
         self._parameters: frozenset[int] | None = None
 
@@ -61,7 +62,7 @@ class ModuleProvider(TreeProvider):
 
     def match(self, stored: object, saved: Saved) -> Match:
         """Live memory for each tensor that is only copied, and new memory for each array that is given."""
-        taking = Taking.of(self._module, self.value(), stored, saved, self.listed(saved))
+        taking = Taking.of(self._wrapped, self.value(), stored, saved, self.listed(saved))
         saved.report(missing=taking.missing, unexpected=taking.unexpected, mismatched=taking.mismatched)
         copied = ((key, taking.code.copied[name]) for name, key in taking.copied.items())
 
@@ -78,12 +79,13 @@ class ModuleProvider(TreeProvider):
         # a name that leads to several arrays is an object, which no names tell how to build
         keys = [key for key in known if "/" not in key and not is_inner(key)]
         stored = {parts(key)[0]: known[key] for key in keys}
-        taking = Taking.of(self._module, live, stored, saved, keys)
-        copied = {component(name): t for name, t in taking.code.copied.items() if not t.is_meta}
-        tied = _by_place(live, stored)
-        missing = (key for key in taking.missing if key not in copied)
+        taking = Taking.of(self._wrapped, live, stored, saved, keys)
+        prefix = taking.prefix
+        copied = {component(prefix + name): t for name, t in taking.code.copied.items() if not t.is_meta}
+        tied = _by_place(live, [str(name).removeprefix(prefix) for name in stored])
+        missing = [key for key in taking.missing if key not in copied]
         saved.report(
-            missing=[key for key in missing if place_of(_get(live, parts(key)[0])) not in tied],
+            missing=[key for key in missing if place_of(_get(live, parts(key.removeprefix(prefix))[0])) not in tied],
             mismatched=taking.mismatched,
         )
         return Destinations([*copied, *taking.new], [*copied.values(), *taking.new.values()])
@@ -93,6 +95,7 @@ class ModuleProvider(TreeProvider):
         state: dict[Any, Any] = {}
         for shard in shards:
             add(state, tuple(parts(shard.key)), shard.source)
+        state, _ = without_prefixes(state, self._wrapped.prefixes)
         code = LoadCode.of(self._module, state, {})
         if code.is_plain:
             return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from datastates.providers.modules.load_code import LoadCode
+from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
 from datastates.providers.nested.taken_apart import is_inner
 from datastates.state import arrays, dressed, memory
 from datastates.state.keys import component, parts
@@ -27,11 +28,14 @@ class Taking:
         copied: The stored key of each live tensor that is read in place, by its name.
         new: New memory for the arrays that are given to ``load_state_dict``, by key.
         added: The key of each name that is given, although this rank's stored state lacks it.
+        prefixes, prefix: What the module's wrappers put in front of names, and what of it the stored names have.
         missing, unexpected, mismatched: As :meth:`~datastates.state.provider.Saved.report` takes them.
     """
 
     code: LoadCode
     saved: Saved
+    prefixes: Sequence[str]
+    prefix: str
     copied: dict[str, str] = field(default_factory=dict)
     new: dict[str, Any] = field(default_factory=dict)
     added: dict[object, str] = field(default_factory=dict)
@@ -41,18 +45,20 @@ class Taking:
     _live: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: Any, live: object, stored: Any, saved: Saved, listed: Collection[str]) -> Taking:
+    def of(cls, wrapped: Unwrapped, live: object, stored: Any, saved: Saved, listed: Collection[str]) -> Taking:
         """Compare a module with a stored state.
 
         Args:
-            module: The module.
+            wrapped: The module.
             live: What its ``state_dict()`` gave now.
             stored: The stored state, with an ArrayRef for each array.
             saved: What the checkpoint holds.
             listed: The keys of the arrays in the stored state.
         """
+        stored, prefix = without_prefixes(stored, wrapped.prefixes)
         names = stored if isinstance(stored, dict) else {}
-        taking = cls(LoadCode.of(module, names, getattr(stored, "_metadata", {})), saved)
+        code = LoadCode.of(wrapped.module, names, getattr(stored, "_metadata", {}))
+        taking = cls(code, saved, wrapped.prefixes, prefix)
         if not isinstance(stored, dict) and "" not in taking.code.prefixes:
             taking.mismatched[""] = f"a {type(stored).__name__} in the checkpoint, a module in the live state"
             return taking
@@ -65,7 +71,7 @@ class Taking:
         """Find what is copied, and what differs."""
         code = self.code
         for name, tensor in list(code.copied.items()):
-            key, theirs = component(name), stored.get(name)
+            key, theirs = self._key(name), stored.get(name)
             if name in stored and not isinstance(theirs, ArrayRef):
                 self.mismatched[key] = "no array in the checkpoint, one in the live state"
             elif theirs is None and key not in known:
@@ -78,22 +84,27 @@ class Taking:
             else:
                 # several keys may share memory; the reference then may name another of those keys
                 self.copied[name] = theirs.key if isinstance(theirs, ArrayRef) and key not in known else key
-        self.missing += [component(name) for name in code.given if name not in stored and component(name) not in known]
-        self.unexpected += [component(name) for name in stored if name not in code.copied and not code.takes(name)]
+        given = (name for name in code.given if name not in stored)
+        self.missing += [key for key in map(self._key, given) if key not in known]
+        self.unexpected += [self._key(name) for name in stored if name not in code.copied and not code.takes(name)]
+
+    def _key(self, name: object) -> str:
+        return component(self.prefix + name if isinstance(name, str) else name)
 
     def _take_given(self, live: Any, stored: Mapping[Any, Any], listed: Collection[str]) -> None:
         """Make memory for what is given to ``load_state_dict``, on the devices of the live arrays."""
         found = {key: leaf for key, leaf in leaves(live) if self._gives(key)}
         known = self.saved.arrays()
-        keys = [key for key in listed if not is_inner(key) and self._gives(key)]
+        keys = [key for key in listed if not is_inner(key) and self._gives(key.removeprefix(self.prefix))]
         for key, leaf in found.items():  # only other ranks may have saved it
-            if "/" not in key and (name := parts(key)[0]) not in stored and key in known and arrays.kind_of(leaf):
-                keys.append(key)
-                self.added[name] = key
+            full = self.prefix + key
+            if "/" not in key and (name := parts(key)[0]) not in stored and full in known and arrays.kind_of(leaf):
+                keys.append(full)
+                self.added[name] = full
         devices = {t.device for _, t in leaves(live) if dressed.is_tensor(t)}
         usual = devices.pop() if len(devices) == 1 else None
         for key in keys:
-            self.new[key] = memory.fresh(known[key], found.get(key), usual)
+            self.new[key] = memory.fresh(known[key], found.get(key.removeprefix(self.prefix)), usual)
         self._live = live if isinstance(live, dict) else {}
 
     def _gives(self, key: str) -> bool:
@@ -109,6 +120,7 @@ class Taking:
             value: The stored state, with the arrays that were restored, and an ArrayRef for each other one.
         """
         restored = self.saved.restored_keys()
+        value, _ = without_prefixes(value, self.prefixes)
         if isinstance(value, dict):
             for name, key in self.copied.items():
                 if key in restored:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from datastates.providers.nested.pairing import add, pair
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
+from datastates.providers.optimizer.load_code import is_of_torch, loads_by_itself, uncast
+from datastates.providers.optimizer.parameter_names import in_live_order, name_differences
 from datastates.providers.optimizer.state_dict_tree import (
     group_differences,
     live_where_not_restored,
     other_shapes,
-    sharded_parameters,
+    parameters_of_states,
     with_all_states,
 )
 from datastates.providers.optimizer.stored_states import state_key
-from datastates.state import dressed, memory
+from datastates.state import dressed, dtensors, memory
 from datastates.state.provider import Saved
+
+_log = logging.getLogger("datastates")
 
 
 class OptimizerProvider(TreeProvider):
@@ -36,28 +41,43 @@ class OptimizerProvider(TreeProvider):
         return self._lazy and key.startswith("state/") and dressed.is_tensor(array)
 
     def match(self, stored: Any, saved: Saved) -> Match:
-        """Live memory for the states that there are, and new memory for the others."""
-        live = self.value()
-        differences = group_differences(stored, live)
-        saved.report(mismatched=differences)
-        if differences:
+        """Live memory for the states that there are, and new memory for the others.
+
+        All memory is new where hooks or methods of the optimizer's own take the state, or its parameters are in another
+        order than when it was saved.
+        """
+        live, is_plain = self.value(), not loads_by_itself(self._optimizer)
+        ordered = in_live_order(stored, live) if is_plain else stored
+        if is_plain and (differences := group_differences(ordered, live) or name_differences(ordered, live)):
+            saved.report(mismatched=differences)
             return Match([], lambda _: None)
-        stored, added = with_all_states(stored, saved)
-        into = {ref.key: array for ref, array in pair(stored, live, saved.arrays()).pairs}
-        like = sharded_parameters(stored, self._optimizer)
+        is_same = ordered is stored
+        stored, added = with_all_states(ordered, saved)
         known = saved.arrays()
         keys = dict.fromkeys([*self.listed(saved), *(state_key(number, name) for number, name in added)])
-        for number, mismatched in other_shapes(stored, self._optimizer).items():
+        for number, mismatched in other_shapes(stored, self._optimizer).items() if is_plain else ():
             saved.report(mismatched=mismatched)
             for name in stored["state"][number]:  # a parameter restores all its states or none
                 keys.pop(state_key(number, name), None)
+        pairs = pair(stored, live, known).pairs if is_same else []
+        into = {ref.key: array for ref, array in pairs if is_plain or dtensors.is_dtensor(array)}
+        like = {ref.key: array for ref, array in pairs} | parameters_of_states(stored, self._optimizer)
         found = {key: into[key] if key in into else memory.fresh(known[key], like.get(key)) for key in keys}
         found_added = ((number, name, found.get(state_key(number, name))) for number, name in added)
         added_states = [(("state", number, name), array) for number, name, array in found_added if array is not None]
 
+        in_place, of_torch = {id(array) for array in into.values()}, is_of_torch(self._optimizer)
+
+        def keeps(tensor: Any) -> bool:
+            return not of_torch or id(tensor) in in_place
+
         def accept(value: Any) -> None:
             for path, item in added_states:
                 add(value, path, item)
-            self._optimizer.load_state_dict(live_where_not_restored(value, self._optimizer.state_dict()))
+            if is_plain:
+                value = live_where_not_restored(in_live_order(value, live), self._optimizer)
+            self._optimizer.load_state_dict(value)
+            if is_plain and (cast := uncast(self._optimizer, value, keeps)):
+                _log.warning("%r: torch has converted states to the type of their parameters: %s", self.name, cast)
 
         return Match(list(found.items()), accept)

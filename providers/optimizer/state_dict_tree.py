@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from datastates.providers.optimizer.stored_states import StoredStates, state_key
-from datastates.state import dtensors
 from datastates.state.keys import component, join
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef
@@ -49,22 +48,23 @@ def _states(value: Any) -> dict[object, dict[str, Any]]:
     return states if plain and states is not None else {}
 
 
-def _with_parameters(stored: Any, optimizer: Any) -> Iterator[tuple[object, Any, dict[str, Any]]]:
+def with_parameters(stored: Any, optimizer: Any) -> Iterator[tuple[object, Any, dict[str, Any]]]:
     """For each live parameter: its name or number in a stored value of the same groups, it, and its stored states."""
     if states := _states(stored):
-        numbers = [number for group in stored["param_groups"] for number in group["params"]]
+        groups = groups_of(stored) or []
+        numbers = [number for group in groups for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
+        for number, parameter in zip(numbers, parameters, strict=False):  # code of its own may take other groups
             yield number, parameter, states.get(number, {})
 
 
-def sharded_parameters(stored: Any, optimizer: Any) -> dict[str, Any]:
-    """The live parameter for the key of each stored state, for parameters that are DTensors."""
+def parameters_of_states(stored: Any, optimizer: Any) -> dict[str, Any]:
+    """The live parameter for the key of each stored state of its shape."""
     return {
         state_key(number, name): parameter
-        for number, parameter, states in _with_parameters(stored, optimizer)
-        if dtensors.is_dtensor(parameter)
-        for name in states
+        for number, parameter, states in with_parameters(stored, optimizer)
+        for name, state in states.items()
+        if isinstance(state, ArrayRef) and state.shape == tuple(parameter.shape)
     }
 
 
@@ -76,7 +76,7 @@ def other_shapes(stored: Any, optimizer: Any) -> dict[object, dict[str, str]]:
     bases = [f"{base.__module__}." for base in type(optimizer).__mro__ if base.__name__ != "Optimizer"]
     found: dict[object, dict[str, str]] = {}
     if any(base.startswith("torch.optim.") for base in bases):
-        for number, parameter, states in _with_parameters(stored, optimizer):
+        for number, parameter, states in with_parameters(stored, optimizer):
             for name, ref in states.items():
                 if name in _LIKE_PARAMETERS and isinstance(ref, ArrayRef) and ref.shape != tuple(parameter.shape):
                     found.setdefault(number, {})[state_key(number, name)] = (
@@ -86,10 +86,11 @@ def other_shapes(stored: Any, optimizer: Any) -> dict[object, dict[str, str]]:
     return found
 
 
-def live_where_not_restored(value: Any, live: Any) -> Any:
+def live_where_not_restored(value: Any, optimizer: Any) -> Any:
     """The restored value, but parameters whose states were not all restored keep their live states, if any."""
+    live = {number: optimizer.state.get(parameter) for number, parameter, _ in with_parameters(value, optimizer)}
     kept = {
-        number: _states(live).get(number)
+        number: live.get(number)
         for number, states in _states(value).items()
         if any(isinstance(state, ArrayRef) for state in states.values())
     }

@@ -39,9 +39,10 @@ def test_an_object_that_one_rank_cannot_take_back_fails_on_all(threads: Any, tmp
     outcomes = threads(3, one)
     assert not any(isinstance(outcome, Exception) for outcome in outcomes), outcomes
     (first, _), (own, _), (other, _) = outcomes
-    assert isinstance(own, LookupError)
+    assert isinstance(own, ds.errors.ProviderError)
+    assert isinstance(own.__cause__, LookupError)
     for error in (first, other):
         assert isinstance(error, CommitError), error
         assert not isinstance(error, RestoreError)
-        assert str(error) == "rank 1: no room"
+        assert str(error) == f"rank 1: {own}"
     assert [restored.step for _, restored in outcomes] == [3] * 3

@@ -1,0 +1,63 @@
+"""What an optimizer's ``load_state_dict`` does beside taking the states: code of its own, and conversions of types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from datastates._base.loaded import loaded
+from datastates.providers.optimizer.state_dict_tree import with_parameters
+from datastates.state.dressed import is_tensor
+from datastates.state.nested import with_items
+
+
+def loads_by_itself(optimizer: Any) -> bool:
+    """Whether hooks or methods of the optimizer's own take a state, so that it may be of any form."""
+    base, kind = loaded("torch").optim.Optimizer, type(optimizer)
+    own = "load_state_dict" in vars(optimizer) or kind.load_state_dict is not base.load_state_dict
+    return own or bool(optimizer._optimizer_load_state_dict_pre_hooks) or not _is_of_torch(kind.__setstate__)
+
+
+def is_of_torch(optimizer: Any) -> bool:
+    """Whether the optimizer is one of ``torch.optim``, whose states are of the type of their parameter."""
+    return _is_of_torch(type(optimizer))
+
+
+def _is_of_torch(found: Any) -> bool:
+    return str(found.__module__).startswith("torch.optim.")
+
+
+def uncast(optimizer: Any, given: Any, keeps: Callable[[Any], bool]) -> dict[str, str]:
+    """Undo what torch's ``load_state_dict`` has done to the types of states: it converts them to their parameter's.
+
+    Args:
+        optimizer: The optimizer, which has loaded a state dict.
+        given: The state dict.
+        keeps: Whether a tensor in it keeps its type.
+
+    Returns:
+        For each name of a state that does not keep its type, both types.
+    """
+    changed: dict[str, str] = {}
+
+    def back(name: str, now: Any, before: Any) -> Any:
+        if is_tensor(now) and is_tensor(before):
+            if now.dtype == before.dtype:
+                return now
+            if keeps(before):
+                return before.to(now.device)
+            changed[name] = f"{before.dtype} to {now.dtype}".replace("torch.", "")
+        elif isinstance(now, dict) and isinstance(before, dict):
+            for key in now.keys() & before.keys():
+                now[key] = back(name, now[key], before[key])
+        elif isinstance(now, list) and isinstance(before, list):
+            now[:] = [back(name, a, b) for a, b in zip(now, before, strict=True)]
+        elif isinstance(now, tuple) and isinstance(before, tuple):
+            return with_items(now, [back(name, a, b) for a, b in zip(now, before, strict=True)])
+        return now
+
+    for _, parameter, states in with_parameters(given, optimizer):
+        live = optimizer.state.get(parameter, {})
+        for name in states.keys() & live.keys() - {"step"}:  # a step on the device is float32 for its kernel
+            live[name] = back(str(name), live[name], states[name])
+    return changed
