@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from datastates._base.loaded import loaded
@@ -18,7 +19,7 @@ from datastates.state.keys import component
 from datastates.state.provider import Saved, StateProvider
 
 
-def from_stateful(name: str, obj: Stateful, *, lazy: bool = True) -> StateProvider:
+def from_stateful(name: str, obj: Stateful, *, lazy: bool | Callable[[str], bool] = True) -> StateProvider:
     """Make a provider for an object with ``state_dict`` and ``load_state_dict``, called at each snapshot and restore.
 
     Parameters of modules and the states of torch optimizers are captured lazily, as only an optimizer step changes
@@ -42,8 +43,10 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool = True) -> StateProvid
         name: Top-level key in the checkpoint.
         obj: The live object.
         lazy: True: parameters and optimizer states stay unchanged until the snapshot is captured. Torch optimizers
-            wait for that; call ``Checkpointer.gate()`` before any other update. False: ``snapshot()`` copies them,
-            too, for example weight averages (EMA) that are updated outside of an optimizer step.
+            wait for that; call ``Checkpointer.gate()`` before any other update. ``snapshot()`` still copies parameters
+            that are known to change elsewhere: those of ``AveragedModel``, of a module of which no optimizer holds a
+            parameter although a provider of one is there, and of an embedding with ``max_norm``. False: it
+            copies everything. A function answers for each key, whatever is known.
 
     Returns:
         The provider.

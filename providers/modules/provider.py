@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from datastates._base.loaded import loaded
+from datastates.providers.modules.changes import changing
 from datastates.providers.modules.load_code import LoadCode, place_of
 from datastates.providers.modules.taking import Taking
 from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
@@ -25,12 +26,13 @@ class ModuleProvider(TreeProvider):
 
     takes_parts = True
 
-    def __init__(self, name: str, wrapped: Unwrapped, lazy: bool) -> None:
+    def __init__(self, name: str, wrapped: Unwrapped, lazy: bool | Callable[[str], bool]) -> None:
         """Take what :func:`~datastates.providers.from_stateful` takes."""
         super().__init__(name)
         self._wrapped, self._module = wrapped, wrapped.module
         self._lazy = lazy
         self._parameters: frozenset[int] | None = None
+        self._changing: tuple[()] | tuple[frozenset[int] | None] = ()
 
     def value(self) -> object:
         """The module's state now."""
@@ -38,7 +40,7 @@ class ModuleProvider(TreeProvider):
 
     def _current(self) -> tuple[object, bool]:
         state = _variables(self._module)
-        self._parameters = None
+        self._parameters, self._changing = None, ()
         if state is not None:
             return state, True
         self._parameters = frozenset(
@@ -52,13 +54,17 @@ class ModuleProvider(TreeProvider):
         return [self.is_lazy(key, array) for key, array in zip(keys, values, strict=True)]
 
     def is_lazy(self, key: str, array: Any) -> bool:
-        """Whether it is a parameter: only an optimizer's step changes these."""
-        del key
-        if not self._lazy:
+        """Whether only an optimizer's step changes it: so it is with parameters, but for some."""
+        if not (self._lazy(key) if callable(self._lazy) else self._lazy and not self._may_change(array)):
             return False
         if self._parameters is not None:
             return arrays.kind_of(array) == "torch" and arrays.address(array) in self._parameters
         return laziness.is_parameter(array)
+
+    def _may_change(self, array: Any) -> bool:
+        found = self._changing[0] if self._changing else changing(self._module)
+        self._changing = (found,)  # for this look at all arrays
+        return found is None or (arrays.kind_of(array) == "torch" and arrays.address(array) in found)
 
     def match(self, stored: object, saved: Saved) -> Match:
         """Live memory for each tensor that is only copied, and new memory for each array that is given."""

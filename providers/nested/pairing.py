@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from datastates.container.unbuilt import Unbuilt
+from datastates.providers.nested.sameness import own_key
 from datastates.state import arrays, nested
 from datastates.state.keys import join
 from datastates.state.shards import ArrayRef
@@ -66,15 +67,15 @@ class _Walk:
         elif isinstance(s, dict) and isinstance(v, dict):
             self._seen.add((id(s), id(v)))
             for k in v:
-                if k not in s:
+                if own_key(s, k) is None:
                     self._seek(v[k], join(key, k), (*path, k))
             for k, item in s.items():
-                if k not in v:
+                if (own := own_key(v, k)) is None:
                     found.unexpected.append(join(key, k))
                 elif type(item) is ArrayRef:  # there may be very many of these
-                    self._meet(item, v[k], join(key, k))
+                    self._meet(item, v[own[0]], join(key, k))
                 else:
-                    self.on(item, v[k], join(key, k), (*path, k))
+                    self.on(item, v[own[0]], join(key, k), (*path, k))
         elif isinstance(v, (list, tuple)) and isinstance(s, (list, tuple, Unbuilt)):
             s = s.arguments if isinstance(s, Unbuilt) else s
             self._seen.add((id(s), id(v)))

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from datastates.container.pickle_torch import is_generator
 from datastates.providers.nested.pairing import pair
+from datastates.providers.nested.sameness import own_key, same
 from datastates.providers.nested.tree import Match, TreeProvider
 from datastates.providers.optimizer.state_dict_tree import of_live_names, states_left_out
 from datastates.state import arrays, laziness
@@ -104,14 +105,6 @@ class _ContainerProvider(TreeProvider):
         merge(live, of_live_names(value, live))
 
 
-def same(a: object, b: object) -> bool:
-    """Whether two leaves are equal; False if they cannot be compared."""
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except Exception:  # the object's own comparison may raise anything
-        return False
-
-
 def merge(live: Any, value: Any) -> object:
     """Put a restored value into live containers of the same structure; returns the item that the parent must hold."""
     if live is value or arrays.kind_of(live) is not None:
@@ -119,8 +112,8 @@ def merge(live: Any, value: Any) -> object:
         return live
     if isinstance(live, dict) and isinstance(value, dict):
         for k, item in value.items():
-            if k in live and live[k] is not item:
-                live[k] = merge(live[k], item)
+            if (own := own_key(live, k)) is not None and live[own[0]] is not item:
+                live[own[0]] = merge(live[own[0]], item)
         return live
     if isinstance(live, list) and isinstance(value, (list, tuple)):
         for i in range(min(len(live), len(value))):

@@ -15,6 +15,7 @@ from datastates.providers.nested.spelled_keys import ByKey
 from datastates.providers.nested.taken_apart import PlainTree, Tree, is_inner, is_plain, take_apart, tied
 from datastates.state import arrays, dressed, laziness, memory
 from datastates.state.depth import deeper
+from datastates.state.nested import leaves
 from datastates.state.provider import Encoder, Saved, StateProvider
 from datastates.state.repeated import Describer, Known
 from datastates.state.shards import Shard, Shards, object_shard
@@ -183,6 +184,19 @@ class TreeProvider(StateProvider):
             by_key.targets = dict(found.pairs)
         rest = object_shard("" if by_key is None else by_key.key, source=(found.accept, by_key))
         return arrays.Destinations(keys, values, [rest])
+
+    def arrays_by_name(self, saved: Saved) -> Sequence[Shard]:
+        """The live arrays. A tensor that is no plain memory, such as a sparse one, is not restored by its name."""
+        known = saved.arrays()
+        for key, leaf in leaves(self.value()):
+            if dressed.is_tensor(leaf) and arrays.kind_of(leaf) is None:
+                if key in known:
+                    saved.report(
+                        mismatched={key: "the live tensor is no plain memory, and is not restored by its name"}
+                    )
+                else:
+                    saved.report(missing=[key])
+        return super().arrays_by_name(saved)
 
     @staticmethod
     def listed(saved: Saved) -> Collection[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
+from datastates.providers.modules.changes import know
 from datastates.providers.nested.pairing import add, pair
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.providers.optimizer.load_code import is_of_torch, loads_by_itself, uncast
@@ -26,9 +28,10 @@ _log = logging.getLogger("datastates")
 class OptimizerProvider(TreeProvider):
     """The state of a ``torch.optim.Optimizer``."""
 
-    def __init__(self, name: str, optimizer: Any, lazy: bool) -> None:
+    def __init__(self, name: str, optimizer: Any, lazy: bool | Callable[[str], bool]) -> None:
         """Take what :func:`~datastates.providers.from_stateful` takes."""
         super().__init__(name)
+        know(self, optimizer)
         self._optimizer = optimizer
         self._lazy = lazy
 
@@ -38,7 +41,8 @@ class OptimizerProvider(TreeProvider):
 
     def is_lazy(self, key: str, array: Any) -> bool:
         """Whether it is a parameter's state. A scheduler changes the values in ``param_groups``."""
-        return self._lazy and key.startswith("state/") and dressed.is_tensor(array)
+        lazy = self._lazy(key) if callable(self._lazy) else self._lazy
+        return lazy and key.startswith("state/") and dressed.is_tensor(array)
 
     def match(self, stored: Any, saved: Saved) -> Match:
         """Live memory for the states that there are, and new memory for the others.

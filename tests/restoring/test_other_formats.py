@@ -162,3 +162,16 @@ def test_ranks_that_open_different_files_are_told(tmp_path: Path) -> None:
         list(ranks.map(restore, range(2)))
     assert all("0.safetensors" in text and "1.safetensors" in text for text in said.values())
     assert len(said) == 2
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_live_tensor_that_is_no_plain_memory_is_refused_or_named(is_stored: bool, tmp_path: Path) -> None:
+    saved = {"w": torch.ones(3), **({"s": torch.ones(2, 2)} if is_stored else {})}
+    save_file(saved, tmp_path / "w.safetensors")
+    live = {"w": torch.zeros(3), "s": torch.eye(2).to_sparse(), "epoch": 3}
+    with pytest.raises(RestoreError, match="'m/s'"):
+        ds.restore([from_state_dict("m", live)], tmp_path / "w.safetensors")
+    assert live["w"].sum() == 0
+    restored = ds.restore([from_state_dict("m", live)], tmp_path / "w.safetensors", strict=False)
+    assert [*restored.missing_keys, *restored.mismatched_keys] == ["m/s"]
+    assert live["w"].sum() == 3
