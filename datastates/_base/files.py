@@ -71,22 +71,22 @@ def open_file(path: Path) -> Descriptor:
     return opened(path, os.O_RDONLY)
 
 
-def sync_directory(path: Path, *, stage: str = "manifest") -> None:
+def sync_directory(path: Path) -> None:
     """Sync a directory, so that the names in it are on stable storage; raises StorageError."""
-    with syscall("sync_directory", path, stage=stage), opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+    with syscall("sync_directory", path), opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         os.fsync(fd)
 
 
-def make_directory(path: Path, *, stage: str = "manifest") -> None:
+def make_directory(path: Path) -> None:
     """Make a directory and its missing parents, and sync each of their names; raises StorageError."""
     if path.is_dir():
         return
-    make_directory(path.parent, stage=stage)
-    with syscall("mkdir", path, stage=stage):
+    make_directory(path.parent)
+    with syscall("mkdir", path):
         if path.exists() and not path.is_dir():  # another process may have made it meanwhile
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         path.mkdir(exist_ok=True)
-    sync_directory(path.parent, stage=stage)
+    sync_directory(path.parent)
 
 
 def rename_new(source: Path, target: Path) -> None:

@@ -174,10 +174,10 @@ class Opening:
 
     def _write_down_saving(self) -> None:
         folder = self.root / FOLDER
-        files.make_directory(folder, stage=_STAGE)
+        _make(folder)
         with _ignoring(errno.EEXIST):  # an interrupted call may have made it
             files.write_file(folder / f"saving-{self._number}", _identity(self._owner), stage=_STAGE)
-        files.sync_directory(folder, stage=_STAGE)
+        _sync(folder)
         _forget_lower(self.root)
 
     def _stop_older(self) -> None:
@@ -191,7 +191,7 @@ class Opening:
                     stopped = True
                     _log.warning("an older run can no longer commit %s, which is now %s", entry, left.name)
         if stopped:
-            files.sync_directory(self.root, stage=_STAGE)
+            _sync(self.root)
 
     def _is_older(self, partial: Path) -> bool:
         """Whether an older opening of another process writes into a partial directory.
@@ -247,13 +247,25 @@ def _numbered(root: Path, owner: str) -> int:
         number = 1 + max((record.number for record in _records(root)), default=0)
         # another process took that number, or deleted the folder when it closed
         with _ignoring(errno.EEXIST, errno.ENOENT):
-            files.make_directory(folder, stage=_STAGE)
+            _make(folder)
             files.write_file(folder / f"opened-{number}", _identity(owner), stage=_STAGE)
-            files.sync_directory(folder, stage=_STAGE)
+            _sync(folder)
             # a process that was stopped since it looked may have taken a number that was given before
             if _records(root)[-1].number == number:
                 _forget_lower(root)
                 return number
+
+
+def _make(folder: Path) -> None:
+    """Make the folder, if it is not there."""
+    with files.syscall("mkdir", folder, stage=_STAGE):
+        folder.mkdir(exist_ok=True)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    with files.syscall("sync_directory", path, stage=_STAGE), files.opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        os.fsync(fd)
 
 
 def _forget_lower(root: Path) -> None:
