@@ -27,8 +27,6 @@ _SAVE_FILE: dict[str, ModuleType] = {"safe_save_file": other}
 """The name by which accelerate calls safetensors' ``save_file``."""
 _ALONE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 """The ways to train in which the main process saves the model."""
-_PROOF = f"{constants.RNG_STATE_NAME}_0.pkl"
-"""A file that every folder of ``save_state`` has."""
 _ADVICE = {
     DistributedType.DEEPSPEED: 'give DeepSpeed\'s JSON file the entry "datastates_ckpt" instead',
     DistributedType.MEGATRON_LM: "use datastates.adapters.megatron in Megatron's own loop instead",
@@ -81,28 +79,33 @@ class AcceleratorCheckpoints(FolderCheckpoints):
         self._stock_save = accelerator.save_state
         accelerator.save_state = self._save_state
         accelerator.load_state = self.waiting_before(accelerator.load_state)
+        accelerator.save = self.waiting_inside(accelerator.save)
+        accelerator.save_model = self.waiting_inside(accelerator.save_model)
         accelerator.end_training = self.closing_before(accelerator.end_training)
 
     def _save_state(self, output_dir: str | os.PathLike[str] | None = None, *words: Any, **options: Any) -> Path:
         """Replaces ``Accelerator.save_state``; returns the path that the folder will have."""
         accelerator = self._accelerator
         config = accelerator.project_configuration
+        write = partial(self._write, words, options)
         if not config.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ValueError("save_state: output_dir is missing, and automatic_checkpoint_naming is off")
             paths.refuse_address(output_dir)
-            final = Path(output_dir).absolute()
-            self.save(final, partial(self._write, words, options), proof=_PROOF)
-            return final
-        project = Path(accelerator.project_dir).absolute()
-        root = project / "checkpoints"
-        final = root / f"checkpoint_{accelerator.save_iteration}"
-        if self.has(final):
-            raise ValueError(f"{final} already exists. Set save_iteration of the project configuration to go on from")
-        limit = config.total_limit
+            self.save(Path(output_dir).absolute(), write)
+            return Path(output_dir)
+        project = Path(accelerator.project_dir)
+        root = (project / "checkpoints").absolute()
+        final, limit = root / f"checkpoint_{accelerator.save_iteration}", config.total_limit
+        taken = self.has(final)
+        if taken:
+            self.wait()  # rotation, which accelerate does before it looks for the name, may take it away
+            if final.exists() and final not in _beyond(root, limit):
+                raise ValueError(f"{final} already exists. Set iteration of the project configuration to go on from")
         # not in the same folder: load_state takes any folder there for a checkpoint
-        self.save(final, partial(self._write, words, options), retain=lambda: _rotate(root, limit), room=project)
-        return final
+        rotate = partial(_rotate, root, limit, final)
+        self.save(final, write, retain=rotate, room=project.absolute(), replace=taken)
+        return project / "checkpoints" / final.name
 
     def _write(self, words: Any, options: Any, folder: Path, snapshots: list[Snapshot]) -> None:
         """Write the small files now, as accelerate does, and begin to write the large ones."""
@@ -133,8 +136,16 @@ class AcceleratorCheckpoints(FolderCheckpoints):
             self._stock_save(str(folder), *words, **options)
 
 
-def _rotate(root: Path, limit: int | None) -> None:
-    """Delete the oldest of automatically named folders until only ``limit`` are left."""
+def _beyond(root: Path, limit: int | None, new: Path | None = None) -> list[Path]:
+    """The oldest of automatically named folders, which accelerate deletes to make room for a new one."""
+    if limit is None:
+        return []
     numbered = [(int(m[1]), path) for path in root.iterdir() if (m := re.fullmatch("checkpoint_([0-9]+)", path.name))]
-    for _, path in sorted(numbered)[: -limit if limit else 0]:
+    old = [path for _, path in sorted(numbered) if path != new]
+    return old[: max(len(old) + 1 - limit, 0)]
+
+
+def _rotate(root: Path, limit: int | None, new: Path) -> None:
+    """Delete what accelerate would have deleted before it saved a new folder."""
+    for path in _beyond(root, limit, new):
         shutil.rmtree(path)

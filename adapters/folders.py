@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -16,19 +16,18 @@ import torch
 from pydantic import Field
 
 from datastates._base import files
-from datastates._base.paths import stem_of_partial
 from datastates._base.workers import Work
+from datastates.adapters import naming
 from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Function, standing_in
-from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of
-from datastates.commit import manifest, retention
+from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of, wait_for_all
+from datastates.commit import manifest
 from datastates.errors import CommitError
 from datastates.ranks.together import settle
 from datastates.ranks.world import World, world_of
 from datastates.saving.snapshot import Snapshot
 
 _log = logging.getLogger("datastates")
-_OLD = "-old"
 
 
 class FolderSettings(FileSettings):
@@ -64,48 +63,51 @@ class FolderCheckpoints:
         self._timeout = settings.rank_timeout
         self._world: World | None = None
         self._number = 0
-        self._swept: set[tuple[Path, str]] = set()
-        self._begun: set[Path] = set()
+        self._swept: set[tuple[Path, re.Pattern[str]]] = set()
+        self._under_way: set[Path] = set()
 
     def save(
         self,
         final: Path,
         write: Callable[[Path, list[Snapshot]], None],
         *,
-        proof: str | None = None,
+        looks: str | None = None,
         retain: Callable[[], None] = lambda: None,
         room: Path | None = None,
+        replace: bool = False,
     ) -> None:
         """Begin a checkpoint. All ranks call it together.
 
         Args:
-            final: The folder that the checkpoint is to be, in the place of one that is there.
+            final: The folder that the checkpoint is to be. Other files that are in it stay.
             write: Called with the folder to write into, and a list that takes the snapshots of files under way.
-            proof: The name of a file that every checkpoint has. A folder that is there without it is no checkpoint, and
-                is not replaced. None: whatever is there is replaced.
+            looks: Who looks at the checkpoint as soon as this call has returned. Then it waits until that has its name.
             retain: Called on rank 0 after that, to delete old ones. An OSError of it is logged.
             room: Where the folder lies until it gets its name; by default beside ``final``.
+            replace: Whether everything that is in the folder now gives way to the checkpoint.
 
         Raises:
-            DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed; nothing is begun.
-            CommitError: The folder is not replaced. The other ranks hear of it.
+            DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed and nothing is begun, or it has
+                waited for this one, which has failed.
+            CommitError: The folder cannot get that name. The other ranks hear of it.
             Exception: What ``write`` raises. The other ranks hear of it.
         """
         name = f"{self._kind}/{self._number}"
         self._number += 1  # before anything can fail: all ranks must count alike
         self.files.begin()
-        room = room or final.parent
-        world = self._prepare(room, final.name)
-        attempt, hidden = world.token(name), room / f".{final.name}"
-        staged = manifest.partial(hidden, attempt)
+        target = Path(os.path.realpath(final)) if final.is_symlink() else final
+        room = room or target.parent
+        world = self._prepare(room, target)
+        attempt, hidden = world.token(name), room / f".{target.name}"
+        staged = manifest.partial(hidden, attempt) / target.name
         snapshots: list[Snapshot] = []
+        before: naming.Contents = {}
         spoiled: Exception | None = None
         locked = contextlib.ExitStack()  # its lock says that the folder is not abandoned
 
         def publish(votes: dict[int, bytes]) -> bytes:
             del votes
-            _refuse_others(final, proof)
-            _publish(staged, final)
+            naming.publish(staged, target, before, replace=replace)
             try:
                 retain()
             except OSError as error:  # this checkpoint stands nevertheless
@@ -114,14 +116,15 @@ class FolderCheckpoints:
 
         def end(failure: BaseException | None) -> None:
             try:
-                failure = spoiled or failure or _synced(staged)
+                failure = spoiled or failure or _synced(staged.parent)
                 settle(world, f"{name}/end", failure, b"", publish)
             except Exception:
-                self._begun.discard(final)
                 if world.rank == 0:
-                    shutil.rmtree(staged, ignore_errors=True)
+                    with contextlib.suppress(OSError):  # the next run removes the rest
+                        naming.clear(staged, target.parent)
                 raise
             finally:
+                self._under_way.discard(final)
                 locked.close()
 
         ending = Work(lambda: None)  # who takes it lets the checkpoint end: as it should, or as interrupted
@@ -131,22 +134,27 @@ class FolderCheckpoints:
                 end(failure)
 
         what = f"the checkpoint {final}"
-        self._begun.add(final)
+        self._under_way.add(final)
         in_flight = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)}
         self.snapshots = in_flight | {final: snapshots}
         try:
             pending = manifest.Pending(hidden, attempt)
             locked.callback(pending.close)
             manifest.begin(pending)
-            _refuse_others(final, proof)
+            naming.refuse(target)
+            staged.mkdir(exist_ok=True)
+            if world.rank == 0:
+                before = naming.contents(target)
             write(staged, snapshots)
             self.files.then(what, snapshots, end_unless_interrupted)
         except BaseException as error:  # the other ranks must not wait for this one
             if ending.take() is not None:
                 # an interrupt must not be raised again later
                 spoiled = error if isinstance(error, Exception) else CommitError(f"{what} was interrupted: {error!r}")
-                self.files.then(what, [*snapshots, *self.files.under_way(staged)], end)
+                self.files.then(what, [*snapshots, *self.files.under_way(staged.parent)], end)
             raise
+        if looks is not None:
+            self.files.show(final.name, looks)
 
     @contextlib.contextmanager
     def writing_tensors(
@@ -186,18 +194,35 @@ class FolderCheckpoints:
             yield
 
     def has(self, final: Path) -> bool:
-        """Whether a checkpoint is there, or was begun and has not failed."""
-        return final in self._begun or final.exists()
+        """Whether a checkpoint is there or under way."""
+        return final in self._under_way or final.exists()
+
+    def waiting_inside(self, stock: Function) -> Function:
+        """A function of the framework that writes to a path. It first waits if a checkpoint under way will be there."""
+
+        def is_inside(path: Any) -> bool:
+            if not isinstance(path, (str, os.PathLike)):
+                return False
+            return any(Path(os.path.abspath(path)).is_relative_to(final) for final in tuple(self._under_way))
+
+        @functools.wraps(stock)
+        def wait_and_call(*words: Any, **options: Any) -> Any:
+            if any(map(is_inside, (*words, *options.values()))):
+                self.wait()
+            return stock(*words, **options)
+
+        return wait_and_call
 
     def wait(self) -> None:
         """Wait until every checkpoint has ended: it has its name, or has failed."""
         self.files.wait()
 
     def waiting_before(self, stock: Function) -> Function:
-        """A function that waits as :meth:`wait`, and then calls one of the framework that reads or loads."""
+        """A function that waits for every checkpoint of the process, and then calls one of the framework."""
 
+        @functools.wraps(stock)
         def wait_and_call(*words: Any, **options: Any) -> Any:
-            self.wait()  # what is loaded is copied over the state, and the last folder may not have its name yet
+            wait_for_all()  # what is loaded is copied over the state, and the last folder may not have its name yet
             return stock(*words, **options)
 
         return wait_and_call
@@ -227,14 +252,14 @@ class FolderCheckpoints:
                 self._world.close()
             self._world = None
 
-    def _prepare(self, room: Path, name: str) -> World:
+    def _prepare(self, room: Path, target: Path) -> World:
         """The ranks that save together; rank 0 first removes what interrupted runs left of folders named alike."""
         if self._world is None:
             self._world = world_of(None, None, room, self._timeout)
-        pattern = re.sub("[0-9]+", "[0-9]+", re.escape(stem_of_partial(f".{name}"))) + r"\Z"
-        if self._world.rank == 0 and (room, pattern) not in self._swept:
-            self._swept.add((room, pattern))
-            _sweep(room, re.compile(pattern))
+        names = naming.alike(target.name)
+        if self._world.rank == 0 and (room, names) not in self._swept:
+            self._swept.add((room, names))
+            naming.sweep(room, names, target.parent)
         return self._world
 
 
@@ -250,55 +275,6 @@ def refuse_to_attach(saves: Any, method: str, reasons: Iterable[tuple[object, st
     for holds, why in ((attached, "attach() has been called for it already"), *reasons):
         if holds:
             raise ValueError(f"{type(saves).__name__} cannot save lazily: {why}")
-
-
-def _refuse_others(final: Path, proof: str | None) -> None:
-    """Raise CommitError if something without the file ``proof`` has the final name: it would be replaced."""
-    if proof is None or not final.exists():
-        return
-    if not final.is_dir() or ((there := os.listdir(final)) and proof not in there):
-        raise CommitError(
-            f"{final} holds other files, and a checkpoint takes the place of the whole folder: save to another "
-            "one, and add no files to it before it has its name"
-        )
-
-
-def _publish(staged: Path, final: Path) -> None:
-    """Give a folder its final name, in the place of a folder that has it."""
-    old = staged.with_name(staged.name + _OLD)
-    files.make_directory(final.parent)
-    if final.exists():
-        shutil.move(final, old)  # overlayfs renames no folder of a lower layer
-    try:
-        os.rename(staged, final)
-    except OSError:
-        _put_back(old, final)
-        raise
-    (final / manifest.LOCK).unlink()  # not earlier: a folder without a lock counts as abandoned
-    files.sync_directory(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sweep(room: Path, names: re.Pattern[str]) -> None:
-    """Remove what interrupted runs left in a folder, and put back a checkpoint that one had moved aside."""
-    try:
-        for old in room.glob(f".*.partial-*{_OLD}"):
-            hidden = old.name.partition(".partial-")[0]
-            if not names.match(hidden) or retention.is_live(old.with_name(old.name.removesuffix(_OLD))):
-                continue  # another run is between two renames
-            if not (replaced := room / hidden[1:]).exists():
-                _put_back(old, replaced)  # the run ended between two renames
-                continue
-            _log.warning("removing what an interrupted run left: %s", old)
-            shutil.rmtree(old, ignore_errors=True)
-        retention.sweep(room, names)
-    except OSError as error:  # this rank must not fail for that, as the others go on
-        _log.warning("what an interrupted run left could not be removed: %s", error)
-
-
-def _put_back(old: Path, final: Path) -> None:
-    if old.exists():
-        os.rename(old, final)
 
 
 def _synced(folder: Path) -> BaseException | None:

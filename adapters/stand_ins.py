@@ -24,11 +24,11 @@ def having(holder: Any, name: str, value: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def standing_in(module: ModuleType, name: str, make: Callable[[Function], Function]) -> Iterator[None]:
-    """A context in which another function is called for one of a module, by this thread.
+def standing_in(module: ModuleType | type, name: str, make: Callable[[Function], Function]) -> Iterator[None]:
+    """A context in which another function is called for one of a module or a class, by this thread.
 
     Args:
-        module: The module in which the function is looked up.
+        module: The module or class in which the function is looked up.
         name: Its name there.
         make: Given the function, returns the one to call instead.
     """

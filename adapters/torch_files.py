@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -132,6 +133,8 @@ class TorchFiles:
         self._process = os.getpid()
         self._last: Task[None] | None = None
         self._saves: list[Task[None]] = []
+        self._shown: set[str] = set()
+        _all.add(self)
 
     def _start(self) -> Engine:
         if self._engine is not None:
@@ -280,7 +283,7 @@ class TorchFiles:
             abandon()
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint once those begun before have ended; keep it if the last of them failed.
+        """Delete a checkpoint once those begun before have ended, or now; keep it if the last of them failed.
 
         Args:
             path: The file or folder.
@@ -294,7 +297,20 @@ class TorchFiles:
             else:
                 path.unlink(missing_ok=True)
 
+        is_idle = self._last is None or self._last.done()
         self.then(f"removing {path}", None, remove)
+        if is_idle:
+            self.wait()
+
+    def show(self, name: str, to: str) -> None:
+        """Wait until everything begun has ended, as ``to`` says who looks at a checkpoint now. The log says so once.
+
+        Raises as :meth:`close` does, each failure once.
+        """
+        if to not in self._shown:
+            self._shown.add(to)
+            _log.warning("waiting for %s, and for later ones: %s", name, to)
+        self.finish()
 
     def wait(self) -> None:
         """Wait until everything begun has ended; :meth:`begin` and :meth:`close` raise the failures.
@@ -327,6 +343,15 @@ class TorchFiles:
         """Wait until every checkpoint has ended; raises as :meth:`close` does, each failure once."""
         saves, self._saves = self._saves, []
         self._tell(next(filter(None, [save.exception() for save in saves]), None))
+
+
+_all: weakref.WeakSet[TorchFiles] = weakref.WeakSet()
+
+
+def wait_for_all() -> None:
+    """As :meth:`TorchFiles.wait`, for all of this process: another object may be saving what is read."""
+    for files in list(_all):
+        files.wait()
 
 
 def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> Any:

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import safetensors.torch
 import torch
 import transformers
 import transformers.modeling_utils
+import transformers.trainer
 from torch.distributed.fsdp import StateDictType
 from transformers import trainer_callback, trainer_utils
+from transformers.integrations import integration_utils
 from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
-from datastates.adapters.torch_files import is_optimizer_state
+from datastates.adapters.stand_ins import Function, standing_in
+from datastates.adapters.torch_files import is_optimizer_state, wait_for_all
 from datastates.saving.snapshot import Snapshot
 
-_METHODS = (
-    "_get_output_dir",
-    "_load_best_model",
-    "_save",
-    "_save_checkpoint",
-    "_save_optimizer_and_scheduler",
-    "_save_rng_state",
-    "_save_scaler",
-)
+_log = logging.getLogger("datastates")
+_GIVEN_A_FOLDER = ("_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "save_model")
+"""Methods that write a part of a checkpoint into the folder that they are given."""
+_METHODS = (*_GIVEN_A_FOLDER, "_finalize_training", "_get_output_dir", "_maybe_log_save_evaluate", "_save_checkpoint")
 
 _SAVE_FILE: dict[str, ModuleType] = {"safe_save_file": transformers.modeling_utils, "save_file": safetensors.torch}
 """Names by which a Trainer calls safetensors' ``save_file``, for models of transformers and for others."""
@@ -91,16 +94,81 @@ class TrainerCheckpoints(FolderCheckpoints):
     """The checkpoints that a Trainer has begun; :func:`attach` makes it. Used on the training thread."""
 
     def __init__(self, trainer: Any, settings: FolderSettings) -> None:
-        """Replace the methods with which the Trainer saves."""
+        """Replace the methods with which the Trainer trains and saves."""
         super().__init__(settings, "trainer")
         self._trainer = trainer
+        self._stock_save = trainer._save_checkpoint
         trainer._save_checkpoint = self._save_checkpoint
-        trainer._load_best_model = self.waiting_before(trainer._load_best_model)
+        trainer._finalize_training = self._finalizing(trainer._finalize_training)
+        trainer.train = self._training(trainer.train)
         trainer.add_callback(_AtEnd(self))
+
+    def _training(self, stock: Function) -> Function:
+        """``Trainer.train``, which looks for checkpoints first. Whoever calls it may look when it has raised."""
+
+        @functools.wraps(stock)
+        def train(*words: Any, **options: Any) -> Any:
+            wait_for_all()
+            try:
+                return stock(*words, **options)
+            finally:
+                self.wait()
+
+        return train
+
+    def _finalizing(self, stock: Function) -> Function:
+        """The end of ``train``: the Trainer deletes what is not the best, loads that, and calls ``on_train_end``."""
+
+        @functools.wraps(stock)
+        def finalize(*words: Any, **options: Any) -> Any:
+            self.wait()
+            state = self._trainer.state
+            if state.best_model_checkpoint and not os.path.isdir(state.best_model_checkpoint):
+                _log.warning("the best checkpoint %s is not there: it is ignored", state.best_model_checkpoint)
+                state.best_model_checkpoint = None  # it has failed
+            return stock(*words, **options)
+
+        return finalize
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Replaces ``Trainer._save_checkpoint``."""
-        del model
+        own = [name for name in _GIVEN_A_FOLDER if not is_stock(getattr(self._trainer, name))]
+        if own:  # such a method may do anything with the folder that it is given, and with its path
+            what = f"{self._name} has {', '.join(own)} of its own, so the Trainer writes into the folder itself"
+            self.files.show(f"the checkpoint of step {self._trainer.state.global_step}", what)
+            self._stock_save(model, trial)
+            return
+        if is_stock(self._stock_save):
+            self._begin(trial, self._looks(sys._getframe(1).f_code))
+            return
+
+        def instead_of_save(stock: Function) -> Function:
+            def save(trainer: Any, model: Any, trial: Any) -> None:
+                if trainer is self._trainer:
+                    self._begin(trial, f"{self._name} has _save_checkpoint of its own")
+                else:
+                    stock(trainer, model, trial)
+
+            return save
+
+        with standing_in(transformers.Trainer, "_save_checkpoint", instead_of_save):
+            self._stock_save(model, trial)
+
+    @property
+    def _name(self) -> str:
+        return type(self._trainer).__name__
+
+    def _looks(self, caller: CodeType) -> str | None:
+        """Who looks at a checkpoint as soon as the Trainer has saved it; None if nobody does."""
+        trainer = self._trainer
+        loop = trainer._maybe_log_save_evaluate
+        if not is_stock(loop) or caller is not loop.__code__:
+            return "something else than the Trainer's own loop saves it"
+        looking = [type(c).__name__ for c in trainer.callback_handler.callbacks if looks_on_save(c)]
+        return f"the callback {looking[0]} has on_save" if looking else None
+
+    def _begin(self, trial: Any, looks: str | None) -> None:
+        """Save as ``Trainer._save_checkpoint`` does, lazily unless somebody looks."""
         trainer, state = self._trainer, self._trainer.state
         root = Path(trainer._get_output_dir(trial=trial)).absolute()
         final = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -112,7 +180,10 @@ class TrainerCheckpoints(FolderCheckpoints):
             best = state.best_model_checkpoint and str(Path(state.best_model_checkpoint).absolute())
             self._write(trial, folder, snapshots)
 
-        self.save(final, write, retain=lambda: trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True))
+        def rotate() -> None:
+            trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
+
+        self.save(final, write, looks=looks, retain=rotate)
 
     def _name_best(self, final: Path, trial: Any) -> None:
         """Tell the Trainer the folder of the best model, as it does itself once that folder exists."""
@@ -123,28 +194,16 @@ class TrainerCheckpoints(FolderCheckpoints):
                 state.best_model_checkpoint = os.path.join(self._trainer._get_output_dir(trial=trial), best.name)
 
     def _write(self, trial: Any, folder: Path, snapshots: list[Snapshot]) -> None:
-        """Write the small files now, as the Trainer does, and begin to write the large ones."""
+        """Let the Trainer write the small files, and begin to write the large ones."""
         trainer, args = self._trainer, self._trainer.args
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
-        module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        if trainer.is_fsdp_enabled:
-            with self.sharded.writing_for(trainer.accelerator, folder, [module], snapshots):
-                trainer._save_optimizer_and_scheduler(str(folder))  # and the model
-        elif args.should_save:
-            if hasattr(module, "peft_config"):
-                trainer.save_model(str(folder), _internal_call=True)  # PEFT adapters are small
-            else:
-                with self.writing_tensors(_SAVE_FILE, folder, [module], snapshots):
-                    trainer._save(str(folder))
-        if not args.save_only_model:
-            if args.should_save and not trainer.is_fsdp_enabled:
-                optimizer = trainer.optimizer.state_dict()
-                file = folder / "optimizer.pt"
-                snapshots.append(self.files.write("optimizer", optimizer, file, is_optimizer_state))
-                torch.save(trainer.lr_scheduler.state_dict(), folder / "scheduler.pt")
-            trainer._save_scaler(str(folder))
-            trainer._save_rng_state(str(folder))
+        with self._writing(folder, snapshots):
+            trainer.save_model(str(folder), _internal_call=True)
+            if not args.save_only_model:
+                trainer._save_optimizer_and_scheduler(str(folder))
+                trainer._save_scaler(str(folder))
+                trainer._save_rng_state(str(folder))
         if args.should_save:
             every = [*trainer.callback_handler.callbacks, trainer.control]
             saved: dict[str, Any] = {}
@@ -152,3 +211,60 @@ class TrainerCheckpoints(FolderCheckpoints):
                 saved.setdefault(type(callback).__name__, []).append(callback.state())
             trainer.state.stateful_callbacks |= {k: v if len(v) > 1 else v[0] for k, v in saved.items()}
             trainer.state.save_to_json(str(folder / "trainer_state.json"))
+
+    @contextlib.contextmanager
+    def _writing(self, folder: Path, snapshots: list[Snapshot]) -> Iterator[None]:
+        """A context in which the Trainer only begins to write its model and optimizer into a folder."""
+        module = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
+        optimizer = folder / transformers.trainer.OPTIMIZER_NAME
+
+        def instead_of_save(stock: Function) -> Function:
+            def save(obj: Any, f: Any, *words: Any, **options: Any) -> None:
+                if isinstance(f, (str, Path)) and Path(f) == optimizer and not words and not options:
+                    snapshots.append(self.files.write("optimizer", obj, optimizer, is_optimizer_state))
+                else:
+                    stock(obj, f, *words, **options)
+
+            return save
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(standing_in(torch, "save", instead_of_save))
+            if is_stock(
+                getattr(module, "save_pretrained", transformers.Trainer._save)
+            ):  # another one may look at its files
+                stack.enter_context(self.writing_tensors(_SAVE_FILE, folder, [module], snapshots))
+            if self._trainer.is_fsdp_enabled:
+                stack.enter_context(self.sharded.writing_for(self._trainer.accelerator, folder, [module], snapshots))
+            yield
+
+
+def is_stock(function: Any) -> bool:
+    """Whether a method is one that transformers comes with, as far as its code tells."""
+    code = getattr(function, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(Path(transformers.__file__).parent)
+
+
+_UPLOADS: dict[str, tuple[str, object] | None] = {
+    "ClearMLCallback": ("_log_model", True),
+    "DVCLiveCallback": ("_log_model", "all"),
+    "FlyteCallback": ("sync_checkpoints", True),
+    "MLflowCallback": ("_log_artifacts", True),
+    "NeptuneCallback": ("_should_upload_checkpoint", True),
+    "SwanLabCallback": None,
+    "TrackioCallback": None,
+    "WandbCallback": ("_log_model", "checkpoint"),
+}
+"""Callbacks of transformers whose ``on_save`` looks at checkpoints only if an attribute has that value, or never."""
+
+
+def looks_on_save(callback: Any) -> bool:
+    """Whether a callback may look at a checkpoint in ``on_save``."""
+    if getattr(callback.on_save, "__code__", None) is trainer_callback.TrainerCallback.on_save.__code__:
+        return False
+    owner = next((c for c in type(callback).__mro__ if "on_save" in vars(c)), None)
+    if owner is None or "on_save" in vars(callback) or owner.__module__ != integration_utils.__name__:
+        return True
+    if owner.__name__ not in _UPLOADS:
+        return True
+    condition = _UPLOADS[owner.__name__]
+    return condition is not None and bool(getattr(callback, condition[0], condition[1]) == condition[1])

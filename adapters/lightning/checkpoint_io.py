@@ -16,7 +16,8 @@ from datastates._base import files, paths
 from datastates._base.sizes import LARGE_RECORD
 from datastates._base.workers import Work
 from datastates.adapters import torch_files
-from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles
+from datastates.adapters.lightning.asking import Asking
+from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles, wait_for_all
 from datastates.commit import manifest, retention
 from datastates.formats import own
 from datastates.saving.snapshot import Snapshot
@@ -68,12 +69,14 @@ class DataStatesCheckpointIO(CheckpointIO):
         """The snapshots of the last checkpoints, by file. *Committed* means that the file is on stable storage."""
         self._swept: set[Path] = set()
         self._thread = threading.get_ident()
+        self._asking = Asking(self.files)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Begin to save a checkpoint; returns once everything that may change at any time is copied.
 
-        On another thread than the training thread, as under Lightning's ``AsyncCheckpointIO``, it returns once the file
-        has its name, and raises failures: such a wrapper waits for its thread and not for this plugin.
+        Where somebody looks at the file at once, it returns once the file has its name, and raises a failure of it: if
+        something else in Lightning than its ``ModelCheckpoint`` saves, or a subclass of that, if a link to the file or
+        its upload follows, or on another thread than the training thread.
 
         Args:
             checkpoint: Lightning's checkpoint: nested containers with tensors in them.
@@ -84,15 +87,22 @@ class DataStatesCheckpointIO(CheckpointIO):
             TypeError: There are ``storage_options``.
             ValueError: ``path`` is the address of a store instead of a file path.
             ProviderError: Something in the checkpoint does not pickle; the message names it.
-            DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed; nothing is saved.
+            DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed and nothing is saved, or
+                it has waited for this one, which has failed.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options: {type(self).__name__} writes to file systems, and takes none")
-        final = _local(path)
+        final, looks = _local(path), self._looks()
         with _one_at_a_time:
             self._begin(checkpoint, final)
+        if looks is not None:
+            self.files.show(final.name, looks)
+
+    def _looks(self) -> str | None:
+        """Who looks at the checkpoint as soon as it is saved."""
         if threading.get_ident() not in (self._thread, threading.main_thread().ident):
-            self.files.finish()
+            return "another thread than the training thread saves it"
+        return self._asking.looks()
 
     def _begin(self, checkpoint: dict[str, Any], final: Path) -> None:
         files.make_directory(final.parent)
@@ -146,7 +156,7 @@ class DataStatesCheckpointIO(CheckpointIO):
             TrustError: The file holds an object of a class that is not trusted.
         """
         file = _local(path)
-        self.files.wait()
+        wait_for_all()
         if not file.exists():
             raise FileNotFoundError(f"there is no checkpoint {path}")
         if not own.has_ending(file):

@@ -11,10 +11,9 @@ from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
+from datastates.adapters.lightning.asking import Asking
 from datastates.saving.snapshot import Snapshot
 
-_PROOF = "meta.pt"
-"""A file that every sharded checkpoint of Lightning has."""
 _METHODS = ("save_checkpoint", "remove_checkpoint")
 _STATE_DICTS = ("optimizer_state", "lightning_module_state_dict")
 _ON_DEVICE = StateDictOptions(full_state_dict=False, cpu_offload=False)
@@ -70,6 +69,7 @@ class StrategyCheckpoints(FolderCheckpoints):
         super().__init__(settings, "lightning")
         self._strategy = strategy
         self._fsdp1 = fsdp1
+        self._asking = Asking(self.files)
         self._stock_save = strategy.save_checkpoint
         strategy.load_checkpoint = self.waiting_before(strategy.load_checkpoint)
         strategy.teardown = self.closing_before(strategy.teardown)
@@ -95,7 +95,7 @@ class StrategyCheckpoints(FolderCheckpoints):
             with self.sharded.writing(folder, [self._strategy.model], snapshots, fsdp1=self._fsdp1):
                 self._stock_save(checkpoint, folder, storage_options)
 
-        self.save(final, write, proof=_PROOF)
+        self.save(final, write, looks=self._asking.looks())
 
     def _remove_checkpoint(self, filepath: Any) -> None:
         """Replaces ``remove_checkpoint`` of the strategy: waits for what was begun, and keeps it if that has failed."""

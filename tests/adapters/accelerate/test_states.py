@@ -14,6 +14,7 @@ from by_path import module_at
 from hold import GATE, held
 
 from datastates import _native
+from datastates.adapters.torch_files import TorchFiles
 from datastates.errors import CommitError, SettingsError, StorageError
 
 torch = pytest.importorskip("torch")
@@ -96,45 +97,100 @@ def test_the_oldest_are_deleted_once_a_new_one_is_complete(training: ModuleType,
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"}
 
 
-def test_a_folder_of_its_own_choice_is_replaced_if_it_is_a_checkpoint(training: ModuleType, tmp_path: Path) -> None:
-    loop = training.Loop(tmp_path)
-    loop.accelerator.project_configuration.automatic_checkpoint_naming = False
-    hook = loop.accelerator.register_save_state_pre_hook(lambda *words: Path(words[2], "extra").write_text("x"))
-    for safe in (True, False):
-        loop.accelerator.save_state(tmp_path / "last", safe_serialization=safe)
-        loop.checkpoints.wait()
-        names = {path.name for path in (tmp_path / "last").iterdir()}
-        assert "extra" in names
-        assert ("model.safetensors" in names) == safe
-        assert ("pytorch_model.bin" in names) != safe
-    loop.accelerator.load_state(tmp_path / "last")
-    hook.remove()
-    (tmp_path / "others").mkdir()
-    (tmp_path / "others" / "precious").write_text("x")
-    with pytest.raises(CommitError, match="others holds other files"):
-        loop.accelerator.save_state(tmp_path / "others")
-    with pytest.raises(CommitError):
-        loop.checkpoints.close()
-    loop.accelerator.save_state(tmp_path / "later")
-    loop.checkpoints.files.then("what comes before", None, lambda _: None)
-    (tmp_path / "others" / "precious").rename(tmp_path / "precious")
-    with pytest.raises(ValueError, match="output_dir is missing"):
-        loop.accelerator.save_state()
-    loop.end()
-    assert {path.name for path in tmp_path.iterdir()} == {"last", "others", "later", "precious", "end.pt"}
+def test_a_folder_of_its_own_choice_is_written_as_accelerate_writes_it(training: ModuleType, tmp_path: Path) -> None:
+    trees = []
+    for name in ("stock", "ours"):
+        loop = training.Loop(tmp_path / name, lazy=name == "ours")
+        accelerator, last = loop.accelerator, tmp_path / name / "last"
+        accelerator.project_configuration.automatic_checkpoint_naming = False
+        (last / "mine").mkdir(parents=True)
+        last.chmod(0o700)
+        (last / "precious").write_text("x")
+        hook = accelerator.register_save_state_pre_hook(
+            lambda *words: Path(words[2], "extra").write_text(words[2][-4:])
+        )
+        for safe in (True, False):
+            assert accelerator.save_state(str(last), safe_serialization=safe) == last
+        hook.remove()
+        accelerator.save_state(last)
+        accelerator.load_state(last)
+        with pytest.raises((ValueError, TypeError)):
+            accelerator.save_state()
+        loop.end()
+        assert last.stat().st_mode & 0o777 == 0o700
+        trees.append({str(path.relative_to(last)) for path in last.rglob("*")})
+        assert (last / "extra").read_text() == "last"
+        assert {path.name for path in (tmp_path / name).iterdir()} == {"last", "end.pt"}
+    assert trees[0] == trees[1]
+    assert {"precious", "extra", "mine", "model.safetensors", "pytorch_model.bin"} <= trees[1]
 
 
-def test_a_folder_that_appears_while_it_is_written_is_left_alone(training: ModuleType, tmp_path: Path) -> None:
+def test_what_appears_in_a_folder_while_it_is_written_stays(training: ModuleType, tmp_path: Path) -> None:
     loop = training.Loop(tmp_path)
     loop.accelerator.project_configuration.automatic_checkpoint_naming = False
     with held("sync"):
         final = loop.accelerator.save_state(tmp_path / "here")
-        final.mkdir()
-        (final / "precious").write_text("x")
-    with pytest.raises(CommitError, match="here holds other files"):
-        loop.accelerator.end_training()
-    assert [path.name for path in final.iterdir()] == ["precious"]
+        (final / "inside").mkdir(parents=True)
+        (final / "inside" / "precious").write_text("x")
+        (final / "scheduler.bin").write_text("written later")
+    loop.accelerator.end_training()
+    assert (final / "inside" / "precious").read_text() == "x"
+    assert (final / "scheduler.bin").read_text() == "written later"
+    assert load_file(final / "model.safetensors").keys() == loop.net.state_dict().keys()
     assert list(tmp_path.iterdir()) == [final]
+
+
+def test_what_cannot_be_merged_fails_without_loss(training: ModuleType, tmp_path: Path) -> None:
+    loop = training.Loop(tmp_path)
+    loop.accelerator.project_configuration.automatic_checkpoint_naming = False
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CommitError, match="file is a file"):
+        loop.accelerator.save_state(tmp_path / "file")
+    with pytest.raises(CommitError):
+        loop.checkpoints.close()
+    (tmp_path / "folder" / "model.safetensors").mkdir(parents=True)
+    (tmp_path / "folder" / "model.safetensors" / "precious").write_text("x")
+    loop.accelerator.save_state(tmp_path / "folder")
+    with pytest.raises(CommitError, match=r"model\.safetensors"):
+        loop.accelerator.end_training()
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"file", "folder/model.safetensors/precious"}
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3], [3, 4, 5, 0, 1], [0, 1, 2, 0], [7, 7]])
+def test_numbers_and_the_limit_are_those_of_accelerate(
+    numbers: list[int], training: ModuleType, tmp_path: Path
+) -> None:
+    seen = []
+    for name in ("stock", "ours"):
+        loop = training.Loop(tmp_path / name, lazy=name == "ours", total_limit=3)
+        refused = []
+        for number in numbers:  # a loop that has loaded a state begins at 0 again
+            loop.accelerator.project_configuration.iteration = number
+            try:
+                loop.accelerator.save_state()
+            except ValueError as error:
+                refused.append("already exists" in str(error))
+        loop.end()
+        seen.append((folders(tmp_path / name), refused, loop.accelerator.save_iteration))
+    assert seen[0] == seen[1]
+
+
+def test_what_accelerate_reads_and_writes_waits_for_what_is_under_way(training: ModuleType, tmp_path: Path) -> None:
+    loop = training.Loop(tmp_path)
+    loop.accelerator.project_configuration.automatic_checkpoint_naming = False
+    with held("sync", until=(TorchFiles, "wait")):
+        loop.accelerator.save_state(tmp_path / "one")
+        loop.accelerator.save({"a": 1}, tmp_path / "elsewhere.pt")  # it does not wait
+        assert not (tmp_path / "one").exists()
+        loop.accelerator.save({"a": 1}, str(tmp_path / "one" / "more.pt"))
+    assert (tmp_path / "one" / "model.safetensors").exists()
+    assert (tmp_path / "one" / "more.pt").exists()
+    with held("sync", until=(TorchFiles, "wait")):
+        loop.accelerator.save_state(tmp_path / "two")
+        other = training.Loop(tmp_path)  # another accelerator of the process
+        other.accelerator.load_state(tmp_path / "two")
+    loop.end()
 
 
 def test_what_it_cannot_do_is_refused(training: ModuleType, tmp_path: Path) -> None:

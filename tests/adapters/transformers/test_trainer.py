@@ -306,23 +306,25 @@ def test_what_another_run_is_writing_is_left_alone(training: ModuleType, tmp_pat
     alive, dead = (manifest.begin(manifest.Pending(tmp_path / f".checkpoint-{step}")) for step in (77, 78))
     dead.close()
     for pending in (alive, dead):  # as between the two renames that replace a checkpoint
-        pending.directory.with_name(pending.directory.name + "-old").mkdir()
+        (pending.directory / "old" / pending.directory.name[1:14]).mkdir(parents=True)
     made = training.trainer(tmp_path, 5)
     checkpoints = training.attach(made, **training.OPTIONS)
     found: list[bool] = []
 
     class Watch(training.transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_save(self, *_: Any, **__: Any) -> None:
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            checkpoints.files.begin()
+            checkpoints.files.then("what comes before", None, lambda _: go.wait())
+
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
             found.extend(retention.is_live(path) for path in tmp_path.glob(".checkpoint-5.partial-*"))
             go.set()
 
     go = threading.Event()
-    checkpoints.files.begin()
-    checkpoints.files.then("what comes before", None, lambda _: go.wait())
     made.add_callback(Watch())
     made.train()
     assert found == [True]
-    names = {"checkpoint-5", "checkpoint-78", alive.directory.name, alive.directory.name + "-old"}
+    names = {"checkpoint-5", "checkpoint-78", alive.directory.name}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert not (tmp_path / "checkpoint-5" / manifest.LOCK).exists()
     manifest.abandon(alive)

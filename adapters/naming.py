@@ -1,0 +1,158 @@
+"""A folder gets its final name at once, and what others have written under that name stays. Thread-safe.
+
+A checkpoint ``NAME`` is written as ``.NAME.partial-XXXXXXXX/NAME``: whoever is handed that folder sees its later name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from datastates._base import files, paths
+from datastates.commit import manifest, retention
+from datastates.errors import CommitError
+
+_log = logging.getLogger("datastates")
+_OLD = "old"
+"""Beside the folder that is written: a folder with the one whose place it takes, until it has its name."""
+
+Contents = Mapping[Path, tuple[int, int]]
+"""What a folder holds, by relative path: files, links and empty folders, each with numbers that tell a change."""
+
+
+def contents(folder: Path) -> Contents:
+    """What a folder holds; nothing if there is no folder."""
+    return dict(_entries(folder))
+
+
+def refuse(final: Path) -> None:
+    """Raise CommitError if no folder can take a name: a file has it, or a folder that cannot be moved."""
+    if os.path.lexists(final) and not final.is_dir():
+        raise CommitError(f"{final} is a file, and a checkpoint is a folder: save to another path")
+    if os.path.ismount(final) or Path.cwd().is_relative_to(final):
+        raise CommitError(f"{final} is a mount point or the working directory: save to a folder in it")
+
+
+def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> None:
+    """Give a folder its final name. It is merged with what has that name, as if it had been written there.
+
+    Args:
+        staged: The folder, in a hidden one of its own.
+        final: The name.
+        before: What was there when the checkpoint was begun. A file of it gives way to one of the same name.
+        replace: Whether all of that gives way. What was written there since then stays in any case.
+
+    Raises:
+        CommitError: ``final`` is no folder, or a file is in the place of a folder in it. Nothing has changed.
+        OSError: The file system has failed. What was there is there again.
+    """
+    refuse(final)
+    files.make_directory(final.parent)
+    old, kept = staged.with_name(_OLD) / final.name, before
+    if final.exists():
+        kept = _keep(final, staged, before, replace=replace)
+        os.chmod(staged, stat.S_IMODE(final.stat().st_mode))
+        old.parent.mkdir()
+        shutil.move(final, old)  # overlayfs renames no folder of a lower layer
+    try:
+        with files.syscall("rename", final):
+            os.rename(staged, final)
+    except OSError:
+        _put_back(old, final)
+        raise
+    files.sync_directory(final.parent)
+    _keep(old, final, kept, replace=True)  # what was written between the look and the rename
+    clear(staged, final.parent)
+
+
+def clear(staged: Path, home: Path) -> None:
+    """Remove the hidden folder of a checkpoint, and the checkpoint if it is in there still.
+
+    What somebody who was handed that folder has written beside it goes to ``home``.
+    """
+    hidden = staged.parent
+    for name in {*os.listdir(hidden)} - {staged.name, _OLD, manifest.LOCK}:
+        if (hidden / name).is_dir():
+            _keep(hidden / name, home / name, {}, replace=False)
+        else:
+            os.replace(hidden / name, home / name)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def alike(name: str) -> re.Pattern[str]:
+    """Matches the hidden folders of checkpoints with a name, or with other numbers in that name."""
+    return re.compile(re.sub("[0-9]+", "[0-9]+", re.escape(paths.stem_of_partial(f".{name}"))) + r"\Z")
+
+
+def sweep(room: Path, names: re.Pattern[str], home: Path) -> None:
+    """Remove what interrupted runs left of checkpoints, and put back those that such a run had moved aside.
+
+    Args:
+        room: The folder in which checkpoints lie until they have their names.
+        names: What :func:`alike` gives for the names.
+        home: The folder that checkpoints are to be in.
+    """
+    try:
+        for hidden in retention.debris(room, names):
+            for old in (hidden / _OLD).glob("*"):
+                if not (final := home / old.name).exists():
+                    _put_back(old, final)  # the run ended between two renames
+        retention.sweep(room, names)
+    except OSError as error:  # this rank must not fail for that, as the others go on
+        _log.warning("what an interrupted run left could not be removed: %s", error)
+
+
+def _keep(source: Path, target: Path, known: Contents, *, replace: bool) -> Contents:
+    """Give what a folder holds a second name in another one; returns what it held.
+
+    What is as in ``known`` is left out where the target has something of that name, or with ``replace``.
+    """
+    there = contents(source)
+    for path, stamp in there.items():
+        new = target / path
+        if known.get(path) == stamp and (replace or os.path.lexists(new)):
+            continue
+        try:
+            _keep_one(source / path, new)
+        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            raise CommitError(f"{source / path} is a file in place of a folder, or the other way round") from error
+    return there
+
+
+def _keep_one(entry: Path, new: Path) -> None:
+    """Give a file, a link or an empty folder a second name, in place of a file that has it."""
+    if entry.is_dir() and not entry.is_symlink():
+        new.mkdir(parents=True, exist_ok=True)
+        return
+    new.parent.mkdir(parents=True, exist_ok=True)
+    second = new.with_name(f".{new.name}.kept")
+    try:
+        os.link(entry, second, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(entry, second, follow_symlinks=False)
+    os.replace(second, new)
+    second.unlink(missing_ok=True)  # a rename to the same file does nothing
+    files.sync_directory(new.parent)
+
+
+def _put_back(old: Path, final: Path) -> None:
+    if old.exists():
+        os.rename(old, final)
+
+
+def _entries(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
+    for root, folders, names in os.walk(folder):
+        for path in (Path(root, name) for name in (*names, *folders)):
+            try:
+                found = path.lstat()
+                if not stat.S_ISDIR(found.st_mode):
+                    yield path.relative_to(folder), (found.st_ino, found.st_mtime_ns)
+                elif not os.listdir(path):
+                    yield path.relative_to(folder), (found.st_ino, 0)
+            except FileNotFoundError:  # somebody has removed it meanwhile
+                continue
