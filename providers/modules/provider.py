@@ -120,6 +120,8 @@ class ModuleProvider(TreeProvider):
             result = load(state)
         else:
             result = load(state, strict=False)
+        if strict:  # it has refused what it does not tolerate
+            return
         missing, unexpected = (getattr(result, name, ()) for name in ("missing_keys", "unexpected_keys"))
         saved.report(
             missing=[component(name) for name in missing if code.takes(name)],
