@@ -64,7 +64,9 @@ class OptimizerProvider(TreeProvider):
             for name in stored["state"][number]:  # a parameter restores all its states or none
                 keys.pop(state_key(number, name), None)
         pairs = pair(stored, live, known).pairs if is_same else []
-        into = {ref.key: array for ref, array in pairs if is_plain or dtensors.is_dtensor(array)}
+        # a rate in a tensor is replaced, as by torch: others may hold it, such as the optimizer's own defaults
+        states = [(ref.key, array) for ref, array in pairs if ref.key.startswith("state/")]
+        into = {key: array for key, array in states if is_plain or dtensors.is_dtensor(array)}
         like = {ref.key: array for ref, array in pairs} | parameters_of_states(stored, self._optimizer)
         found = {key: into[key] if key in into else memory.fresh(known[key], like.get(key)) for key in keys}
         found_added = ((number, name, found.get(state_key(number, name))) for number, name in added)

@@ -210,3 +210,16 @@ def test_an_object_that_refuses_is_named(tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match=r"'loader' does not take its state from .*: KeyError: 'y'") as caught:
         ds.restore([from_stateful("loader", Refusing())], tmp_path / "c")
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_rate_in_a_tensor_is_replaced_as_by_torch(tmp_path: Path) -> None:
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=torch.tensor(0.5))
+
+    source, live, stock = (_trained(adam, seed, torch.float32)[1] for seed in (1, 2, 2))
+    source.param_groups[0]["lr"].fill_(0.25)
+    ds.snapshot([from_stateful("o", source)], tmp_path / "c").wait_committed()
+    ds.restore([from_stateful("o", live)], tmp_path / "c")
+    stock.load_state_dict(source.state_dict())
+    assert equal(live.state_dict(), stock.state_dict())
+    assert live.defaults["lr"] == stock.defaults["lr"] == 0.5
