@@ -17,10 +17,12 @@ from datastates.exporting.safetensors_layout import file_of, files_of, index_of,
 from datastates.state.dtypes import BY_NAME
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name != "__metadata__")
+FROM_BYTES = sorted(TYPES.keys() - {"float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"})
+"""The types that ``safetensors.torch.load`` knows; ``load_file`` knows all."""
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-@given(st.dictionaries(NAMES, st.tuples(st.sampled_from(sorted(TYPES)), SHAPES), max_size=8))
+@given(st.dictionaries(NAMES, st.tuples(st.sampled_from(FROM_BYTES), SHAPES), max_size=8))
 def test_the_library_reads_the_header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     file = file_of("x", [Tensor(f"p/{name}", name, dtype, shape) for name, (dtype, shape) in tensors.items()], {}, PAGE)
     read = load(file.literal + bytes(file.nbytes - len(file.literal)))
