@@ -21,6 +21,7 @@ from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.adapters.stand_ins import Function, having, standing_in
 from datastates.adapters.torch_files import is_optimizer_state, no_buffer_of
+from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 
 _SAVE_FILE: dict[str, ModuleType] = {"safe_save_file": other}
@@ -51,6 +52,7 @@ def attach(accelerator: Any, **options: Unpack[FolderOptions]) -> AcceleratorChe
         ValueError: The accelerator saves in a way that is not supported, or ``attach()`` was called for it already; the
             message says which.
     """
+    warn_of_untried("accelerate")
     settings = FolderSettings.of(options)
     kind, plugin = accelerator.distributed_type, getattr(accelerator.state, "fsdp_plugin", None)
     fsdp = kind == DistributedType.FSDP

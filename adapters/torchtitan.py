@@ -27,6 +27,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.override import derive, override
 
 from datastates.adapters.dcp import DataStatesStorageReader, DataStatesStorageWriter, async_save
+from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 
 
@@ -83,6 +84,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):
         self.enable = config.enable
         if not self.enable:
             return
+        warn_of_untried("torchtitan")
         self.config = config
         self.folder = Path(base_folder, config.folder).absolute()
         self.save_future: Snapshot | None = None

@@ -26,6 +26,7 @@ from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.adapters.stand_ins import Function, standing_in
 from datastates.adapters.torch_files import is_optimizer_state, wait_for_all
+from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 
 _log = logging.getLogger("datastates")
@@ -56,6 +57,7 @@ def attach(trainer: Any, **options: Unpack[FolderOptions]) -> TrainerCheckpoints
         ValueError: This Trainer saves in a way that is not supported, or ``attach()`` was called for it already; the
             message says which.
     """
+    warn_of_untried("transformers")
     settings = FolderSettings.of(options)
     paths.refuse_address(trainer.args.output_dir)
     unknown = [name for name in _METHODS if not hasattr(trainer, name)]

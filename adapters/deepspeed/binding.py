@@ -21,6 +21,7 @@ from typing import Any
 
 from datastates.adapters import looks
 from datastates.adapters.deepspeed import engines
+from datastates.adapters.tried import warn_of_untried
 from datastates.errors import SettingsError
 
 _ENTRY = "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine"
@@ -40,6 +41,7 @@ def bind(*, entry: bool) -> None:
     engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     if _BOUND not in vars(engine):
         _check_interface(engine, interface())
+        warn_of_untried("deepspeed")
         engine.save_checkpoint = _saving(engine.save_checkpoint)
         engine.load_checkpoint = _loading(engine.load_checkpoint)
         engine._checkpoint_tag_validation = _validating(engine._checkpoint_tag_validation)

@@ -18,6 +18,7 @@ from datastates._base.workers import Work
 from datastates.adapters import torch_files
 from datastates.adapters.lightning.asking import Asking
 from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles, wait_for_all
+from datastates.adapters.tried import warn_of_untried
 from datastates.commit import manifest, retention
 from datastates.formats import own
 from datastates.saving.snapshot import Snapshot
@@ -64,6 +65,7 @@ class DataStatesCheckpointIO(CheckpointIO):
         """
         super().__init__()
         self.lazy = lazy
+        warn_of_untried("lightning")
         self.files = TorchFiles(FileSettings.of(options))
         self.snapshots: dict[Path, Snapshot] = {}
         """The snapshots of the last checkpoints, by file. *Committed* means that the file is on stable storage."""

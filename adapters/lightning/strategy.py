@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
 from datastates.adapters.lightning.asking import Asking
+from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 
 _METHODS = ("save_checkpoint", "remove_checkpoint")
@@ -37,6 +38,7 @@ def attach(strategy: Any, **options: Unpack[FolderOptions]) -> StrategyCheckpoin
         ValueError: The strategy saves in a way that is not supported, or ``attach()`` was called for it already; the
             message says which.
     """
+    warn_of_untried("lightning")
     settings = FolderSettings.of(options)
     known = [base.__name__ for base in type(strategy).__mro__]
     fsdp1 = "FSDPStrategy" in known

@@ -24,6 +24,7 @@ from datastates._base import paths
 from datastates.adapters.dcp import DataStatesStorageReader
 from datastates.adapters.dcp.load.neighbours import Neighbours, Offer, agree
 from datastates.adapters.dcp.save.writer import WriterOptions, WriterSettings
+from datastates.adapters.tried import warn_of_untried
 from datastates.ranks.together import settle
 from datastates.ranks.world import world_of
 from datastates.restoring.reads import Tally
@@ -52,6 +53,7 @@ class DataStatesLoadStrategy(TorchDistLoadShardedStrategy):
             SettingsError: An option is unknown or its value is invalid.
         """
         super().__init__()
+        warn_of_untried("megatron-core")
         self.settings = WriterSettings.of(options)
         self.tally: Tally | None = None
         """How much the last load read, without the items that torch's own code read; None before the first load."""

@@ -27,6 +27,7 @@ from datastates.adapters.dcp.save.async_save import refusing, session_of
 from datastates.adapters.dcp.save.staging import Lazy, Staged, is_large
 from datastates.adapters.dcp.save.writer import WriterOptions
 from datastates.adapters.megatron.async_request import request
+from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 
 
@@ -64,6 +65,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):
         Raises:
             SettingsError: An option is unknown or its value is invalid.
         """
+        warn_of_untried("megatron-core")
         super().__init__(backend, version, keep_only_main_replica)
         self.last: Snapshot | None = None
         """This rank's last save: its progress and its report; None before the first."""

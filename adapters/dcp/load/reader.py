@@ -26,6 +26,7 @@ from datastates.adapters.dcp.load.neighbours import Neighbours, Offer, introduce
 from datastates.adapters.dcp.load.own_file import OwnFile
 from datastates.adapters.dcp.load.read_items import ClaimedMemory, name_of
 from datastates.adapters.dcp.load.stock_file import StockFile
+from datastates.adapters.tried import warn_of_untried
 from datastates.config import IoOptions, IoSettings
 from datastates.container.file import Container, open_container
 from datastates.errors import DatastatesError, FormatError
@@ -77,6 +78,7 @@ class DataStatesStorageReader(FileSystemReader):
         """
         paths.refuse_address(path)
         super().__init__(path)
+        warn_of_untried("torch")
         self.settings = IoSettings.of(options)
         self._metadata: Metadata | None = None
         self._loading: Loading | None = None

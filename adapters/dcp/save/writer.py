@@ -21,6 +21,7 @@ from datastates._base import files, paths
 from datastates.adapters.dcp import metadata_file
 from datastates.adapters.dcp.save import items
 from datastates.adapters.dcp.save.staging import Lazy, Staged, StagedStateDict, is_large
+from datastates.adapters.tried import warn_of_untried
 from datastates.commit.ending import FileEnding, identity_alone
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import DatastatesError
@@ -90,6 +91,7 @@ class DataStatesStorageWriter(FileSystemWriter):
         """
         paths.refuse_address(path)
         super().__init__(path, overwrite=overwrite)
+        warn_of_untried("torch")
         self.settings = WriterSettings.of(options)
         self.lazy = lazy
         self._start()
