@@ -23,6 +23,7 @@ from datastates._base import faults
 from datastates.config import IoSettings
 from datastates.executor.make import make_executor
 from datastates.providers import from_state_dict
+from datastates.providers.modules import changes
 from datastates.ranks.world import SoloWorld
 from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.engine import Engine
@@ -76,7 +77,8 @@ def outside_the_sources(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def no_faults_left() -> Iterator[None]:
-    """What a test arms does not outlive it."""
+    """What a test arms does not outlive it. Nor do optimizers that it has made known: they say what may be lazy."""
+    changes._optimizers.clear()
     yield
     _native.clear_faults()
     faults.clear()

@@ -166,7 +166,7 @@ class TensorReader(Machine):
         self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, *metadata: Any
     ) -> object:
         if id(storage) in self._foreign:
-            return self._tensor_over_trusted(storage, offset, shape, stride, grad, hooks, *metadata)
+            return self._over_trusted("_rebuild_tensor_v2", storage, offset, shape, stride, grad, hooks, *metadata)
         stored = self._stored(storage)
         if stored is None or stored.dtype is None:
             raise FormatError("a tensor without a typed storage")
@@ -181,21 +181,26 @@ class TensorReader(Machine):
     def _rebuild_qtensor(
         self, storage: Any, offset: Any, shape: Any, stride: Any, quantizer: Any, grad: Any, hooks: Any
     ) -> object:
-        del hooks
+        if id(storage) in self._foreign:
+            import torch
+
+            scheme, *form = quantizer if isinstance(quantizer, tuple) and quantizer else (None,)
+            if isinstance(scheme, pickle_policy.TorchName):
+                scheme = getattr(torch, scheme.name, None)
+            return self._over_trusted("_rebuild_qtensor", storage, offset, shape, stride, (scheme, *form), grad, hooks)
         stored = self._stored(storage)
         if stored is None or stored.kind not in pickle_torch.QUANTIZED:
             raise FormatError("a quantized tensor without a storage of its own kind")
         form = stored.kind, offset, shape, stride, quantizer, grad
         return self._late("a quantized tensor", pickle_torch.quantized, self._bytes(stored), *form)
 
-    def _tensor_over_trusted(self, storage: Any, *arguments: Any) -> object:
+    def _over_trusted(self, rebuild: str, storage: Any, *arguments: Any) -> object:
         # a tensor that was pickled whole inside an object of another class: its storage came through trust
         if isinstance(storage, Unbuilt):
             return self._own(Unbuilt(storage, *arguments))
         import torch
 
-        rebuild: Any = torch._utils._rebuild_tensor_v2
-        return self._own(rebuild(storage, *arguments))
+        return self._own(getattr(torch._utils, rebuild)(storage, *arguments))
 
     def _rebuild_tensor_v3(
         self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *metadata: Any

@@ -19,6 +19,7 @@ from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
 from datastates.container.file import Container, open_container
 from datastates.container.table import Row
+from datastates.errors import TornSnapshotError
 
 HERE = Path(__file__).parent
 LOOP = HERE / "rank_loop.py"
@@ -116,8 +117,7 @@ WRONG = {
     "step": "the ranks took a snapshot of different steps: step {} on ranks 0-1, 3, step {}00 on rank 2",
     "shards": "rank 2: LookupError: no shards today",
     "serialize": "rank 2: LookupError: cannot be serialized",
-    "torn": "rank 2: TornSnapshotError: changed between snapshot() and its capture: 'large/x'; guard the update with "
-    "Checkpointer.gate(), or mark what changes at any time as not lazy, as by from_stateful(..., lazy=False)",
+    "torn": f"rank 2: TornSnapshotError: {TornSnapshotError(['large/x'])}",
     "write=fail:28": "rank 2: StorageError: write failed on {}/rank-00002.pt: No space left on device (errno 28)",
     "allocate=fail:122": "rank 2: StorageError: allocate failed on {}/rank-00002.pt: Disk quota exceeded (errno 122)",
     "sync=fail:5": "rank 2: StorageError: sync failed on {}/rank-00002.pt: Input/output error (errno 5)",

@@ -128,9 +128,9 @@ def test_only_an_index_makes_several_files_one_checkpoint(folder: Path) -> None:
 
 
 def test_beside_our_checkpoints_a_file_is_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "model-1.safetensors").rename(folder / "model.safetensors")
     with ds.Checkpointer(folder) as checkpointer:
         checkpointer.snapshot([from_state_dict("m", {"own": torch.ones(3)})], step=4)
+    (folder / "model-1.safetensors").rename(folder / "model.safetensors")
     assert list(ds.load(folder)) == ["m"]
     with ds.open(folder) as opened:
         assert opened.step == 4

@@ -26,3 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(autouse=True)
+def only_torchs_own_classes_are_safe() -> Iterator[None]:
+    """Frameworks that other tests import add classes to those that torch loads without trust."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    yield
+    torch.serialization.add_safe_globals(before)
