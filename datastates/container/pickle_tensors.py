@@ -184,10 +184,10 @@ class TensorReader(Machine):
         if id(storage) in self._foreign:
             import torch
 
-            scheme, *form = quantizer if isinstance(quantizer, tuple) and quantizer else (None,)
+            scheme, *rest = quantizer if isinstance(quantizer, tuple) and quantizer else (None,)
             if isinstance(scheme, pickle_policy.TorchName):
                 scheme = getattr(torch, scheme.name, None)
-            return self._over_trusted("_rebuild_qtensor", storage, offset, shape, stride, (scheme, *form), grad, hooks)
+            return self._over_trusted("_rebuild_qtensor", storage, offset, shape, stride, (scheme, *rest), grad, hooks)
         stored = self._stored(storage)
         if stored is None or stored.kind not in pickle_torch.QUANTIZED:
             raise FormatError("a quantized tensor without a storage of its own kind")
