@@ -44,9 +44,9 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool | Callable[[str], bool
         obj: The live object.
         lazy: True: parameters and optimizer states stay unchanged until the snapshot is captured. Torch optimizers
             wait for that; call ``Checkpointer.gate()`` before any other update. ``snapshot()`` still copies parameters
-            that are known to change elsewhere: those of ``AveragedModel``, of a module of which no optimizer holds a
-            parameter although a provider of one is there, and of an embedding with ``max_norm``. False: it
-            copies everything. A function answers for each key, whatever is known.
+            that are known to change elsewhere: those of ``AveragedModel``, of an embedding with ``max_norm``, and of a
+            module of which the optimizers that are saved with it hold no parameter. False: it copies everything. A
+            function answers for each key, whatever is known.
 
     Returns:
         The provider.

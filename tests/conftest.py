@@ -23,7 +23,6 @@ from datastates._base import faults
 from datastates.config import IoSettings
 from datastates.executor.make import make_executor
 from datastates.providers import from_state_dict
-from datastates.providers.modules import changes
 from datastates.ranks.world import SoloWorld
 from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.engine import Engine
@@ -77,8 +76,7 @@ def outside_the_sources(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def no_faults_left() -> Iterator[None]:
-    """What a test arms does not outlive it. Nor do optimizers that it has made known: they say what may be lazy."""
-    changes._optimizers.clear()
+    """What a test arms does not outlive it."""
     yield
     _native.clear_faults()
     faults.clear()

@@ -82,6 +82,8 @@ def collect(
     chosen = list(walk_unique(providers))
     if knowledge is not None:
         knowledge.teach(chosen)
+    for provider in chosen:
+        provider.stand_beside(chosen)
     described = [_shards_of(provider) for provider in chosen]
     if knowledge is not None:
         knowledge.take(chosen)

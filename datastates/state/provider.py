@@ -135,6 +135,14 @@ class StateProvider(ABC):
         """
         del knowledge
 
+    def stepped(self) -> Iterable[object]:
+        """The parameters that an optimizer of this provider changes in its ``step()``, which waits for the gate."""
+        return ()
+
+    def stand_beside(self, providers: Sequence[StateProvider]) -> None:
+        """Learn which providers take part in a snapshot; the engine calls it before :meth:`shards`."""
+        del providers
+
     def serialize(self, shard: Shard) -> bytes | Encoder:
         """Serialize one object shard with :func:`datastates.dumps`.
 

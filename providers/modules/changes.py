@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Collection
 from typing import Any
 
 from datastates._base.loaded import loaded
 from datastates.state import arrays
 
-_optimizers: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
-"""The optimizers of the providers that there are."""
 
-
-def know(provider: object, optimizer: Any) -> None:
-    """Note an optimizer of torch, as long as its provider lives."""
-    _optimizers[provider] = optimizer
-
-
-def changing(module: Any) -> frozenset[int] | None:
+def changing(module: Any, stepped: Collection[int]) -> frozenset[int] | None:
     """Where the parameters begin that may change outside of an optimizer's step; None if all of them may.
 
-    An embedding with ``max_norm`` is rewritten by its forward pass. A module of which no optimizer of a provider holds
-    any parameter is probably an average of another one (EMA), as torch's ``AveragedModel`` is.
+    An embedding with ``max_norm`` is rewritten by its forward pass. A module of which the optimizers hold no parameter
+    is probably an average of another one (EMA), as torch's ``AveragedModel`` is.
+
+    Args:
+        module: The module.
+        stepped: Ids of the parameters of the optimizers that are saved with it. If there are none, nothing is known.
     """
-    torch = loaded("torch")
-    averages = loaded("torch.optim.swa_utils")
+    torch, averages = loaded("torch"), loaded("torch.optim.swa_utils")
     if averages is not None and isinstance(module, averages.AveragedModel):
         return None
-    stepped = {
-        id(p) for optimizer in list(_optimizers.values()) for group in optimizer.param_groups for p in group["params"]
-    }
     if stepped and not any(id(parameter) in stepped for parameter in module.parameters()):
         return None
     embeddings = (m for m in module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)))

@@ -17,7 +17,7 @@ from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.state import arrays, dtensors, laziness
 from datastates.state.arrays import Destinations
 from datastates.state.keys import component, parts
-from datastates.state.provider import Saved
+from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard
 
 
@@ -33,6 +33,8 @@ class ModuleProvider(TreeProvider):
         self._lazy = lazy
         self._parameters: frozenset[int] | None = None
         self._changing: tuple[()] | tuple[frozenset[int] | None] = ()
+        self._beside: list[int] = []  # ids of the providers of the last snapshot
+        self._stepped: frozenset[int] = frozenset()
 
     def value(self) -> object:
         """The module's state now."""
@@ -61,8 +63,15 @@ class ModuleProvider(TreeProvider):
             return arrays.kind_of(array) == "torch" and arrays.address(array) in self._parameters
         return laziness.is_parameter(array)
 
+    def stand_beside(self, providers: Sequence[StateProvider]) -> None:
+        """Look for the parameters of optimizers. Those of the same providers are the same."""
+        beside = list(map(id, providers))
+        if self._lazy_flags is None or beside != self._beside:
+            self._beside, self._lazy_flags = beside, None
+            self._stepped = frozenset(id(parameter) for provider in providers for parameter in provider.stepped())
+
     def _may_change(self, array: Any) -> bool:
-        found = self._changing[0] if self._changing else changing(self._module)
+        found = self._changing[0] if self._changing else changing(self._module, self._stepped)
         self._changing = (found,)  # for this look at all arrays
         return found is None or (arrays.kind_of(array) == "torch" and arrays.address(array) in found)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from datastates.providers.modules.changes import know
 from datastates.providers.nested.pairing import add, pair
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.providers.optimizer.load_code import is_of_torch, loads_by_itself, uncast
@@ -31,13 +30,16 @@ class OptimizerProvider(TreeProvider):
     def __init__(self, name: str, optimizer: Any, lazy: bool | Callable[[str], bool]) -> None:
         """Take what :func:`~datastates.providers.from_stateful` takes."""
         super().__init__(name)
-        know(self, optimizer)
         self._optimizer = optimizer
         self._lazy = lazy
 
     def value(self) -> object:
         """The optimizer's state now."""
         return container_of(self.name, self._optimizer.state_dict())
+
+    def stepped(self) -> Iterable[object]:
+        """The optimizer's parameters."""
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
     def is_lazy(self, key: str, array: Any) -> bool:
         """Whether it is a parameter's state. A scheduler changes the values in ``param_groups``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from datastates.state.keys import component
 from datastates.state.provider import Encoder, Saved, StateProvider, walk_unique
@@ -46,6 +47,15 @@ class CompositeProvider(StateProvider):
         """Hand to each child what an earlier child of its name and class found out."""
         assert isinstance(knowledge, Knowledge)
         knowledge.teach(self._children)
+
+    def stepped(self) -> Iterable[object]:
+        """The parameters that the children's optimizers change."""
+        return chain.from_iterable(child.stepped() for child in self._children)
+
+    def stand_beside(self, providers: Sequence[StateProvider]) -> None:
+        """Tell all children."""
+        for child in self._children:
+            child.stand_beside(providers)
 
     def shards(self) -> Sequence[Shard]:
         """The shards of all children; the child's name is put in front of each key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from datastates._base.loaded import loaded
@@ -73,6 +73,14 @@ class ReplicatedProvider(StateProvider):
         if knowledge.kind is type(self._provider):
             self._provider.learn(knowledge.inner)
             self._marked = knowledge.marked if knowledge.said == self._said() else None
+
+    def stepped(self) -> Iterable[object]:
+        """The parameters that the wrapped provider's optimizer changes."""
+        return self._provider.stepped()
+
+    def stand_beside(self, providers: Sequence[StateProvider]) -> None:
+        """Tell the wrapped provider."""
+        self._provider.stand_beside(providers)
 
     def _said(self) -> object:
         """What the marks depend on, beside the shards and the present ranks."""

@@ -14,17 +14,12 @@ from torch.optim.swa_utils import AveragedModel
 
 import datastates as ds
 from datastates.errors import TornSnapshotError
-from datastates.providers import from_stateful
-from datastates.providers.modules import changes
+from datastates.providers import CompositeProvider, ReplicatedProvider, from_stateful
 
 
-@pytest.fixture(autouse=True)
-def _unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No optimizer of another test is known."""
-    monkeypatch.setattr(changes, "_optimizers", type(changes._optimizers)())
-
-
-def _lazy(provider: ds.StateProvider) -> dict[str, bool]:
+def _lazy(provider: ds.StateProvider, *others: ds.StateProvider) -> dict[str, bool]:
+    """Which arrays are lazy in a snapshot with other providers."""
+    provider.stand_beside([provider, *others])
     return {shard.key: shard.lazy for shard in provider.shards() if not shard.is_object}
 
 
@@ -42,14 +37,18 @@ def test_an_embedding_that_renormalizes_is_copied(kind: Any) -> None:
 def test_a_module_that_no_optimizer_holds_is_copied() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     average = copy.deepcopy(model)
-    assert all(_lazy(from_stateful("ema", average)).values())  # nothing is known of optimizers
+    kept = from_stateful("ema", average)
+    assert all(_lazy(kept).values())  # nothing is known of optimizers
     optimizer = torch.optim.SGD(model[1].parameters(), momentum=0.9)
-    known = from_stateful("optim", optimizer)
-    assert all(_lazy(from_stateful("model", model)).values())  # the frozen layers of a model that is trained, too
-    assert not any(_lazy(from_stateful("ema", average)).values())
-    assert all(_lazy(from_stateful("ema", average, lazy=lambda _: True)).values())
-    del known
-    assert all(_lazy(from_stateful("ema", average)).values())
+    optim = from_stateful("optim", optimizer)
+    for known in (optim, ReplicatedProvider(optim), CompositeProvider("c", [optim])):
+        assert all(_lazy(from_stateful("model", model), known).values())  # the frozen layers, too
+        assert not any(_lazy(from_stateful("ema", average), known).values())
+        wrapped = CompositeProvider("all", [ReplicatedProvider(from_stateful("ema", average))])
+        assert not any(_lazy(wrapped, known).values())
+        assert not any(_lazy(kept, known).values())
+    assert all(_lazy(from_stateful("ema", average, lazy=lambda _: True), optim).values())
+    assert all(_lazy(kept).values())
 
 
 def test_torchs_average_is_copied() -> None:
