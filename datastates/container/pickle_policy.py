@@ -36,6 +36,17 @@ class TorchName:
         return f"torch.{self.name}"
 
 
+def name_in_torch(value: Any) -> str:
+    """The name within torch of an element type, a quantization scheme or a class; empty for other values."""
+    if isinstance(value, TorchName):
+        return value.name
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}".removeprefix("torch.")
+    kind = type(value)
+    is_named = kind.__module__ == "torch" and kind.__name__ in ("dtype", "qscheme")
+    return str(value).removeprefix("torch.") if is_named else ""
+
+
 def torch_if(wanted: bool) -> Any:
     """The module torch; None if it is not wanted, or not installed."""
     if not wanted:

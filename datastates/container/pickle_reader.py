@@ -9,6 +9,7 @@ import _compat_pickle
 import collections
 import datetime
 import importlib
+import operator
 import pickle
 from collections.abc import Callable, Collection
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from datastates.container import own_classes, pickle_policy, pickle_torch
-from datastates.container.pickle_tensors import REBUILDS, UNTYPED, Storage, TensorReader
+from datastates.container.pickle_tensors import REBUILDS, UNTYPED, TensorReader
 from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError, TrustError
 from datastates.state import dtypes
@@ -24,9 +25,18 @@ from datastates.state.shards import StoredArray
 
 _TIMES: tuple[Any, ...] = (datetime.datetime, datetime.time)
 """Classes that take a time zone as their last argument."""
+_STORAGES = {*dtypes.BY_STORAGE, *pickle_torch.QUANTIZED}
+_VALUES = {*dtypes.TORCH, *pickle_torch.VALUES}
 _NAMES_OF_PYTHON_3 = 3
 """The protocol from which on a pickler writes names as they are. Before it writes those of Python 2."""
-_OF_TORCH = (f"torch.storage.{UNTYPED}", "torch.Tensor", "torch.Size", "torch.device")
+_CLASSES = (
+    "torch.Tensor",
+    "torch.Size",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    f"torch.{pickle_torch.JAGGED}",
+)
+"""Classes of torch that may be values."""
 
 
 class _Reader(TensorReader):
@@ -139,13 +149,12 @@ class _Reader(TensorReader):
             return pickle_policy.SAFE[full]()
         if full in REBUILDS:
             return getattr(self, REBUILDS[full])
-        if module == "torch" and (name in dtypes.BY_STORAGE or name in dtypes.TORCH):
-            only_name = name not in dtypes.TORCH or self._is_type_of_array()
-            return pickle_policy.TorchName(name) if only_name else self._of_torch(name)
-        if module == "torch" and name in pickle_torch.NAMES:
+        if (module, name) == ("torch.storage", UNTYPED) or (module == "torch" and name in _STORAGES):
             return pickle_policy.TorchName(name)
-        if full in _OF_TORCH:
-            return self._of_torch(name) if name in ("Size", "device") else pickle_policy.TorchName(name)
+        if module == "torch" and name in _VALUES:
+            return pickle_policy.TorchName(name) if self._is_type_of_array() else self._of_torch(name)
+        if full in _CLASSES:
+            return self._of_torch(full.removeprefix("torch."))
         if full in pickle_torch.BUILT_LATE or self.trust == "all" or full in self.trust:
             return self._other_class(module, name)
         own = own_classes.find(module, name)
@@ -163,9 +172,9 @@ class _Reader(TensorReader):
         return self.data[at : at + 1] == pickle.TUPLE and above[-1:] == [self._rebuild_tensor_v3]
 
     def _of_torch(self, name: str) -> Any:
-        """A type, a shape's class or the class of devices, or what stands for it without torch."""
+        """A value or a class of torch, or what stands for it without torch."""
         if (torch := pickle_policy.torch_if(self._with_torch)) is not None:
-            return getattr(torch, name)
+            return operator.attrgetter(name)(torch)
         if name == "device":
             return self._other_class("torch", name)
         return pickle_policy.size if name == "Size" else pickle_policy.TorchName(name)
@@ -204,9 +213,8 @@ class _Reader(TensorReader):
 
 def needs_trust(names: Collection[str]) -> list[str]:
     """The names, given as ``module.qualname``, that a reader in a process like this one refuses without ``trust``."""
-    known = {*pickle_policy.SAFE, *pickle_torch.BUILT_LATE, *REBUILDS, *_OF_TORCH}
-    of_torch = {*dtypes.TORCH, *pickle_torch.NAMES}
-    others = (n for n in names if n not in known and n.removeprefix("torch.") not in of_torch)
+    known = {*pickle_policy.SAFE, *pickle_torch.BUILT_LATE, *REBUILDS, *_CLASSES}
+    others = (n for n in names if n not in known and n.removeprefix("torch.") not in _VALUES)
     return sorted(name for name in others if own_classes.find(*name.rpartition(".")[::2]) is None)
 
 
@@ -244,22 +252,6 @@ class _Surveyor(_Reader):
             return super().persistent_load(pid)
         except FormatError:
             return self._unbuilt("storage", pid)
-
-    def _storage(self, stored: Storage) -> Any:
-        self._lone[id(stored)] = stored
-        return stored
-
-    def _stored(self, storage: Any) -> Storage | None:
-        self._lone.pop(id(storage), None)
-        return super()._stored(storage)
-
-    def load(self) -> Any:
-        self._lone: dict[int, Storage] = {}  # by id, storages that no tensor has been made of yet
-        value = super().load()
-        for storage in self._lone.values():
-            self.complete = False
-            self._bytes(storage)  # it is wanted, too
-        return value
 
     def _late(self, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
         return self._unbuilt(name, *arguments)
@@ -316,18 +308,16 @@ def loads(
     *,
     trust: Collection[str] | str = (),
     with_torch: bool = True,
-    with_storages: bool = False,
 ) -> Any:
     """Read a pickle back without running code from it.
 
     Args:
         data: A whole pickle stream.
-        resolve: Supplies the object that stands for each stored array.
+        resolve: Supplies the object that stands for each stored array. For a storage that is a value itself, that is an
+            array of the bytes of a whole record.
         trust: ``"all"``, or the classes and functions, as ``module.qualname``, that may be used beside the safe ones.
         with_torch: Whether to import torch where it is installed, to build what is of torch. Without it, a shape is a
             tuple, and a :class:`~datastates.container.pickle_policy.TorchName` stands for an element type.
-        with_storages: Whether storages may be values, which torch builds: ``resolve`` must also take an array of the
-            bytes of a whole record. Else :class:`~datastates.container.pickle_tensors.Storage` stands for each.
 
     Raises:
         TrustError: It needs a class that is not trusted.
@@ -335,7 +325,7 @@ def loads(
         ImportError: ``resolve`` raised it, or an object is of torch, which is not installed or not wanted.
         TypeError: ``trust`` is neither ``"all"`` nor a list of names.
     """
-    return _read(_Reader(data, resolve, trust, with_torch=with_torch, with_storages=with_storages))
+    return _read(_Reader(data, resolve, trust, with_torch=with_torch))
 
 
 def survey(

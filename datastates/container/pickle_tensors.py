@@ -19,7 +19,7 @@ from datastates.state.shards import StoredArray
 
 @dataclass(eq=False)
 class Storage(Unbuilt):
-    """A storage in a file.
+    """A storage in a file, which a tensor is made of.
 
     Attributes:
         record: The name of its record.
@@ -40,13 +40,20 @@ class Storage(Unbuilt):
     @property
     def elements(self) -> tuple[str, int]:
         """The torch name of its type as a storage, and the bytes of an element."""
-        if self.kind in pickle_torch.QUANTIZED:
-            return pickle_torch.QUANTIZED[self.kind]
-        return self.dtype or "uint8", dtypes.BY_NAME[self.dtype or "uint8"].itemsize
+        return elements_of(self.kind)
 
 
 UNTYPED = "UntypedStorage"
 """The class of storages without a type."""
+
+
+def elements_of(kind: str) -> tuple[str, int]:
+    """The torch name of the type of a storage's elements, and the bytes of one, by the name of the storage's class."""
+    if kind in pickle_torch.QUANTIZED:
+        return pickle_torch.QUANTIZED[kind][:2]
+    dtype = dtypes.BY_STORAGE.get(kind, dtypes.BY_NAME["uint8"])
+    return dtype.name, dtype.itemsize
+
 
 # an array as this package writes it, after the opcode of its first global; other forms are read opcode by opcode
 _INTEGER = rb"(?:K.|J.{4})"
@@ -90,18 +97,16 @@ class TensorReader(Machine):
         trust: Collection[str] | str,
         *,
         with_torch: bool,
-        with_storages: bool = False,
     ) -> None:
         super().__init__(data)
-        self._with_storages = with_storages
         self._resolve = resolve
         self.trust = trust
         self._with_torch = with_torch
         self._rebuilds = [getattr(self, name) for name in REBUILDS.values()]
         self._foreign: dict[int, Any] = {}
         """By id: what trusted names stand for, and what calls of these have made. Only these are unrestricted."""
-        self._storages: dict[int, tuple[Storage, Any]] = {}
-        """By id: what each storage of torch was made from, and the storage."""
+        self._storages: dict[tuple[str, str], Any] = {}
+        """By record and class: the storages that are values."""
 
     def _own(self, value: Any) -> Any:
         self._foreign[id(value)] = value
@@ -129,24 +134,23 @@ class TensorReader(Machine):
     dispatch = {**Machine.dispatch, pickle.GLOBAL[0]: load_global}  # noqa: RUF012 - as the base class's
 
     def persistent_load(self, pid: Any) -> Any:
-        """What stands for a storage."""
+        """What stands for a storage: its place where a tensor is made of it, else what torch builds."""
         match pid:
             case ("storage", pickle_policy.TorchName(name=kind), str(record), str(), int(numel)) if numel >= 0:
-                return self._storage(Storage(record, kind, numel))
-        raise FormatError("not a storage id of torch")
-
-    def _storage(self, stored: Storage) -> Any:
-        """What stands for a storage, until a tensor is made of it or for ever."""
-        if not self._with_storages:
+                stored = Storage(record, kind, numel)
+            case _:
+                raise FormatError("not a storage id of torch")
+        if self._is_of_tensor():
             return stored
-        made = self._late("a storage", pickle_torch.storage, self._bytes(stored), stored.elements[0])
-        self._storages[id(made)] = stored, made
-        return made
+        if (record, kind) not in self._storages:
+            made = self._late("a storage", pickle_torch.storage, self._bytes(stored), stored.elements[0])
+            self._storages[record, kind] = made
+        return self._storages[record, kind]
 
-    def _stored(self, storage: Any) -> Storage | None:
-        """The storage in the file that something stands for; None for anything else."""
-        found, _ = self._storages.get(id(storage), (storage, None))
-        return found if isinstance(found, Storage) else None
+    def _is_of_tensor(self) -> bool:
+        """Whether what is read now is the first argument of a function that makes a tensor, perhaps of a subclass."""
+        above = self.metastack[-1] if self.metastack else []
+        return not self.stack and any(map(self._is_rebuild, above[-2:]))
 
     def _bytes(self, stored: Storage) -> object:
         """A whole storage as an array of bytes."""
@@ -167,10 +171,9 @@ class TensorReader(Machine):
     ) -> object:
         if id(storage) in self._foreign:
             return self._over_trusted("_rebuild_tensor_v2", storage, offset, shape, stride, grad, hooks, *metadata)
-        stored = self._stored(storage)
-        if stored is None or stored.dtype is None:
+        if not isinstance(storage, Storage) or storage.dtype is None:
             raise FormatError("a tensor without a typed storage")
-        made = self._array(stored.record, stored.dtype, stored.numel, offset, shape, stride, grad)
+        made = self._array(storage.record, storage.dtype, storage.numel, offset, shape, stride, grad)
         return self._viewed(made, metadata)
 
     def _viewed(self, made: Any, metadata: tuple[Any, ...]) -> Any:
@@ -182,17 +185,11 @@ class TensorReader(Machine):
         self, storage: Any, offset: Any, shape: Any, stride: Any, quantizer: Any, grad: Any, hooks: Any
     ) -> object:
         if id(storage) in self._foreign:
-            import torch
-
-            scheme, *rest = quantizer if isinstance(quantizer, tuple) and quantizer else (None,)
-            if isinstance(scheme, pickle_policy.TorchName):
-                scheme = getattr(torch, scheme.name, None)
-            return self._over_trusted("_rebuild_qtensor", storage, offset, shape, stride, (scheme, *rest), grad, hooks)
-        stored = self._stored(storage)
-        if stored is None or stored.kind not in pickle_torch.QUANTIZED:
+            return self._over_trusted("_rebuild_qtensor", storage, offset, shape, stride, quantizer, grad, hooks)
+        if not isinstance(storage, Storage) or storage.kind not in pickle_torch.QUANTIZED:
             raise FormatError("a quantized tensor without a storage of its own kind")
-        form = stored.kind, offset, shape, stride, quantizer, grad
-        return self._late("a quantized tensor", pickle_torch.quantized, self._bytes(stored), *form)
+        form = storage.kind, offset, shape, stride, quantizer, grad
+        return self._late("a quantized tensor", pickle_torch.quantized, self._bytes(storage), *form)
 
     def _over_trusted(self, rebuild: str, storage: Any, *arguments: Any) -> object:
         # a tensor that was pickled whole inside an object of another class: its storage came through trust
@@ -206,14 +203,11 @@ class TensorReader(Machine):
         self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *metadata: Any
     ) -> object:
         del hooks
-        if not isinstance(dtype, pickle_policy.TorchName) and type(dtype).__module__ != "torch":
-            raise FormatError("a tensor without a dtype")
-        name = dtype.name if isinstance(dtype, pickle_policy.TorchName) else str(dtype).removeprefix("torch.")
-        stored = self._stored(storage)
-        if stored is None or stored.kind != UNTYPED or name not in dtypes.TORCH:
+        name = pickle_policy.name_in_torch(dtype)
+        if not isinstance(storage, Storage) or storage.kind != UNTYPED or name not in dtypes.TORCH:
             raise FormatError("a tensor without an untyped storage and a dtype")
-        elements = stored.numel // dtypes.BY_NAME[name].itemsize
-        return self._viewed(self._array(stored.record, name, elements, offset, shape, stride, grad), metadata)
+        elements = storage.numel // dtypes.BY_NAME[name].itemsize
+        return self._viewed(self._array(storage.record, name, elements, offset, shape, stride, grad), metadata)
 
     def _array(self, record: str, dtype: str, elements: int, offset: Any, shape: Any, stride: Any, grad: Any) -> object:
         if not all(map(pickle_policy.are_sizes, ((offset,), shape, stride))) or len(shape) != len(stride):
@@ -233,10 +227,13 @@ class TensorReader(Machine):
         if type(arguments) is not tuple or not self._may_call(function, arguments):
             raise FormatError("a tensor is made by a function that may not be called")
         made = function(*arguments)
-        if isinstance(kind, pickle_policy.TorchName) and kind.name == "Tensor":
+        if pickle_policy.name_in_torch(kind) == "Tensor":
             if state and dressed.is_tensor(made):
                 made = made.detach().requires_grad_(made.requires_grad)
             return self._with_attributes(made, state)
+        if pickle_policy.name_in_torch(kind) == pickle_torch.JAGGED and type(state) is dict:
+            # its own attributes follow from the arguments
+            return self._with_attributes(made, {k: v for k, v in state.items() if k not in vars(made)})
         if id(kind) not in self._foreign:
             raise FormatError("a tensor of a class that is not a trusted tensor class")
         return self._own(self._of_class(kind, made, state))

@@ -5,6 +5,7 @@ They need torch, or the elements of arrays: they are called only once the arrays
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from datastates._base.loaded import loaded
@@ -12,12 +13,24 @@ from datastates.container import pickle_policy
 from datastates.errors import FormatError
 from datastates.state.strides import span
 
-QUANTIZED = {"QInt8Storage": ("qint8", 1), "QUInt8Storage": ("quint8", 1), "QInt32Storage": ("qint32", 4)}
-"""The element type of each quantized storage, and the bytes of an element."""
+QUANTIZED = {
+    "QInt8Storage": ("qint8", 1, 1),
+    "QUInt8Storage": ("quint8", 1, 1),
+    "QInt32Storage": ("qint32", 4, 1),
+    "QUInt4x2Storage": ("quint4x2", 1, 2),
+    "QUInt2x4Storage": ("quint2x4", 1, 4),
+}
+"""The element type of each quantized storage, the bytes of an element, and how many elements of a tensor it holds."""
 _BY_TENSOR = "per_tensor_affine"
 _BY_CHANNEL = ("per_channel_affine", "per_channel_affine_float_qparams")
-NAMES = (*QUANTIZED, _BY_TENSOR, *_BY_CHANNEL)
-"""Names of torch that arguments hold."""
+VALUES = (
+    *(_BY_TENSOR, "per_tensor_symmetric", *_BY_CHANNEL, "per_channel_symmetric"),
+    *(dtype for dtype, *_ in QUANTIZED.values()),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+)
+"""Quantization schemes, and the element types of tensors that are no plain memory."""
+JAGGED = "nested._internal.nested_tensor.NestedTensor"
+"""The class of nested tensors with the layout ``torch.jagged``, within torch."""
 
 _LAYOUTS = [f"torch.{n}" for n in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")]
 
@@ -55,6 +68,55 @@ def sparse(layout: Any, parts: Any) -> Any:
     return torch.sparse_compressed_tensor(
         outer, inner, values, size, layout=layout, device=values.device, check_invariants=True
     )
+
+
+def nested(buffer: Any, *parts: Any) -> Any:
+    """A nested tensor over a buffer, of the sizes, strides and offsets of its tensors."""
+    import torch
+
+    if len(parts) != 3 or not _are_tensors((buffer, *parts)):
+        raise FormatError("a nested tensor is not made of four tensors")
+    parts = tuple(part.cpu() for part in parts)
+    sizes, strides, offsets = (part.tolist() for part in parts)
+    whole = buffer.dim() == 1 and buffer.is_contiguous() and all(part.dtype is torch.int64 for part in parts)
+    if not whole or [part.dim() for part in parts] != [2, 2, 1] or not len(sizes) == len(strides) == len(offsets):
+        raise FormatError("a nested tensor is made of tensors of other types or shapes than torch writes")
+    for size, stride, offset in zip(sizes, strides, offsets, strict=True):
+        all_sizes = all(map(pickle_policy.are_sizes, ((offset,), tuple(size), tuple(stride))))
+        if not all_sizes or len(size) != len(stride) or offset + span(size, stride) > buffer.numel():
+            raise FormatError("a nested tensor reaches beyond its buffer")
+    return torch._nested_view_from_buffer(buffer, *parts)
+
+
+def jagged(arguments: Any) -> Any:
+    """A nested tensor with the layout ``torch.jagged``, by the names of its parts."""
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    match arguments:
+        case {
+            "values": values,
+            "offsets": offsets,
+            "lengths": lengths,
+            "_ragged_idx": int(dim),
+            "_metadata_cache": dict() as known,
+            "requires_grad": bool(),
+        } if len(arguments) == 6:
+            pass
+        case _:
+            raise FormatError("a jagged tensor is not made of the parts that torch writes")
+    if not _are_tensors((values, offsets, *([] if lengths is None else [lengths]), *known.values())):
+        raise FormatError("a jagged tensor is not made of tensors")
+    begins, counts = offsets.tolist(), None if lengths is None else lengths.tolist()
+    if offsets.dim() != 1 or offsets.is_floating_point() or len(begins) < 2 or not 0 < dim <= values.dim():
+        raise FormatError("a jagged tensor has offsets of another type or shape than torch writes")
+    counts = [b - a for a, b in itertools.pairwise(begins)] if counts is None else counts
+    ends = [begin + count for begin, count in zip(begins, counts, strict=False)]
+    if len(ends) != len(begins) - 1 or begins[0] < 0 or min(counts) < 0 or max(ends) > values.shape[dim - 1]:
+        raise FormatError("a jagged tensor reaches beyond its values")
+    extremes = {"min_seqlen": min(counts), "max_seqlen": max(counts)}
+    if any(value.shape != (extremes.get(name), 0) for name, value in known.items()):
+        raise FormatError("a jagged tensor states lengths that it does not have")
+    return NestedTensor(**arguments)
 
 
 def meta(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Any:
@@ -99,16 +161,17 @@ def quantized(data: Any, kind: str, offset: Any, shape: Any, stride: Any, quanti
     """A quantized tensor over the bytes of its storage, a storage of ``kind``."""
     import torch
 
-    dtype, itemsize = QUANTIZED[kind]
+    dtype, itemsize, packed = QUANTIZED[kind]
     sizes = all(map(pickle_policy.are_sizes, ((offset,), shape, stride))) and len(shape) == len(stride)
-    if not sizes or not _are_tensors((data,)) or (offset + span(shape, stride)) * itemsize > data.numel():
+    if not sizes or not _are_tensors((data,)) or (offset + span(shape, stride)) * itemsize > data.numel() * packed:
         raise FormatError("a quantized tensor reaches beyond its storage")
     like = {"dtype": getattr(torch, dtype), "device": data.device}
     empty: Any
+    scheme = pickle_policy.name_in_torch(quantizer[0]) if isinstance(quantizer, tuple) and quantizer else ""
     match quantizer:
-        case (pickle_policy.TorchName(name=scheme), float(scale), int(point)) if scheme == _BY_TENSOR:
+        case (_, float(scale), int(point)) if scheme == _BY_TENSOR:
             empty = torch._empty_affine_quantized(shape, scale=scale, zero_point=point, **like)
-        case (pickle_policy.TorchName(name=scheme), scales, points, int(axis)) if scheme in _BY_CHANNEL:
+        case (_, scales, points, int(axis)) if scheme in _BY_CHANNEL:
             if not _are_tensors((scales, points)) or not 0 <= axis < len(shape):
                 raise FormatError("a quantized tensor has scales that are no tensors")
             if not scales.shape == points.shape == (shape[axis],):
@@ -145,5 +208,7 @@ BUILT_LATE = {
     "torch._utils._rebuild_meta_tensor_no_storage": meta,
     "torch.serialization._get_layout": layout,
     "torch._C.Generator": generator,
+    "torch._utils._rebuild_nested_tensor": nested,
+    "torch.nested._internal.nested_tensor._rebuild_njt": jagged,
 }
 """Functions by their names in a pickle."""

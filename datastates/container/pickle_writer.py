@@ -20,6 +20,7 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
+from datastates.container.pickle_tensors import UNTYPED, elements_of
 from datastates.state import dtypes
 from datastates.state.depth import deeper
 from datastates.state.shards import ArrayLeaf, StoredArray
@@ -54,19 +55,28 @@ def _flag(value: bool) -> bytes:
 _NO_HOOKS = b"ccollections\nOrderedDict\n)R"
 
 
+def _storage_head(kind: str) -> bytes:
+    """The opcodes before the record's name in a reference to a storage of a class."""
+    module = "torch.storage" if kind == UNTYPED else "torch"
+    return pickle.MARK + text("storage") + f"c{module}\n{kind}\n".encode()
+
+
+def _storage_tail(record: str, numel: int) -> bytes:
+    return text(record) + text("cpu") + _integer(numel) + pickle.TUPLE + pickle.BINPERSID
+
+
+def _encode_storage(stored: StoredArray, kind: str) -> bytes:
+    """The opcodes that ``torch.save`` would write for a storage; ``stored`` are its bytes."""
+    return _storage_head(kind) + _storage_tail(stored.record, stored.elements // elements_of(kind)[1])
+
+
 @functools.cache
 def array_frame(dtype: dtypes.DType) -> tuple[bytes, bytes]:
     """The opcodes before the storage record's name in an array of that type, and those after its ``requires_grad``."""
     dtype = dtypes.pickled(dtype)
     typed = dtype.storage is not None
-    storage = f"ctorch\n{dtype.storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
-    head = (
-        f"ctorch._utils\n_rebuild_tensor_v{2 if typed else 3}\n".encode()
-        + pickle.MARK
-        + pickle.MARK
-        + text("storage")
-        + storage.encode()
-    )
+    head = f"ctorch._utils\n_rebuild_tensor_v{2 if typed else 3}\n".encode() + pickle.MARK
+    head += _storage_head(dtype.storage or UNTYPED)
     return head, _NO_HOOKS + (b"" if typed else f"ctorch\n{dtype.name}\n".encode()) + pickle.TUPLE + pickle.REDUCE
 
 
@@ -76,11 +86,7 @@ def encode_array(stored: StoredArray, *, parameter: bool = False) -> bytes:
     head, tail = array_frame(dtype)
     body = (
         head
-        + text(stored.record)
-        + text("cpu")
-        + _integer(stored.elements if dtype.storage is not None else stored.elements * dtype.itemsize)
-        + pickle.TUPLE
-        + pickle.BINPERSID
+        + _storage_tail(stored.record, stored.elements if dtype.storage else stored.elements * dtype.itemsize)
         + _integer(stored.offset)
         + _integers(stored.shape)
         + _integers(stored.stride)
@@ -140,7 +146,9 @@ class _Writer(_PurePython):  # type: ignore[misc]
         if self._locate is None:
             raise pickle.PicklingError("an array leaf outside of a provider's tree")
         stored = self._locate(obj)
-        if obj.kind is None and not obj.attributes:
+        if obj.storage is not None:
+            self.write(_encode_storage(stored, obj.storage))
+        elif obj.kind is None and not obj.attributes:
             self.write(encode_array(stored, parameter=obj.parameter))
         elif obj.parameter:
             self.write(b"ctorch._utils\n_rebuild_parameter_with_state\n" + pickle.MARK)

@@ -85,9 +85,7 @@ class ArchivedObject:
             return memory.with_grad(into.view(blocks[record], ref, stored.begin), stored.requires_grad)
 
         with naming(str(self.path)):
-            return pickle_reader.loads(
-                self._archive.read(PICKLE), array, trust=trust, with_torch=into.with_torch, with_storages=True
-            )
+            return pickle_reader.loads(self._archive.read(PICKLE), array, trust=trust, with_torch=into.with_torch)
 
     def check(self) -> None:
         """Raise FormatError where it is no archive with a pickle, or where the pickle is damaged."""

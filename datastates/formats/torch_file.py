@@ -144,7 +144,7 @@ class TorchFile(ForeignFile):
             blocks.fill(executor)
             if complete:
                 return value
-            return pickle_reader.loads(self._pickle, array, trust=trust, with_torch=into.with_torch, with_storages=True)
+            return pickle_reader.loads(self._pickle, array, trust=trust, with_torch=into.with_torch)
 
 
 class TorchCheckpoint(Foreign):

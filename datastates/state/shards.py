@@ -23,6 +23,7 @@ class ArrayLeaf:
         parameter: Whether it is a ``torch.nn.Parameter``.
         kind: Its class, if that is a subclass of tensors; else None.
         attributes: The attributes that were set on it; None for none.
+        storage: The name of its class in torch, if it stands for a storage and is the bytes of that; else None.
     """
 
     key: str
@@ -30,6 +31,7 @@ class ArrayLeaf:
     parameter: bool = False
     kind: Any = None
     attributes: Any = None
+    storage: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

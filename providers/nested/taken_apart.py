@@ -17,7 +17,7 @@ from datastates.container.pickle_writer import PROTOCOL, dumps
 from datastates.errors import ProviderError
 from datastates.providers.nested.freezing import freeze, thaw, vet
 from datastates.providers.nested.skeleton import Skeleton, attributes_of, is_plain_key
-from datastates.state import arrays, dressed, dtensors, laziness
+from datastates.state import arrays, dressed, dtensors, laziness, storages
 from datastates.state.depth import DEEPEST, deeper
 from datastates.state.keys import component, join
 from datastates.state.repeated import Describer
@@ -215,6 +215,8 @@ class _Walk:
             return item
         if dressed.is_tensor(item):  # sparse, meta and the like
             return self._odd_tensor(item, key)
+        if storages.is_storage(item):
+            return self._storage(item, key)
         if is_generator(item):  # its state is an array
             return self._call(item, item.__reduce__(), self._inside(key))
         self.opaque.append(item)
@@ -257,6 +259,13 @@ class _Walk:
         self._made.append(parts)
         leaf = self._copies[id(item)] = self._dressed(inner_key, memory, parts[1][1], parts[1][3])
         return leaf
+
+    def _storage(self, item: object, key: str) -> ArrayLeaf:
+        """A storage of torch: its bytes are an array."""
+        found = self._leaf(key if is_inner(key) else self._inside(key), storages.bytes_of(item), False)
+        found.storage = storages.class_of(item)
+        self._copies[id(item)] = found
+        return found
 
     def _call(self, item: object, parts: tuple[Any, ...], inner_key: str) -> Call:
         """An object as the function call that makes it."""

@@ -89,6 +89,10 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             self._tensor(path, value)
             return
+        if isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
+            plain = getattr(value, "_untyped_storage", value)
+            self.found[path] = (type(value).__qualname__, getattr(value, "dtype", None), bytes(plain.tolist()))
+            return
         self.found[path] = type(value).__qualname__
         if isinstance(value, np.ndarray):
             self.found[path] = (str(value.dtype), value.shape, value.tobytes())
@@ -141,8 +145,13 @@ class _Walk:
         if torch.nn.parameter.is_lazy(tensor):
             self.found[path] = (kind, "uninitialized", tensor.dtype, tensor.requires_grad)
             return
-        flags = (kind, tensor.dtype, tuple(tensor.shape), str(tensor.device), tensor.layout, tensor.requires_grad)
-        if hasattr(tensor, "__tensor_flatten__"):
+        shape = None if tensor.is_nested else tuple(tensor.shape)
+        flags = (kind, tensor.dtype, shape, str(tensor.device), tensor.layout, tensor.requires_grad)
+        if tensor.is_nested:
+            self.found[path] = flags
+            attributes = {name: value for name, value in attributes.items() if name not in ("_size", "_strides")}
+            attributes["parts"] = [part.detach() for part in tensor.unbind()]
+        elif hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
             self.found[path] = (*flags, repr(context))
             attributes |= {name: getattr(tensor, name) for name in names}
@@ -150,7 +159,7 @@ class _Walk:
             whole = tensor.detach().coalesce()
             self.found[path] = (*flags, tensor.is_coalesced())
             attributes |= {"indices": whole.indices(), "values": whole.values()}
-        elif tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        elif tensor.layout is not torch.strided or tensor.is_meta:
             self.found[path] = (*flags, repr(tensor))
         elif tensor.is_quantized:
             self.found[path] = (*flags, tensor.qscheme())

@@ -1,0 +1,36 @@
+"""Storages of torch, the memory of tensors, where they are values by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datastates._base.loaded import loaded
+from datastates.errors import ProviderError
+
+
+def is_storage(value: object) -> bool:
+    """Whether a value is a storage, typed or untyped."""
+    torch = loaded("torch")
+    return torch is not None and isinstance(value, (torch.TypedStorage, torch.UntypedStorage))
+
+
+def bytes_of(storage: Any) -> Any:
+    """A tensor of bytes over the memory of a storage."""
+    torch = loaded("torch")
+    memory = getattr(storage, "_untyped_storage", storage)
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+
+
+def class_of(storage: Any) -> str:
+    """The name of a storage's class in a file of ``torch.save``.
+
+    Raises:
+        ProviderError: It has a type that no such class has.
+    """
+    torch = loaded("torch")
+    if isinstance(storage, torch.UntypedStorage):
+        return "UntypedStorage"
+    found = torch.storage._dtype_to_storage_type_map().get(storage.dtype)
+    if found is None:
+        raise ProviderError(f"a storage of {storage.dtype} cannot be saved: save a tensor of it, or storage.untyped()")
+    return str(found)
