@@ -8,6 +8,12 @@ import threading
 from collections.abc import Iterator
 
 
+class _Pause:
+    """Ends a pause when it is forgotten. No line of Python runs then, at which an interrupt could come."""
+
+    __del__ = staticmethod(gc.enable)
+
+
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Pause the garbage collector, for work that makes many objects at once and keeps them.
@@ -18,11 +24,12 @@ def paused() -> Iterator[None]:
     Only the main thread pauses it. The collector is the whole process's: a training loop may switch it off while a
     background thread works, and the end of a pause there would switch it on again.
     """
-    pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
-    if pauses:
-        gc.disable()
+    if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pause = _Pause()
+    gc.disable()
     try:
         yield
     finally:
-        if pauses:
-            gc.enable()
+        del pause

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -44,3 +47,25 @@ def test_a_background_thread_leaves_it_alone() -> None:
 
         pool.submit(switch_off_meanwhile).result()
     assert not gc.isenabled()
+
+
+@pytest.mark.parametrize("line", range(7))
+def test_an_interrupt_at_any_line_leaves_it_enabled(line: int) -> None:
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal line
+        if frame.f_code is not paused.__wrapped__.__code__:  # type: ignore[attr-defined]  # of contextlib
+            return trace
+        if event == "line":
+            line -= 1
+            if line < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        is_enabled_inside()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    assert gc.isenabled()
