@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import itertools
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -44,20 +45,24 @@ class Workers:
     """Does work on threads of its own, which start when they are needed. Thread-safe, also in a signal handler.
 
     Work begins in the order in which it was put. The end of the interpreter waits for it. The threads end after
-    :meth:`stop`, and also once nobody holds this object any more.
+    :meth:`stop`, and also once nobody holds this object any more. A forked child has none of its parent's threads and
+    work: there, new threads do new work.
     """
 
     def __init__(self, name: str, most: int) -> None:
         """Prepare for at most ``most`` threads, whose names begin with ``name``; none is started yet."""
         self._name = name
         self._most = most
+        self._is_stopped = False
+        self._begin()
+        _every[next(_numbers)] = self
+
+    def _begin(self) -> None:
         self._queue: _Queue = queue.SimpleQueue()
         self._idle: list[None] = []
         """An entry for each thread that waits, and that no work is on its way to."""
         self._threads: list[threading.Thread] = []
-        self._is_stopped = False
         weakref.finalize(self, self._queue.put, None).atexit = False
-        _every[next(_numbers)] = self
 
     def put(self, work: Work) -> None:
         """Let a thread do work. If this raises anything but an interrupt, it is not done.
@@ -183,6 +188,14 @@ def start(thread: threading.Thread, started: Callable[[threading.Thread], object
 
 _every: weakref.WeakValueDictionary[int, Workers] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+
+
+def _after_fork() -> None:
+    for workers in list(_every.values()):  # a thread of the parent may have held one that nobody else holds
+        workers._begin()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def finish() -> None:

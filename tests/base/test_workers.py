@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 
 import pytest
 
 from datastates._base.tasks import Task, each
 from datastates._base.waiting import Bell, Flag
-from datastates._base.workers import Work, Workers
+from datastates._base.workers import Work, Workers, finish
 from datastates.errors import ClosedError
 
 
@@ -88,3 +90,20 @@ def test_a_bell_wakes_all_that_wait_and_a_wait_ends_in_time() -> None:
         values.append(value)
         bell.ring()
     assert [task.result(30) for task in tasks] == [True] * 4
+
+
+def test_a_forked_child_starts_threads_of_its_own_and_ends() -> None:
+    held, done = Flag(), list[int]()
+    workers = Workers("test", 1)
+    workers.do(held.wait)  # the child has neither the thread nor its work
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends a child that hangs
+        finish()
+        workers.do(lambda: done.append(1))
+        finish()
+        os._exit(0 if done == [1] else 3)
+    status = os.waitpid(child, 0)[1]
+    held.set()
+    workers.wait_done()
+    assert status == 0

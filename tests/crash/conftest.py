@@ -22,7 +22,7 @@ from datastates.errors import DatastatesError
 from datastates.formats.own_verify import verify_container
 from datastates.restoring.stored import open_checkpoint
 
-SCRIPT_SECONDS = 30
+SCRIPT_SECONDS = 120
 HERE = Path(__file__).parent
 LOOP = HERE / "training_loop.py"
 sys.path.insert(0, str(HERE))  # what these tests share

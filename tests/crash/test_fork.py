@@ -12,7 +12,7 @@ import datastates as ds
 from datastates.commit import fence, newest, retention
 
 PRELUDE = """
-import os, signal, sys, time
+import faulthandler, os, signal, sys, time
 import numpy as np
 import datastates as ds
 from datastates import _native
@@ -32,7 +32,7 @@ def fork(child):
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(15)  # kills a child that hangs
+        faulthandler.dump_traceback_later(100, exit=True)  # ends a child that hangs
         _native.clear_faults()  # what its parent is held up by
         child()
         sys.exit(0)
