@@ -147,7 +147,6 @@ def restore(
             strict=strict,
             trust=trust,
             verify=verify,
-            replicas=settings.replicas,
         )
     if restored is None:
         recognise.refuse_absence(given, None)

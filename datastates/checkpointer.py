@@ -304,7 +304,6 @@ class Checkpointer:
             strict=strict,
             trust=trust,
             verify=verify,
-            replicas=self.settings.replicas,
         )
         if restored is None and self._engine.world.rank == 0:
             _calls.warn_of_other(self.directory)

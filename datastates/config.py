@@ -131,11 +131,6 @@ class RankSettings(IoSettings):
     world_size: int | None = Field(
         None, ge=1, description="Number of processes that save together; given together with rank."
     )
-    replicas: Literal["read", "broadcast"] = Field(
-        "read",
-        description="How a part that several ranks hold is restored. read: each of them reads it. broadcast: one of "
-        "them reads it, and torch.distributed broadcasts it.",
-    )
     rank_timeout: float = Field(
         600.0,
         gt=0,
@@ -204,7 +199,6 @@ class RankOptions(IoOptions, total=False):
 
     rank: int | None
     world_size: int | None
-    replicas: Literal["read", "broadcast"]
     rank_timeout: float
 
 

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datastates.commit.claims import key_hash
 from datastates.container.table import Row
 from datastates.errors import ProviderError
-from datastates.restoring.broadcast import PartKey, part_key
 from datastates.restoring.casting import Cast, are_convertible, can_cast
 from datastates.restoring.gathering import gather
 from datastates.restoring.reads import Reads
@@ -88,13 +87,12 @@ class Compared(ABC):
         some = [shard for shard in kept if not shard.is_object]
         return Destinations([s.key for s in some], [s.source for s in some], objects_of(kept))
 
-    def plan(self, shards: Sequence[Shard], reads: Reads, received: Collection[PartKey] = ()) -> dict[str, object]:
+    def plan(self, shards: Sequence[Shard], reads: Reads) -> dict[str, object]:
         """Queue the reads of all arrays that can be restored, and record what cannot.
 
         Args:
             shards: The provider's destinations; objects are passed over.
             reads: Gets the reads.
-            received: Parts that this rank receives from other ranks instead of reading them.
 
         Returns:
             The live arrays that are restored, by key.
@@ -119,10 +117,6 @@ class Compared(ABC):
             if found is not None and not is_cast:
                 hint = "; restore(cast=True) converts it" if not self._cast and are_convertible(row, shard) else ""
                 self.report(mismatched={shard.key: found + hint})
-            elif received and part_key(self.name, shard) in received:
-                restored.append(shard)
-                if is_cast:
-                    self.casts.append(Cast(row, shard, []))
             elif not is_cast and shard.key not in several and (source := self._holder(row, shard)) is not None:
                 reads.add(source, row, shard)
                 restored.append(shard)

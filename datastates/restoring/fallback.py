@@ -23,8 +23,6 @@ from datastates.restoring.scope import Scope
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
-_COLLECTIVE = {"verify": "checksum", "replicas": "read"}
-"""Arguments of a restore that decide in what the ranks take part, with the usual values."""
 _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
 
 
@@ -140,8 +138,8 @@ def compare(
 
 def _agreed(scope: Scope, how: Mapping[str, Any]) -> str:
     """The options that must be the same on all ranks, as a text; empty for the usual ones."""
-    others = [f"{name}={how[name]}" for name, usual in _COLLECTIVE.items() if how.get(name, usual) != usual]
-    return ", ".join(filter(None, [str(scope), *others]))
+    verify = how.get("verify", "checksum")
+    return ", ".join(filter(None, [str(scope), "" if verify == "checksum" else f"verify={verify}"]))
 
 
 def _agree(

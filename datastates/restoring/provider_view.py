@@ -15,7 +15,6 @@ from datastates.container.pickle_native import read_plain
 from datastates.container.rows import DataPlace, StoredRows, logical
 from datastates.container.table import Row
 from datastates.errors import FormatError, ProviderError
-from datastates.restoring.broadcast import PartKey
 from datastates.restoring.compared import Compared, difference
 from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.read_queue import Ranges
@@ -195,7 +194,7 @@ class SavedState(Compared, Saved):
     def _named(self, key: str) -> contextlib.AbstractContextManager[None]:
         return naming(f"{full_key(self.name, key)!r} in {self._base.path}")
 
-    def plan(self, shards: Sequence[Shard], reads: Reads, received: Collection[PartKey] = ()) -> dict[str, object]:
+    def plan(self, shards: Sequence[Shard], reads: Reads) -> dict[str, object]:
         """Queue the reads of all arrays; see :meth:`Compared.plan`.
 
         Returns:
@@ -205,10 +204,10 @@ class SavedState(Compared, Saved):
         for key in self._asked_objects:
             if key not in self._objects:
                 raise ProviderError(f"destinations() gave {key!r}, which the checkpoint does not hold")
-        if not received and isinstance(shards, Destinations) and self._plan_alike(shards, reads):
+        if isinstance(shards, Destinations) and self._plan_alike(shards, reads):
             return dict(zip(self.rows.names_of(shards.keys), shards.values, strict=True))
         self.rows.make(self._asked)
-        targets = super().plan(shards, reads, received)
+        targets = super().plan(shards, reads)
         keys = [key for key in targets if key in self.rows]
         named = dict(zip(keys, self.rows.names_of(keys), strict=True))
         return {named.get(key, key): array for key, array in targets.items()}

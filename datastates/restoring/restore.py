@@ -18,7 +18,7 @@ from datastates.container import pickle_reader
 from datastates.container.digests import contributions
 from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
-from datastates.restoring import ahead, broadcast, casting
+from datastates.restoring import ahead, casting
 from datastates.restoring.compared import Compared
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.handing import Late, RestoredObject, naming
@@ -38,7 +38,6 @@ from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.shards import Shard, full_key, objects_of
 
 Verify = Literal["checksum", "digest"]
-Replicas = Literal["read", "broadcast"]
 
 
 EVERYTHING = Scope()
@@ -71,7 +70,6 @@ class Restore:
         strict: bool,
         trust: Trust,
         verify: Verify = "checksum",
-        replicas: Replicas = "read",
         scope: Scope = EVERYTHING,
     ) -> None:
         """Prepare a restore; nothing is read yet.
@@ -84,7 +82,6 @@ class Restore:
             strict: Whether to refuse missing, unexpected and mismatched keys.
             trust: Classes that pickled objects may have, as ``module.qualname``, or ``"all"``.
             verify: ``"digest"`` compares the digests of all tensors.
-            replicas: ``"broadcast"`` lets one rank read a part that several restore alike, and send it to the others.
             scope: What of the checkpoint is restored.
         """
         self._stored = stored
@@ -95,7 +92,6 @@ class Restore:
         self._strict = strict
         self._trust = trust
         self._verify = verify
-        self._replicas = replicas
         self._scope = scope
         self._selection = None if scope.keys is None else Selection(scope.keys)
         self._live_keys: LiveKeys | None = None  # if keys are renamed
@@ -105,7 +101,6 @@ class Restore:
         self._executor: Executor | None = None  # the executor that has begun to read ahead, if any
         self._taken: list[_Taken] = []
         self._objects: list[RestoredObject] = []
-        self._shares: list[broadcast.SharedPart] = []
         self._absent: list[str] = []  # keys of providers that the checkpoint lacks
         self._not_here: list[str] = []  # keys of per-rank state that the checkpoint has for other ranks only
         self._result = Restored(stored.step or 0)
@@ -114,17 +109,9 @@ class Restore:
     def run(self) -> Restored:
         """Do the restore; raises as :meth:`datastates.Checkpointer.restore` does."""
         with contextlib.closing(self._reads):
-            if self._replicas == "broadcast" and self._strict and self._meeting.ranks > 1:
-                # not without `strict`: a part that does not fit on all ranks cannot be broadcast
-                self._shares = broadcast.agree(self._meeting, self._look_for_shares)
-                compare = self._compare
-            else:
-                compare = self._look_and_compare
-            fits = self._meeting.compare(lambda: self._offering(compare()), self._strangers)
+            fits = self._meeting.compare(lambda: self._offering(self._look_and_compare()), self._strangers)
             self._take_note(fits.unexpected, fits.in_vain)
             doubtful = set(self._meeting.finish(lambda: self._read(fits.neighbours)))
-            if self._shares:
-                self._meeting.together("broadcast", lambda: broadcast.broadcast(self._shares, self._places()))
             unverified = self._compare_digests(doubtful, every=self._verify == "digest")
             self._result.unverified_keys = sorted(map(self._live, unverified))
             if self._own is not None:  # other formats may have no checksums at all
@@ -150,7 +137,7 @@ class Restore:
 
     def _look(self, *, reads_ahead: bool) -> None:
         pickle_reader.check_trust(self._trust)
-        wants_all = reads_ahead and self._replicas == "read" and self._scope.is_all
+        wants_all = reads_ahead and self._scope.is_all
         if wants_all and self._own is not None:
             self._own.expect_objects(self._meeting.rank)
             if self._ranks == 1:
@@ -217,30 +204,12 @@ class Restore:
     def _read_ahead(self, own: Stored, choose: Callable[[Sequence[int]], Iterable[int]]) -> None:
         self._executor = ahead.begin(own, self._providers, self._meeting, self._make_executor, self._reads, choose)
 
-    def _look_for_shares(self) -> dict[broadcast.PartKey, int]:
-        """The parts of this rank that can be broadcast, each with its size in bytes."""
-        self._look(reads_ahead=False)
-        return {place: s.nbytes or 0 for place, s in self._places().items() if broadcast.can_broadcast(s)}
-
-    def _places(self) -> dict[broadcast.PartKey, Shard]:
-        """The array shards by full key and part, which are equal on all ranks."""
-        return {
-            broadcast.part_key(taken.saved.name, shard): shard
-            for taken in self._taken
-            for shard in taken.shards
-            if not shard.is_object
-        }
-
     # --- comparing: whether it fits
 
     def _look_and_compare(self, *, reads_ahead: bool = True) -> Fit:
         self._look(reads_ahead=reads_ahead)
-        return self._compare()
-
-    def _compare(self) -> Fit:
-        received = broadcast.received(self._shares)
         for taken in self._taken:
-            targets = taken.saved.plan(taken.shards, self._reads, received)
+            targets = taken.saved.plan(taken.shards, self._reads)
             for shard in objects_of(taken.shards):
                 assert isinstance(taken.saved, SavedState)
                 taken.saved.vet(shard.key)  # so that an untrusted or damaged object is refused before any change
