@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from datastates._base.loaded import loaded
@@ -34,8 +37,7 @@ class TorchKeys:
         self.rank = rank
         # keep this reference: the object may host the server, which ends with it
         self._given = store
-        # use an own connection: a call by the training code may block for long, and locks its connection
-        connect = getattr(store, "clone", lambda: store)
+        connect = partial(_connection, store, silence)
         self._call = StoreCalls(connect, rank, silence=silence, name="the Store of torch.distributed")
 
     def set(self, key: str, data: bytes) -> None:
@@ -78,6 +80,19 @@ class TorchKeys:
     def close(self) -> None:
         """End the calls once those before this have returned. Later ones raise UnreachableError."""
         self._call.close()
+
+
+def _connection(store: Any, silence: float) -> Any:
+    """A connection of our own: a call by the training code may block for long, and locks its connection."""
+    if not hasattr(store, "clone"):
+        return store
+    own = store.clone()
+    distributed: Any = loaded("torch.distributed")
+    # others have no server that could be silent, and may be the training code's own object
+    if isinstance(getattr(own, "_underlying_non_prefix_store", own), distributed.TCPStore):
+        # multi_get() fails after that, also where the keys are there and only the server is silent
+        own.set_timeout(timedelta(seconds=min(silence, threading.TIMEOUT_MAX)))
+    return own
 
 
 def _named(key: str) -> str:
