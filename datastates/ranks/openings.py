@@ -16,15 +16,47 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
-from weakref import WeakKeyDictionary
+import weakref
 
+from datastates._base.waiting import Bell
 from datastates.errors import RanksMissingError
 from datastates.ranks.board_world import COORDINATOR
 from datastates.ranks.keys import Keys
 from datastates.ranks.polling import until
+
+
+class Turn:
+    """A call's place in a line, from when it is made until :meth:`leave`. Thread-safe.
+
+    An interrupted call leaves the line by dropping it.
+    """
+
+    def __init__(self, line: list[object], changed: Bell) -> None:
+        """Join the line, which changes as ``changed`` rings."""
+        self._line, self._changed, self._place = line, changed, object()
+        # first: an interrupt may come next
+        self._dropped = weakref.finalize(self, _leave, line, changed, self._place)
+        self._dropped.atexit = False
+        line.append(self._place)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until this is the first in line; False if it is not after ``timeout`` seconds."""
+        return self._changed.wait_for(lambda: self._line[0] is self._place, timeout)
+
+    def leave(self) -> None:
+        """Leave the line. Idempotent."""
+        _leave(self._line, self._changed, self._place)
+        self._dropped.detach()
+
+
+def _leave(line: list[object], changed: Bell, place: object) -> None:
+    with contextlib.suppress(ValueError):
+        line.remove(place)
+    changed.ring()
 
 
 class Openings:
@@ -36,34 +68,25 @@ class Openings:
         self._key = f"{name}/openings"
         self._server = ""
         """The name of the list that the count belongs to."""
-        self._servers: WeakKeyDictionary[Keys, str] = WeakKeyDictionary()
         self._last = 0
-        self._standing: list[int] = []
-        """On rank 0: the openings that other ranks may enter."""
+        self._standing: dict[int, weakref.ref[Keys]] = {}
+        """On rank 0: the openings that other ranks may enter. An interrupted one has dropped its calls of the store."""
         self._closed: set[int] = set()
         """On rank 0: those of ``_standing`` that leave the list when the next opening begins."""
         self._line: list[object] = []
         """The calls of this process that wait for a number, in their order."""
-        self._changed = threading.Condition()
+        self._changed = Bell()
+        self._lock = threading.Lock()
 
-    def queue(self) -> object:
-        """Join the line; returns a place to pass to :meth:`enter` or :meth:`leave`."""
-        place = object()
-        with self._changed:
-            self._line.append(place)
-        return place
+    def queue(self) -> Turn:
+        """Join the line; returns what to pass to :meth:`enter`."""
+        return Turn(self._line, self._changed)
 
-    def leave(self, place: object) -> None:
-        """Leave the line."""
-        with self._changed:
-            self._line.remove(place)
-            self._changed.notify_all()
-
-    def enter(self, place: object, keys: Keys, timeout: float, interval: float) -> int:
+    def enter(self, turn: Turn, keys: Keys, timeout: float, interval: float) -> int:
         """Begin an opening as rank 0, or wait until rank 0 has begun one; returns its number.
 
         Args:
-            place: From :meth:`queue`. The call waits until it is the first in line, and leaves the line when it ends.
+            turn: From :meth:`queue`. The call waits until it is the first in line, and leaves the line when it ends.
             keys: This rank's calls of the store.
             timeout: Seconds to wait, in the line and for rank 0 together.
             interval: The longest pause between two looks into the store, in seconds.
@@ -74,8 +97,7 @@ class Openings:
         """
         end = time.monotonic() + timeout
         try:
-            with self._changed:
-                first = self._changed.wait_for(lambda: self._line[0] is place, timeout)
+            first = turn.wait(timeout)
             if first and keys.rank == COORDINATOR:
                 return self._begin(keys)
             number = until(lambda: self._look(keys), end, interval) if first else None
@@ -85,7 +107,7 @@ class Openings:
             self._last = number
             return number
         finally:
-            self.leave(place)
+            turn.leave()
 
     def end(self, keys: Keys, number: int, given_up: bool) -> None:
         """As rank 0, let no rank enter an opening any more: at once if ``given_up``, else when the next one begins.
@@ -93,12 +115,13 @@ class Openings:
         Raises:
             CommitError: The store cannot be reached.
         """
-        with self._changed:
-            if self._servers.get(keys) != self._server:
+        with self._lock:
+            by = self._standing.get(number)
+            if by is None or by() is not keys:
                 return  # nobody looks there any more
-            if given_up and number in self._standing:
-                self._publish(keys, [n for n in self._standing if n != number])
-            elif number in self._standing:
+            if given_up:
+                self._publish(keys, {n: by for n, by in self._standing.items() if n != number})
+            else:
                 self._closed.add(number)
 
     def _count_in(self, server: str) -> None:
@@ -110,16 +133,16 @@ class Openings:
 
     def _begin(self, keys: Keys) -> int:
         server, listed = self._listed(keys)  # another process may have been rank 0 before
-        with self._changed:
+        with self._lock:
             self._count_in(server or secrets.token_hex(8))
-            self._servers[keys] = self._server
             number = 1 + max([self._last, *listed])
-            self._publish(keys, [*(n for n in self._standing if n not in self._closed), number])
+            kept = {n: by for n, by in self._standing.items() if n not in self._closed and by() is not None}
+            self._publish(keys, {**kept, number: weakref.ref(keys)})
             self._last = number
             self._closed.clear()
             return number
 
-    def _publish(self, keys: Keys, standing: list[int]) -> None:
+    def _publish(self, keys: Keys, standing: dict[int, weakref.ref[Keys]]) -> None:
         keys.set(self._key, ",".join([self._server, *map(str, standing)]).encode())
         self._standing = standing
 

@@ -39,10 +39,10 @@ class StoreCalls:
         self._stuck: Task[Any] | None = None
         self._calls: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        # a daemon: a server that never answers must not keep the interpreter from ending
-        start(threading.Thread(target=_serve, args=(self._calls,), name="datastates-store", daemon=True))
         self._stop = weakref.finalize(self, self._calls.put, None)
         self._stop.atexit = False
+        # a daemon: a server that never answers must not keep the interpreter from ending
+        start(threading.Thread(target=_serve, args=(self._calls,), name="datastates-store", daemon=True))
         try:
             self._store = self._ask(connect)
         except BaseException:

@@ -181,7 +181,7 @@ class _Opening:
             # a rank that gave up earlier than the others would report another outcome than they do
             keys = self._place.keys(self._timeout)
         except BaseException:
-            self._openings.leave(self._turn)
+            self._turn.leave()
             raise
         try:
             number = self._openings.enter(self._turn, keys, self._timeout, slowest(self._place.size))

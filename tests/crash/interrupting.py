@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dis
 import faulthandler
 import gc
 import itertools
@@ -23,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -31,13 +30,12 @@ import numpy as np
 import datastates as ds
 from datastates.providers import HostTensorProvider, from_state_dict
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from interrupts import Interrupt, Tracer
+
 OPTIONS: dict[str, Any] = {"host_cache": "2MiB", "block": "1MiB", "io_threads": 1}
 HANG_SECONDS = 30
 PACKAGE = str(Path(ds.__file__).parent)
-
-
-class Interrupt(BaseException):
-    """What a signal handler may raise."""
 
 
 def providers(step: int) -> list[Any]:
@@ -52,56 +50,6 @@ def value_of(given: list[Any]) -> tuple[int, ...]:
     """What the arrays of a state say."""
     loaded = {name: int(array[0]) for name, array in given[0].tensors().items()}
     return tuple(loaded.values())
-
-
-# --- where to interrupt
-
-
-def exits(code: CodeType) -> set[int]:
-    """Offsets in a function at which a ``with`` block is about to be left. Python handles no signals there."""
-    found, names = set(), collections.deque[tuple[str, Any]](maxlen=3)
-    offsets = collections.deque[int](maxlen=3)
-    for one in dis.get_instructions(code):
-        if one.opname in ("PRECALL", "CALL", "CALL_FUNCTION") and list(names) == [("LOAD_CONST", None)] * 3:
-            found.add(offsets[0])
-        names.append((one.opname, one.argval))
-        offsets.append(one.offset)
-    return found
-
-
-class Tracer:
-    """Raises :class:`Interrupt` at the n-th line that is reached."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-        self.place = ""
-        self._exits: dict[CodeType, set[int]] = EXITS
-
-    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if self.place or frame.f_code.co_filename.startswith("<frozen importlib"):
-            return None
-        if event == "line" and frame.f_lasti not in self._exits_of(frame.f_code):
-            if not self.left:
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise Interrupt
-            self.left -= 1
-        return self.trace
-
-    def _exits_of(self, code: CodeType) -> set[int]:
-        if code not in self._exits:
-            self._exits[code] = exits(code)
-        return self._exits[code]
-
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        sys.settrace(self.trace)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-
-
-EXITS: dict[CodeType, set[int]] = {}
 
 
 # --- the calls

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from interrupts import Interrupt, Tracer
 from memory_keys import Memory, MemoryKeys
 
+from datastates._base import waiting
 from datastates.errors import RanksMissingError
+from datastates.ranks import openings
 from datastates.ranks.jax_keys import JaxKeys
 from datastates.ranks.keys import Keys
 from datastates.ranks.openings import Openings
 
 SECONDS = 20.0
+TRACED = (openings.__file__, waiting.__file__)
+Later = Callable[[Callable[[], int]], "Future[int]"]
 _runs = itertools.count()
 
 
@@ -48,14 +54,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
 
 
 @pytest.fixture
-def later() -> Iterator[Callable[[Callable[[], int]], Future[int]]]:
+def later() -> Iterator[Later]:
     with ThreadPoolExecutor(4) as pool:
         yield pool.submit
 
 
-def test_all_come_to_the_same_whoever_is_first(
-    ranks: list[Rank], later: Callable[[Callable[[], int]], Future[int]]
-) -> None:
+def test_all_come_to_the_same_whoever_is_first(ranks: list[Rank], later: Later) -> None:
     for _ in range(3):
         early = later(ranks[1].open)
         number = ranks[0].open()
@@ -69,7 +73,7 @@ def test_several_stand_at_once_and_are_entered_in_order(ranks: list[Rank]) -> No
         ranks[0].end(number)
     third = ranks[0].open()
     assert [ranks[1].open(), ranks[2].open()] == [third, third]
-    assert ranks[0].openings._standing == [third]
+    assert list(ranks[0].openings._standing) == [third]
 
 
 def test_a_rank_that_comes_late_enters_what_rank_0_has_closed(ranks: list[Rank]) -> None:
@@ -99,9 +103,7 @@ def test_what_rank_0_has_left_for_another_is_entered_by_nobody(ranks: list[Rank]
     assert caught.value.ranks == (0,)
 
 
-def test_what_a_rank_has_left_it_does_not_enter_again(
-    ranks: list[Rank], later: Callable[[Callable[[], int]], Future[int]]
-) -> None:
+def test_what_a_rank_has_left_it_does_not_enter_again(ranks: list[Rank], later: Later) -> None:
     first = ranks[0].open()
     assert ranks[1].open() == first  # and it runs out of time there, while rank 0 still waits
     again = later(ranks[1].open)
@@ -116,9 +118,7 @@ def test_who_has_waited_in_vain_is_in_nobodys_way(ranks: list[Rank]) -> None:
     assert ranks[0].open() == ranks[1].open() == ranks[2].open()
 
 
-def test_calls_have_their_places_when_they_are_made(
-    ranks: list[Rank], later: Callable[[Callable[[], int]], Future[int]]
-) -> None:
+def test_calls_have_their_places_when_they_are_made(ranks: list[Rank], later: Later) -> None:
     rank = ranks[1]
     first, second = rank.openings.queue(), rank.openings.queue()
     waiting = later(lambda: rank.openings.enter(second, rank.keys, SECONDS, 0.01))
@@ -129,5 +129,48 @@ def test_calls_have_their_places_when_they_are_made(
 
 def test_who_leaves_the_line_lets_the_next_one_in(ranks: list[Rank]) -> None:
     rank = ranks[1]
-    rank.openings.leave(rank.openings.queue())
+    rank.openings.queue().leave()
+    turn = rank.openings.queue()
+    turn.leave()
+    turn.leave()
     assert ranks[0].open() == rank.open()
+
+
+def test_a_call_that_is_interrupted_before_it_enters_is_in_nobodys_way(ranks: list[Rank]) -> None:
+    rank = ranks[1]
+    rank.openings.queue()  # and nobody has it
+    assert ranks[0].open() == rank.open(timeout=1)
+
+
+def test_what_rank_0_has_begun_and_dropped_stands_until_it_begins_the_next(later: Later) -> None:
+    memory, name = Memory(), "run"
+    first, other = (Rank(MemoryKeys(memory, number), name) for number in range(2))
+    number = first.open()
+    first.keys = MemoryKeys(memory, 0)  # nobody has those of the interrupted call
+    waiting = later(other.open)
+    assert waiting.result(SECONDS) == number  # it waits there in vain
+    assert first.open() == other.open() == number + 1
+    assert list(first.openings._standing) == [number + 1]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_interrupt_at_any_line_leaves_the_openings_usable(which: int) -> None:
+    memory = Memory()
+    ranks = [Rank(MemoryKeys(memory, number), "run") for number in range(2)]
+
+    def opened(number: int) -> int:
+        ranks[number].keys = MemoryKeys(memory, number)  # each call makes its own
+        return ranks[number].open(timeout=1)
+
+    for line in itertools.count():
+        begun = opened(0) if which == 1 else None
+        tracer = Tracer(line, TRACED)
+        with contextlib.suppress(Interrupt), tracer.tracing():
+            opened(which)
+        if begun is not None:
+            ranks[0].end(begun, given_up=True)  # it has waited in vain
+        assert opened(0) == opened(1), line
+        assert ranks[which].openings._line == []
+        if not tracer.place:
+            break
+    assert line > 15
