@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import short
 import torch
 
 import datastates as ds
@@ -50,7 +51,7 @@ def assert_tidy(root: Path, *steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "layout"), [(1, "rows"), (2, "columns"), (3, "rows"), (4, "ranges"), (3, "replicas")]
+    ("count", "layout"), short.first([(3, "rows"), (1, "rows"), (2, "columns"), (4, "ranges"), (3, "replicas")])
 )
 def test_every_element_is_in_one_container(count: int, layout: str, ranks: Any, reports: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
@@ -134,7 +135,7 @@ OF_THE_COORDINATOR = {
 }
 
 
-@pytest.mark.parametrize(("confused", "expected"), [(2, WRONG), (0, OF_THE_COORDINATOR)])
+@pytest.mark.parametrize(("confused", "expected"), short.first([(2, WRONG), (0, OF_THE_COORDINATOR)]))
 def test_one_rank_fails_all_and_the_next_snapshot_works(
     confused: int, expected: dict[str, str], ranks: Any, reports: Any, tmp_path: Path
 ) -> None:

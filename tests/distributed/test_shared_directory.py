@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import short
 
 from datastates._base import files as base_files
 from datastates.cli import commands
@@ -150,6 +151,7 @@ def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_pat
     assert names(root) == ["step-00000003"]
 
 
+@pytest.mark.long
 def test_what_another_job_reads_is_deleted_later(ranks: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
     ranks(2, LOOP, root, 1)
@@ -202,7 +204,7 @@ with ds.Checkpointer(directory, **OPTIONS) as ckpt:
     assert names(tmp_path / "run") == ["step-00000001", "step-00000003"]
 
 
-@pytest.mark.parametrize("failure", ["sync=fail:28", "shards"])
+@pytest.mark.parametrize("failure", short.first(["sync=fail:28", "shards"]))
 def test_a_failure_is_raised_once_by_each_rank(
     failure: str, ranks: Any, prelude: str, reports: Any, tmp_path: Path
 ) -> None:

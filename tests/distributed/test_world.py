@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SECONDS = 2.0
 """Seconds that a rank waits for the others here."""
 
@@ -132,6 +134,7 @@ os._exit(0)  # the process group cannot be left without all ranks
         assert told["close"]["seconds"] < 1
 
 
+@pytest.mark.long
 def test_a_frozen_coordinator_holds_nobody_up(ranks: Any) -> None:
     """Its process hosts the Store, keeps the connections and answers nothing."""
     script = f"""{STORE}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import in_memory
+import pytest
 import torch
 
 from datastates.testing import equal
@@ -21,6 +22,7 @@ def _gathered(folder: Path) -> tuple[Any, list[dict[str, Any]]]:
     return checkpoint, ranks
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_goes_on(ranks: Any, tmp_path: Path) -> None:
     ranks(3, LOOP, tmp_path)
     ranks(2, LOOP, tmp_path, tmp_path)

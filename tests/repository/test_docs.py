@@ -26,7 +26,7 @@ def frameworks_of(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, id=p.name, marks=[pytest.mark.long] if frameworks_of(p) else []) for p in PAGES]
+    "page", [pytest.param(p, id=p.name, marks=[] if p.name == "README.md" else [pytest.mark.long]) for p in PAGES]
 )
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     if missing := {name for name in frameworks_of(page) if find_spec(name) is None}:
@@ -34,6 +34,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     run(page, tmp_path)
 
 
+@pytest.mark.long
 def test_the_first_page_runs_again_in_the_same_folder(tmp_path: Path) -> None:
     """Its first example resumes from what it finds, and no other example saves into its directory."""
     for _ in range(2):

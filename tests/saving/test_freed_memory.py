@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import short
 
 pytest.importorskip("torch")
 
@@ -87,7 +88,7 @@ def test_memory_given_back_before_it_is_captured_fails_that_snapshot_by_name(
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSYS, errno.EFAULT], ids=["forbidden", "beyond its reach"])
-@pytest.mark.parametrize("how", ["no memory", "partly unmapped", "small, unmapped", "a file cut short"])
+@pytest.mark.parametrize("how", short.first(["partly unmapped", "no memory", "small, unmapped", "a file cut short"]))
 def test_where_the_kernel_does_not_copy_between_places_it_copies_through_a_file(
     how: str, fault: int, ranks: Any, tmp_path: Path
 ) -> None:
@@ -133,7 +134,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("lazy", ["lazy", "at once"])
+@pytest.mark.parametrize("lazy", short.first(["lazy", "at once"]))
 @pytest.mark.parametrize("how", GONE)
 def test_memory_that_is_gone_before_the_call_fails_that_snapshot_by_name(
     how: str, lazy: str, ranks: Any, tmp_path: Path

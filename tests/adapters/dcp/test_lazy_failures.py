@@ -241,6 +241,7 @@ def test_what_cannot_be_copied_is_raised_by_the_call(tmp_path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.long
 def test_a_failure_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     done = subprocess.run(
         [
@@ -295,6 +296,7 @@ def test_the_interpreters_end_waits_for_the_commit(tmp_path: Path) -> None:
         same(loaded(tmp_path / name, state), state)
 
 
+@pytest.mark.long
 def test_a_forked_child_waits_for_nothing(tmp_path: Path) -> None:
     source = """
         import os, sys, time, torch

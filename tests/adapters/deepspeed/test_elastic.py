@@ -12,6 +12,7 @@ from deepspeed_ranks import RANKS
 LOOP = Path(__file__).parent / "elastic_loop.py"
 
 
+@pytest.mark.long
 def test_one_rank_resumes_what_two_have_saved(ranks: Any, tmp_path: Path) -> None:
     ranks(2, LOOP, tmp_path, "zero-1", "save", **RANKS)
     ranks(1, LOOP, tmp_path, "zero-1", "load=2", **RANKS)

@@ -105,6 +105,7 @@ def run(ranks: Any, tmp_path: Path) -> Run:
     return start
 
 
+@pytest.mark.long
 def test_it_goes_on_and_keeps_what_it_is_told_to(run: Run) -> None:
     run(
         2,

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import short
 from by_path import module_at
 from hold import GATE, held
 
@@ -188,6 +189,7 @@ def test_the_folders_are_those_of_the_trainer(training: ModuleType, tmp_path: Pa
     assert training.losses(again) == training.losses(trained["stock"])
 
 
+@pytest.mark.long
 def test_transformers_alone_reads_the_folder(training: ModuleType, tmp_path: Path) -> None:
     made = training.trainer(tmp_path, 5)
     training.attach(made, **training.OPTIONS)
@@ -237,7 +239,9 @@ def kinds(training: ModuleType) -> dict[str, Callable[[], Any]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["in several files", "stored otherwise than it computes", "in half precision"])
+@pytest.mark.parametrize(
+    "kind", short.first(["in several files", "stored otherwise than it computes", "in half precision"])
+)
 def test_a_models_files_are_those_of_the_trainer(kind: str, training: ModuleType, tmp_path: Path) -> None:
     for name in ("stock", "ours"):
         training.transformers.set_seed(5)
