@@ -5,6 +5,8 @@ A checkpoint ``NAME`` is written as ``.NAME.partial-XXXXXXXX/NAME``: whoever is 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import re
@@ -18,6 +20,8 @@ from datastates.commit import manifest, retention
 from datastates.errors import CommitError
 
 _log = logging.getLogger("datastates")
+_COMMON = 100
+"""Characters of a long name that tell which hidden folders are of names that differ in numbers only."""
 _OLD = "old"
 """Beside the folder that is written: a folder with the one whose place it takes, until it has its name."""
 
@@ -58,8 +62,9 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
         kept = _keep(final, staged, before, replace=replace)
         os.chmod(staged, stat.S_IMODE(final.stat().st_mode))
         old.parent.mkdir()
-        shutil.move(final, old)  # overlayfs renames no folder of a lower layer
     try:
+        if final.exists() and _move(final, old):
+            kept = contents(old)
         with files.syscall("rename", final):
             os.rename(staged, final)
     except OSError:
@@ -70,13 +75,21 @@ def publish(staged: Path, final: Path, before: Contents, *, replace: bool) -> No
     clear(staged, final.parent)
 
 
+def sync(folder: Path) -> None:
+    """Put a folder and all that is in it on stable storage."""
+    for path in (folder, *folder.rglob("*")):
+        # what is gone was a temporary file of another rank, which is still writing
+        with contextlib.suppress(FileNotFoundError), files.opened(path, os.O_RDONLY) as fd:
+            os.fsync(fd)
+
+
 def clear(staged: Path, home: Path) -> None:
     """Remove the hidden folder of a checkpoint, and the checkpoint if it is in there still.
 
     What somebody who was handed that folder has written beside it goes to ``home``.
     """
     hidden = staged.parent
-    for name in {*os.listdir(hidden)} - {staged.name, _OLD, manifest.LOCK}:
+    for name in {*os.listdir(hidden)} - {staged.name, _OLD, f"{_OLD}.copy", manifest.LOCK}:
         if (hidden / name).is_dir():
             _keep(hidden / name, home / name, {}, replace=False)
         else:
@@ -84,9 +97,18 @@ def clear(staged: Path, home: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
+def numbered(name: str) -> re.Pattern[str]:
+    """Matches a name, also with other numbers in it."""
+    return re.compile(re.sub("[0-9]+", "[0-9]+", re.escape(name)) + r"\Z")
+
+
 def alike(name: str) -> re.Pattern[str]:
     """Matches the hidden folders of checkpoints with a name, or with other numbers in that name."""
-    return re.compile(re.sub("[0-9]+", "[0-9]+", re.escape(paths.stem_of_partial(f".{name}"))) + r"\Z")
+    stem = paths.stem_of_partial(f".{name}")
+    if stem == f".{name}":
+        return numbered(stem)
+    # a long name is cut after more or fewer of its characters with other numbers, and has another digest
+    return re.compile(numbered(stem[:_COMMON]).pattern.removesuffix(r"\Z") + r".*~[0-9a-f]{16}\Z", re.DOTALL)
 
 
 def sweep(room: Path, names: re.Pattern[str], home: Path) -> None:
@@ -100,8 +122,8 @@ def sweep(room: Path, names: re.Pattern[str], home: Path) -> None:
     try:
         for hidden in retention.debris(room, names):
             for old in (hidden / _OLD).glob("*"):
-                if not (final := home / old.name).exists():
-                    _put_back(old, final)  # the run ended between two renames
+                if (hidden / old.name).exists():  # the run ended before the new one had the name
+                    _put_back(old, home / old.name)
         retention.sweep(room, names)
     except OSError as error:  # this rank must not fail for that, as the others go on
         _log.warning("what an interrupted run left could not be removed: %s", error)
@@ -130,7 +152,7 @@ def _keep_one(entry: Path, new: Path) -> None:
         new.mkdir(parents=True, exist_ok=True)
         return
     new.parent.mkdir(parents=True, exist_ok=True)
-    second = new.with_name(f".{new.name}.kept")
+    second = new.with_name(f"{paths.stem_of_partial(f'.{new.name}')}.kept")
     try:
         os.link(entry, second, follow_symlinks=False)
     except OSError:  # a file system without links
@@ -140,9 +162,29 @@ def _keep_one(entry: Path, new: Path) -> None:
     files.sync_directory(new.parent)
 
 
+def _move(folder: Path, to: Path) -> bool:
+    """Rename a folder. overlayfs renames none of a lower layer: it is copied whole, then removed, and this is True."""
+    try:
+        os.rename(folder, to)
+        return False
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        copy = to.parent.with_name(f"{_OLD}.copy")
+        shutil.copytree(folder, copy, symlinks=True)
+        sync(copy)
+        os.rename(copy, to)
+        shutil.rmtree(folder)
+        return True
+
+
 def _put_back(old: Path, final: Path) -> None:
-    if old.exists():
-        os.rename(old, final)
+    """Undo :func:`_move`, also one that was interrupted."""
+    if not final.exists():
+        if old.exists():
+            os.rename(old, final)
+    else:  # a part of it may be removed
+        _keep(old, final, contents(old), replace=False)
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
