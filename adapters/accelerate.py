@@ -81,8 +81,6 @@ class AcceleratorCheckpoints(FolderCheckpoints):
         self._stock_save = accelerator.save_state
         accelerator.save_state = self._save_state
         accelerator.load_state = self.waiting_before(accelerator.load_state)
-        accelerator.save = self.waiting_inside(accelerator.save)
-        accelerator.save_model = self.waiting_inside(accelerator.save_model)
         accelerator.end_training = self.closing_before(accelerator.end_training)
 
     def _save_state(self, output_dir: str | os.PathLike[str] | None = None, *words: Any, **options: Any) -> Path:

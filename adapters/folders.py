@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from datastates._base import files
 from datastates._base.workers import Work
-from datastates.adapters import naming
+from datastates.adapters import looks, naming
 from datastates.adapters.sharded_folders import ShardedFolders
 from datastates.adapters.stand_ins import Function, standing_in
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of, wait_for_all
@@ -71,18 +70,19 @@ class FolderCheckpoints:
         final: Path,
         write: Callable[[Path, list[Snapshot]], None],
         *,
-        looks: str | None = None,
-        retain: Callable[[], None] = lambda: None,
+        needed: str | None = None,
+        retain: Callable[[], None] | None = None,
         room: Path | None = None,
         replace: bool = False,
     ) -> None:
-        """Begin a checkpoint. All ranks call it together.
+        """Begin a checkpoint. All ranks call it together. Who looks at it from now on waits until it has ended.
 
         Args:
             final: The folder that the checkpoint is to be. Other files that are in it stay.
             write: Called with the folder to write into, and a list that takes the snapshots of files under way.
-            looks: Who looks at the checkpoint as soon as this call has returned. Then it waits until that has its name.
-            retain: Called on rank 0 after that, to delete old ones. An OSError of it is logged.
+            needed: Who may look at the checkpoint unseen once this call has returned. Then the call waits for its end.
+            retain: Called on rank 0 once the checkpoint has its name, to delete others whose names differ in numbers.
+                An OSError of it is logged.
             room: Where the folder lies until it gets its name; by default beside ``final``.
             replace: Whether everything that is in the folder now gives way to the checkpoint.
 
@@ -95,9 +95,11 @@ class FolderCheckpoints:
         name = f"{self._kind}/{self._number}"
         self._number += 1  # before anything can fail: all ranks must count alike
         self.files.begin()
-        target = Path(os.path.realpath(final)) if final.is_symlink() else final
-        room = room or target.parent
-        world = self._prepare(room, target)
+        with looks.unwatched():
+            target = Path(os.path.realpath(final)) if final.is_symlink() else final
+            room = room or target.parent
+            world = self._prepare(room, target)
+        looks.finish(target)  # what it holds then is what this checkpoint replaces
         attempt, hidden = world.token(name), room / f".{target.name}"
         staged = manifest.partial(hidden, attempt) / target.name
         snapshots: list[Snapshot] = []
@@ -109,7 +111,8 @@ class FolderCheckpoints:
             del votes
             naming.publish(staged, target, before, replace=replace)
             try:
-                retain()
+                if retain is not None:
+                    retain()
             except OSError as error:  # this checkpoint stands nevertheless
                 _log.warning("an old checkpoint could not be deleted: %s", error)
             return b""
@@ -138,23 +141,25 @@ class FolderCheckpoints:
         in_flight = {p: s for p, s in self.snapshots.items() if not all(x.ended for x in s)}
         self.snapshots = in_flight | {final: snapshots}
         try:
-            pending = manifest.Pending(hidden, attempt)
-            locked.callback(pending.close)
-            manifest.begin(pending)
-            naming.refuse(target)
-            staged.mkdir(exist_ok=True)
-            if world.rank == 0:
-                before = naming.contents(target)
+            with looks.unwatched():
+                pending = manifest.Pending(hidden, attempt)
+                locked.callback(pending.close)
+                manifest.begin(pending)
+                naming.refuse(target)
+                staged.mkdir(exist_ok=True)
+                if world.rank == 0:
+                    before = naming.contents(target)
             write(staged, snapshots)
-            self.files.then(what, snapshots, end_unless_interrupted)
+            older = None if retain is None else naming.numbered(target.name)
+            self.files.then(what, snapshots, end_unless_interrupted, final=target, older=older)
         except BaseException as error:  # the other ranks must not wait for this one
             if ending.take() is not None:
                 # an interrupt must not be raised again later
                 spoiled = error if isinstance(error, Exception) else CommitError(f"{what} was interrupted: {error!r}")
                 self.files.then(what, [*snapshots, *self.files.under_way(staged.parent)], end)
             raise
-        if looks is not None:
-            self.files.show(final.name, looks)
+        if needed is not None:
+            self.files.show(final.name, needed)
 
     @contextlib.contextmanager
     def writing_tensors(
@@ -195,23 +200,8 @@ class FolderCheckpoints:
 
     def has(self, final: Path) -> bool:
         """Whether a checkpoint is there or under way."""
-        return final in self._under_way or final.exists()
-
-    def waiting_inside(self, stock: Function) -> Function:
-        """A function of the framework that writes to a path. It first waits if a checkpoint under way will be there."""
-
-        def is_inside(path: Any) -> bool:
-            if not isinstance(path, (str, os.PathLike)):
-                return False
-            return any(Path(os.path.abspath(path)).is_relative_to(final) for final in tuple(self._under_way))
-
-        @functools.wraps(stock)
-        def wait_and_call(*words: Any, **options: Any) -> Any:
-            if any(map(is_inside, (*words, *options.values()))):
-                self.wait()
-            return stock(*words, **options)
-
-        return wait_and_call
+        with looks.unwatched():
+            return final in self._under_way or final.exists()
 
     def wait(self) -> None:
         """Wait until every checkpoint has ended: it has its name, or has failed."""
@@ -280,10 +270,7 @@ def refuse_to_attach(saves: Any, method: str, reasons: Iterable[tuple[object, st
 def _synced(folder: Path) -> BaseException | None:
     """Put a folder and its files on stable storage; returns the error that prevented it, or None."""
     try:
-        for path in (folder, *folder.rglob("*")):
-            # what is gone was a temporary file of another rank, which is still writing
-            with contextlib.suppress(FileNotFoundError), files.opened(path, os.O_RDONLY) as fd:
-                os.fsync(fd)
+        naming.sync(folder)
     except OSError as error:
         return error
     return None

@@ -5,8 +5,9 @@ open, list or ask for the status of what is to be there (``open``, ``os.listdir`
 is built on them, such as ``glob``, ``shutil`` and ``torch.load``), those that move it, delete it or an older one beside
 it, and those that start a program. No other path is concerned.
 
-Python tells of these calls by audit events, except of ``os.stat`` and its like: functions stand in for them. Nobody
-hears of libraries that open files by themselves, of forked processes, or of processes that run already.
+Python tells of these calls by audit events. Functions stand in for calls that raise none: ``os.stat`` and its like,
+``torch.save``, and those of safetensors. Nobody hears of other libraries that open files by themselves, of forked
+processes, or of processes that run already.
 """
 
 from __future__ import annotations
@@ -15,22 +16,30 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from datastates.errors import CommitError
 
 _log = logging.getLogger("datastates")
 _LISTS = frozenset({"os.listdir", "os.scandir"})
 _MOVES = frozenset({"os.rename", "os.link"})
+_MAKES = frozenset({"os.mkdir", "os.symlink"})
 _DELETES = frozenset({"os.remove", "os.rmdir", "shutil.rmtree"})
-_CHANGES = frozenset({"os.chmod", "os.chown", "os.truncate", "os.utime"})
+_CHANGES = frozenset({"os.chdir", "os.chmod", "os.chown", "os.truncate", "os.utime"})
 _STARTS = frozenset({"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "pty.spawn"})
 _STATS = ("stat", "lstat", "access")
 _ANEW = os.O_CREAT | os.O_TRUNC
+_LOCKED = frozenset({"importlib._bootstrap_external", "logging", "logging.handlers"})
+"""Modules that look while they hold a lock, which the end of a checkpoint may need. None of them looks for checkpoints.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +53,17 @@ class UnderWay:
     folder: str
     """The folder in which everything is this checkpoint's, but for hidden files."""
     files: frozenset[str]
-    """Files that are to get their names, in that folder or elsewhere."""
+    """Files that are to get their names, in that folder or elsewhere, or that folder itself."""
     end: Callable[[], BaseException | None]
     """Waits until the checkpoint has ended; returns why nothing may be deleted now, or None."""
+    older: re.Pattern[str] | None = None
+    """Names beside ``root`` of what may be deleted when the checkpoint is complete."""
+
+
+def whole(final: Path, end: Callable[[], BaseException | None], older: re.Pattern[str] | None = None) -> UnderWay:
+    """A checkpoint that is a file, or a folder that is not there before it is complete. See :class:`UnderWay`."""
+    real = os.path.join(os.path.realpath(final.parent), final.name)
+    return UnderWay(final.name, real, real, frozenset({real}), end, older)
 
 
 _Concerns = Callable[[UnderWay, str], bool]
@@ -74,6 +91,14 @@ def end(checkpoint: UnderWay) -> None:
         _under_way = tuple(other for other in _under_way if other is not checkpoint)
 
 
+def finish(final: Path) -> None:
+    """Wait for the end of every checkpoint that is to have this name."""
+    real = os.path.join(os.path.realpath(final.parent), final.name)
+    for checkpoint in _under_way:
+        if real in checkpoint.files:
+            checkpoint.end()
+
+
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """A context in which this thread does not wait, as within a framework's own save."""
@@ -88,7 +113,18 @@ def unwatched() -> Iterator[None]:
 def _install() -> None:
     os.register_at_fork(after_in_child=_forget)
     for name in _STATS:
-        setattr(os, name, _standing_in(getattr(os, name)))
+        stock = getattr(os, name)
+        call = _standing_in(stock, "path", 0, _shows)
+        for able in (os.supports_dir_fd, os.supports_effective_ids, os.supports_fd, os.supports_follow_symlinks):
+            if stock in able:
+                able.add(call)
+        setattr(os, name, call)
+    _replace(torch.save, "f", 1, _is_written)
+    with contextlib.suppress(ImportError):
+        import safetensors
+
+        _replace(safetensors.safe_open, "filename", 0, _shows)
+        _replace(safetensors.serialize_file, "filename", 1, _is_written)
     sys.addaudithook(_heard)
 
 
@@ -97,25 +133,38 @@ def _forget() -> None:
     _lock, _under_way = threading.Lock(), ()
 
 
-def _standing_in(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
+def _standing_in(stock: Callable[..., Any], keyword: str, index: int, concerns: _Concerns) -> Callable[..., Any]:
+    """A function that first waits for the checkpoints that a path concerns: the argument of that name or number."""
+
+    @functools.wraps(stock, updated=())
     def call(*words: Any, **options: Any) -> Any:
         if _under_way:
-            _wait(f"os.{stock.__name__}", words[0] if words else options.get("path"), _shows)
+            path = words[index] if len(words) > index else options.get(keyword)
+            _wait(stock.__name__, path, concerns)
         return stock(*words, **options)
 
-    call.__module__ = "os"  # where pickle finds it
-    for able in (os.supports_dir_fd, os.supports_effective_ids, os.supports_fd, os.supports_follow_symlinks):
-        if stock in able:
-            able.add(call)
+    if stock.__module__ == "posix":
+        call.__module__ = "os"  # where pickle finds it
     return call
+
+
+def _replace(stock: Callable[..., Any], keyword: str, index: int, concerns: _Concerns) -> None:
+    """Let a function stand in for one in all modules that have it under its own name."""
+    name, call = stock.__name__, _standing_in(stock, keyword, index, concerns)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is stock:
+            setattr(module, name, call)
 
 
 def _heard(event: str, words: tuple[Any, ...]) -> None:
     if not _under_way:
         return
     if event == "open":
-        _wait(event, words[0], _is_replaced if words[2] & _ANEW else _shows)
+        _wait(event, words[0], _is_written if words[2] & _ANEW else _shows)
+    elif event in _MAKES:
+        if event == "os.symlink":
+            _wait(event, os.path.join(os.path.dirname(os.fsdecode(words[1])), os.fsdecode(words[0])), _shows)
+        _wait(event, words[event == "os.symlink"], _is_written)
     elif event in _CHANGES:
         _wait(event, words[0], _shows)
     elif event in _LISTS:
@@ -131,16 +180,21 @@ def _heard(event: str, words: tuple[Any, ...]) -> None:
 
 def _shows(checkpoint: UnderWay, path: str) -> bool:
     hidden = os.path.basename(path).startswith(".")
-    return path in checkpoint.files or (_is_in(path, checkpoint.folder) and not hidden)
+    return _is_written(checkpoint, path) or (_is_in(path, checkpoint.folder) and not hidden)
 
 
-def _is_replaced(checkpoint: UnderWay, path: str) -> bool:
-    return path in checkpoint.files
+def _is_written(checkpoint: UnderWay, path: str) -> bool:
+    if any(path == file or _is_in(path, file) for file in checkpoint.files):
+        return True
+    home = os.path.dirname(checkpoint.root)
+    if checkpoint.older is None or not _is_in(path, home):
+        return False
+    return checkpoint.older.fullmatch(os.path.relpath(path, home).partition(os.sep)[0]) is not None
 
 
 def _lists(checkpoint: UnderWay, path: str) -> bool:
     path = os.path.realpath(path)
-    return path == checkpoint.folder or path in map(os.path.dirname, checkpoint.files)
+    return path in map(os.path.dirname, checkpoint.files) or path == checkpoint.folder or _shows(checkpoint, path)
 
 
 def _moves(checkpoint: UnderWay, path: str) -> bool:
@@ -167,12 +221,17 @@ def _wait(call: str, path: Any, concerns: _Concerns, *, deletes: bool = False) -
     if getattr(_here, "unwatched", False) or threading.current_thread().name.startswith("datastates"):
         return
     if not isinstance(path, (str, bytes, os.PathLike)):
-        return  # a descriptor
+        return  # a descriptor or a buffer
+    caller = sys._getframe(1).f_back
+    if caller is not None and caller.f_globals.get("__name__") in _LOCKED:
+        return
     with unwatched():
         folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
-        real = os.path.join(os.path.realpath(folder), name)
+        paths = [real := os.path.join(os.path.realpath(folder), name)]
+        if concerns not in (_moves, _deletes) and os.path.islink(real):
+            paths.append(os.path.realpath(real))
         for checkpoint in _under_way:
-            if concerns(checkpoint, real):
+            if any(concerns(checkpoint, each) for each in paths):
                 if not _told:
                     _told = True
                     text = "%s(%s) waits until the checkpoint %s is complete, as others that look at it will"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -16,16 +17,15 @@ import torch
 from pydantic import Field
 
 from datastates._base.tasks import Task
+from datastates._base.waiting import Flag
 from datastates._base.workers import Work, Workers
+from datastates.adapters import looks
 from datastates.commit import manifest
 from datastates.config import IoOptions, IoSettings
 from datastates.errors import ClosedError, ProviderError, SnapshotAbandonedError, ThreadStartError
 from datastates.executor.make import make_executor, prepare
 from datastates.providers.nested.tree import TreeProvider
 from datastates.ranks.world import SoloWorld
-from datastates.restoring import loading
-from datastates.restoring.provider_view import Trust
-from datastates.saving import gate
 from datastates.saving.container_frame import ContainerFraming
 from datastates.saving.engine import Engine
 from datastates.saving.frame import Framing
@@ -216,7 +216,13 @@ class TorchFiles:
         return engine.take_file(self._savers[kind], [provider], path, attempt=attempt, begin=begin)
 
     def then(
-        self, name: str, snapshots: Sequence[Snapshot] | None, act: Callable[[BaseException | None], None]
+        self,
+        name: str,
+        snapshots: Sequence[Snapshot] | None,
+        act: Callable[[BaseException | None], None],
+        *,
+        final: Path | None = None,
+        older: re.Pattern[str] | None = None,
     ) -> None:
         """Run ``act`` in the background, once the files are written and everything passed here before has run.
 
@@ -228,21 +234,32 @@ class TorchFiles:
                 nothing is under way, it runs at once instead, and its failure is raised, too.
             act: Called with the error of a file, or None; it must raise that error. What it raises is a failure of the
                 checkpoint, which :meth:`begin` or :meth:`close` raises later.
+            final: The file or folder that ``act`` names or removes: who looks at it waits until ``act`` has run.
+            older: Names beside it of what ``act`` may delete: who looks at these waits, too.
         """
+        ended, failures = Flag(), list[BaseException]()
+        shown = None if final is None else looks.whole(final, lambda: self._see(ended, failures), older)
 
         def end() -> None:
-            for snapshot in snapshots or ():
-                snapshot.wait_ended()
             is_save = snapshots is not None
-            self.last_failed |= is_save
             try:
-                act(next(filter(None, [snapshot.exception() for snapshot in snapshots or ()]), None))
+                with looks.unwatched():
+                    for snapshot in snapshots or ():
+                        snapshot.wait_ended()
+                    self.last_failed |= is_save
+                    act(next(filter(None, [snapshot.exception() for snapshot in snapshots or ()]), None))
+                if is_save:
+                    self.last_failed = False
             except Exception as error:
-                _log.warning("%s has failed: %s", name, error)
+                failures.append(error)
                 self.failures += is_save
                 raise
-            if is_save:
-                self.last_failed = False
+            finally:
+                ended.set()
+                if shown is not None:
+                    looks.end(shown)
+                if failures:  # after that: who looks may hold the lock of a handler
+                    _log.warning("%s has failed: %s", name, failures[0])
 
         if self._engine is None and snapshots is None:  # nothing is under way
             end()
@@ -252,6 +269,8 @@ class TorchFiles:
         try:
             if snapshots is not None:
                 self._saves.append(task)
+            if shown is not None:
+                looks.begin(shown)
             self._last = task
             self._in_order.put(task)
         except (ThreadStartError, ClosedError):
@@ -261,6 +280,11 @@ class TorchFiles:
             if (call := task.take()) is not None:  # the files are under way: what follows them must follow
                 self._in_order.put(Work(call))
             raise
+
+    def _see(self, ended: Flag, failures: Sequence[BaseException]) -> BaseException | None:
+        """Wait for an end, as somebody looks; returns why nothing may be deleted now, or None."""
+        ended.wait()
+        return failures[0] if failures and self.settings.on_error == "raise" else None
 
     def under_way(self, folder: Path) -> list[Snapshot]:
         """The files that are being written into a folder."""
@@ -298,7 +322,7 @@ class TorchFiles:
                 path.unlink(missing_ok=True)
 
         is_idle = self._last is None or self._last.done()
-        self.then(f"removing {path}", None, remove)
+        self.then(f"removing {path}", None, remove, final=path)
         if is_idle:
             self.wait()
 
@@ -352,49 +376,3 @@ def wait_for_all() -> None:
     """As :meth:`TorchFiles.wait`, for all of this process: another object may be saving what is read."""
     for files in list(_all):
         files.wait()
-
-
-def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> Any:
-    """Read a file of this package, and verify it.
-
-    Args:
-        path: The file.
-        settings: How to read.
-        map_location: Where tensors are to be; see :func:`placed`.
-        trust: Classes that may be loaded.
-
-    Raises:
-        FormatError: The file is damaged.
-        CorruptError: A tensor does not match its checksum; the message names it.
-        TrustError: The file needs a class that is not trusted.
-    """
-    gate.pass_all()  # what is loaded is about to be copied over the training state
-    return loading.load(path, lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location))
-
-
-def placed(map_location: Any) -> Callable[[Any], Any]:
-    """A function that moves an array of bytes from the CPU to where ``map_location`` says.
-
-    Args:
-        map_location: As of ``torch.load``: a device, its name, a dict of names or a callable. None: the CPU.
-
-    Raises:
-        TypeError: ``map_location`` is something else.
-    """
-    if isinstance(map_location, dict):
-        map_location = map_location.get("cpu", "cpu")
-    if map_location is None:
-        return lambda block: block
-    if isinstance(map_location, (str, torch.device)):
-        device = torch.device(map_location)
-        return lambda block: block if device.type == "cpu" else torch.empty_like(block, device=device)
-    if callable(map_location):
-        return lambda block: _moved(block, map_location(block.untyped_storage(), "cpu"))
-    raise TypeError(f"map_location: a device, its name, a dict or a callable is wanted, not {map_location!r:.80}")
-
-
-def _moved(block: Any, storage: Any) -> Any:
-    if storage is None:  # as in torch: the callable leaves the storage where it is
-        return block
-    untyped = getattr(storage, "_untyped_storage", storage)
-    return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)

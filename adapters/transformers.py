@@ -6,10 +6,9 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import safetensors.torch
@@ -141,7 +140,7 @@ class TrainerCheckpoints(FolderCheckpoints):
             self._stock_save(model, trial)
             return
         if is_stock(self._stock_save):
-            self._begin(trial, self._looks(sys._getframe(1).f_code))
+            self._begin(trial, self._looks())
             return
 
         def instead_of_save(stock: Function) -> Function:
@@ -160,17 +159,13 @@ class TrainerCheckpoints(FolderCheckpoints):
     def _name(self) -> str:
         return type(self._trainer).__name__
 
-    def _looks(self, caller: CodeType) -> str | None:
-        """Who looks at a checkpoint as soon as the Trainer has saved it; None if nobody does."""
-        trainer = self._trainer
-        loop = trainer._maybe_log_save_evaluate
-        if not is_stock(loop) or caller is not loop.__code__:
-            return "something else than the Trainer's own loop saves it"
-        looking = [type(c).__name__ for c in trainer.callback_handler.callbacks if looks_on_save(c)]
+    def _looks(self) -> str | None:
+        """Which callback may look at a checkpoint unseen as soon as the Trainer has saved it; None if none does."""
+        looking = [type(c).__name__ for c in self._trainer.callback_handler.callbacks if looks_on_save(c)]
         return f"the callback {looking[0]} has on_save" if looking else None
 
-    def _begin(self, trial: Any, looks: str | None) -> None:
-        """Save as ``Trainer._save_checkpoint`` does, lazily unless somebody looks."""
+    def _begin(self, trial: Any, needed: str | None) -> None:
+        """Save as ``Trainer._save_checkpoint`` does, lazily unless somebody needs it at once."""
         trainer, state = self._trainer, self._trainer.state
         root = Path(trainer._get_output_dir(trial=trial)).absolute()
         final = root / f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -185,7 +180,7 @@ class TrainerCheckpoints(FolderCheckpoints):
         def rotate() -> None:
             trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
 
-        self.save(final, write, looks=looks, retain=rotate)
+        self.save(final, write, needed=needed, retain=rotate)
 
     def _name_best(self, final: Path, trial: Any) -> None:
         """Tell the Trainer the folder of the best model, as it does itself once that folder exists."""
@@ -246,27 +241,11 @@ def is_stock(function: Any) -> bool:
     return code is not None and Path(code.co_filename).is_relative_to(Path(transformers.__file__).parent)
 
 
-_UPLOADS: dict[str, tuple[str, object] | None] = {
-    "ClearMLCallback": ("_log_model", True),
-    "DVCLiveCallback": ("_log_model", "all"),
-    "FlyteCallback": ("sync_checkpoints", True),
-    "MLflowCallback": ("_log_artifacts", True),
-    "NeptuneCallback": ("_should_upload_checkpoint", True),
-    "SwanLabCallback": None,
-    "TrackioCallback": None,
-    "WandbCallback": ("_log_model", "checkpoint"),
-}
-"""Callbacks of transformers whose ``on_save`` looks at checkpoints only if an attribute has that value, or never."""
-
-
 def looks_on_save(callback: Any) -> bool:
-    """Whether a callback may look at a checkpoint in ``on_save``."""
-    if getattr(callback.on_save, "__code__", None) is trainer_callback.TrainerCallback.on_save.__code__:
-        return False
-    owner = next((c for c in type(callback).__mro__ if "on_save" in vars(c)), None)
-    if owner is None or "on_save" in vars(callback) or owner.__module__ != integration_utils.__name__:
-        return True
-    if owner.__name__ not in _UPLOADS:
-        return True
-    condition = _UPLOADS[owner.__name__]
-    return condition is not None and bool(getattr(callback, condition[0], condition[1]) == condition[1])
+    """Whether a callback may look at a checkpoint in ``on_save`` by means that nobody hears of.
+
+    Those that come with transformers look by Python's functions, if they look at all.
+    """
+    code = getattr(callback.on_save, "__code__", None)
+    stock = (trainer_callback.__file__, integration_utils.__file__)
+    return code is None or code.co_filename not in stock

@@ -15,7 +15,7 @@ import torch
 
 from datastates._base import paths
 from datastates._base.workers import Workers
-from datastates.adapters import torch_files
+from datastates.adapters import torch_loads
 from datastates.adapters.deepspeed import binding, engines
 from datastates.adapters.deepspeed.ending import Save, pending_of, sweep
 from datastates.adapters.deepspeed.settings import DeepSpeedSettings
@@ -293,7 +293,7 @@ class CheckpointEngine:
         for engine in engines.every():
             engine.wait_for(file)
         if own.has_ending(file):
-            return torch_files.load(file, self.settings, map_location, trust="all")
+            return torch_loads.load(file, self.settings, map_location, trust="all")
         gate.pass_all()  # what is loaded is about to be copied over the training state
         try:
             return torch.load(path, map_location=map_location, weights_only=False)

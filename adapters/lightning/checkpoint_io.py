@@ -15,8 +15,8 @@ from typing_extensions import Unpack
 from datastates._base import files, paths
 from datastates._base.sizes import LARGE_RECORD
 from datastates._base.workers import Work
-from datastates.adapters import torch_files
-from datastates.adapters.lightning.asking import Asking
+from datastates.adapters import looks, torch_loads
+from datastates.adapters.lightning import asking
 from datastates.adapters.torch_files import FileOptions, FileSettings, Lazy, TorchFiles, wait_for_all
 from datastates.adapters.tried import warn_of_untried
 from datastates.commit import manifest, retention
@@ -71,14 +71,14 @@ class DataStatesCheckpointIO(CheckpointIO):
         """The snapshots of the last checkpoints, by file. *Committed* means that the file is on stable storage."""
         self._swept: set[Path] = set()
         self._thread = threading.get_ident()
-        self._asking = Asking(self.files)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Begin to save a checkpoint; returns once everything that may change at any time is copied.
 
-        Where somebody looks at the file at once, it returns once the file has its name, and raises a failure of it: if
-        something else in Lightning than its ``ModelCheckpoint`` saves, or a subclass of that, if a link to the file or
-        its upload follows, or on another thread than the training thread.
+        Who looks at the file before it has its name waits. Where that might be another rank, or unseen, this call
+        returns once the file has its name, and raises a failure of it: if something else in Lightning than its
+        ``ModelCheckpoint`` saves, or a subclass of that, if a logger of the program's own hears of it, or on another
+        thread than the training thread.
 
         Args:
             checkpoint: Lightning's checkpoint: nested containers with tensors in them.
@@ -94,17 +94,17 @@ class DataStatesCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise TypeError(f"storage_options: {type(self).__name__} writes to file systems, and takes none")
-        final, looks = _local(path), self._looks()
-        with _one_at_a_time:
+        final, needed = _local(path), self._needed()
+        with _one_at_a_time, looks.unwatched():
             self._begin(checkpoint, final)
-        if looks is not None:
-            self.files.show(final.name, looks)
+        if needed is not None:
+            self.files.show(final.name, needed)
 
-    def _looks(self) -> str | None:
-        """Who looks at the checkpoint as soon as it is saved."""
+    def _needed(self) -> str | None:
+        """Who may look at the checkpoint unseen as soon as it is saved."""
         if threading.get_ident() not in (self._thread, threading.main_thread().ident):
             return "another thread than the training thread saves it"
-        return self._asking.looks()
+        return asking.needed()
 
     def _begin(self, checkpoint: dict[str, Any], final: Path) -> None:
         files.make_directory(final.parent)
@@ -132,7 +132,7 @@ class DataStatesCheckpointIO(CheckpointIO):
             manifest.begin(pending)
             snapshot = self.files.write("checkpoint", checkpoint, partial, self.lazy)
             self.snapshots = {p: s for p, s in self.snapshots.items() if not s.ended} | {final: snapshot}
-            self.files.then(f"the checkpoint {final}", [snapshot], name)
+            self.files.then(f"the checkpoint {final}", [snapshot], name, final=final)
         except BaseException:
             if ending.take() is not None:
                 self.files.give_up(pending)
@@ -166,7 +166,7 @@ class DataStatesCheckpointIO(CheckpointIO):
             return found
         named = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
         trust = [name or f"{item.__module__}.{item.__qualname__}" for item, name in named]
-        found = torch_files.load(file, self.files.settings, map_location, "all" if weights_only is False else trust)
+        found = torch_loads.load(file, self.files.settings, map_location, "all" if weights_only is False else trust)
         return found
 
     def remove_checkpoint(self, path: Any) -> None:

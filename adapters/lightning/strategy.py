@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
-from datastates.adapters.lightning.asking import Asking
+from datastates.adapters.lightning import asking
 from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
 
@@ -71,7 +71,6 @@ class StrategyCheckpoints(FolderCheckpoints):
         super().__init__(settings, "lightning")
         self._strategy = strategy
         self._fsdp1 = fsdp1
-        self._asking = Asking(self.files)
         self._stock_save = strategy.save_checkpoint
         strategy.load_checkpoint = self.waiting_before(strategy.load_checkpoint)
         strategy.teardown = self.closing_before(strategy.teardown)
@@ -97,7 +96,7 @@ class StrategyCheckpoints(FolderCheckpoints):
             with self.sharded.writing(folder, [self._strategy.model], snapshots, fsdp1=self._fsdp1):
                 self._stock_save(checkpoint, folder, storage_options)
 
-        self.save(final, write, looks=self._asking.looks())
+        self.save(final, write, needed=asking.needed())
 
     def _remove_checkpoint(self, filepath: Any) -> None:
         """Replaces ``remove_checkpoint`` of the strategy: waits for what was begun, and keeps it if that has failed."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import glob
+import importlib
+import logging.handlers
 import os
 import pickle
 import shutil
@@ -137,6 +139,19 @@ def test_a_forked_process_waits_for_nothing(root: Path) -> None:
     if child == 0:
         os._exit(0 if "latest" not in os.listdir(root) and not writer.looked.is_set() else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_who_holds_a_lock_that_the_end_may_need_does_not_wait(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(root)
+    (root / "train.log").touch()
+    (root / "train.log.2020-01-01").touch()
+    monkeypatch.syspath_prepend(root)
+    with pytest.raises(ImportError):
+        importlib.import_module("no_such_module_anywhere")  # lists the folder
+    handler = logging.handlers.TimedRotatingFileHandler(root / "train.log", "D", backupCount=1)
+    handler.doRollover()  # lists the folder, and deletes there
+    handler.close()
+    assert not writer.looked.is_set()
 
 
 def test_the_functions_that_stand_in_are_taken_for_the_stock_ones(root: Path) -> None:

@@ -14,7 +14,7 @@ from by_path import module_at
 from hold import GATE, held
 
 from datastates import _native
-from datastates.adapters.torch_files import TorchFiles
+from datastates.adapters import looks
 from datastates.errors import CommitError, SettingsError, StorageError
 
 torch = pytest.importorskip("torch")
@@ -128,7 +128,7 @@ def test_a_folder_of_its_own_choice_is_written_as_accelerate_writes_it(training:
 def test_what_appears_in_a_folder_while_it_is_written_stays(training: ModuleType, tmp_path: Path) -> None:
     loop = training.Loop(tmp_path)
     loop.accelerator.project_configuration.automatic_checkpoint_naming = False
-    with held("sync"):
+    with held("sync"), looks.unwatched():  # as another process
         final = loop.accelerator.save_state(tmp_path / "here")
         (final / "inside").mkdir(parents=True)
         (final / "inside" / "precious").write_text("x")
@@ -174,23 +174,6 @@ def test_numbers_and_the_limit_are_those_of_accelerate(
         loop.end()
         seen.append((folders(tmp_path / name), refused, loop.accelerator.save_iteration))
     assert seen[0] == seen[1]
-
-
-def test_what_accelerate_reads_and_writes_waits_for_what_is_under_way(training: ModuleType, tmp_path: Path) -> None:
-    loop = training.Loop(tmp_path)
-    loop.accelerator.project_configuration.automatic_checkpoint_naming = False
-    with held("sync", until=(TorchFiles, "wait")):
-        loop.accelerator.save_state(tmp_path / "one")
-        loop.accelerator.save({"a": 1}, tmp_path / "elsewhere.pt")  # it does not wait
-        assert not (tmp_path / "one").exists()
-        loop.accelerator.save({"a": 1}, str(tmp_path / "one" / "more.pt"))
-    assert (tmp_path / "one" / "model.safetensors").exists()
-    assert (tmp_path / "one" / "more.pt").exists()
-    with held("sync", until=(TorchFiles, "wait")):
-        loop.accelerator.save_state(tmp_path / "two")
-        other = training.Loop(tmp_path)  # another accelerator of the process
-        other.accelerator.load_state(tmp_path / "two")
-    loop.end()
 
 
 def test_what_it_cannot_do_is_refused(training: ModuleType, tmp_path: Path) -> None:

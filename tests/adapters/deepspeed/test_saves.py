@@ -188,7 +188,7 @@ def test_latest_is_no_debris_while_it_is_written(give: Give, tmp_path: Path, mon
 
 
 def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(give: Give, tmp_path: Path) -> None:
-    from datastates.adapters import torch_files
+    from datastates.adapters import torch_loads
     from datastates.formats import own
 
     save = saves.Save("save/0", "tag", SoloWorld())
@@ -201,6 +201,6 @@ def test_a_file_with_a_damaged_index_is_not_taken_for_anothers(give: Give, tmp_p
         file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
         assert own.has_ending(file)
         with pytest.raises(FormatError):
-            torch_files.load(file, IoSettings(), None, "all")
+            torch_loads.load(file, IoSettings(), None, "all")
     torch.save({"a": torch.zeros(5)}, file)
     assert not own.has_ending(file)

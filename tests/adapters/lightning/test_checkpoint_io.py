@@ -18,6 +18,8 @@ from hold import GATE, held
 
 from datastates import _native
 from datastates._base import faults
+from datastates.adapters import looks
+from datastates.adapters.torch_files import TorchFiles
 from datastates.errors import CorruptError, ProviderError, SettingsError, StorageError, TrustError
 
 torch = pytest.importorskip("torch")
@@ -133,12 +135,12 @@ def test_what_is_removed_stays_until_what_came_after_is_there(
     state = {"state_dict": {"w": torch.arange(1 << 20)}}
     io.save_checkpoint(state, first)
     io.files.wait()
-    with held("sync"):
+    with held("sync", until=(TorchFiles, "_see")):
         io.save_checkpoint(state, second)
         io.remove_checkpoint(first)
-        assert first.exists()
-    io.files.wait()
-    assert not first.exists()
+        with looks.unwatched():
+            assert first.exists()
+        assert not first.exists()  # who looks waits
     assert second.exists()
     _native.arm_fault("write", "fail", errno.ENOSPC, 1, 1)
     io.save_checkpoint(state, first)

@@ -1,0 +1,61 @@
+"""Loads files of this package for frameworks, which name the place of tensors by a ``map_location``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from datastates.config import IoSettings
+from datastates.executor.make import make_executor
+from datastates.restoring import loading
+from datastates.restoring.provider_view import Trust
+from datastates.saving import gate
+
+
+def load(path: Path, settings: IoSettings, map_location: Any, trust: Trust) -> Any:
+    """Read a file of this package, and verify it.
+
+    Args:
+        path: The file.
+        settings: How to read.
+        map_location: Where tensors are to be; see :func:`placed`.
+        trust: Classes that may be loaded.
+
+    Raises:
+        FormatError: The file is damaged.
+        CorruptError: A tensor does not match its checksum; the message names it.
+        TrustError: The file needs a class that is not trusted.
+    """
+    gate.pass_all()  # what is loaded is about to be copied over the training state
+    return loading.load(path, lambda nbytes: make_executor(settings, nbytes), trust=trust, place=placed(map_location))
+
+
+def placed(map_location: Any) -> Callable[[Any], Any]:
+    """A function that moves an array of bytes from the CPU to where ``map_location`` says.
+
+    Args:
+        map_location: As of ``torch.load``: a device, its name, a dict of names or a callable. None: the CPU.
+
+    Raises:
+        TypeError: ``map_location`` is something else.
+    """
+    if isinstance(map_location, dict):
+        map_location = map_location.get("cpu", "cpu")
+    if map_location is None:
+        return lambda block: block
+    if isinstance(map_location, (str, torch.device)):
+        device = torch.device(map_location)
+        return lambda block: block if device.type == "cpu" else torch.empty_like(block, device=device)
+    if callable(map_location):
+        return lambda block: _moved(block, map_location(block.untyped_storage(), "cpu"))
+    raise TypeError(f"map_location: a device, its name, a dict or a callable is wanted, not {map_location!r:.80}")
+
+
+def _moved(block: Any, storage: Any) -> Any:
+    if storage is None:  # as in torch: the callable leaves the storage where it is
+        return block
+    untyped = getattr(storage, "_untyped_storage", storage)
+    return torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
