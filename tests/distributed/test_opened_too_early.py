@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jax_ranks import IMPORTS, RANKS, reports
 
 import datastates as ds
 from datastates.providers import HostTensorProvider
@@ -74,6 +75,34 @@ os._exit(0)
 
 def test_before_the_process_group_or_for_another_one(ranks: Any, tmp_path: Path) -> None:
     ranks(2, EARLY, tmp_path / "run", timeout=120)
+
+
+OF_JAX = f"""{IMPORTS}
+early = ds.Checkpointer(DIRECTORY, **OPTIONS)
+client = start()
+report("early save", **outcome(lambda: early.snapshot([state()], step=2)))
+report("early restore", **outcome(lambda: early.restore([state()])))
+early.close()
+with ds.Checkpointer(DIRECTORY, **OPTIONS) as ckpt:
+    save(ckpt, 3)
+    restore(ckpt)
+all_are_here(client, "end")
+report("steps", steps=ckpt.steps())
+"""
+
+
+def test_before_jax_distributed(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip(
+        "jax", reason="JAX is not installed: a Checkpointer made before its processes met was NOT tried"
+    )
+    for rank, told in enumerate(reports(ranks(2, OF_JAX, tmp_path / "run", **RANKS))):
+        for call in ("early save", "early restore"):
+            assert told[call]["error"] == "SettingsError"
+            for text in ("as rank 0 of 1", f"rank {rank} of 2", "jax.distributed.initialize()"):
+                assert text in told[call]["text"]
+        assert told["save 3"]["error"] is None
+        assert told["restore"] == {"word": "restore", "step": 3, "wrong": []}
+        assert told["steps"]["steps"] == [3]
 
 
 def test_a_launcher_with_several_processes_is_told_of(

@@ -14,11 +14,12 @@ RANKS: dict[str, Any] = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
 }
 """Arguments of the fixture ``ranks``."""
-HEAD = f"""
+IMPORTS = f"""
 import sys
 sys.path[:0] = {[str(Path(__file__).parents[1] / "distributed"), str(Path(__file__).parent)]!r}
 from jax_process import *
-
+"""
+HEAD = f"""{IMPORTS}
 client = start()
 """
 """The begin of a script."""
