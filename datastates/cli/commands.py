@@ -161,6 +161,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         say(f"{printable(p.key)} in {p.path} {p.what}")
     if damage is not None:
         output.complain(str(damage))
+    elif problems and arguments.step is None and path != arguments.path and (advice := health.older(path, IN_SHELL)):
+        output.complain(advice)
     elif opened is not None and not (arguments.json or problems):
         what = [*([] if opened.format == own.NAME else [opened.format]), *([] if step is None else [f"step {step}"])]
         say(f"{path}: {', '.join(what)}, {as_size(nbytes)} in {len(opened.files)} file(s), {opened.proof}")

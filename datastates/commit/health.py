@@ -48,17 +48,23 @@ def advice(path: Path, how: str | None) -> Iterator[None]:
     except DatastatesError as error:
         elsewhere = isinstance(error, StorageError) and not Path(str(error.filename)).is_relative_to(path)
         if how is not None and is_damage(error) and not elsewhere:
-            with contextlib.suppress(DatastatesError):  # report the damage even if no advice can be found
-                _add(error, _advice(path, how))
+            _add(error, f"; {found}" if (found := older(path, how)) else "")
         raise
 
 
-def _advice(path: Path, how: str) -> str:
+def older(path: Path, how: str) -> str:
+    """Name the newest checkpoint before ``path`` that looks whole, and how to take it; empty if none can be found."""
+    with contextlib.suppress(DatastatesError):  # the damage is to be reported even so
+        return _older(path, how)
+    return ""
+
+
+def _older(path: Path, how: str) -> str:
     every = list(newest.by_age(path.parent).items())
     before = every[: next((i for i, (_, other) in enumerate(every) if other == path), 0)]
     for step, other in reversed(before):
         if problem(other) is None:
-            return f"; the newest before it that looks whole is that of step {step}: {how.format(step=step)}"
+            return f"the newest before it that looks whole is that of step {step}: {how.format(step=step)}"
     return ""
 
 

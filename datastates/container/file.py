@@ -175,6 +175,13 @@ class Named:
     index_crc: int
     identity: dict[str, Any]
 
+    @classmethod
+    def of(
+        cls, path: Path, nbytes: int, index_crc: int, *, step: int | None, rank: int, ranks: int, attempt: str
+    ) -> Named:
+        """The container of a rank in a checkpoint of several ranks, or of one."""
+        return cls(path, nbytes, index_crc, {"step": step, "rank": rank, "world_size": ranks, "attempt": attempt})
+
 
 def will_open(named: Iterable[Named]) -> None:
     """Ask the system for the indexes of containers, before it is asked for data that they would have to wait for."""

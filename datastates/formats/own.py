@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from datastates._base.files import length, read_bytes
-from datastates.commit import manifest
+from datastates.commit import health, manifest
 from datastates.container import archive
-from datastates.container.file import Container
+from datastates.container.file import Container, Named
+from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.formats.format import Problem
 from datastates.formats.own_verify import verify_catalog, verify_container
 from datastates.restoring import loading
+from datastates.restoring.every_container import named_in, open_all, open_named
 from datastates.restoring.provider_view import Trust
-from datastates.restoring.stored import Head, Stored, open_all
+from datastates.restoring.stored import Head, Stored
 from datastates.state.into import Into
 
 NAME = "a checkpoint of datastates"
@@ -53,7 +55,8 @@ class OwnCheckpoint:
             StorageError: It cannot be read.
         """
         self._path = path
-        self.tensors = Stored.of_file(path) if path.is_file() else Stored.open(path)
+        self._manifest = None if path.is_file() else manifest.open(path)
+        self.tensors = Stored.of_file(path) if self._manifest is None else Stored(Head.of(path, self._manifest))
 
     @cached_property
     def files(self) -> list[Container]:
@@ -63,8 +66,10 @@ class OwnCheckpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of the containers and of the catalog."""
-        catalog = self.tensors.head.catalog
-        return sum(one.nbytes for one in self.files) + (0 if catalog is None else catalog.nbytes)
+        if self._manifest is None:
+            return self.files[0].nbytes
+        catalog = self._manifest.catalog
+        return self._manifest.nbytes + (0 if catalog is None else catalog.nbytes)
 
     @property
     def proof(self) -> str:
@@ -76,12 +81,40 @@ class OwnCheckpoint:
         return loading.load(self._path, executor, trust=trust, into=into)
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
-        """Compare every byte with a checksum, or with what the rest of the checkpoint implies."""
-        for one in self.files:
-            yield from verify_container(one, progress)
+        """Compare every byte with a checksum, or with what the rest of the checkpoint implies.
+
+        A file that cannot be read, or is not the one that the manifest names, keeps no other from being compared.
+        """
+        if self._manifest is None:
+            yield from verify_container(self.files[0], progress)
+            return
         head: Head = self.tensors.head
+        containers: list[Container] = []
+
+        def container(named: Named) -> Iterator[Problem]:
+            containers.extend(open_named([named]))
+            yield from verify_container(containers[-1], progress)
+
+        def catalog() -> Iterator[Problem]:
+            if len(containers) == head.ranks:
+                yield from verify_catalog(head, containers, progress)
+            else:  # it can only be opened
+                _ = self.tensors.catalog
+
+        for named in named_in(self._path, self._manifest):
+            yield from _naming(named.path, "the container", container(named))
         if head.catalog is not None:
-            yield from verify_catalog(head, self.files, progress)
+            yield from _naming(self._path / head.catalog.file, "the catalog", catalog())
+
+
+def _naming(path: Path, what: str, problems: Iterator[Problem]) -> Iterator[Problem]:
+    """The problems of a file. What keeps it from being read is one, too."""
+    try:
+        yield from problems
+    except DatastatesError as error:
+        if not health.is_damage(error):
+            raise
+        yield Problem(path, what, f"cannot be read: {error}")
 
 
 def recognises(path: Path) -> bool:

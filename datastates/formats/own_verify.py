@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from datastates._base import files
 from datastates._base.columns import U32
-from datastates._base.files import read_bytes
 from datastates.commit.catalog import encode_catalog
 from datastates.commit.claims import claims_of, whole_claims
 from datastates.commit.conflicts import describe_conflicts
@@ -25,7 +25,7 @@ def verify_container(source: Container, progress: Callable[[int], object]) -> It
 
     ``progress`` is called with the number of bytes after each read.
     """
-    read = read_bytes(source.path)
+    read = files.read_bytes(source.path)
     index = source.index
     chunks = source.chunks(0, len(index.records))
     wrong: set[int] = set()
@@ -74,7 +74,7 @@ def verify_catalog(head: Head, containers: Sequence[Container], progress: Callab
     claims = [whole_claims(claims_of(one.index.shards), one.index) for one in containers]
     nbytes = np.array([one.nbytes for one in containers], np.uint64)
     expected, head_crc = encode_catalog(claims, nbytes, np.array([one.index_crc for one in containers], np.uint32))
-    data = read_bytes(path)(0, path.stat().st_size)
+    data = files.read_bytes(path)(0, files.length(path))
     progress(len(data))
     if data != expected:
         at = _first_difference(data, expected)
@@ -105,7 +105,7 @@ def _wrong_digests(source: Container, plan: digests.DigestPlan, found: U32, dama
 def _verify_tail(source: Container, progress: Callable[[int], object]) -> Iterator[Problem]:
     index = source.index
     begin = index.records.end
-    tail = read_bytes(source.path)(begin, source.nbytes - begin)
+    tail = files.read_bytes(source.path)(begin, source.nbytes - begin)
     progress(len(tail))
     pickle = tail[index.pickle_offset - begin : index.pickle_offset - begin + index.pickle_nbytes]
     damaged = [

@@ -20,10 +20,10 @@ from datastates.container.rows import DataPlace, StoredRows, logical, place_of, 
 from datastates.container.table import KINDS, WHOLE, Row
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
+from datastates.restoring.every_container import open_all
 from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.provider_view import Trust, naming, place_in_pickle
 from datastates.restoring.reads import Reads
-from datastates.restoring.stored import open_all
 from datastates.state import arrays, memory
 from datastates.state.into import AS_SAVED, Into
 from datastates.state.parts import Part, uncovered

@@ -15,7 +15,7 @@ import numpy as np
 from datastates._base import files
 from datastates._base.columns import U64
 from datastates._base.packing import pack, unpack
-from datastates.commit import manifest, newest
+from datastates.commit import manifest
 from datastates.commit.catalog import Catalog
 from datastates.commit.claims import key_hash, object_hash
 from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, container_name
@@ -170,7 +170,8 @@ class Stored:
             file, expected = head.container.file, (head.container.nbytes, head.container.index_crc32)
         else:
             file, expected = container_name(rank), self.catalog.container(rank)
-        return Named(head.path / file, *expected, _identity(head.step, rank, head.ranks, head.attempt))
+        path, of = head.path / file, {"step": head.step, "rank": rank, "ranks": head.ranks, "attempt": head.attempt}
+        return Named.of(path, *expected, **of)
 
     def expect_objects(self, rank: int) -> None:
         """Ask the system for the objects of a rank's container, before it is asked for data that they would wait for.
@@ -362,39 +363,3 @@ class Stored:
             return contributed(self.rows(0, [full]).get(full, []))
         tensor = self.catalog.find(key_hash(full))
         return None if tensor is None else self.catalog.digest(tensor)
-
-
-def open_checkpoint(path: Path) -> tuple[manifest.Manifest, list[Container]]:
-    """Open a checkpoint directory: its manifest, and every container that it names.
-
-    Raises:
-        CheckpointNotFoundError: There is no manifest.
-        FormatError: A file is damaged, or not the one that the manifest names.
-        StorageError: A file is missing or cannot be read.
-    """
-    opened = manifest.open(path)
-    named = [
-        Named(path / e.file, e.nbytes, e.index_crc32, _identity(opened.step, e.rank, opened.world_size, opened.attempt))
-        for e in opened.containers
-    ]
-    containers = []
-    for entry, one in zip(opened.containers, open_each(named), strict=True):
-        if one is None:
-            raise lost_container(path / entry.file, entry.rank, opened.world_size)
-        containers.append(one)
-    return opened, containers
-
-
-def _identity(step: int | None, rank: int, ranks: int, attempt: str) -> dict[str, Any]:
-    return {"step": step, "rank": rank, "world_size": ranks, "attempt": attempt}
-
-
-def open_all(path: Path) -> list[Container]:
-    """Open the containers at a path: a checkpoint directory, a directory of them (the newest), or one container file.
-
-    Raises:
-        CheckpointNotFoundError: There is no checkpoint.
-        FormatError: A file is damaged, or not the one that the manifest names.
-        StorageError: A file is missing or cannot be read.
-    """
-    return [open_container(path)] if path.is_file() else open_checkpoint(newest.find(path))[1]

@@ -98,3 +98,39 @@ def test_ls_counts_the_ranks(path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run(capsys, "ls", path.parent)[1].splitlines()[1].split()[2] == "3"
     sign(path.with_name("step-00000003"))
     assert run(capsys, "verify", path.parent)[0] == 0
+
+
+@pytest.mark.parametrize("lost", ["cut", "missing", "another"])
+def test_verify_names_what_it_cannot_open_and_goes_on(
+    lost: str, path: Path, threads: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = (path / f"rank-{rank:05}.pt" for rank in range(3))
+    if lost == "cut":
+        first.write_bytes(first.read_bytes()[:-100])
+    elif lost == "missing":
+        first.unlink()
+    else:
+        save(threads, path.with_name("d"), "rows", 3, shapes=SHAPES)
+        first.write_bytes((path.with_name("d") / first.name).read_bytes())
+    arrays = json.loads(run(capsys, "inspect", second, "--json")[1])["containers"][0]["arrays"]
+    with second.open("r+b") as file:
+        file.seek(next(a["offset"] for a in arrays if a["key"] == "model/w"))
+        file.write(b"wrong")
+    third.write_bytes(b"")
+    (path / "catalog.bin").unlink()
+    status, output = run(capsys, "verify", path)
+    lines = output.splitlines()
+    assert status == 1
+    assert [line.partition(" in ")[0] for line in lines] == ["the container", "model/w", "the container", "the catalog"]
+    for line, file in zip(lines, (first, second, third, path / "catalog.bin"), strict=True):
+        assert str(file) in line
+    status, output = run(capsys, "verify", path, "--json")
+    found = json.loads(output)
+    assert (status, found["ok"]) == (1, False)
+    assert [(p["key"], p["file"]) for p in found["problems"]] == [
+        ("the container", str(first)),
+        ("model/w", str(second)),
+        ("the container", str(third)),
+        ("the catalog", str(path / "catalog.bin")),
+    ]
+    assert all(p["problem"] for p in found["problems"])

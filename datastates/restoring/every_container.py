@@ -1,0 +1,54 @@
+"""Opens every container of a checkpoint, as the manifest names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from datastates.commit import manifest, newest
+from datastates.commit.manifest import Manifest
+from datastates.container.file import Container, Named, lost_container, open_container, open_each
+
+
+def named_in(path: Path, opened: Manifest) -> list[Named]:
+    """The containers that the manifest of a checkpoint directory names, by rank."""
+    of = {"step": opened.step, "ranks": opened.world_size, "attempt": opened.attempt}
+    return [Named.of(path / e.file, e.nbytes, e.index_crc32, rank=e.rank, **of) for e in opened.containers]
+
+
+def open_named(named: Sequence[Named]) -> list[Container]:
+    """Open containers, several at a time.
+
+    Raises:
+        FormatError: A file is damaged, or not the one that is named.
+        StorageError: A file is missing or cannot be read.
+    """
+    containers = []
+    for one, container in zip(named, open_each(named), strict=True):
+        if container is None:
+            raise lost_container(one.path, one.identity["rank"], one.identity["world_size"])
+        containers.append(container)
+    return containers
+
+
+def open_checkpoint(path: Path) -> tuple[Manifest, list[Container]]:
+    """Open a checkpoint directory: its manifest, and every container that it names.
+
+    Raises:
+        CheckpointNotFoundError: There is no manifest.
+        FormatError: A file is damaged, or not the one that the manifest names.
+        StorageError: A file is missing or cannot be read.
+    """
+    opened = manifest.open(path)
+    return opened, open_named(named_in(path, opened))
+
+
+def open_all(path: Path) -> list[Container]:
+    """Open the containers at a path: a checkpoint directory, a directory of them (the newest), or one container file.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        FormatError: A file is damaged, or not the one that the manifest names.
+        StorageError: A file is missing or cannot be read.
+    """
+    return [open_container(path)] if path.is_file() else open_checkpoint(newest.find(path))[1]
