@@ -187,10 +187,14 @@ build/asan-site/installed: .venv/installed
 
 ROUNDS ?= 10000
 CUTS ?= 500
+INTERRUPTED := checkpointer close compare export gate load one_restore one_snapshot open restore snapshot \
+    steps_and_latest wait wait_committed dcp folder lightning
 
 .PHONY: check-long
-check-long: .venv/installed ## Random states, faults, kills and power cuts for an hour or so; ROUNDS= and CUTS= say how many
+check-long: .venv/installed ## Interrupts, random states, faults, kills and power cuts for an hour or so; ROUNDS= and CUTS= say how many
 	rm -rf build/long && mkdir -p build/long
+	for call in $(INTERRUPTED); do \
+	    mkdir build/long/$$call && $(BIN)/python tests/crash/interrupting.py build/long/$$call $$call --seconds 60; done
 	$(BIN)/python tests/crash/campaign.py build/long --rounds $(ROUNDS) --jobs $(JOBS)
 	$(BIN)/python tests/crash/power_cuts.py build/long ext4 --cuts $(CUTS)
 	$(BIN)/python tests/crash/power_cuts.py build/long xfs --cuts $(CUTS)

@@ -1,9 +1,10 @@
 """A program that interrupts one public call at each of its instructions in turn, and looks what every interrupt leaves.
 
-    interrupting.py DIRECTORY CALL [--signals SECONDS] [--every N]
+    interrupting.py DIRECTORY CALL [--seconds SECONDS] [--signals SECONDS]
 
-Each line of this package, and of the standard library below it, is one place, or with ``--signals`` whatever a timer
-hits. A line per fault is written to standard output. A hang ends the program, with the stacks on standard error.
+Each line of this package, and of the standard library below it, is one place; with ``--seconds``, lines are taken at
+random until the time is over. With ``--signals`` a place is whatever a timer hits. A line per fault is written to
+standard output, and the exit status is then 1. A hang ends the program, with the stacks on standard error.
 """
 
 from __future__ import annotations
@@ -211,19 +212,24 @@ def settled(calls: Calls, before: dict[str, list[str]]) -> dict[str, list[str]]:
         time.sleep(0.01)
 
 
-def interrupted_at_each_line(calls: Calls, call: Callable[[], object], every: int) -> Iterator[tuple[str, Any]]:
-    """Interrupt a call at each place in turn; yields each place once the call has been left."""
-    first = random.Random(every).randrange(every)
-    for number in itertools.count(first, every):
+def interrupted_at_lines(calls: Calls, call: Callable[[], object], seconds: float) -> Iterator[tuple[str, Any]]:
+    """Interrupt a call at each line, or at random ones for some seconds; yields each place once the call was left."""
+    counting = Tracer(sys.maxsize)
+    with counting.tracing():
+        call()
+    calls.clean()
+    lines = sys.maxsize - counting.left
+    end = time.monotonic() + seconds
+    for number in random.sample(range(lines), lines) if seconds else range(lines):
         tracer = Tracer(number)
         try:
             with tracer.tracing():
                 call()
         except Interrupt:
             pass
-        if not tracer.place:
+        yield tracer.place or "not interrupted", number
+        if seconds and time.monotonic() > end:
             return
-        yield tracer.place, number
 
 
 def interrupted_by_signals(call: Callable[[], object], seconds: float) -> Iterator[tuple[str, Any]]:
@@ -257,8 +263,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("call")
+    parser.add_argument("--seconds", type=float, default=0)
     parser.add_argument("--signals", type=float, default=0)
-    parser.add_argument("--every", type=int, default=1)
     asked = parser.parse_args()
     faulthandler.enable()
     calls = Calls(asked.directory)
@@ -268,11 +274,11 @@ def main() -> None:
         calls.clean()
         assert list(calls.faults()) == []
     before = calls.things()
-    count = 0
+    count, faults = 0, 0
     trials = (
         interrupted_by_signals(call, asked.signals)
         if asked.signals
-        else interrupted_at_each_line(calls, call, asked.every)
+        else interrupted_at_lines(calls, call, asked.seconds)
     )
     for place, number in trials:
         count += 1
@@ -287,11 +293,14 @@ def main() -> None:
             before = calls.things()
         for fault in found:
             print(f"{number} {place}: {fault}", flush=True)
+        faults += len(found)
         faulthandler.cancel_dump_traceback_later()
     calls.ckpt.close()
     if asked.call in ("snapshot", "wait_committed") and (left := [t.name for t in threading.enumerate()][1:]):
         print(f"threads after close(): {left}")
+        faults += 1
     print(f"{count} interrupts of {asked.call}", file=sys.stderr)
+    sys.exit(bool(faults))
 
 
 main()

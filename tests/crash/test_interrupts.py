@@ -33,23 +33,23 @@ def finds_nothing(ended: Any) -> None:
 
 
 def test_a_snapshot_that_is_interrupted_anywhere(tmp_path: Path, run: Callable[..., Any]) -> None:
-    finds_nothing(run(PROGRAM, tmp_path, "snapshot", "--every", 31, timeout=120))
+    finds_nothing(run(PROGRAM, tmp_path, "snapshot", "--seconds", 4))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_is_interrupted_anywhere(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
-    finds_nothing(run(PROGRAM, tmp_path, call, "--every", 7, timeout=280))
+    finds_nothing(run(PROGRAM, tmp_path, call, "--seconds", 12))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("call", OF_ADAPTERS)
 def test_a_save_of_an_adapter_that_is_interrupted_anywhere(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     pytest.importorskip(OF_ADAPTERS[call])
-    finds_nothing(run(PROGRAM, tmp_path, call, "--every", 11, timeout=280))
+    finds_nothing(run(PROGRAM, tmp_path, call, "--seconds", 12))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("call", ["snapshot", "restore", "open", "export", "one_snapshot"])
 def test_a_call_that_signals_interrupt(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
-    finds_nothing(run(PROGRAM, tmp_path, call, "--signals", 20, timeout=200))
+    finds_nothing(run(PROGRAM, tmp_path, call, "--signals", 20))
