@@ -9,8 +9,8 @@ import torch
 from subject import Subject
 from torch import nn
 
-Inputs = Sequence[Callable[[], Any]]
-"""One function for each argument of a module's forward pass, which makes it of random numbers."""
+Inputs = Sequence[Callable[[], Any]] | Mapping[str, Callable[[], Any]]
+"""One function for each argument of a module's forward pass, which makes it of random numbers; by name, or in order."""
 
 
 def floats(*shape: int) -> Callable[[], torch.Tensor]:
@@ -37,7 +37,7 @@ def training(
         objects["optimizer"] = make(parameters)
 
     def train() -> object:
-        out = module(*(make() for make in inputs))
+        out = called(module, inputs)
         loss = total(out)
         if "optimizer" in objects and loss.requires_grad:
             objects["optimizer"].zero_grad()
@@ -46,6 +46,13 @@ def training(
         return out, loss
 
     return Subject({**objects, **others}, train)
+
+
+def called(module: nn.Module, inputs: Inputs) -> Any:
+    """What a module gives for new inputs."""
+    if isinstance(inputs, Mapping):
+        return module(**{name: make() for name, make in inputs.items()})
+    return module(*(make() for make in inputs))
 
 
 def total(out: Any) -> torch.Tensor:

@@ -1,0 +1,16 @@
+"""Classes of libraries are saved and restored as stock does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from library_cases import LIBRARIES
+from oracle import check
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_libraries(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(name)
+    check(list(LIBRARIES[name]()), tmp_path)
