@@ -1,0 +1,26 @@
+"""Loops are killed at some changes of their files, and resumed; ``chaos/kill.py`` kills them at more, beside stock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from by_path import module_at
+
+pytest.importorskip("ckpt_chaos", reason="ckpt-chaos is not installed: nothing was killed")
+kill = module_at(Path(__file__).parent / "chaos" / "kill.py")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["loop", "loop, two ranks", "accelerate", "Lightning, save_last='link'"])
+def test_every_kill_is_followed_by_a_resume_that_gives_the_same_result(name: str, tmp_path: Path) -> None:
+    case = kill.CASES[name]
+    found = kill.verdicts(case, "ours", tmp_path, points=4)
+    assert {at: verdict for at, verdict in found.items() if verdict not in {*kill.GOOD, *case.known}} == {}
+    assert "PASS" in found.values()
+
+
+@pytest.mark.long
+def test_a_torn_file_breaks_a_loop_that_writes_by_torch_save(tmp_path: Path) -> None:
+    found = kill.verdicts(kill.CASES["loop"], "stock", tmp_path, points=3, modes=["torn"])
+    assert "HARD_FAIL" in found.values()
