@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from pydantic import Field
 from datastates._base.workers import Work
 from datastates.adapters import looks, naming
 from datastates.adapters.sharded_folders import ShardedFolders
-from datastates.adapters.stand_ins import Function, standing_in
+from datastates.adapters.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.torch_files import FileOptions, FileSettings, TorchFiles, no_buffer_of, wait_for_all
 from datastates.commit import manifest
 from datastates.errors import CommitError
@@ -64,6 +63,10 @@ class FolderCheckpoints:
         self._number = 0
         self._swept: set[tuple[Path, re.Pattern[str]]] = set()
         self._under_way: set[Path] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy begins with, where a framework's object is copied or pickled: nothing is under way."""
+        return {**vars(self), "snapshots": {}, "_world": None, "_under_way": set()}
 
     def save(
         self,
@@ -209,24 +212,17 @@ class FolderCheckpoints:
 
     def waiting_before(self, stock: Function) -> Function:
         """A function that waits for every checkpoint of the process, and then calls one of the framework."""
-
-        @functools.wraps(stock)
-        def wait_and_call(*words: Any, **options: Any) -> Any:
-            wait_for_all()  # what is loaded is copied over the state, and the last folder may not have its name yet
-            return stock(*words, **options)
-
-        return wait_and_call
+        return instead_of(_wait_and_call, stock)
 
     def closing_before(self, stock: Function) -> Function:
         """A function that closes the checkpoints, and then calls one of the framework that ends the training."""
+        return instead_of(self._close_and_call, stock)
 
-        def close_and_call() -> None:
-            try:
-                self.close()
-            finally:
-                stock()
-
-        return close_and_call
+    def _close_and_call(self, stock: Function) -> None:
+        try:
+            self.close()
+        finally:
+            stock()
 
     def close(self) -> None:
         """Wait until every checkpoint has ended, then free threads and memory; the next one allocates them again.
@@ -265,6 +261,11 @@ def refuse_to_attach(saves: Any, method: str, reasons: Iterable[tuple[object, st
     for holds, why in ((attached, "attach() has been called for it already"), *reasons):
         if holds:
             raise ValueError(f"{type(saves).__name__} cannot save lazily: {why}")
+
+
+def _wait_and_call(stock: Function, *words: Any, **options: Any) -> Any:
+    wait_for_all()  # what is loaded is copied over the state, and the last folder may not have its name yet
+    return stock(*words, **options)
 
 
 def _synced(folder: Path) -> BaseException | None:

@@ -31,6 +31,10 @@ class ShardedFolders:
         self._options: Any = {name: getattr(settings, name) for name in WriterSettings.model_fields}
         self._writers: dict[str, DataStatesStorageWriter] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy begins with: the settings alone."""
+        return {**vars(self), "_writers": {}}
+
     @contextlib.contextmanager
     def writing(
         self, folder: Path, modules: Sequence[torch.nn.Module], snapshots: list[Snapshot], *, fsdp1: bool = False

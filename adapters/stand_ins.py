@@ -12,6 +12,11 @@ from typing import Any
 Function = Callable[..., Any]
 
 
+def instead_of(method: Function, stock: Function) -> Function:
+    """``method`` for a framework's function, which it is handed first. A copy of the object that has it has a copy."""
+    return functools.update_wrapper(functools.partial(method, stock), stock)
+
+
 @contextlib.contextmanager
 def having(holder: Any, name: str, value: object) -> Iterator[None]:
     """A context in which an attribute of an object has another value."""

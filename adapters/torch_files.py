@@ -136,6 +136,10 @@ class TorchFiles:
         self._shown: set[str] = set()
         _all.add(self)
 
+    def __reduce__(self) -> tuple[type[TorchFiles], tuple[FileSettings]]:
+        """A copy begins with the settings alone: threads, memory and what is under way stay here."""
+        return type(self), (self.settings,)
+
     def _start(self) -> Engine:
         if self._engine is not None:
             if os.getpid() != self._process:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from typing_extensions import Unpack
 
 from datastates._base import paths
 from datastates.adapters.folders import FolderCheckpoints, FolderOptions, FolderSettings, refuse_to_attach
-from datastates.adapters.stand_ins import Function, standing_in
+from datastates.adapters.stand_ins import Function, instead_of, standing_in
 from datastates.adapters.torch_files import is_optimizer_state, wait_for_all
 from datastates.adapters.tried import warn_of_untried
 from datastates.saving.snapshot import Snapshot
@@ -100,36 +99,26 @@ class TrainerCheckpoints(FolderCheckpoints):
         self._trainer = trainer
         self._stock_save = trainer._save_checkpoint
         trainer._save_checkpoint = self._save_checkpoint
-        trainer._finalize_training = self._finalizing(trainer._finalize_training)
-        trainer.train = self._training(trainer.train)
+        trainer._finalize_training = instead_of(self._finalize, trainer._finalize_training)
+        trainer.train = instead_of(self._train, trainer.train)
         trainer.add_callback(_AtEnd(self))
 
-    def _training(self, stock: Function) -> Function:
+    def _train(self, stock: Function, *words: Any, **options: Any) -> Any:
         """``Trainer.train``, which looks for checkpoints first. Whoever calls it may look when it has raised."""
-
-        @functools.wraps(stock)
-        def train(*words: Any, **options: Any) -> Any:
-            wait_for_all()
-            try:
-                return stock(*words, **options)
-            finally:
-                self.wait()
-
-        return train
-
-    def _finalizing(self, stock: Function) -> Function:
-        """The end of ``train``: the Trainer deletes what is not the best, loads that, and calls ``on_train_end``."""
-
-        @functools.wraps(stock)
-        def finalize(*words: Any, **options: Any) -> Any:
-            self.wait()
-            state = self._trainer.state
-            if state.best_model_checkpoint and not os.path.isdir(state.best_model_checkpoint):
-                _log.warning("the best checkpoint %s is not there: it is ignored", state.best_model_checkpoint)
-                state.best_model_checkpoint = None  # it has failed
+        wait_for_all()
+        try:
             return stock(*words, **options)
+        finally:
+            self.wait()
 
-        return finalize
+    def _finalize(self, stock: Function, *words: Any, **options: Any) -> Any:
+        """The end of ``train``: the Trainer deletes what is not the best, loads that, and calls ``on_train_end``."""
+        self.wait()
+        state = self._trainer.state
+        if state.best_model_checkpoint and not os.path.isdir(state.best_model_checkpoint):
+            _log.warning("the best checkpoint %s is not there: it is ignored", state.best_model_checkpoint)
+            state.best_model_checkpoint = None  # it has failed
+        return stock(*words, **options)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Replaces ``Trainer._save_checkpoint``."""

@@ -72,6 +72,10 @@ class DataStatesCheckpointIO(CheckpointIO):
         self._swept: set[Path] = set()
         self._thread = threading.get_ident()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy begins with, where a trainer is copied or pickled: nothing is under way."""
+        return {**vars(self), "snapshots": {}}
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Begin to save a checkpoint; returns once everything that may change at any time is copied.
 
@@ -160,7 +164,7 @@ class DataStatesCheckpointIO(CheckpointIO):
         file = _local(path)
         wait_for_all()
         if not file.exists():
-            raise FileNotFoundError(f"there is no checkpoint {path}")
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
         if not own.has_ending(file):
             found: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=weights_only)
             return found
