@@ -192,6 +192,55 @@ def test_a_fit_that_nobody_looks_at_does_not_wait(
     assert not [line for line in caplog.messages if "waiting for" in line]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("last", [True, "link"])
+def test_what_is_tested_and_resumed_after_a_fit_is_that_of_lightning(
+    last: Any, training: ModuleType, io: Any, tmp_path: Path
+) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(training.Module):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index)
+            self.log("score", float((self.global_step * 3) % 5))
+            return loss
+
+        def test_step(self, batch: Any, index: int) -> None:
+            self.log("loss", self.net(batch[0]).square().mean())
+
+    seen = []
+    for name in ("stock", "ours"):
+        root = tmp_path / name
+        found: list[object] = []
+
+        def make(steps: int, root: Path = root, name: str = name) -> Any:
+            options = {"dirpath": root, "filename": "{step}", "every_n_train_steps": 1, "save_top_k": 2}
+            saving = ModelCheckpoint(**options, monitor="score", save_last=last)
+            return training.pl.Trainer(
+                max_steps=steps,
+                accelerator="cpu",
+                logger=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                plugins=[io] if name == "ours" else [],
+                callbacks=[saving],
+            )
+
+        training.quiet()
+        trainer = make(6)
+        trainer.fit(Module(), training.data())
+        for which in ("best", "last"):
+            found.append(trainer.test(ckpt_path=which, dataloaders=training.data(), verbose=False))
+            path = getattr(trainer.checkpoint_callback, f"{which}_model_path")
+            found.append((os.path.relpath(path, root), str(Module.load_from_checkpoint(path).state_dict())))
+        found.append(tree(root))
+        training.quiet()
+        make(8).fit(module := Module(), training.data(), ckpt_path="last")
+        found.append((tree(root), module.losses))
+        seen.append(found)
+    assert seen[0] == seen[1]
+
+
 def test_fabric_finds_what_it_saves(training: ModuleType, io: Any, tmp_path: Path) -> None:
     from lightning.fabric import Fabric
 

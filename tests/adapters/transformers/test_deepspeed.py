@@ -54,3 +54,53 @@ def test_it_saves_lazily_and_resumes_bit_for_bit(ranks: Any, said: Any, tmp_path
     assert said(resumed)["losses"] == said(whole)["losses"]
     first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "resumed"))
     assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
+
+
+ROTATED = f"""
+import contextlib, json, os, sys
+sys.path[:0] = {[str(HERE), str(HERE.parents[1] / "support")]!r}
+from pathlib import Path
+from hold import held
+from training import get_last_checkpoint, losses, trainer, transformers
+from datastates.adapters.deepspeed import Save
+
+folder, limit, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+zero = {ZERO!r} | {{"zero_optimization": {{"stage": 1}}, "bf16": {{"enabled": True}}}}
+if "stock" in mode:
+    del zero["datastates_ckpt"]
+seen = []
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+class Look(transformers.TrainerCallback):
+    def on_save(self, args, state, control, **_):
+        newest = Path(get_last_checkpoint(folder))
+        files = sorted(str(path.relative_to(newest)) for path in newest.rglob("*"))
+        seen.append([names(folder), newest.name, (newest / "latest").read_text(), files])
+
+made = trainer(folder, 8, deepspeed=zero, use_cpu=True, bf16=True, save_total_limit=limit, save_steps=2)
+if "looking" in mode:
+    made.add_callback(Look())
+with held("sync", until=(Save, "wait")) if "stock" not in mode else contextlib.nullcontext():
+    made.train()
+seen.append(names(folder))
+again = trainer(folder, 10, deepspeed=zero, use_cpu=True, bf16=True)
+again.train(resume_from_checkpoint=get_last_checkpoint(folder))
+seen.append(losses(again))
+print(json.dumps({{"word": "seen", "value": seen}}))
+sys.stdout.flush()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_limit_keeps_what_the_trainer_keeps(limit: int, ranks: Any, said: Any, tmp_path: Path) -> None:
+    variables = {"DS_ACCELERATOR": "cpu", "DEEPSPEED_LOG_LEVEL": "warning", "TOKENIZERS_PARALLELISM": "false"}
+    seen = {}
+    for mode in ("stock-looking", "looking", "alone"):
+        (done,) = ranks(1, ROTATED, tmp_path / mode, limit, mode, timeout=280, imported=(), **variables)
+        seen[mode] = said(done)["seen"]
+    assert seen["looking"] == seen["stock-looking"]
+    assert seen["alone"] == seen["looking"][-2:]

@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,3 +309,40 @@ def test_killed_while_a_callback_is_waited_for_nothing_incomplete_has_the_name(
     (done,) = module_ranks(1, script, **options, DATASTATES_FAULTS=fault)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "run" / "checkpoint-5").exists()
+
+
+@pytest.mark.long
+def test_a_callback_that_uploads_finds_all_files(look: Look, training: ModuleType) -> None:
+    from transformers.integrations import integration_utils
+
+    class Artifact:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.files: list[str] = []
+
+        def add_dir(self, folder: str) -> None:  # as wandb does
+            if not os.path.isdir(folder):
+                raise ValueError("Path is not a directory")
+            self.files = sorted(tree(Path(folder)))
+
+    def make(found: list[object], root: Path) -> Any:
+        class Uploading(integration_utils.WandbCallback):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                self._log_model, self._initialized = integration_utils.WandbLogModel.CHECKPOINT, True
+                run = SimpleNamespace(id="1", name="run", finish=lambda: None)
+
+                def upload(artifact: Artifact, **_: Any) -> None:
+                    found.append(artifact.files)
+
+                self._wandb = SimpleNamespace(
+                    summary={}, config={}, run=run, Artifact=Artifact, log_artifact=upload, log=lambda *_, **__: None
+                )
+
+            def setup(self, *_: Any, **__: Any) -> None:
+                pass
+
+            on_train_end = on_log = setup
+
+        return Uploading()
+
+    with held("sync", until=(TorchFiles, "_see")):
+        look.run(None, make)
