@@ -39,17 +39,17 @@ def test_a_snapshot_that_is_interrupted_anywhere(tmp_path: Path, run: Callable[.
 @pytest.mark.long
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_is_interrupted_anywhere(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
-    finds_nothing(run(PROGRAM, tmp_path, call, "--seconds", 12))
+    finds_nothing(run(PROGRAM, tmp_path, call, "--seconds", 12, timeout=280))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("call", OF_ADAPTERS)
 def test_a_save_of_an_adapter_that_is_interrupted_anywhere(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     pytest.importorskip(OF_ADAPTERS[call])
-    finds_nothing(run(PROGRAM, tmp_path, call, "--seconds", 12))
+    finds_nothing(run(PROGRAM, tmp_path, call, "--seconds", 12, timeout=280))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("call", ["snapshot", "restore", "open", "export", "one_snapshot"])
 def test_a_call_that_signals_interrupt(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
-    finds_nothing(run(PROGRAM, tmp_path, call, "--signals", 20))
+    finds_nothing(run(PROGRAM, tmp_path, call, "--signals", 20, timeout=280))
