@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-SCRIPT = """
+import pytest
+
+HEAD = """
 import os, sys
 import torch
 import torch.distributed as dist
@@ -41,12 +43,21 @@ def check(name, provider, stock):
     assert list(saved) == list(wanted), name
     for key in wanted:
         assert torch.equal(saved[key], wanted[key]), (name, key)
-    owners = {r for r in range(2) if sum(map(torch.numel, map(torch.as_tensor, torch.load(
+    everybody = range(dist.get_world_size())
+    owners = {r for r in everybody if sum(map(torch.numel, map(torch.as_tensor, torch.load(
         f"{path}/rank-{r:05}.pt")["model"].values())))}
-    assert owners == {0, 1}, name  # the parameters are still shared out
+    assert owners == set(everybody), name  # the parameters are still shared out
     ds.restore([provider], path)
     dist.barrier()
 
+def end():
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+SCRIPT = (
+    HEAD
+    + """
 for broadcasts in (True, False):
     model = DDP(net(), broadcast_buffers=broadcasts)
     train(model)
@@ -65,9 +76,64 @@ fully_shard(model, ignored_params={model.apart, model.own})
 train(model)
 options = StateDictOptions(full_state_dict=True, cpu_offload=True)
 check("fsdp", from_stateful("model", model), get_model_state_dict(model, options=options))
-dist.destroy_process_group()
+end()
 """
+)
+
+OTHERS = (
+    HEAD
+    + """
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+world = init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",))
+
+def differ(model):
+    # as the data of each rank would change them
+    for buffer in model.buffers():
+        buffer.add_(rank + 1)
+
+for name, make in (
+    ("hybrid", lambda: fully_shard(net(), mesh=hybrid)),
+    ("replicate", lambda: replicate_with_fsdp(net(), mesh=world)),
+    # a DistributedDataParallel takes SyncBatchNorm on GPUs only
+    ("synced", lambda: fully_shard(nn.SyncBatchNorm.convert_sync_batchnorm(net()))),
+):
+    model = make()
+    differ(model)
+    check(name, from_stateful("model", model), get_model_state_dict(model, options=options))
+
+composable = replicate(net())
+train(composable)
+check("composable", ReplicatedProvider(from_stateful("model", composable)), composable.state_dict())
+
+# two stages, each of which two ranks hold
+groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+stage = DDP(net(), process_group=groups[rank % 2])
+train(stage)
+sharded = fully_shard(net(), mesh=hybrid["replicate"])  # ranks 0 and 2, or 1 and 3
+differ(sharded)
+path = f"{folder}/stages"
+states = {f"stage{rank % 2}": stage, f"sharded{rank % 2}": sharded}
+ds.snapshot([from_stateful(name, model) for name, model in states.items()], path, step=1).wait_committed()
+saved = ds.load(path)
+for name, model in states.items():
+    for key, mine in model.named_buffers():
+        stock = [None] * 4
+        dist.all_gather_object(stock, mine)
+        assert torch.equal(saved[name][key.removeprefix("module.")], stock[rank % 2]), (name, key)
+end()
+"""
+)
 
 
 def test_buffers_are_those_of_rank_0(ranks: Any, tmp_path: Path) -> None:
     ranks(2, SCRIPT, tmp_path, timeout=120)
+
+
+@pytest.mark.long
+def test_hybrid_and_replicated_and_synced_modules_and_stages(ranks: Any, tmp_path: Path) -> None:
+    ranks(4, OTHERS, tmp_path, timeout=300)
