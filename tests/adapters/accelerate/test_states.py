@@ -210,17 +210,18 @@ Said = Callable[[Any], dict[str, Any]]
 @pytest.mark.parametrize("fault", ["write=kill@20", "sync=kill@3", "manifest.sync_directory=kill@4"])
 def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(fault: str, ranks: Any, said: Said, tmp_path: Path) -> None:
     options = {"imported": IMPORTED, "alone": True, "timeout": 150}
-    (whole,) = ranks(1, HERE / "training.py", tmp_path / "whole", 12, "stock", **options)
+    (whole,) = ranks(1, HERE / "training.py", tmp_path / "whole", 16, "stock", **options)
     # one checkpoint at a time: the first has its name before the second begins, and the kill comes in the second
     dying = options | {"may_fail": [0], "DATASTATES_FAULTS": fault, "MORE": '{"max_in_flight": 1}'}
-    (killed,) = ranks(1, HERE / "training.py", tmp_path / "killed", 12, **dying)
+    (killed,) = ranks(1, HERE / "training.py", tmp_path / "killed", 16, **dying)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert folders(tmp_path / "killed") <= {"checkpoint_1", "checkpoint_2"}
-    (resumed,) = ranks(1, HERE / "training.py", tmp_path / "killed", 12, **options)
+    (resumed,) = ranks(1, HERE / "training.py", tmp_path / "killed", 16, **options)
     begun = said(resumed)["trained"]["from"]
     assert begun in (5, 10)
     assert said(resumed)["trained"]["losses"] == said(whole)["trained"]["losses"][begun:]
     assert same(tmp_path / "whole" / "end.pt", tmp_path / "killed" / "end.pt")
+    # a save has removed what was left, also where the second checkpoint had its name already
     assert {path.name for path in (tmp_path / "killed").iterdir()} == {"checkpoints", "end.pt"}
 
 
