@@ -154,7 +154,7 @@ class FolderCheckpoints:
                     before = naming.contents(target)
             write(staged, snapshots)
             older = None if retain is None else naming.numbered(target.name)
-            self.files.then(what, snapshots, end_unless_interrupted, final=target, older=older)
+            self.files.then(what, snapshots, end_unless_interrupted, final=target, older=older, room=room)
         except BaseException as error:  # the other ranks must not wait for this one
             if ending.take() is not None:
                 # an interrupt must not be raised again later

@@ -58,12 +58,19 @@ class UnderWay:
     """Waits until the checkpoint has ended; returns why nothing may be deleted now, or None."""
     older: re.Pattern[str] | None = None
     """Names beside ``root`` of what may be deleted when the checkpoint is complete."""
+    room: str | None = None
+    """The folder in which it is hidden until it gets its name, if that is another one than where it is to be."""
 
 
-def whole(final: Path, end: Callable[[], BaseException | None], older: re.Pattern[str] | None = None) -> UnderWay:
+def whole(
+    final: Path,
+    end: Callable[[], BaseException | None],
+    older: re.Pattern[str] | None = None,
+    room: Path | None = None,
+) -> UnderWay:
     """A checkpoint that is a file, or a folder that is not there before it is complete. See :class:`UnderWay`."""
     real = os.path.join(os.path.realpath(final.parent), final.name)
-    return UnderWay(final.name, real, real, frozenset({real}), end, older)
+    return UnderWay(final.name, real, real, frozenset({real}), end, older, room and os.path.realpath(room))
 
 
 _Concerns = Callable[[UnderWay, str], bool]
@@ -194,7 +201,8 @@ def _is_written(checkpoint: UnderWay, path: str) -> bool:
 
 def _lists(checkpoint: UnderWay, path: str) -> bool:
     path = os.path.realpath(path)
-    return path in map(os.path.dirname, checkpoint.files) or path == checkpoint.folder or _shows(checkpoint, path)
+    parents = map(os.path.dirname, checkpoint.files)
+    return path in (*parents, checkpoint.folder, checkpoint.room) or _shows(checkpoint, path)
 
 
 def _moves(checkpoint: UnderWay, path: str) -> bool:

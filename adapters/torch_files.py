@@ -227,6 +227,7 @@ class TorchFiles:
         *,
         final: Path | None = None,
         older: re.Pattern[str] | None = None,
+        room: Path | None = None,
     ) -> None:
         """Run ``act`` in the background, once the files are written and everything passed here before has run.
 
@@ -240,9 +241,10 @@ class TorchFiles:
                 checkpoint, which :meth:`begin` or :meth:`close` raises later.
             final: The file or folder that ``act`` names or removes: who looks at it waits until ``act`` has run.
             older: Names beside it of what ``act`` may delete: who looks at these waits, too.
+            room: The folder in which it is hidden until then: who lists that waits, too. By default beside ``final``.
         """
         ended, failures = Flag(), list[BaseException]()
-        shown = None if final is None else looks.whole(final, lambda: self._see(ended, failures), older)
+        shown = None if final is None else looks.whole(final, lambda: self._see(ended, failures), older, room)
 
         def end() -> None:
             is_save = snapshots is not None

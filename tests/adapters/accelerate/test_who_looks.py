@@ -190,3 +190,16 @@ def test_a_loop_that_saves_and_then_counts_finds_what_accelerate_keeps(
         seen.append((found, names(root)))
         loop.accelerator.end_training()
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("look", ["listdir", "rglob", "rmtree"])
+def test_who_looks_at_the_project_sees_what_accelerate_leaves(look: str, training: ModuleType, tmp_path: Path) -> None:
+    looking = {"listdir": os.listdir, "rglob": names, "rmtree": shutil.rmtree}[look]
+    seen = []
+    for name in ("stock", "ours"):
+        loop = training.Loop(tmp_path / name, lazy=name == "ours")
+        with held("sync", until=(TorchFiles, "_see")) if name == "ours" else contextlib.nullcontext():
+            loop.accelerator.save_state()
+            seen.append(looking(tmp_path / name))
+        loop.accelerator.end_training()
+    assert seen[0] == seen[1]
