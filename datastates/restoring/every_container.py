@@ -12,8 +12,11 @@ from datastates.container.file import Container, Named, lost_container, open_con
 
 def named_in(path: Path, opened: Manifest) -> list[Named]:
     """The containers that the manifest of a checkpoint directory names, by rank."""
-    of = {"step": opened.step, "ranks": opened.world_size, "attempt": opened.attempt}
-    return [Named.of(path / e.file, e.nbytes, e.index_crc32, rank=e.rank, **of) for e in opened.containers]
+    step, ranks, attempt = opened.step, opened.world_size, opened.attempt
+    return [
+        Named.of(path / e.file, e.nbytes, e.index_crc32, step=step, rank=e.rank, ranks=ranks, attempt=attempt)
+        for e in opened.containers
+    ]
 
 
 def open_named(named: Sequence[Named]) -> list[Container]:

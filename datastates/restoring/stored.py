@@ -170,8 +170,8 @@ class Stored:
             file, expected = head.container.file, (head.container.nbytes, head.container.index_crc32)
         else:
             file, expected = container_name(rank), self.catalog.container(rank)
-        path, of = head.path / file, {"step": head.step, "rank": rank, "ranks": head.ranks, "attempt": head.attempt}
-        return Named.of(path, *expected, **of)
+        path, ranks, attempt = head.path / file, head.ranks, head.attempt
+        return Named.of(path, *expected, step=head.step, rank=rank, ranks=ranks, attempt=attempt)
 
     def expect_objects(self, rank: int) -> None:
         """Ask the system for the objects of a rank's container, before it is asked for data that they would wait for.
