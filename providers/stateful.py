@@ -8,6 +8,7 @@ from typing import Any
 from datastates._base.loaded import loaded
 from datastates.providers.modules.provider import ModuleProvider
 from datastates.providers.modules.wrappers import Unwrapped
+from datastates.providers.nested.other_ranks import stored_elsewhere
 from datastates.providers.nested.pairing import add, pair
 from datastates.providers.nested.state_dict import Stateful
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
@@ -118,9 +119,11 @@ class _ObjectProvider(TreeProvider):
         like = {ref.key: array for ref, array in found.pairs}
         new = ((key, memory.fresh(known[key], like.get(key))) for key in kept if key not in into)
 
+        added = list(stored_elsewhere(found, saved))
+
         def accept(value: Any) -> None:
             value = of_live_names(value, live)
-            for path, item in found.added:
+            for path, item in added:
                 add(value, path, item)
             self._object.load_state_dict(value)
 

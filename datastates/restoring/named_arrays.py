@@ -55,6 +55,10 @@ class NamedArrays(Compared, Saved):
         """There is no object."""
         raise KeyError(key)
 
+    def structures_beside(self, key: str, arrays: Sequence[str]) -> Iterator[object]:
+        """There is no object."""
+        return iter(())
+
     def stored_key(self, key: str) -> str:
         """The full key in the checkpoint of an array that it has, by its key within the provider."""
         return self._live.stored[full_key(self.name, key)]

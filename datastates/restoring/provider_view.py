@@ -143,6 +143,20 @@ class SavedState(Compared, Saved):
         """A stored object's containers and plain values, with an ArrayRef for each array."""
         return self._survey(key)[0]
 
+    def structures_beside(self, key: str, arrays: Sequence[str]) -> Iterator[object]:
+        """What :meth:`structure` gives of an object of the other ranks that saved some of these arrays."""
+        known = self.arrays()
+        wanted = [(full_key(self.name, array), Part.whole(known[array].shape)) for array in arrays]
+        ranks = sorted({rank for full, part in wanted for rank in self._stored.holders(full, part)})
+        self._stored.open_containers(ranks)
+        for rank in ranks:
+            other = self._stored.container(rank)
+            if other is None or other is self._base:
+                continue
+            view = SavedState(self._stored, other, self.name, strict=self.strict, trust=self._trust, cut=self.cut)
+            if key in view.objects():
+                yield view.structure(key)
+
     def _survey(self, key: str) -> tuple[Any, bool]:
         if key not in self._surveyed:
             opcodes = self._opcodes(key)

@@ -75,6 +75,18 @@ class Saved(ABC):
             FormatError: The object cannot be decoded.
         """
 
+    @abstractmethod
+    def structures_beside(self, key: str, arrays: Sequence[str]) -> Iterator[object]:
+        """What :meth:`structure` gives of an object of other ranks: of each that saved some of these arrays, in order.
+
+        Args:
+            key: The object's key. Ranks that have no such object are left out.
+            arrays: Keys of stored arrays.
+
+        Raises:
+            TrustError, CorruptError, FormatError: As :meth:`structure` does.
+        """
+
 
 class StateProvider(ABC):
     """One piece of training state: what to save, and how to restore it.

@@ -23,7 +23,8 @@ class Differences:
         unexpected: Keys that only the stored value has.
         mismatched: Keys of other differences, each with the difference.
         leaves: Other values that both have: key, stored value, live value.
-        added: Paths and live values that the stored value lacks, although another rank stored arrays of them.
+        added: Paths and live values that the stored value lacks, and the keys of the arrays that other ranks stored of
+            them.
     """
 
     pairs: list[tuple[ArrayRef, object]] = field(default_factory=list)
@@ -31,7 +32,7 @@ class Differences:
     unexpected: list[str] = field(default_factory=list)
     mismatched: dict[str, str] = field(default_factory=dict)
     leaves: list[tuple[str, object, object]] = field(default_factory=list)
-    added: list[tuple[tuple[object, ...], object]] = field(default_factory=list)
+    added: list[tuple[tuple[object, ...], object, list[str]]] = field(default_factory=list)
 
 
 def pair(stored: object, live: object, known: Mapping[str, ArrayRef]) -> Differences:
@@ -101,7 +102,10 @@ class _Walk:
     def _seek(self, v: Any, key: str, path: tuple[object, ...] | None) -> None:
         """Look among other ranks' arrays for a live value that the stored one lacks. Without a path it is missing."""
         leaves = [(k, leaf) for k, leaf in nested.leaves(v, key) if not isinstance(leaf, nested.CONTAINERS)]
-        if path is None or not any(arrays.kind_of(leaf) is not None and k in self._known for k, leaf in leaves):
+        held = [k for k, leaf in leaves if path is not None and arrays.kind_of(leaf) is not None and k in self._known]
+        if path is not None:
+            self.found.added.append((path, v, held))
+        if not held:
             self.found.missing.append(key)
             return
         for k, leaf in leaves:
@@ -109,7 +113,6 @@ class _Walk:
                 self.found.pairs.append((self._known[k], leaf))
             else:
                 self.found.missing.append(k)
-        self.found.added.append((path, v))
 
 
 def add(value: Any, path: tuple[Any, ...], item: object) -> None:

@@ -152,6 +152,9 @@ class _Part(Saved):
     def structure(self, key: str) -> object:
         return self._saved.structure(_key(self._child, key))
 
+    def structures_beside(self, key: str, arrays: Sequence[str]) -> Iterator[object]:
+        return self._saved.structures_beside(_key(self._child, key), [_key(self._child, k) for k in arrays])
+
 
 class _Arrays(Mapping[str, ArrayRef]):
     """The arrays of one child. It lists the arrays of this rank's number, and finds those of any rank by key."""

@@ -166,6 +166,9 @@ class InMemory(Saved):
     def structure(self, key: str) -> object:
         return self._objects[key]
 
+    def structures_beside(self, key: str, arrays: Sequence[str]) -> Iterator[object]:
+        return iter(())
+
     def restore(self, provider: StateProvider) -> None:
         """Compare, and restore what fits, as the engine does."""
         stored = self.arrays()
