@@ -10,7 +10,10 @@ from datastates.commit.tiling import PRIME, cover
 from datastates.container.table import Row, ShardTable
 
 _SHOWN = 3
-_HINT = "; state that ranks hold alike belongs into a ReplicatedProvider, what differs by rank needs a key of its own"
+_HINT = (
+    "; state that ranks hold alike belongs into a ReplicatedProvider, "
+    "what differs by rank needs a key of its own or a provider whose class has per_rank = True"
+)
 
 
 def describe_conflicts(tables: Mapping[int, ShardTable]) -> str | None:

@@ -113,7 +113,7 @@ WRONG = {
     "shape": "'model/w' is float32 of shape (96, 40) on rank 0 but float32 of shape (96, 44) on rank 2",
     "overlap": "'model/b': ranks 1 and 2 both hold elements 9 to 18; 'model/odd': ranks 1 and 2 both hold elements "
     "30 to 60; 'model/w': ranks 1 and 2 both hold elements 960 to 1920; state that ranks hold alike belongs into a "
-    "ReplicatedProvider, what differs by rank needs a key of its own",
+    "ReplicatedProvider, what differs by rank needs a key of its own or a provider whose class has per_rank = True",
     "gap": "'model/w': nobody holds elements 1920 to 2880 of 3840",
     "step": "the ranks took a snapshot of different steps: step {} on ranks 0-1, 3, step {}00 on rank 2",
     "shards": "rank 2: LookupError: no shards today",
