@@ -68,8 +68,8 @@ demo: .venv/package ## Train, be killed in the middle of a checkpoint, and resum
 	touch $@
 
 # What DeepSpeed compiles for the CPU, in the place where its tests look: they would wait for the compiler.
-DEEPSPEED_OPERATION := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions PATH="$(CURDIR)/$(BIN):$$PATH" \
-    $(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()' >/dev/null
+DEEPSPEED_OPERATION = DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(1)/torch_extensions PATH="$(CURDIR)/$(1)/bin:$$PATH" \
+    $(1)/bin/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()' >/dev/null
 
 # What the C++ tests are built with; the demo needs none of it.
 .venv/builders: .venv/base
@@ -81,7 +81,7 @@ DEEPSPEED_OPERATION := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/t
 	.ci/setup-system $(PYTHON) tests
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation '.[dev]'
 	$(INSTALL) --no-deps $(ALONE)
-	$(DEEPSPEED_OPERATION)
+	$(call DEEPSPEED_OPERATION,.venv)
 	touch .venv/package $@
 
 # --- checks ------------------------------------------------------------------------------------------------
@@ -148,6 +148,25 @@ python-test-numpy: .venv-numpy/installed ## The core's Python tests where neithe
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(MAKE_VENV) .venv-numpy
 	$(call INSTALL_IN,.venv-numpy) "$$(echo build/wheel/*.whl)[test]"
+	touch $@
+
+# The builds of torch that PyPI has bring CUDA's libraries: up to 8 GB an environment. On a machine without a driver, a
+# forked process must not have asked CUDA for its devices.
+.PHONY: check-versions check-versions-oldest check-versions-newest
+check-versions: check-versions-oldest check-versions-newest ## Tests of the adapters with the oldest and the newest versions of the frameworks
+check-versions-oldest check-versions-newest: check-versions-%: .venv-%/frameworks
+	$(call INSTALL_IN,.venv-$*) --no-build-isolation '.[test,cli]'
+	PYTORCH_NVML_BASED_CUDA_CHECK=1 .venv-$*/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long' \
+	    tests/adapters tests/formats tests/oracle tests/providers
+
+.venv-%/frameworks: .ci/versions/%.txt
+	.ci/setup-system $(PYTHON) tests
+	rm -rf .venv-$*
+	$(MAKE_VENV) .venv-$*
+	$(call INSTALL_IN,.venv-$*) --upgrade pip 'setuptools>=77.0.3' 'pybind11>=3.0' 'ninja>=1.11'
+	DS_BUILD_OPS=0 $(call INSTALL_IN,.venv-$*) --no-build-isolation -r $<
+	$(call INSTALL_IN,.venv-$*) --no-deps $(ALONE)
+	$(call DEEPSPEED_OPERATION,.venv-$*)
 	touch $@
 
 .PHONY: sanitize
