@@ -135,6 +135,10 @@ def _install() -> None:
     sys.addaudithook(_heard)
 
 
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", function))  # a program may have put an object without a name in its place
+
+
 def _forget() -> None:
     global _lock, _under_way
     _lock, _under_way = threading.Lock(), ()
@@ -147,7 +151,7 @@ def _standing_in(stock: Callable[..., Any], keyword: str, index: int, concerns: 
     def call(*words: Any, **options: Any) -> Any:
         if _under_way:
             path = words[index] if len(words) > index else options.get(keyword)
-            _wait(stock.__name__, path, concerns)
+            _wait(_name(stock), path, concerns)
         return stock(*words, **options)
 
     if stock.__module__ == "posix":
@@ -157,7 +161,7 @@ def _standing_in(stock: Callable[..., Any], keyword: str, index: int, concerns: 
 
 def _replace(stock: Callable[..., Any], keyword: str, index: int, concerns: _Concerns) -> None:
     """Let a function stand in for one in all modules that have it under its own name."""
-    name, call = stock.__name__, _standing_in(stock, keyword, index, concerns)
+    name, call = _name(stock), _standing_in(stock, keyword, index, concerns)
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is stock:
             setattr(module, name, call)

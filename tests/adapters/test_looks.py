@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import glob
 import importlib
 import logging.handlers
@@ -160,3 +161,9 @@ def test_the_functions_that_stand_in_are_taken_for_the_stock_ones(root: Path) ->
     assert {os.stat, os.access} <= os.supports_dir_fd
     assert os.stat(path=root / "latest", follow_symlinks=False).st_size == 3
     assert sys.modules["posix"].stat(root / "latest").st_size == 3
+
+
+def test_a_function_without_a_name_may_have_been_put_in_the_place_of_a_known_one() -> None:
+    nameless = functools.partial(lambda path: path)
+    assert looks._standing_in(nameless, "path", 0, looks._shows)("p") == "p"
+    looks._replace(nameless, "path", 0, looks._shows)
