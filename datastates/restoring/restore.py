@@ -226,7 +226,8 @@ class Restore:
         if (keys := self._reads.conflict() or casting.conflict(casts, every)) is not None:
             raise RestoreError(
                 f"{self._stored.path} does not fit the live state: {keys} shares live memory with a tensor that "
-                "was saved apart from it",
+                "was saved apart from it. Give each memory of its own, as by untying the weights, or leave one out "
+                "by keys=",
                 mismatched=[keys],
             )
         fits = [s.takes_something for s in saved]
