@@ -70,7 +70,9 @@ def whole(
 ) -> UnderWay:
     """A checkpoint that is a file, or a folder that is not there before it is complete. See :class:`UnderWay`."""
     real = os.path.join(os.path.realpath(final.parent), final.name)
-    return UnderWay(final.name, real, real, frozenset({real}), end, older, room and os.path.realpath(room))
+    return UnderWay(
+        final.name, real, real, frozenset({real}), end, older, None if room is None else os.path.realpath(room)
+    )
 
 
 _Concerns = Callable[[UnderWay, str], bool]
