@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from datastates.errors import FormatError, StorageError
 from datastates.formats import safetensors_file, torch_file
 from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.foreign_file import ForeignFile
+from datastates.formats.format import Problem
 from datastates.formats.json_field import read_field
 from datastates.formats.torch_file import TorchFile
 
@@ -29,7 +31,7 @@ def open(path: Path) -> Foreign:
     """Open a folder.
 
     Raises:
-        FormatError: A file is damaged, or the index and the files contradict each other; the message names the file.
+        FormatError: A file is damaged, or two files have one tensor; the message names the file.
         StorageError: A file is missing or cannot be read; the message names it.
     """
     first = _found(path)
@@ -45,10 +47,22 @@ def open(path: Path) -> Foreign:
     files = [_open_file(path / name) for name in names]
     refuse_repeated(path, files)
     held = {name: file.shards.by_key for name, file in zip(names, files, strict=True)}
-    for key, name in weights.items():
-        if key not in held[name]:
-            raise FormatError(f"{first}: {key!r} is not in {name}")
-    return Foreign(NAME, path, files)
+    lacking = [Problem(first, key, f"is not in {name}") for key, name in weights.items() if key not in held[name]]
+    return Indexed(NAME, path, files, lacking)
+
+
+class Indexed(Foreign):
+    """Weights in several files, with an index."""
+
+    def __init__(self, format: str, path: Path, files: Sequence[ForeignFile], lacking: Sequence[Problem]) -> None:
+        """Take the opened files, and what the index names that they lack: the rest is read nevertheless."""
+        super().__init__(format, path, files)
+        self._lacking = lacking
+
+    def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:
+        """As of other formats, and name what the files lack."""
+        yield from super().verify(progress)
+        yield from self._lacking
 
 
 def _open_file(path: Path) -> ForeignFile:

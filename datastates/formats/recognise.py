@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from datastates._base.files import storage_errors
 from datastates.commit import directories, newest, protection
-from datastates.errors import CheckpointNotFoundError, StorageError
+from datastates.errors import CheckpointNotFoundError, FormatError, StorageError
 from datastates.formats import (
     dcp,
     deepspeed,
@@ -104,11 +104,14 @@ def kept(path: Path, step: int | None = None) -> Iterator[tuple[Format, Path]]:
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or none of that step.
+        FormatError: The path is a plain pickle.
         StorageError: The path cannot be read.
     """
     if (found := other(path)) is not None:
         yield found, path
         return
+    if path.is_file() and not own.recognises(path) and torch_file.is_plain_pickle(path):
+        raise FormatError(f"{path} is a plain pickle, not a file of torch.save: only pickle.load reads it")
     with contextlib.ExitStack() as reading:
         try:
             chosen = reading.enter_context(protection.kept(path, step))

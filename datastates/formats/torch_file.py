@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,10 @@ from datastates.state.shards import ArrayRef, StoredArray
 
 NAME = "a file of torch.save"
 _ZIP = b"PK\3\4"
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY = re.compile(rb"\x80.(?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
 """How the files of torch.save began before torch 1.6, and begin with ``_use_new_zipfile_serialization=False``."""
+_PLAIN = re.compile(rb"\x80[\x02-\x05]")
+"""How a pickle begins that is no part of an archive. It ends with a dot."""
 _HEAD = 512
 """Bytes at the beginning that hold the name of an archive's first record."""
 _WINDOW = 1024
@@ -41,7 +45,13 @@ def recognises(path: Path) -> bool:
     if not path.is_file():
         return False
     head = read_bytes(path)(0, min(length(path), _HEAD))
-    return head.startswith(_LEGACY) or (head.startswith(_ZIP) and (b"/" + PICKLE in head or b"/" + DATA in head))
+    return _LEGACY.match(head) is not None or (head.startswith(_ZIP) and (b"/" + PICKLE in head or b"/" + DATA in head))
+
+
+def is_plain_pickle(path: Path) -> bool:
+    """Whether a file that no format recognises begins and ends as a pickle does."""
+    read, nbytes = read_bytes(path), length(path)
+    return _PLAIN.match(read(0, min(nbytes, 2))) is not None and read(nbytes - 1, 1) == b"."
 
 
 def open(path: Path) -> TorchCheckpoint:
@@ -165,7 +175,8 @@ def _has_other(value: object) -> bool:
 
 def _archive(path: Path, nbytes: int) -> Archive:
     read = read_bytes(path)
-    if read(0, min(nbytes, len(_LEGACY))) == _LEGACY:
+    head = read(0, min(nbytes, _HEAD))
+    if _LEGACY.match(head):
         raise FormatError(
             "a file of torch.save in the legacy format, from before torch 1.6: its tensors lie behind a pickle that "
             "only torch reads. Load it by torch.load(weights_only=True), and save it again"
@@ -174,10 +185,21 @@ def _archive(path: Path, nbytes: int) -> Archive:
     comment = footer if container_archive.is_ending(read(max(0, nbytes - footer), min(nbytes, footer))) else 0
     archive = open_archive(_ahead(read, nbytes), nbytes, largest=nbytes, comment=comment)
     if archive is None:
+        if _is_script(path):
+            raise FormatError("a module of TorchScript: torch.jit.load reads it. Save the module's state_dict()")
         raise FormatError("it was cut short, or is no archive of torch.save: there is no end of a plain ZIP archive")
     if PICKLE not in archive.nbytes or not archive.is_little:
         raise FormatError("an archive without data.pkl, or of a big-endian machine")
     return archive
+
+
+def _is_script(path: Path) -> bool:
+    """Whether a file is an archive with the code of a module."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        return False
 
 
 def _ahead(read: Callable[[int, int], bytes], nbytes: int) -> Callable[[int, int], bytes]:

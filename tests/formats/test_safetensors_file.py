@@ -143,7 +143,6 @@ def test_beside_our_checkpoints_a_file_is_a_file(folder: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("weights", "what"),
     [
-        ({"w1": "model-2.safetensors"}, "'w1' is not in model-2"),
         ({"w1": "../model-1.safetensors"}, "beside it"),
         ({"w1": "/etc/passwd"}, "beside it"),
         ({"w1": 3}, "no index"),
@@ -156,6 +155,15 @@ def test_a_wrong_index_is_refused(folder: Path, weights: Any, what: str) -> None
     index(folder, weights)
     with pytest.raises(DatastatesError, match=what):
         ds.open(folder)
+
+
+def test_an_index_that_names_what_a_file_lacks_blocks_no_tensor(folder: Path, capsys: Any) -> None:
+    index(folder, {"w1": "model-1.safetensors", "gone": "model-2.safetensors"})
+    with ds.open(folder) as opened:
+        assert opened["w1"] is not None
+        assert "gone" not in opened
+    assert commands.main(["verify", str(folder)]) == 1
+    assert "gone" in capsys.readouterr().out
 
 
 def test_an_index_that_is_no_json_is_refused(folder: Path) -> None:

@@ -146,6 +146,24 @@ def test_the_legacy_format_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "legacy" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_is_not_read_is_named(protocol: int, tmp_path: Path) -> None:
+    path = tmp_path / "other.pt"
+    torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
+    with pytest.raises(FormatError, match="legacy"):
+        ds.load(path)
+    path.write_bytes(pickle.dumps({"w": 1}, protocol))
+    with pytest.raises(FormatError, match="plain pickle"):
+        ds.load(path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_torchscript_is_named(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "script.pt")
+    with pytest.raises(FormatError, match="TorchScript"):
+        ds.load(tmp_path / "script.pt")
+
+
 def equal(ours: Any, stock: Any) -> bool:
     """Whether two values are the same, with the types of all parts, bit by bit."""
     if type(ours) is not type(stock):
