@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def only_torchs_own_classes_are_safe() -> Iterator[None]:
     """Frameworks that other tests import add classes to those that torch loads without trust."""
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    yield
-    torch.serialization.add_safe_globals(before)
+    from safe_globals import only_torchs_own
+
+    with only_torchs_own():
+        yield
