@@ -150,23 +150,22 @@ python-test-numpy: .venv-numpy/installed ## The core's Python tests where neithe
 	$(call INSTALL_IN,.venv-numpy) "$$(echo build/wheel/*.whl)[test]"
 	touch $@
 
-# The builds of torch that PyPI has bring CUDA's libraries: up to 8 GB an environment. On a machine without a driver, a
+# PyPI's build of torch brings CUDA's libraries, some 8 GB. On a machine without a driver, a
 # forked process must not have asked CUDA for its devices.
-.PHONY: check-versions check-versions-oldest check-versions-newest
-check-versions: check-versions-oldest check-versions-newest ## Tests of the adapters with the oldest and the newest versions of the frameworks
-check-versions-oldest check-versions-newest: check-versions-%: .venv-%/frameworks
-	$(call INSTALL_IN,.venv-$*) --no-build-isolation '.[test,cli]'
-	PYTORCH_NVML_BASED_CUDA_CHECK=1 .venv-$*/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long' \
+.PHONY: check-versions
+check-versions: .venv-newest/frameworks ## Tests of the adapters with the newest versions of the frameworks
+	$(call INSTALL_IN,.venv-newest) --no-build-isolation '.[test,cli]'
+	PYTORCH_NVML_BASED_CUDA_CHECK=1 .venv-newest/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long' \
 	    tests/adapters tests/formats tests/oracle tests/providers
 
-.venv-%/frameworks: .ci/versions/%.txt
+.venv-newest/frameworks: .ci/newest.txt
 	.ci/setup-system $(PYTHON) tests
-	rm -rf .venv-$*
-	$(MAKE_VENV) .venv-$*
-	$(call INSTALL_IN,.venv-$*) --upgrade pip 'setuptools>=77.0.3' 'pybind11>=3.0' 'ninja>=1.11'
-	DS_BUILD_OPS=0 $(call INSTALL_IN,.venv-$*) --no-build-isolation -r $<
-	$(call INSTALL_IN,.venv-$*) --no-deps $(ALONE)
-	$(call DEEPSPEED_OPERATION,.venv-$*)
+	rm -rf .venv-newest
+	$(MAKE_VENV) .venv-newest
+	$(call INSTALL_IN,.venv-newest) --upgrade pip 'setuptools>=77.0.3' 'pybind11>=3.0' 'ninja>=1.11'
+	DS_BUILD_OPS=0 $(call INSTALL_IN,.venv-newest) --no-build-isolation -r $<
+	$(call INSTALL_IN,.venv-newest) --no-deps $(ALONE)
+	$(call DEEPSPEED_OPERATION,.venv-newest)
 	touch $@
 
 .PHONY: sanitize

@@ -10,8 +10,7 @@ import torch
 from optim_classes import stepped
 from subject import Case, Subject
 from torch import nn
-
-from training import Inputs, called, floats, ints, training
+from trained import Inputs, called, floats, ints, training
 
 
 def measured(make: Callable[[], nn.Module], inputs: Inputs, *, persistent: bool) -> Subject:

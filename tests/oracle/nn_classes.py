@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from training import Inputs, floats, ints
+from trained import Inputs, floats, ints
 
 FLAT, SERIES, IMAGE, VOLUME = (3, 4), (2, 4, 8), (2, 4, 6, 6), (2, 4, 4, 4, 4)
 BY_RANK = {1: SERIES, 2: IMAGE, 3: VOLUME}

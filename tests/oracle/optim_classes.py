@@ -11,8 +11,7 @@ import torch
 from subject import Case, Subject
 from torch import nn, optim
 from torch.optim import lr_scheduler
-
-from training import floats, ints, total
+from trained import floats, ints, total
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"t0": 1, "lambd": 0.1}],

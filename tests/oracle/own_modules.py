@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from subject import Case, Subject
 from torch import nn
-
-from training import floats, training
+from trained import floats, training
 
 
 class Base(nn.Module):

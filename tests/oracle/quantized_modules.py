@@ -17,8 +17,7 @@ import torch.ao.nn.quantized.dynamic
 from subject import Case, Subject
 from torch import nn
 from torch.ao import quantization
-
-from training import floats, ints, training
+from trained import floats, ints, training
 
 Q, D = torch.ao.nn.quantized, torch.ao.nn.quantized.dynamic
 IMAGE, VOLUME, SERIES = (2, 4, 6, 6), (2, 4, 4, 4, 4), (2, 4, 8)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from nn_classes import Through
 from subject import Subject
 from torch import nn, optim
+from trained import floats, training
 from wrapped_modules import WRAPPERS
-
-from training import floats, training
 
 Hook = Callable[[nn.Module], None]
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import strategies as st
 from subject import Subject
 from torch import nn, optim
-
-from training import total
+from trained import total
 
 KINDS = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "RAdam")
 FLOAT_STATES = ("ASGD", "NAdam")

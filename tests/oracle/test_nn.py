@@ -14,8 +14,7 @@ from nn_classes import ABSTRACT, ENTRIES
 from oracle import check
 from subject import Case, Subject
 from torch import nn
-
-from training import training
+from trained import training
 
 CLASSES = sorted(n for n, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module))
 FEW = ("BatchNorm1d", "GRU", "LazyConv1d", "MultiheadAttention", "ParameterDict", "Transformer")

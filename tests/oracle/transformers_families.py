@@ -8,8 +8,7 @@ from typing import Any
 
 import transformers
 from subject import Case, Subject
-
-from training import Inputs, floats, ints, training
+from trained import Inputs, floats, ints, training
 
 TEXT: Inputs = {"input_ids": ints(32, 2, 6)}
 BOTH: Inputs = {"input_ids": ints(32, 2, 6), "decoder_input_ids": ints(32, 2, 4)}

@@ -13,8 +13,7 @@ from subject import Case, Subject
 from torch import nn, optim
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import swa_utils
-
-from training import floats, total, training
+from trained import floats, total, training
 
 
 class Doubled(nn.Module):
