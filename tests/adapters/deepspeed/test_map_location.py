@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from datastates.adapters.torch_loads import placed
 from datastates.config import IoSettings
 from datastates.errors import CorruptError
 from datastates.executor.make import make_executor
@@ -18,8 +19,7 @@ DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 
 
 def load(path: Path, map_location: Any) -> Any:
-    map_location_of = pytest.importorskip("datastates.adapters.torch_files")
-    place = map_location_of.placed(map_location)
+    place = placed(map_location)
     return loading.load(path, lambda nbytes: make_executor(SETTINGS, nbytes), trust="all", place=place)
 
 
