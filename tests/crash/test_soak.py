@@ -135,7 +135,8 @@ def test_random_snapshots_leave_nothing_behind(rounds: int, backend: str, tmp_pa
         assert_holds(path, step)
 
 
-@rounds(24, 100)
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [100])
 def test_single_snapshots_restores_and_loads_leave_nothing_behind(rounds: int, tmp_path: Path) -> None:
     def once(step: int) -> None:
         path = tmp_path / f"{step}"
@@ -160,7 +161,8 @@ def test_single_snapshots_restores_and_loads_leave_nothing_behind(rounds: int, t
     assert_in_use(before)
 
 
-@rounds(15, 60)
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [60])
 def test_checkpointers_opened_and_closed_leave_nothing_behind(rounds: int, backend: str, tmp_path: Path) -> None:
     def once(step: int) -> None:
         with ds.Checkpointer(tmp_path, keep_last=2, io_backend=backend, **OPTIONS) as ckpt:
@@ -177,6 +179,7 @@ def test_checkpointers_opened_and_closed_leave_nothing_behind(rounds: int, backe
     assert list(newest.committed(tmp_path)) == [rounds - 2, rounds - 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails", [False, True], ids=["committed", "failed"])
 def test_a_snapshot_kept_after_close_keeps_neither_threads_nor_cache(fails: bool, tmp_path: Path) -> None:
     before = in_use_at_first()

@@ -130,6 +130,7 @@ end()
 )
 
 
+@pytest.mark.long
 def test_buffers_are_those_of_rank_0(ranks: Any, tmp_path: Path) -> None:
     ranks(2, SCRIPT, tmp_path, timeout=120)
 

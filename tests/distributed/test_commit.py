@@ -165,6 +165,7 @@ def test_one_rank_fails_all_and_the_next_snapshot_works(
     assert_tidy(root, *steps)
 
 
+@pytest.mark.long
 def test_a_straggler_is_named_and_comes_too_late(ranks: Any, reports: Any, tmp_path: Path) -> None:
     """It misses two snapshots, and its late votes for them do not count. All ranks commit the next one."""
     root = tmp_path / "run"

@@ -14,8 +14,8 @@ SCRIPT = Path(__file__).with_name("sharded_state.py")
     ("n", "cases"),
     [
         (2, ["fsdp", "tensor_parallel", "data_parallel", "refused"]),
-        (3, ["fsdp", "any_placement", "outside"]),
-        (4, ["hybrid", "two_dimensional", "any_placement", "writers"]),
+        pytest.param(3, ["fsdp", "any_placement", "outside"], marks=pytest.mark.long),
+        pytest.param(4, ["hybrid", "two_dimensional", "any_placement", "writers"], marks=pytest.mark.long),
     ],
 )
 def test_the_ranks_parts_make_up_the_state(ranks: Callable[..., object], n: int, cases: list[str]) -> None:

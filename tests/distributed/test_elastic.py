@@ -228,6 +228,7 @@ def test_what_is_read_without_checksums_is_verified_by_digest(threads: Any, tmp_
 # --- processes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("saved", "n", "live", "m"), short.first([("ranges", 1, "columns", 3), ("rows", 3, "ranges", 2)])
 )

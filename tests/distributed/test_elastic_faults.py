@@ -256,6 +256,7 @@ def test_keys_of_other_ranks_are_expected_and_those_of_none_are_named(threads: A
 # --- deaths and deletions during a restore
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "number"), short.first([("finish", 3), ("choose", 1)]))
 def test_a_rank_killed_during_a_restore_is_named_by_the_others(
     ranks: Any, tmp_path: Path, stage: str, number: int

@@ -188,6 +188,7 @@ def test_a_rank_that_cannot_begin_to_read_does_not_keep_the_others(
 LARGE = json.dumps({"w": (4096, 1024), "v": (6000, 1000)})
 
 
+@pytest.mark.long
 def test_processes_exchange_columns(ranks: Any, tmp_path: Path) -> None:
     directory = tmp_path / "ckpts"
     ranks(2, LOOP, directory, "10", SHAPES=LARGE)

@@ -38,6 +38,7 @@ def is_whole(path: Path) -> bool:
 # --- debris
 
 
+@pytest.mark.long
 def test_debris_of_every_kind(ranks: Any, reports: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
     ranks(2, LOOP, root, 1)
@@ -138,6 +139,7 @@ def test_the_coordinator_alone_deletes(ranks: Any, reports: Any, tmp_path: Path)
     assert all(is_whole(path) for path in checkpoints(root))
 
 
+@pytest.mark.long
 def test_a_coordinator_killed_while_it_deletes(ranks: Any, reports: Any, tmp_path: Path) -> None:
     """The old checkpoint no longer counts, though its files still exist. All ranks know of the new one."""
     root = tmp_path / "run"
@@ -260,6 +262,7 @@ def test_a_rank_that_does_not_hear_the_outcome_takes_nothing_back(ranks: Any, re
     assert all(is_whole(path) for path in checkpoints(tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_a_coordinator_that_cannot_tell_has_committed(ranks: Any, reports: Any, tmp_path: Path) -> None:
     variables = {"CONFUSED": "0", "OPTIONS": options(rank_timeout=1.5)}
     told = reports(ranks(2, LOOP, tmp_path / "run", 1, "2/barrier.publish=fail:28", **variables))
@@ -270,6 +273,7 @@ def test_a_coordinator_that_cannot_tell_has_committed(ranks: Any, reports: Any, 
 # --- one-shot snapshots
 
 
+@pytest.mark.long
 def test_one_shot_snapshots_by_several_ranks(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
     script = f"""{prelude}
 class Eager(Broken):

@@ -153,6 +153,7 @@ def test_what_is_no_plain_float_is_not_cast(tmp_path: Path) -> None:
     ds.export(tmp_path / "saved", tmp_path / "out", dtype="bf16", keys="m/w")
 
 
+@pytest.mark.long
 def test_the_parts_of_several_ranks_are_put_together(
     tmp_path: Path, ranks: Callable[..., Any], small_windows: None
 ) -> None:

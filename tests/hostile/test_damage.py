@@ -144,6 +144,7 @@ def test_verify_finds_many_flipped_bits_at_once(container: Path, seed: int) -> N
         assert not verify(container.parent)
 
 
+@pytest.mark.long
 def test_truncation_at_every_length_is_found(checkpointer: Checkpointer, container: Path) -> None:
     for length in reversed(range(container.stat().st_size)):
         os.truncate(container, length)

@@ -243,6 +243,7 @@ def records_and_rows(draw: st.DrawFn) -> tuple[list[int], list[Rows]]:
     return records, rows
 
 
+@pytest.mark.long
 @given(records_and_rows(), st.booleans(), st.booleans(), st.booleans(), st.booleans())
 def test_ranges_with_a_stride_are_read_as_their_stretches_are(
     made: tuple[list[int], list[Rows]], in_place: bool, whole: bool, checked: bool, shared: bool
@@ -406,6 +407,7 @@ def test_columns_that_several_destinations_get_alike_are_read_like_those_of_one(
     assert len(plan.piece_dest) == 3 * len(alone.piece_dest)
 
 
+@pytest.mark.long
 @given(
     st.integers(100, 200_000),
     st.lists(st.integers(1, 70_000), min_size=2, max_size=5),

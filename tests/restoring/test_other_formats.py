@@ -89,6 +89,7 @@ def test_several_providers_are_told_apart_by_the_first_part_of_a_key(tmp_path: P
     assert live["extra"] == 5
 
 
+@pytest.mark.long
 def test_fsdp2_and_tensor_parallel_ranks_read_only_their_shards_of_a_folder(tmp_path: Path, ranks: Any) -> None:
     wide, narrow = 1 << 16, 16  # as in sharded_base.py
     shapes = {"0.weight": (wide, narrow), "0.bias": (wide,), "1.weight": (narrow, wide), "1.bias": (narrow,)}

@@ -270,6 +270,7 @@ def test_a_failure_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest
     del caplog
 
 
+@pytest.mark.long
 def test_the_interpreters_end_waits_for_the_commit(tmp_path: Path) -> None:
     source = """
         import sys, torch

@@ -64,6 +64,7 @@ trained.destroy()
     assert (tmp_path / "latest").read_text() == "global_step5"
 
 
+@pytest.mark.long
 def test_a_full_disk(train: Any, tmp_path: Path) -> None:
     done = train(
         2,

@@ -150,6 +150,7 @@ assert not [name for name in names(directory) if "partial" in name], names(direc
     )
 
 
+@pytest.mark.long
 def test_moving_the_state_away_waits_for_capture(train: Any, tmp_path: Path) -> None:
     """DeepSpeed's ``offload_states`` frees what it has moved; it runs with ZeRO-3 on GPUs only."""
     train(

@@ -145,6 +145,7 @@ leave()
     run(ranks, BEGIN + script.replace("ENOSPC", str(errno.ENOSPC)), tmp_path / "run")
 
 
+@pytest.mark.long
 def test_one_rank_saves_its_shards_and_leaves_other_files(ranks: Any, tmp_path: Path) -> None:
     script = """
 chosen = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1, process_group_backend="gloo")

@@ -48,6 +48,7 @@ def test_a_flipped_byte_is_named_and_a_file_that_was_cut(run: Any, tmp_path: Pat
     )
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_said(run: Any, tmp_path: Path) -> None:
     run(
         2,

@@ -208,6 +208,7 @@ assert torch.equal(model.eval()(torch.arange(16)[None]).logits, torch.load({str(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_folders_of_earlier_versions_are_resumed(training: ModuleType, tmp_path: Path) -> None:
     whole = training.trainer(tmp_path / "whole", 7)
     training.attach(whole, **training.OPTIONS)
@@ -284,6 +285,7 @@ def test_capture_goes_on_in_forward_and_backward_and_the_step_waits(training: Mo
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
 
 
+@pytest.mark.long
 def test_the_best_model_is_kept_and_loaded_at_the_end(training: ModuleType, tmp_path: Path) -> None:
     best = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
     made = training.trainer(tmp_path, 6, metric_for_best_model="worse", greater_is_better=True, **best)
@@ -298,6 +300,7 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(training: ModuleType, tmp_
     assert all(torch.equal(made.model.state_dict()[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.long
 def test_a_failure_is_told_and_leaves_nothing(training: ModuleType, tmp_path: Path) -> None:
     made = training.trainer(tmp_path, 6)
     training.attach(made, **training.OPTIONS)

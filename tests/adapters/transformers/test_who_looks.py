@@ -209,6 +209,7 @@ def test_a_model_that_looks_at_its_own_files_finds_them(look: Look, training: Mo
     look.run(make)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("load", "limit"), [(False, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in BESTS)]
 )
