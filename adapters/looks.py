@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ _STATS = ("stat", "lstat", "access")
 _ANEW = os.O_CREAT | os.O_TRUNC
 _LOCKED = frozenset({"importlib._bootstrap_external", "logging", "logging.handlers"})
 """Modules that look while they hold a lock, which the end of a checkpoint may need. None of them looks for checkpoints.
+"""
+
+_STARTERS = ("deepspeed.", "torch._inductor.", "torch.cuda.", "torch.utils.", "triton.")
+"""Modules that start programs for a training step, such as numactl or a compiler. None of these looks for checkpoints.
 """
 
 
@@ -187,8 +192,16 @@ def _heard(event: str, words: tuple[Any, ...]) -> None:
             _wait(event, path, _moves)
     elif event in _DELETES:
         _wait(event, words[0], _deletes, deletes=True)
-    elif event in _STARTS:
+    elif event in _STARTS and not _starter().startswith(_STARTERS):
         _wait(event, os.sep, lambda checkpoint, path: True)
+
+
+def _starter() -> str:
+    """The module that starts a program, through the standard library or not."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (name := str(frame.f_globals.get("__name__"))) in ("subprocess", "os", "pty"):
+        frame = frame.f_back
+    return "" if frame is None else name
 
 
 def _shows(checkpoint: UnderWay, path: str) -> bool:

@@ -57,6 +57,9 @@ OTHERS: dict[str, Look] = {
     "a log that is renewed": lambda root: os.rename(root / "old" / "a.pt", root / "old" / "b.log"),
     "a log that is deleted": lambda root: os.remove(root.parent / "beside" / "train.log"),
     "a descriptor": lambda root: os.stat(0),
+    "a program that DeepSpeed starts in a step": lambda root: exec(
+        "subprocess.run(['true'], check=True)", {"__name__": "deepspeed.utils.numa", "subprocess": subprocess}
+    ),
 }
 
 
