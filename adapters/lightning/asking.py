@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _CALLBACK = "callbacks.model_checkpoint"
@@ -18,12 +19,13 @@ def needed() -> str | None:
 
     These are other ranks, and code that is not Lightning's. None if nobody does.
     """
-    is_lightning, frame = False, sys._getframe(1)
+    is_lightning = False
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         is_lightning |= _is_lightning(name := frame.f_globals.get("__name__", ""))
         if name.endswith(_CALLBACK) and _is_lightning(name) and frame.f_code.co_name == "_save_checkpoint":
             return _needed_after(frame)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "something else than a ModelCheckpoint has asked for it" if is_lightning else None
 
 
@@ -35,8 +37,8 @@ def _needed_after(frame: FrameType) -> str | None:
     return next((f"the logger {name} has after_save_checkpoint" for name in own), None)
 
 
-def _module_of_hook(logger: object) -> str:
-    return str(getattr(logger.after_save_checkpoint, "__module__", ""))  # type: ignore[attr-defined]
+def _module_of_hook(logger: Any) -> str:
+    return str(getattr(logger.after_save_checkpoint, "__module__", ""))
 
 
 def _is_lightning(module: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 from datastates._base.loaded import loaded
@@ -58,9 +59,9 @@ def is_in_step() -> bool:
     if torch is None:
         return False
     file = torch.optim.Optimizer.profile_hook_step.__code__.co_filename  # its wrapper is around each step()
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename != file:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None
 
 

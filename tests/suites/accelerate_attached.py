@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from typing import Any
+
+from attaching import attach_to_each
 
 VARIANTS = ("stock", "ours")
 TESTS = ("tests/test_state_checkpointing.py",)
@@ -16,11 +16,4 @@ MODULE = "accelerate.accelerator"
 def change(module: Any, variant: str) -> None:
     """Attach to each accelerator as soon as it is made."""
     del variant
-    stock = module.Accelerator.__init__
-
-    @functools.wraps(stock)
-    def __init__(self: Any, *words: Any, **options: Any) -> None:
-        stock(self, *words, **options)
-        importlib.import_module("datastates.adapters.accelerate").attach(self, host_cache="16MiB")
-
-    module.Accelerator.__init__ = __init__
+    attach_to_each(module.Accelerator, "accelerate")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from typing import Any
+
+from attaching import attach_to_each
 
 VARIANTS = ("stock", "ours")
 TESTS = ("tests/trainer",)
@@ -16,12 +16,6 @@ MODULE = "transformers.trainer"
 def change(module: Any, variant: str) -> None:
     """Attach to each Trainer as soon as it is made, unless it saves in a way that is refused."""
     del variant
-    stock = module.Trainer.__init__
-
-    @functools.wraps(stock)
-    def __init__(self: Any, *words: Any, **options: Any) -> None:
-        stock(self, *words, **options)
-        if not self.is_deepspeed_enabled and not self.args.push_to_hub:
-            importlib.import_module("datastates.adapters.transformers").attach(self, host_cache="16MiB")
-
-    module.Trainer.__init__ = __init__
+    attach_to_each(
+        module.Trainer, "transformers", lambda made: not made.is_deepspeed_enabled and not made.args.push_to_hub
+    )
