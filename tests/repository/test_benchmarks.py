@@ -131,6 +131,7 @@ def check(report: dict[str, Any], rows: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)  # every benchmark of a suite: minutes on a machine that does other things, too
 @pytest.mark.parametrize("rows", [CPU_ROWS, RESHARD_ROWS], ids=["most", "reshard"])
 def test_the_cpu_suite_and_its_page(rows: dict[str, set[str]], scratch: Path, tmp_path: Path) -> None:
     folder = tmp_path / "docs"
