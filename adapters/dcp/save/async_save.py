@@ -183,6 +183,7 @@ class Session:
         if turn.taken.take() is None:
             error = CommitError("the call was interrupted")
             staged.give_up(error)
+            staged.snapshot.exception()  # told: the call has raised what interrupted it
             raise error
         with turn, staged.capturing():
             writer.reset(path)

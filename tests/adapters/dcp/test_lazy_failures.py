@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from datastates import _native
 from datastates.adapters import dcp as ours
 from datastates.adapters.dcp import DataStatesStager, DataStatesStorageWriter
-from datastates.adapters.dcp.save import staging
+from datastates.adapters.dcp.save import async_save, staging
 from datastates.errors import DatastatesError, StorageError
 from datastates.saving import gate
 from datastates.saving import snapshot as snapshots
@@ -239,6 +239,31 @@ def test_what_cannot_be_copied_is_raised_by_the_call(tmp_path: Path) -> None:
     ours.async_save(state, tmp_path / "1", storage_writer=writer).wait_committed()
     same(loaded(tmp_path / "1", state), state)
     writer.close()
+
+
+def test_a_call_that_was_interrupted_is_no_failure_that_nobody_was_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, begin, save = threading.Event(), async_save.Session._begin, async_save.Session.save_staged
+
+    def begin_later(*words: Any) -> Any:
+        left.wait()
+        return begin(*words)
+
+    def interrupted(*words: Any) -> None:
+        save(*words)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(async_save.Session, "_begin", begin_later)
+    monkeypatch.setattr(async_save.Session, "save_staged", interrupted)
+    writer = DataStatesStorageWriter(**SMALL)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ours.async_save({"w": torch.ones(100_000)}, tmp_path, storage_writer=writer)
+    finally:
+        left.set()
+    writer.close()
+    assert not snapshots._silent
 
 
 @pytest.mark.long
