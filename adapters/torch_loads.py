@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from datastates.config import IoSettings
+from datastates.container.pickle_reader import Trust
 from datastates.executor.make import make_executor
 from datastates.restoring import loading
-from datastates.restoring.provider_view import Trust
 from datastates.saving import gate
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from datastates._base import paths
 from datastates._base.paths import PathLike
 from datastates.commit import health, manifest, newest
+from datastates.commit.directories import checked_step
 from datastates.config import IoSettings, RankSettings
 from datastates.errors import CheckpointNotFoundError, RestoreError
 from datastates.executor.executor import Executor
@@ -27,15 +26,13 @@ from datastates.formats import recognise
 from datastates.formats.format import Format, Opened
 from datastates.ranks.world import SoloWorld, World, world_of
 from datastates.restoring.comparison import Comparison
-from datastates.restoring.fallback import check
 from datastates.restoring.fallback import compare as compare_newest
 from datastates.restoring.fallback import restore as restore_newest
 from datastates.restoring.meeting import Meeting
-from datastates.restoring.provider_view import Trust
 from datastates.restoring.renaming import Renames, checked_renames
+from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored
-from datastates.restoring.scope import Scope
 from datastates.restoring.selection import checked_keys
 from datastates.restoring.sources import Tensors
 from datastates.saving import gate
@@ -81,16 +78,6 @@ def warn_of_other(directory: Path) -> None:
         )
 
 
-def checked_step(step: Any) -> int:
-    """A step from any integer, also one of NumPy; raises TypeError or ValueError for anything else."""
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(f"step: must be an integer, got {step!r:.40} ({type(step).__name__})")
-    number = operator.index(step)
-    if not 0 <= number < 10**18:
-        raise ValueError(f"step: {number} is not from 0 to 10**18 - 1")
-    return number
-
-
 def meeting_of(world: World, name: str, attempt: int) -> Meeting:
     """The meeting for one attempt of a restore; attempts count from 0."""
     return Meeting(world, f"{name}/again/{attempt}" if attempt else name)
@@ -102,12 +89,7 @@ def check_order(providers: Sequence[StateProvider]) -> None:
         raise TypeError(f"providers: got the path {providers!r:.80}; providers come first, then the path")
 
 
-def _kept(providers: Sequence[StateProvider]) -> Sequence[StateProvider]:
-    """The providers of a generator as a list: they are gone through more than once."""
-    return list(providers) if isinstance(providers, Iterator) else providers
-
-
-def open_other(kind: Format, path: Path, meeting: Meeting, step: int | None, scope: Scope) -> Tensors:
+def open_other(kind: Format, path: Path, meeting: Meeting, request: RestoreRequest) -> Tensors:
     """Open a checkpoint of another format on all ranks, which must want the same of it.
 
     Raises:
@@ -115,8 +97,8 @@ def open_other(kind: Format, path: Path, meeting: Meeting, step: int | None, sco
         FormatError, StorageError: As :meth:`Format.open` does.
         RestoreError: Another rank failed, or wants something else.
     """
-    meeting.choose(f"step {step} with {scope}" if str(scope) else f"step {step}", lambda: b"")
-    opened = meeting.together("open", lambda: of_step(kind.open(path), path, step))
+    meeting.choose(request.wish, lambda: b"")
+    opened = meeting.together("open", lambda: of_step(kind.open(path), path, request.step))
     found = f"{opened.format}, {opened.tensors.path}, step {opened.tensors.step}"
 
     def decide(told: dict[int, bytes]) -> bytes:
@@ -190,37 +172,25 @@ def export(
 
 
 def restore_by(
-    directory: Path,
+    path: Path,
     providers: Sequence[StateProvider],
     meetings: Callable[[int], Meeting],
     executor: Callable[[int], Executor],
-    wait: Callable[[], None] = lambda: None,
+    options: Mapping[str, Any],
     *,
     other: Format | None = None,
-    step: Any,
-    fallback: bool = False,
-    strict: bool = True,
-    keys: Any = None,
-    rename: Any = MappingProxyType({}),
-    cast: bool = False,
-    **how: Any,
+    wait: Callable[[], None] = lambda: None,
 ) -> Restored | None:
     """Restore; the common part of :func:`datastates.restore` and :meth:`datastates.Checkpointer.restore`.
 
     Args:
-        directory: A checkpoint directory, or a directory of them.
+        path: A checkpoint directory, or a directory of them.
         providers: What to restore.
         meetings: Returns the meeting of the n-th attempt, from 0.
         executor: Returns the executor to use, given the number of bytes that will be read.
+        options: Fields of a :class:`~datastates.restoring.request.RestoreRequest`, as the user gave them.
         other: The format of the checkpoint, if it is not this package's.
         wait: Called when the state may change, before a checkpoint is chosen.
-        step: The step as the user gave it.
-        fallback: As for :meth:`datastates.Checkpointer.restore`.
-        strict: As for :meth:`datastates.Checkpointer.restore`.
-        keys: The globs as the user gave them.
-        rename: The renames as the user gave them.
-        cast: As for :meth:`datastates.Checkpointer.restore`.
-        **how: Other arguments of :class:`~datastates.restoring.restore.Restore`.
 
     Returns:
         The result; None if there is no checkpoint at all.
@@ -228,38 +198,52 @@ def restore_by(
     Raises:
         CheckpointNotFoundError: There is no checkpoint of that step.
     """
-    try:
-        check_order(providers)
-        providers = _kept(providers)
-        wish = None if step is None else checked_step(step)
-        check(fallback=fallback, step=wish, strict=strict, verify=how.get("verify", "checksum"))
-        scope = Scope.of(keys, rename, cast)
-    except Exception as error:  # it is raised once the other ranks know of it
-        meetings(0).refuse(error)
+    providers, request = _checked(providers, options, meetings(0))
     gate.pass_all()  # a restore changes the state, so it waits for captures like any update
     wait()
     if other is not None:
         meeting = meetings(0)
-        tensors = open_other(other, directory, meeting, wish, scope)
-        return Restore(tensors, providers, executor, meeting, strict=strict, scope=scope, **how).run()
-    restored = restore_newest(
-        providers,
-        lambda: newest.candidates(directory, wish, certain=not fallback),
-        executor,
-        meetings,
-        step=wish,
-        fallback=fallback,
-        strict=strict,
-        scope=scope,
-        **how,
-    )
-    if restored is None and wish is not None:
-        recognise.refuse_absence(directory, wish)
+        return Restore(open_other(other, path, meeting, request), providers, executor, meeting, request).run()
+    candidates = partial(newest.candidates, path, request.step, certain=not request.fallback)
+    restored = restore_newest(providers, candidates, executor, meetings, request)
+    if restored is None and request.step is not None:
+        recognise.refuse_absence(path, request.step)
     return restored
 
 
+def compare_by(
+    path: Path,
+    providers: Sequence[StateProvider],
+    meeting: Meeting,
+    executor: Callable[[int], Executor],
+    options: Mapping[str, Any],
+    *,
+    other: Format | None,
+) -> Comparison:
+    """Find out what :func:`restore_by` would do; arguments and errors are those of that function."""
+    providers, request = _checked(providers, {**options, "strict": False}, meeting)
+    if other is not None:
+        return Restore(open_other(other, path, meeting, request), providers, executor, meeting, request).compare()
+    candidates = partial(newest.candidates, path, request.step, certain=True)
+    found = compare_newest(providers, candidates, executor, meeting, request)
+    return recognise.refuse_absence(path, request.step) if found is None else found
+
+
+def _checked(
+    providers: Sequence[StateProvider], options: Mapping[str, Any], meeting: Meeting
+) -> tuple[Sequence[StateProvider], RestoreRequest]:
+    """The providers and the request. Wrong ones are refused once the other ranks know of it."""
+    try:
+        check_order(providers)
+        # a generator's providers are gone through more than once
+        kept = list(providers) if isinstance(providers, Iterator) else providers
+        return kept, RestoreRequest.of(options)
+    except Exception as error:
+        meeting.refuse(error)
+
+
 def load_like(
-    path: Path, like: Mapping[str, Any], executor: Callable[[int], Executor], *, step: Any, trust: Trust
+    path: Path, like: Mapping[str, Any], executor: Callable[[int], Executor], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Read trees into new arrays like those of others; arguments and errors are those of :func:`datastates.load`."""
     from datastates.providers.pytree import from_pytree
@@ -271,43 +255,8 @@ def load_like(
     is_bare = other is not None and all(is_leaf(tree) for tree in like.values())
     trees = {"like": dict(like)} if is_bare else like
     providers = [from_pytree(name, tree) for name, tree in trees.items()]
-    restored = restore_by(
-        path,
-        providers,
-        lambda attempt: meeting_of(SoloWorld(), "load", attempt),
-        executor,
-        other=other,
-        step=step,
-        trust=trust,
-    )
-    if restored is None:
+    meetings = partial(meeting_of, SoloWorld(), "load")
+    if restore_by(path, providers, meetings, executor, options, other=other) is None:
         recognise.refuse_absence(path, None)
     found: dict[str, Any] = {provider.name: provider.tree for provider in providers}
     return found["like"] if is_bare else found
-
-
-def compare_by(
-    path: Path,
-    providers: Sequence[StateProvider],
-    meeting: Meeting,
-    executor: Callable[[int], Executor],
-    *,
-    other: Format | None,
-    step: Any,
-    keys: Any,
-    rename: Any,
-    cast: bool,
-    trust: Trust,
-) -> Comparison:
-    """Find out what :func:`restore_by` would do; arguments and errors are those of that function."""
-    try:
-        providers = _kept(providers)
-        wish, scope = None if step is None else checked_step(step), Scope.of(keys, rename, cast)
-    except Exception as error:
-        meeting.refuse(error)
-    if other is not None:
-        tensors = open_other(other, path, meeting, wish, scope)
-        return Restore(tensors, providers, executor, meeting, strict=False, trust=trust, scope=scope).compare()
-    candidates = partial(newest.candidates, path, wish, certain=True)
-    found = compare_newest(providers, candidates, executor, meeting, step=wish, scope=scope, trust=trust)
-    return recognise.refuse_absence(path, wish) if found is None else found

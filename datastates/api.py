@@ -16,8 +16,11 @@ from datastates._base import paths
 from datastates._base.paths import PathLike
 from datastates.commit import retention
 from datastates.commit.ballot import Ballot
+from datastates.commit.directories import checked_step
 from datastates.commit.sequence import next_alone
 from datastates.config import IoOptions, IoSettings, RankOptions, RankSettings
+from datastates.container.pickle_reader import Trust
+from datastates.executor.executor import Executor
 from datastates.executor.make import make_executor
 from datastates.exporting.export import Exported
 from datastates.formats import recognise
@@ -26,16 +29,22 @@ from datastates.ranks.together import meet
 from datastates.ranks.world import World
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.one_tensor import Checkpoint
-from datastates.restoring.provider_view import Trust
 from datastates.restoring.renaming import Renames
-from datastates.restoring.restore import Verify
+from datastates.restoring.request import CompareOptions, RestoreOptions, divide
 from datastates.restoring.restored import Restored
-from datastates.restoring.selection import Keys
 from datastates.restoring.telling import refuse_to_meet, refuse_to_restore, telling
 from datastates.saving.engine import take_one
 from datastates.saving.snapshot import Snapshot
 from datastates.state.into import AS_SAVED, Device, Framework, Into
 from datastates.state.provider import StateProvider
+
+
+class _CompareOptions(CompareOptions, RankOptions, total=False):
+    """The keyword arguments of :func:`compare`."""
+
+
+class _RestoreOptions(RestoreOptions, RankOptions, total=False):
+    """The keyword arguments of :func:`restore`."""
 
 
 def snapshot(
@@ -75,7 +84,7 @@ def snapshot(
     with telling(lambda: paths.local(path).parent, options, partial(refuse_to_meet, name)):
         settings = RankSettings.of(options)
         _calls.check_order(providers)
-        target, step = paths.local(path), _calls.checked_step(step)
+        target, step = paths.local(path), checked_step(step)
     world = _calls.open_world(settings, target.parent)
 
     def prepare() -> bytes:
@@ -93,35 +102,15 @@ def snapshot(
     return take_one(settings, providers, world, ballot, target, auto_gate=auto_gate)
 
 
-def restore(
-    providers: Sequence[StateProvider],
-    path: PathLike,
-    *,
-    step: int | None = None,
-    keys: Keys | None = None,
-    rename: Renames = MappingProxyType({}),
-    cast: bool = False,
-    strict: bool = True,
-    trust: Trust = (),
-    verify: Verify = "checksum",
-    fallback: bool = False,
-    **options: Unpack[RankOptions],
-) -> Restored:
+def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpack[_RestoreOptions]) -> Restored:
     """Restore one checkpoint in place, without a :class:`Checkpointer`. All ranks call it together.
 
     Args:
         providers: What to restore, as for :meth:`Checkpointer.restore`.
         path: A checkpoint directory, a directory of them, or a checkpoint of another format. Of another format, arrays
             are restored by their names, and what only a provider can take back is missing.
-        step: The step of the checkpoint; None for the newest.
-        keys: As for :meth:`Checkpointer.restore`.
-        rename: As for :meth:`Checkpointer.restore`.
-        cast: As for :meth:`Checkpointer.restore`.
-        strict: As for :meth:`Checkpointer.restore`.
-        trust: As for :meth:`Checkpointer.restore`.
-        verify: As for :meth:`Checkpointer.restore`.
-        fallback: As for :meth:`Checkpointer.restore`.
-        **options: Fields of :class:`~datastates.config.RankSettings`.
+        **options: The arguments of :meth:`Checkpointer.restore`: ``step``, ``keys``, ``rename``, ``cast``, ``strict``,
+            ``trust``, ``verify`` and ``fallback``. And fields of :class:`~datastates.config.RankSettings`.
 
     Returns:
         What was restored, and from which step.
@@ -131,67 +120,37 @@ def restore(
         SettingsError: An option is unknown or impossible.
         DatastatesError: The other errors are those of :meth:`Checkpointer.restore`.
     """
-    name = "restore"
-    with _met(name, providers, path, options) as (settings, given, other, world):
-        restored = _calls.restore_by(
-            given,
-            providers,
-            partial(_calls.meeting_of, world, name),
-            lambda n: make_executor(settings, n),
-            other=other,
-            step=step,
-            keys=keys,
-            rename=rename,
-            cast=cast,
-            fallback=fallback,
-            strict=strict,
-            trust=trust,
-            verify=verify,
-        )
-    if restored is None:
-        recognise.refuse_absence(given, None)
-    return restored
+    name, (request, settings) = "restore", divide(options, RestoreOptions)
+    with _met(name, providers, path, settings) as (executor, given, other, world):
+        meetings = partial(_calls.meeting_of, world, name)
+        restored = _calls.restore_by(given, providers, meetings, executor, request, other=other)
+    return recognise.refuse_absence(given, None) if restored is None else restored
 
 
 @contextlib.contextmanager
 def _met(
-    name: str, providers: Sequence[StateProvider], path: PathLike, options: RankOptions
-) -> Iterator[tuple[RankSettings, Path, Format | None, World]]:
-    """The settings, the path, its format if it is not this package's, and the ranks that meet to restore from it."""
+    name: str, providers: Sequence[StateProvider], path: PathLike, options: Mapping[str, Any]
+) -> Iterator[tuple[Callable[[int], Executor], Path, Format | None, World]]:
+    """What makes executors, the path, its format if it is not this package's, and the ranks that meet to restore."""
     with telling(lambda: _calls.world_beside(paths.local(path)), options, partial(refuse_to_restore, name)):
         settings = RankSettings.of(options)
         _calls.check_order(providers)
         given = paths.local(path)
         other = recognise.other(given)
     with contextlib.closing(_calls.open_world(settings, _calls.world_beside(given))) as world:
-        yield settings, given, other, world
+        yield partial(make_executor, settings), given, other, world
 
 
-def compare(
-    providers: Sequence[StateProvider],
-    path: PathLike,
-    *,
-    step: int | None = None,
-    keys: Keys | None = None,
-    rename: Renames = MappingProxyType({}),
-    cast: bool = False,
-    trust: Trust = (),
-    **options: Unpack[RankOptions],
-) -> Comparison:
+def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpack[_CompareOptions]) -> Comparison:
     """Find out what :func:`restore` would do with the same arguments. Nothing is read or changed but what tells that.
 
     ``print()`` of the result has a line for each key. All ranks call it together.
 
     Args:
         providers: What would be restored.
-        path: A checkpoint directory, a directory of them, or a checkpoint of another format. Of another format, arrays
-            are restored by their names, and what only a provider can take back is missing.
-        step: The step of the checkpoint; None for the newest.
-        keys: As for :meth:`Checkpointer.restore`.
-        rename: As for :meth:`Checkpointer.restore`.
-        cast: As for :meth:`Checkpointer.restore`.
-        trust: As for :meth:`Checkpointer.restore`.
-        **options: Fields of :class:`~datastates.config.RankSettings`.
+        path: As for :func:`restore`.
+        **options: Arguments of :meth:`Checkpointer.restore`: ``step``, ``keys``, ``rename``, ``cast`` and ``trust``.
+            And fields of :class:`~datastates.config.RankSettings`.
 
     Returns:
         What would be restored, cast, and left as it is.
@@ -202,20 +161,10 @@ def compare(
         RestoreError: A glob or a rename matches nothing, or the ranks gave different ones.
         DatastatesError: The other errors are those of :meth:`Checkpointer.restore`.
     """
-    name = "compare"
-    with _met(name, providers, path, options) as (settings, given, other, world):
-        return _calls.compare_by(
-            given,
-            providers,
-            _calls.meeting_of(world, name, 0),
-            lambda n: make_executor(settings, n),
-            other=other,
-            step=step,
-            keys=keys,
-            rename=rename,
-            cast=cast,
-            trust=trust,
-        )
+    name, (request, settings) = "compare", divide(options, CompareOptions)
+    with _met(name, providers, path, settings) as (executor, given, other, world):
+        meeting = _calls.meeting_of(world, name, 0)
+        return _calls.compare_by(given, providers, meeting, executor, request, other=other)
 
 
 def load(
@@ -277,9 +226,10 @@ def load(
     if like is not None:
         if into != AS_SAVED:
             raise ValueError(f"like: its arrays say what they are, beside framework={framework!r}, device={device!r}")
-        return _calls.load_like(paths.local(path), like, lambda n: make_executor(settings, n), step=step, trust=trust)
+        request = {"step": step, "trust": trust}
+        return _calls.load_like(paths.local(path), like, partial(make_executor, settings), request)
     with _calls.opened(path, step) as found:
-        return found.load(lambda n: make_executor(settings, n), trust=trust, into=into)
+        return found.load(partial(make_executor, settings), trust=trust, into=into)
 
 
 def export(

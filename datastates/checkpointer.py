@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 
 from typing_extensions import Unpack
 
@@ -19,6 +19,7 @@ from datastates._base import files, paths
 from datastates._base.paths import PathLike
 from datastates.commit import directories, newest, retention
 from datastates.commit.ballot import Ballot
+from datastates.commit.directories import checked_step
 from datastates.commit.fence import Opening
 from datastates.commit.sequence import Order
 from datastates.config import Options, Settings
@@ -31,11 +32,8 @@ from datastates.errors import (
 from datastates.executor.make import make_executor, prepare
 from datastates.ranks.together import meet
 from datastates.ranks.world import refuse_outdated
-from datastates.restoring.provider_view import Trust
-from datastates.restoring.renaming import Renames
-from datastates.restoring.restore import Verify
+from datastates.restoring.request import RestoreOptions
 from datastates.restoring.restored import Restored
-from datastates.restoring.selection import Keys
 from datastates.restoring.telling import refuse_to_meet, telling
 from datastates.saving.engine import Engine
 from datastates.saving.snapshot import Snapshot
@@ -157,7 +155,7 @@ class Checkpointer:
         failure = None
         try:
             self._snapshots = number + 1  # all ranks count alike: an interrupt before this is one before the call
-            ballot.step = step = _calls.checked_step(step)
+            ballot.step = step = checked_step(step)
             if (failure := self._failure()) is not None:
                 raise failure
             _calls.check_order(providers)
@@ -217,19 +215,7 @@ class Checkpointer:
 
     # --- restoring
 
-    def restore(
-        self,
-        providers: Sequence[StateProvider],
-        *,
-        step: int | None = None,
-        keys: Keys | None = None,
-        rename: Renames = MappingProxyType({}),
-        cast: bool = False,
-        strict: bool = True,
-        trust: Trust = (),
-        verify: Verify = "checksum",
-        fallback: bool = False,
-    ) -> Restored | None:
+    def restore(self, providers: Sequence[StateProvider], **request: Unpack[RestoreOptions]) -> Restored | None:
         """Restore the newest committed checkpoint, or that of ``step``, in place. All ranks call it together.
 
         The call first waits until no snapshot of this checkpointer is in flight, so that it finds all of them. Errors
@@ -241,30 +227,8 @@ class Checkpointer:
 
         Args:
             providers: What to restore. Providers in the checkpoint that are not among these are left out.
-            step: The step of the checkpoint; None for the newest.
-            keys: A glob, or several, such as ``"model/*"`` or ``"model/*lora_*"``: only the arrays and values whose
-                full keys match are restored, and only these are compared. All others of the live state are left as
-                they are. A provider's name means all of it. An optimizer or a random state is restored as a whole
-                only. The same on all ranks, as is ``cast``. They are keys of the live state, after ``rename``.
-            rename: New full keys of the checkpoint's arrays. ``{"encoder/": "model/"}`` replaces a prefix; a compiled
-                pattern is replaced as by ``re.sub``. The first that matches a key is used. A provider that loses or
-                gets an array by a rename is matched by the names of its arrays alone: its other values stay as they
-                are. Not for an optimizer or a random state. The same on all ranks.
-            cast: Convert arrays whose floating-point type differs from the live one's, while they are read and
-                verified. Their digests are not compared, as those are of the stored type. All other differences of
-                element types are mismatches.
-            strict: Refuse missing, unexpected and mismatched keys. False restores the keys that fit. The others are
-                logged as a warning, and listed in ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys`` of the
-                result. If nothing fits at all, RestoreError is raised all the same.
-            trust: Classes that pickled objects may have, as ``module.qualname``; ``"all"`` for any class, which lets
-                the checkpoint run code.
-            verify: ``"checksum"`` verifies what is read with the checksums of the files. ``"digest"`` also compares the
-                digest of every restored logical tensor, over all ranks, with the saved one. If only a little of a chunk
-                is wanted, it may be read without its checksum; the digest of that tensor is then compared in any case.
-                The same on all ranks.
-            fallback: If the newest checkpoint is damaged, restore the newest one that is not, the same on all ranks. A
-                warning and ``passed_over`` of the result tell which were damaged. Not allowed with ``step`` or with
-                ``strict=False``.
+            **request: Fields of :class:`~datastates.RestoreRequest`: ``step``, ``keys``, ``rename``, ``cast``,
+                ``strict``, ``trust``, ``verify`` and ``fallback``.
 
         Returns:
             The result of the restore; None if there is no checkpoint. If one lies there under another name, or of
@@ -295,15 +259,8 @@ class Checkpointer:
             providers,
             partial(_calls.meeting_of, self._engine.world, name),
             lambda _: executor,
-            self.wait,  # so that the checkpoint it finds does not depend on the speed of the storage
-            step=step,
-            keys=keys,
-            rename=rename,
-            cast=cast,
-            fallback=fallback,
-            strict=strict,
-            trust=trust,
-            verify=verify,
+            request,
+            wait=self.wait,  # so that the checkpoint it finds does not depend on the speed of the storage
         )
         if restored is None and self._engine.world.rank == 0:
             _calls.warn_of_other(self.directory)

@@ -20,6 +20,7 @@ from datastates.cli.output import OutputError, WrongCallError, print_json, print
 from datastates.cli.progress import progress_bar
 from datastates.cli.show import IN_SHELL, as_size
 from datastates.commit import health
+from datastates.commit.directories import checked_step
 from datastates.errors import CheckpointNotFoundError, DatastatesError
 from datastates.formats import own
 from datastates.formats.format import Opened, Problem
@@ -122,7 +123,7 @@ def _add_step(command: argparse.ArgumentParser) -> None:
 
 def _step(text: str) -> int:
     try:
-        return _calls.checked_step(int(text))
+        return checked_step(int(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no step: an integer from 0 on") from None
 

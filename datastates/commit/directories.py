@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from datastates._base import files
 from datastates.commit import manifest
@@ -13,6 +15,16 @@ from datastates.errors import CheckpointNotFoundError, FormatError
 
 STEP = re.compile(r"step-([0-9]{8,18})(?:\.r([0-9]+))?\Z")
 PARTIAL = re.compile(r"(.+)\.partial-[0-9a-f]{8}\Z", re.DOTALL)
+
+
+def checked_step(step: Any) -> int:
+    """A step from any integer, also one of NumPy; raises TypeError or ValueError for anything else."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise TypeError(f"step: must be an integer, got {step!r:.40} ({type(step).__name__})")
+    number = operator.index(step)
+    if not 0 <= number < 10**18:
+        raise ValueError(f"step: {number} is not from 0 to 10**18 - 1")
+    return number
 
 
 def target(root: Path, step: int, *, in_flight: bool = True) -> Path:

@@ -23,6 +23,8 @@ from datastates.errors import FormatError, TrustError
 from datastates.state import dtypes
 from datastates.state.shards import StoredArray
 
+Trust = Collection[str] | str
+"""The classes that objects in a checkpoint may have, as ``module.qualname``; ``"all"`` for any class."""
 _TIMES: tuple[Any, ...] = (datetime.datetime, datetime.time)
 """Classes that take a time zone as their last argument."""
 _STORAGES = {*dtypes.BY_STORAGE, *pickle_torch.QUANTIZED}
@@ -306,7 +308,7 @@ def loads(
     data: bytes,
     resolve: Callable[[StoredArray], object] = _no_arrays,
     *,
-    trust: Collection[str] | str = (),
+    trust: Trust = (),
     with_torch: bool = True,
 ) -> Any:
     """Read a pickle back without running code from it.
@@ -332,7 +334,7 @@ def survey(
     data: bytes,
     resolve: Callable[[StoredArray], object],
     *,
-    trust: Collection[str] | str = (),
+    trust: Trust = (),
     with_torch: bool = True,
 ) -> tuple[Any, bool]:
     """Read a pickle as :func:`loads` does, but build no object of another class: :class:`Unbuilt` stands for each.
@@ -346,7 +348,7 @@ def survey(
     return _read(reader), reader.complete
 
 
-def check_trust(trust: Collection[str] | str) -> None:
+def check_trust(trust: Trust) -> None:
     """Raise TypeError for what is neither ``"all"`` nor a list of names."""
     if trust != "all" and (isinstance(trust, str) or not all(isinstance(name, str) for name in trust)):
         raise TypeError(f'trust: "all" or a list of names such as "module.Class", not {trust!r}')

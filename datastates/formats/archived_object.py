@@ -12,10 +12,11 @@ import numpy as np
 from datastates._base.files import read_bytes
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
+from datastates.container.pickle_reader import Trust
 from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError
 from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive
-from datastates.restoring.provider_view import Trust, naming
+from datastates.restoring.provider_view import naming
 from datastates.state import memory
 from datastates.state.into import Into
 from datastates.state.shards import ArrayRef, StoredArray

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from datastates.container.pickle_reader import Trust
 from datastates.executor.executor import Executor
 from datastates.formats.foreign import Foreign, refuse_repeated
 from datastates.formats.format import Problem
 from datastates.formats.torch_file import TorchFile
-from datastates.restoring.provider_view import Trust
 from datastates.state.into import Into
 
 

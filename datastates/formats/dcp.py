@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates._base.files import length, read_bytes
+from datastates.container.pickle_reader import Trust
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
 from datastates.formats import dcp_metadata
@@ -21,7 +22,6 @@ from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.format import Problem
 from datastates.formats.loading import read_all
 from datastates.formats.record_file import Record
-from datastates.restoring.provider_view import Trust
 from datastates.state.into import Into
 from datastates.state.shards import Shard
 from datastates.state.strides import span

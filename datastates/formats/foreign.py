@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from datastates.container.logical import contributed
+from datastates.container.pickle_reader import Trust
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
 from datastates.executor.executor import Executor
@@ -18,7 +19,6 @@ from datastates.formats.foreign_file import ForeignFile
 from datastates.formats.format import Problem
 from datastates.formats.loading import read_all
 from datastates.restoring.proof import crc_of_record
-from datastates.restoring.provider_view import Trust
 from datastates.restoring.sources import Found, FoundRow, Held
 from datastates.state.into import Into
 from datastates.state.parts import Part, uncovered

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from datastates.container.pickle_reader import Trust
 from datastates.executor.executor import Executor
-from datastates.restoring.provider_view import Trust
 from datastates.restoring.sources import TensorFile, Tensors
 from datastates.state.into import Into
 

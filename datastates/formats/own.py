@@ -11,13 +11,13 @@ from datastates._base.files import length, read_bytes
 from datastates.commit import health, manifest
 from datastates.container import archive
 from datastates.container.file import Container, Named
+from datastates.container.pickle_reader import Trust
 from datastates.errors import DatastatesError
 from datastates.executor.executor import Executor
 from datastates.formats.format import Problem
 from datastates.formats.own_verify import verify_catalog, verify_container
 from datastates.restoring import loading
 from datastates.restoring.every_container import named_in, open_all, open_named
-from datastates.restoring.provider_view import Trust
 from datastates.restoring.stored import Head, Stored
 from datastates.state.into import Into
 

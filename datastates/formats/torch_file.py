@@ -13,6 +13,7 @@ from datastates._base.files import length, read_bytes
 from datastates.container import archive as container_archive
 from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
+from datastates.container.pickle_reader import Trust
 from datastates.container.unbuilt import Unbuilt
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
@@ -21,7 +22,7 @@ from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.loading import Blocks
 from datastates.formats.record_file import Record
-from datastates.restoring.provider_view import Trust, naming
+from datastates.restoring.provider_view import naming
 from datastates.state import memory
 from datastates.state.into import Into
 from datastates.state.keys import join

@@ -12,6 +12,7 @@ from datastates.errors import ProviderError
 from datastates.restoring.casting import Cast, are_convertible, can_cast
 from datastates.restoring.gathering import gather
 from datastates.restoring.reads import Reads
+from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
 from datastates.restoring.sources import TensorFile, Tensors
 from datastates.state import arrays, memory
@@ -32,14 +33,14 @@ class Compared(ABC):
         casts: The arrays that are converted, as their type differs.
     """
 
-    def __init__(self, stored: Tensors, name: str, *, cut: Cut | None, cast: bool) -> None:
+    def __init__(self, stored: Tensors, name: str, request: RestoreRequest, cut: Cut | None) -> None:
         """Compare nothing yet.
 
         Args:
             stored: The checkpoint.
             name: The provider's name in messages.
+            request: How arrays are restored.
             cut: The selected part of the provider; None for all of it.
-            cast: Whether arrays of another floating-point type are converted.
         """
         self.name = name
         self.cut = cut
@@ -48,7 +49,8 @@ class Compared(ABC):
         self.unexpected: list[str] = []
         self.mismatched: dict[str, str] = {}
         self.lost: dict[str, str] = {}
-        self._cast = cast
+        self.strict = request.strict
+        self._request = request
         self._stored = stored
         self._asked: Sequence[str] = ()
         self._shards: Sequence[Shard] = []
@@ -113,10 +115,10 @@ class Compared(ABC):
             if (flaw := arrays.flaw(shard)) is not None:
                 raise ProviderError(f"destinations() gave {full_key(self.name, shard.key)!r}, which {flaw}")
             found = difference(row, shard)
-            is_cast = found is not None and self._cast and can_cast(row, shard)
+            is_cast = found is not None and self._request.cast and can_cast(row, shard)
             if found is not None and not is_cast:
-                hint = "; restore(cast=True) converts it" if not self._cast and are_convertible(row, shard) else ""
-                self.report(mismatched={shard.key: found + hint})
+                could = not self._request.cast and are_convertible(row, shard)
+                self.report(mismatched={shard.key: found + ("; restore(cast=True) converts it" if could else "")})
             elif not is_cast and shard.key not in several and (source := self._holder(row, shard)) is not None:
                 reads.add(source, row, shard)
                 restored.append(shard)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
 
 from datastates._base.packing import pack, unpack
 from datastates.commit import health
@@ -16,24 +15,13 @@ from datastates.executor.executor import Executor
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.meeting import Meeting
 from datastates.restoring.open_together import advised, open_together
-from datastates.restoring.provider_view import Trust
-from datastates.restoring.restore import Restore, Verify
+from datastates.restoring.request import RestoreRequest
+from datastates.restoring.restore import Restore
 from datastates.restoring.restored import Restored
-from datastates.restoring.scope import Scope
 from datastates.state.provider import StateProvider
 
 _log = logging.getLogger("datastates")
 _FINE, _DAMAGED, _TOLD, _OTHER = range(4)
-
-
-def check(*, fallback: bool, step: int | None, strict: bool, verify: object = "checksum") -> None:
-    """Raise ValueError for a ``verify`` that is none, and for arguments that exclude each other."""
-    if verify not in get_args(Verify):
-        raise ValueError(f"verify: {verify!r} is none of {', '.join(map(repr, get_args(Verify)))}")
-    if fallback and step is not None:
-        raise ValueError(f"fallback: is for the newest checkpoint, and step={step} names one")
-    if fallback and not strict:
-        raise ValueError("fallback: needs strict=True: what the older checkpoint lacks would stay half overwritten")
 
 
 def restore(
@@ -41,11 +29,7 @@ def restore(
     candidates: Callable[[], Sequence[Path]],
     executor: Callable[[int], Executor],
     meetings: Callable[[int], Meeting],
-    *,
-    step: int | None,
-    fallback: bool,
-    scope: Scope,
-    **how: Any,
+    request: RestoreRequest,
 ) -> Restored | None:
     """Restore the newest of the candidates; returns None if there is none.
 
@@ -54,10 +38,7 @@ def restore(
         candidates: Returns the checkpoints to choose from, the newest last. Called on the coordinator.
         executor: As for :class:`~datastates.restoring.restore.Restore`.
         meetings: Returns the meeting of the n-th attempt, from 0.
-        step: The step that is wanted; None for the newest.
-        fallback: Whether to pass over damaged checkpoints.
-        scope: What of the checkpoint is restored; the same on all ranks.
-        **how: As for :class:`~datastates.restoring.restore.Restore`.
+        request: What is restored, and how.
 
     Raises:
         FormatError: With ``fallback``, all candidates are damaged. With several ranks it is a RestoreError.
@@ -67,7 +48,7 @@ def restore(
 
     def newest() -> Path | None:
         for path in reversed(candidates()):
-            if fallback and path not in damaged and (what := health.problem(path)) is not None:
+            if request.fallback and path not in damaged and (what := health.problem(path)) is not None:
                 damaged[path] = what
             if path not in damaged:
                 return path
@@ -78,19 +59,19 @@ def restore(
     def find() -> Path | None:
         found = newest()
         # the place of a manifest that could not be read for a moment was a guess
-        while fallback and (again := newest()) != found:
+        while request.fallback and (again := newest()) != found:
             found = again
         return found
 
     for attempt in itertools.count():
         meeting = meetings(attempt)
         with contextlib.ExitStack() as reading:
-            stored = open_together(meeting, step, find, reading, fallback=fallback, options=_agreed(scope, how))
+            stored = open_together(meeting, request, find, reading)
             if stored is None:
                 return None
-            run = Restore(stored, providers, executor, meeting, scope=scope, **how).run
-            if not fallback:
-                with advised(stored.path, step):
+            run = Restore(stored, providers, executor, meeting, request).run
+            if not request.fallback:
+                with advised(stored.path, request):
                     return run()
             result, error = None, None
             try:
@@ -117,29 +98,18 @@ def compare(
     candidates: Callable[[], Sequence[Path]],
     executor: Callable[[int], Executor],
     meeting: Meeting,
-    *,
-    step: int | None,
-    scope: Scope,
-    trust: Trust,
+    request: RestoreRequest,
 ) -> Comparison | None:
     """Find out what :func:`restore` would do without ``fallback``; returns None if there is no candidate.
 
     The arguments are those of :func:`restore`.
     """
     with contextlib.ExitStack() as reading:
-        stored = open_together(
-            meeting, step, lambda: next(reversed(candidates()), None), reading, fallback=False, options=str(scope)
-        )
+        stored = open_together(meeting, request, lambda: next(reversed(candidates()), None), reading)
         if stored is None:
             return None
-        with advised(stored.path, step):
-            return Restore(stored, providers, executor, meeting, strict=False, trust=trust, scope=scope).compare()
-
-
-def _agreed(scope: Scope, how: Mapping[str, Any]) -> str:
-    """The options that must be the same on all ranks, as a text; empty for the usual ones."""
-    verify = how.get("verify", "checksum")
-    return ", ".join(filter(None, [str(scope), "" if verify == "checksum" else f"verify={verify}"]))
+        with advised(stored.path, request):
+            return Restore(stored, providers, executor, meeting, request).compare()
 
 
 def _agree(

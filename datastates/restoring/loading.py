@@ -16,13 +16,14 @@ from datastates.container import checksums, pickle_reader, pickle_writer
 from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
 from datastates.container.pickle_native import read_plain
+from datastates.container.pickle_reader import Trust
 from datastates.container.rows import DataPlace, StoredRows, logical, place_of, reference
 from datastates.container.table import KINDS, WHOLE, Row
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
 from datastates.restoring.every_container import open_all
 from datastates.restoring.fill import as_referred, fill
-from datastates.restoring.provider_view import Trust, naming, place_in_pickle
+from datastates.restoring.provider_view import naming, place_in_pickle
 from datastates.restoring.reads import Reads
 from datastates.state import arrays, memory
 from datastates.state.into import AS_SAVED, Into

@@ -8,6 +8,7 @@ from datastates.container.rows import logical
 from datastates.container.table import Row
 from datastates.restoring.compared import Compared
 from datastates.restoring.renaming import LiveKeys
+from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut, is_inner
 from datastates.restoring.sources import Tensors
 from datastates.state import arrays
@@ -22,7 +23,7 @@ class NamedArrays(Compared, Saved):
     """
 
     def __init__(
-        self, stored: Tensors, provider: StateProvider, live: LiveKeys, *, strict: bool, cut: Cut | None, cast: bool
+        self, stored: Tensors, provider: StateProvider, live: LiveKeys, request: RestoreRequest, cut: Cut | None
     ) -> None:
         """Compare nothing yet.
 
@@ -30,12 +31,10 @@ class NamedArrays(Compared, Saved):
             stored: The checkpoint.
             provider: The provider.
             live: Which array of the checkpoint belongs to each live one.
-            strict: Whether the caller of ``restore()`` refuses all differences.
+            request: How arrays are restored.
             cut: The selected part of the provider; None for all of it.
-            cast: Whether arrays of another floating-point type are converted.
         """
-        super().__init__(stored, provider.name, cut=cut, cast=cast)
-        self.strict = strict
+        super().__init__(stored, provider.name, request, cut)
         self._provider = provider
         self._live = live
 

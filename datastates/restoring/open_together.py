@@ -8,35 +8,28 @@ from pathlib import Path
 
 from datastates.commit import health, manifest, protection
 from datastates.restoring.meeting import Meeting
+from datastates.restoring.request import RestoreRequest
 from datastates.restoring.stored import Head, Stored
 
 
-def advised(path: Path, wish: int | None) -> contextlib.AbstractContextManager[None]:
+def advised(path: Path, request: RestoreRequest) -> contextlib.AbstractContextManager[None]:
     """Let an error about a damaged newest checkpoint name an older one that looks whole.
 
-    Does nothing if the user asked for a step, ``wish``.
+    Does nothing if the user asked for a step.
     """
-    return health.advice(path, "take it with step={step}, or let fallback=True do it" if wish is None else None)
+    return health.advice(path, "take it with step={step}, or let fallback=True do it" if request.step is None else None)
 
 
 def open_together(
-    meeting: Meeting,
-    wish: int | None,
-    find: Callable[[], Path | None],
-    reading: contextlib.ExitStack,
-    *,
-    fallback: bool,
-    options: str = "",
+    meeting: Meeting, request: RestoreRequest, find: Callable[[], Path | None], reading: contextlib.ExitStack
 ) -> Stored | None:
     """Open the checkpoint that the coordinator finds, on all ranks, and protect it from deletion.
 
     Args:
         meeting: The meeting of the ranks.
-        wish: The step that is wanted, None for the newest.
+        request: What this rank asks for. Ranks that ask for different checkpoints all raise.
         find: Called on the coordinator. Returns the path of the checkpoint, or None.
         reading: The protection ends when this is closed.
-        fallback: Whether ``find`` passes over damaged checkpoints.
-        options: A text of the other options that must be the same on all ranks; empty for the usual ones.
 
     Returns:
         The checkpoint; None if ``find`` returned None. If another rank than the coordinator cannot protect it, the next
@@ -46,11 +39,10 @@ def open_together(
     def pick() -> bytes:
         if (path := protection.keep(find, reading)) is None:
             return b""
-        with advised(path, wish):
+        with advised(path, request):
             return Head.of(path, manifest.open(path)).encode()
 
-    words = f"step {wish}" if wish is not None else "the newest that is whole" if fallback else "the newest"
-    head = meeting.choose(f"{words} with {options}" if options else words, pick)
+    head = meeting.choose(request.wish, pick)
     if not head:
         return None
     stored = Stored(Head.decode(head))

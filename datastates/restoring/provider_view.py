@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from datastates.restoring.compared import Compared, difference
 from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.read_queue import Ranges
 from datastates.restoring.reads import Reads
+from datastates.restoring.request import RestoreRequest
 from datastates.restoring.selection import Cut
 from datastates.restoring.stored import Stored
 from datastates.state import streams, tensor_scan
@@ -26,10 +27,6 @@ from datastates.state.arrays import Destinations
 from datastates.state.parts import Part, uncovered
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key, keys_of, objects_of
-
-Trust = Collection[str] | str
-"""The classes that objects in a checkpoint may have, as ``module.qualname``; ``"all"`` for any class."""
-
 
 _SAMPLED = 16
 """Number of a provider's arrays that are looked at before a container is read ahead."""
@@ -65,11 +62,8 @@ class SavedState(Compared, Saved):
         stored: Stored,
         base: Container,
         name: str,
-        *,
-        strict: bool,
-        trust: Trust,
+        request: RestoreRequest,
         cut: Cut | None = None,
-        cast: bool = False,
     ) -> None:
         """Find the provider's rows and objects in the base container.
 
@@ -77,17 +71,13 @@ class SavedState(Compared, Saved):
             stored: The checkpoint.
             base: The base container.
             name: The name that the provider is stored under.
-            strict: Whether the caller of ``restore()`` refuses all differences.
-            trust: Classes that objects may have.
+            request: How arrays and objects are restored.
             cut: The selected part of the provider; None for all of it.
-            cast: Whether arrays of another floating-point type are converted.
         """
-        super().__init__(stored, name, cut=cut, cast=cast)
-        self.strict = strict
+        super().__init__(stored, name, request, cut)
         self._asked_objects: list[str] = []
         self._alike: Destinations | None = None  # all shards, if they are compared in columns
         self._base = base
-        self._trust = trust
         table = base.index.shards
         self.rows = StoredRows(base.index, name)
         self._objects = {o.key: o for o in base.index.objects if table.providers[o.provider] == name}
@@ -153,7 +143,7 @@ class SavedState(Compared, Saved):
             other = self._stored.container(rank)
             if other is None or other is self._base:
                 continue
-            view = SavedState(self._stored, other, self.name, strict=self.strict, trust=self._trust, cut=self.cut)
+            view = SavedState(self._stored, other, self.name, self._request, self.cut)
             if key in view.objects():
                 yield view.structure(key)
 
@@ -167,7 +157,7 @@ class SavedState(Compared, Saved):
                 return self._surveyed[key]
             with self._named(key):
                 stream = pickle_writer.stream(opcodes)
-                self._surveyed[key] = pickle_reader.survey(stream, self._reference, trust=self._trust)
+                self._surveyed[key] = pickle_reader.survey(stream, self._reference, trust=self._request.trust)
             self._prune_survey(key)
         return self._surveyed[key]
 
@@ -192,7 +182,7 @@ class SavedState(Compared, Saved):
             return _target(targets, self._reference(stored))
 
         with self._named(key):
-            return pickle_reader.loads(pickle_writer.stream(self._opcodes(key)), resolve, trust=self._trust)
+            return pickle_reader.loads(pickle_writer.stream(self._opcodes(key)), resolve, trust=self._request.trust)
 
     def _opcodes(self, key: str) -> bytes:
         if key not in self._read:

@@ -7,14 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
 from datastates._base import gc_pause
 from datastates._base.columns import U64
 from datastates.commit.claims import key_hash
-from datastates.container import pickle_reader
 from datastates.container.digests import contributions
 from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
@@ -24,11 +22,11 @@ from datastates.restoring.comparison import Comparison
 from datastates.restoring.handing import Late, RestoredObject, naming
 from datastates.restoring.meeting import Fit, Held, Meeting
 from datastates.restoring.named_arrays import NamedArrays
-from datastates.restoring.provider_view import SavedState, Trust
+from datastates.restoring.provider_view import SavedState
 from datastates.restoring.reads import Reads
 from datastates.restoring.renaming import LiveKeys
+from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restored import Restored, misfit, shortened, warn_of_rest, warn_of_unverified
-from datastates.restoring.scope import Scope
 from datastates.restoring.selection import Cut, Selection
 from datastates.restoring.sources import Tensors
 from datastates.restoring.stored import Stored
@@ -37,10 +35,6 @@ from datastates.state.memory import note_rewritten
 from datastates.state.provider import StateProvider, stored_name, walk_unique
 from datastates.state.shards import Shard, full_key, objects_of
 
-Verify = Literal["checksum", "digest"]
-
-
-EVERYTHING = Scope()
 _NOTHING = Cut(Selection(()), "")
 """Stands for a provider of which nothing is selected."""
 
@@ -66,11 +60,7 @@ class Restore:
         providers: Sequence[StateProvider],
         executor: Callable[[int], Executor],
         meeting: Meeting,
-        *,
-        strict: bool,
-        trust: Trust,
-        verify: Verify = "checksum",
-        scope: Scope = EVERYTHING,
+        request: RestoreRequest,
     ) -> None:
         """Prepare a restore; nothing is read yet.
 
@@ -79,21 +69,15 @@ class Restore:
             providers: What to restore.
             executor: Returns the executor to use, given the number of bytes that will be read.
             meeting: The meeting of the ranks.
-            strict: Whether to refuse missing, unexpected and mismatched keys.
-            trust: Classes that pickled objects may have, as ``module.qualname``, or ``"all"``.
-            verify: ``"digest"`` compares the digests of all tensors.
-            scope: What of the checkpoint is restored.
+            request: What of the checkpoint is restored, and how. Its step is not looked at.
         """
         self._stored = stored
         self._own = stored if isinstance(stored, Stored) else None  # a checkpoint of this package
         self._providers = providers
         self._make_executor = executor
         self._meeting = meeting
-        self._strict = strict
-        self._trust = trust
-        self._verify = verify
-        self._scope = scope
-        self._selection = None if scope.keys is None else Selection(scope.keys)
+        self._request = request
+        self._selection = None if request.keys is None else Selection(request.keys)
         self._live_keys: LiveKeys | None = None  # if keys are renamed
         self._ranks = 1 if self._own is None else self._own.head.ranks  # those that saved it
         self._alone = self._ranks == meeting.ranks == 1
@@ -112,7 +96,7 @@ class Restore:
             fits = self._meeting.compare(lambda: self._offering(self._look_and_compare()), self._strangers)
             self._take_note(fits.unexpected, fits.in_vain)
             doubtful = set(self._meeting.finish(lambda: self._read(fits.neighbours)))
-            unverified = self._compare_digests(doubtful, every=self._verify == "digest")
+            unverified = self._compare_digests(doubtful, every=self._request.verify == "digest")
             self._result.unverified_keys = sorted(map(self._live, unverified))
             if self._own is not None:  # other formats may have no checksums at all
                 warn_of_unverified([self._live(key) for key in unverified if key in doubtful])
@@ -136,15 +120,14 @@ class Restore:
     # --- looking: what the checkpoint has for each provider
 
     def _look(self, *, reads_ahead: bool) -> None:
-        pickle_reader.check_trust(self._trust)
-        wants_all = reads_ahead and self._scope.is_all
+        wants_all = reads_ahead and self._request.takes_all
         if wants_all and self._own is not None:
             self._own.expect_objects(self._meeting.rank)
             if self._ranks == 1:
                 self._read_ahead(self._own, lambda ranks: ranks)
-        if self._own is None or self._scope.rename:
+        if self._own is None or self._request.rename:
             named = [] if self._own else [p.name for p in walk_unique(self._providers) if p.takes_parts]
-            self._live_keys = LiveKeys(self._stored.keys, self._scope.rename, named)
+            self._live_keys = LiveKeys(self._stored.keys, self._request.rename, named)
         rank, ranks = self._meeting.rank, self._ranks
         for provider in walk_unique(self._providers):
             if self._live_keys is not None and (self._own is None or self._live_keys.concerns(provider.name)):
@@ -162,9 +145,7 @@ class Restore:
             if base is None:
                 (self._not_here if is_new else self._absent).append(full_key(provider.name, ""))
                 continue
-            saved = SavedState(
-                self._own, base, name, strict=self._strict, trust=self._trust, cut=cut, cast=self._scope.cast
-            )
+            saved = SavedState(self._own, base, name, self._request, cut)
             saved.note_lost_objects(rank)
             shards = saved.select(provider.destinations(saved))
             if wants_all and ranks > 1 and not self._taken:
@@ -181,7 +162,7 @@ class Restore:
                 raise RestoreError(f"rename: {provider.name!r} can be restored only as a whole, under its own keys")
             self._absent.append(provider.name)  # other formats hold no state that only a provider can take back
             return
-        named = NamedArrays(self._stored, provider, live, strict=self._strict, cut=cut, cast=self._scope.cast)
+        named = NamedArrays(self._stored, provider, live, self._request, cut)
         self._taken.append(_Taken(provider, named, named.select(named.destinations())))
 
     def _cut(self, provider: StateProvider, is_absent: bool) -> Cut | None:
@@ -219,7 +200,7 @@ class Restore:
         # with several ranks, another rank may want what this one does not
         result.unexpected_keys = [key for s in saved for key in s.unexpected] if self._alone else []
         result.mismatched_keys = {key: what for s in saved for key, what in s.mismatched.items()}
-        if self._strict and (result.missing_keys or result.unexpected_keys or result.mismatched_keys):
+        if self._request.strict and (result.missing_keys or result.unexpected_keys or result.mismatched_keys):
             raise misfit(self._stored, result, self._lost())
         casts = [cast for s in saved for cast in s.casts]
         every = (shard for s in saved for shard in s.restored)
@@ -259,9 +240,9 @@ class Restore:
         """Raise or log what does not fit, now that it is known for all ranks."""
         result = self._result
         result.unexpected_keys += unexpected
-        if in_vain or (self._strict and result.unexpected_keys):
+        if in_vain or (self._request.strict and result.unexpected_keys):
             raise misfit(self._stored, result, self._lost())
-        if not self._strict:
+        if not self._request.strict:
             warn_of_rest(self._stored, result, self._lost())
         result.missing_keys += self._not_here
 
@@ -340,7 +321,7 @@ class Restore:
         for taken in self._taken:
             with naming(full_key(taken.saved.name, ""), self._stored.path):
                 taken.saved.hand_over()
-        late.note(strict=self._strict)
+        late.note(strict=self._request.strict)
         self._note_parts()
 
     def _note_parts(self) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import datastates
+from datastates.container.pickle_reader import Trust
 from datastates.errors import RestoreError
-from datastates.restoring.provider_view import Trust
 from datastates.state.provider import StateProvider
 from datastates.testing.equality import difference
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import datastates as ds
-from datastates.errors import ProviderError, RestoreError
+from datastates.errors import ProviderError, RestoreError, SettingsError
 from datastates.providers import (
     DTensorProvider,
     HostTensorProvider,
@@ -87,3 +87,10 @@ def test_wrong_calls_name_what_is_wrong(name: str, saved: Path) -> None:
     with pytest.raises(kind) as error:
         call(saved)
     assert text in str(error.value)
+
+
+def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
+    with ds.Checkpointer(tmp_path) as checkpointer, pytest.raises(TypeError, match=r"'stric'; it has step, keys, re"):
+        checkpointer.restore([], stric=False)  # type: ignore[call-arg]
+    with pytest.raises(SettingsError, match="stric: unknown setting"):
+        ds.restore([], tmp_path, stric=False)  # type: ignore[call-arg]

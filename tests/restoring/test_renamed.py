@@ -14,7 +14,7 @@ import datastates as ds
 from datastates.errors import CorruptError, RestoreError
 from datastates.providers import from_state_dict, from_stateful
 from datastates.restoring.renaming import LiveKeys
-from datastates.restoring.scope import Scope
+from datastates.restoring.request import RestoreRequest
 
 
 class _Net(torch.nn.Module):
@@ -165,7 +165,7 @@ def test_live_keys() -> None:
     assert live.providers == {"a", "b"}
 
 
-def test_scopes_have_one_text_only_if_they_are_equal() -> None:
+def test_requests_have_one_text_only_if_they_are_equal() -> None:
     renames: list[dict[Any, str]] = [
         {"a.b": "x"},
         {re.compile("a.b"): "x"},
@@ -173,7 +173,7 @@ def test_scopes_have_one_text_only_if_they_are_equal() -> None:
         {"a": "x", re.compile("a"): "y"},
         {"a": "x"},
     ]
-    assert len({str(Scope.of(None, each, False)) for each in renames}) == len(renames)
+    assert len({RestoreRequest(rename=each).wish for each in renames}) == len(renames)
 
 
 def test_a_pattern_of_bytes_and_a_group_that_is_not_there(tmp_path: Path) -> None:

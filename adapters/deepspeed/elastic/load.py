@@ -18,6 +18,7 @@ from datastates.errors import RestoreError
 from datastates.executor.make import make_executor
 from datastates.ranks.world import world_of
 from datastates.restoring.meeting import Meeting
+from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restore import Restore
 from datastates.restoring.stored import Stored
 from datastates.saving import gate
@@ -148,8 +149,7 @@ def _restore(meeting: Meeting, live: LiveZero, saved: SavedZero, settings: DeepS
         providers,
         lambda nbytes: make_executor(settings, nbytes),
         meeting,
-        strict=True,
-        trust="all",
+        RestoreRequest(trust="all"),
     ).run()
     # before DeepSpeed's collectives
     plain = meeting.together("plain", lambda: [saved.plain(share.scalar_source) for share in live.shares])

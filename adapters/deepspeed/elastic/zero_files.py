@@ -23,6 +23,7 @@ from datastates.container.table import Row, table_of
 from datastates.errors import FormatError
 from datastates.providers.optimizer.stored_states import state_key
 from datastates.restoring.provider_view import SavedState
+from datastates.restoring.request import RestoreRequest
 from datastates.restoring.stored import Head, Stored
 from datastates.state.flat_layout import FlatLayout, Name
 from datastates.state.parts import Part
@@ -54,9 +55,8 @@ class StateFile:
                 "python -m deepspeed.checkpoint.ds_to_universal"
             ) from error
         head = Head(path, 0, "", 1, None, None)
-        self._saved = SavedState(
-            Stored(head), self.container, self.container.index.shards.providers[0], strict=True, trust="all"
-        )
+        provider = self.container.index.shards.providers[0]
+        self._saved = SavedState(Stored(head), self.container, provider, RestoreRequest(trust="all"))
 
     @property
     def attempt(self) -> object:
