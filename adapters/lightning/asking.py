@@ -1,17 +1,20 @@
-"""Who has asked Lightning for a checkpoint, and whether somebody may look at it unseen once it is saved.
+"""Who has asked Lightning for a checkpoint: who may look at it unseen, and whether Lightning will tell of an end.
 
 A plugin is never told of the trainer that uses it, nor called on other ranks than the first. The stack tells who asks:
-``ModelCheckpoint`` saves by one method.
+``ModelCheckpoint`` saves by one method, and a trainer runs a stage by one, after which it calls ``teardown()``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
-_CALLBACK = "callbacks.model_checkpoint"
+_SAVES = ("callbacks.model_checkpoint", "_save_checkpoint")
+_RUNS = ("trainer.trainer", "_run_stage")
 
 
 def needed() -> str | None:
@@ -19,14 +22,50 @@ def needed() -> str | None:
 
     These are other ranks, and code that is not Lightning's. None if nobody does.
     """
-    is_lightning = False
+    asked = list(_lightnings())
+    if not asked:
+        return None
+    saves = next((frame for frame in asked if _is(frame, _SAVES)), None)
+    if saves is None:
+        return "something else than a ModelCheckpoint has asked for it"
+    return _needed_after(saves) if _runs(asked) else "a ModelCheckpoint saves outside of fit"
+
+
+@contextlib.contextmanager
+def closing(close: Callable[[], None]) -> Iterator[None]:
+    """A context of a save. If no ``teardown()`` of Lightning's will follow, ``close`` is called at its end.
+
+    None follows a save outside of a stage (after ``fit``, by ``Fabric``), and none comes through ``AsyncCheckpointIO``,
+    which saves on a thread of its own. A program that calls a plugin itself calls its ``teardown()``, too.
+    """
+    try:
+        yield
+    finally:
+        asked = list(_lightnings())
+        if asked and not _runs(asked):
+            close()
+
+
+def _lightnings() -> Iterator[FrameType]:
+    """The calls of Lightning's that have led here on this thread, the last one first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        is_lightning |= _is_lightning(name := frame.f_globals.get("__name__", ""))
-        if name.endswith(_CALLBACK) and _is_lightning(name) and frame.f_code.co_name == "_save_checkpoint":
-            return _needed_after(frame)
+        if _is_lightning(_module(frame)):
+            yield frame
         frame = frame.f_back
-    return "something else than a ModelCheckpoint has asked for it" if is_lightning else None
+
+
+def _runs(asked: list[FrameType]) -> bool:
+    return any(_is(frame, _RUNS) for frame in asked)
+
+
+def _is(frame: FrameType, method: tuple[str, str]) -> bool:
+    module, name = method
+    return frame.f_code.co_name == name and _module(frame).endswith(module)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _needed_after(frame: FrameType) -> str | None:

@@ -81,8 +81,9 @@ class DataStatesCheckpointIO(CheckpointIO):
 
         Who looks at the file before it has its name waits. Where that might be another rank, or unseen, this call
         returns once the file has its name, and raises a failure of it: if something else in Lightning than its
-        ``ModelCheckpoint`` saves, or a subclass of that, if a logger of the program's own hears of it, or on another
-        thread than the training thread.
+        ``ModelCheckpoint`` saves, or a subclass of that, if a logger of the program's own hears of it, outside of
+        ``fit``, or on another thread than the training thread. Where Lightning will not call :meth:`teardown` after it,
+        which is outside of ``fit`` and in ``AsyncCheckpointIO``, this call does.
 
         Args:
             checkpoint: Lightning's checkpoint: nested containers with tensors in them.
@@ -99,10 +100,11 @@ class DataStatesCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise TypeError(f"storage_options: {type(self).__name__} writes to file systems, and takes none")
         final, needed = _local(path), self._needed()
-        with _one_at_a_time, looks.unwatched():
-            self._begin(checkpoint, final)
-        if needed is not None:
-            self.files.show(final.name, needed)
+        with asking.closing(self.teardown):
+            with _one_at_a_time, looks.unwatched():
+                self._begin(checkpoint, final)
+            if needed is not None:
+                self.files.show(final.name, needed)
 
     def _needed(self) -> str | None:
         """Who may look at the checkpoint unseen as soon as it is saved."""
@@ -188,7 +190,8 @@ class DataStatesCheckpointIO(CheckpointIO):
         Raises:
             DatastatesError: With ``on_error="raise"``, a checkpoint has failed and this was not raised yet.
         """
-        self.files.close()
+        with _one_at_a_time:
+            self.files.close()
 
 
 def _local(path: Any) -> Path:

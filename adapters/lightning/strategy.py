@@ -96,7 +96,8 @@ class StrategyCheckpoints(FolderCheckpoints):
             with self.sharded.writing(folder, [self._strategy.model], snapshots, fsdp1=self._fsdp1):
                 self._stock_save(checkpoint, folder, storage_options)
 
-        self.save(final, write, needed=asking.needed())
+        with asking.closing(self.close):
+            self.save(final, write, needed=asking.needed())
 
     def _remove_checkpoint(self, filepath: Any) -> None:
         """Replaces ``remove_checkpoint`` of the strategy: waits for what was begun, and keeps it if that has failed."""

@@ -188,3 +188,24 @@ def test_what_it_cannot_do_is_refused() -> None:
     attach(strategy)
     with pytest.raises(ValueError, match="has been called for it"):
         attach(strategy)
+
+
+@pytest.mark.long
+def test_a_save_after_a_fit_leaves_no_more_threads_than_lightning(ranks: Any, tmp_path: Path) -> None:
+    script = """
+import threading
+stock = strategy()
+for name, each in (("stock", stock), ("ours", chosen)):
+    made = trainer(directory / name, BATCHES, each)
+    made.fit(Sharded(), data())
+    before = {thread.name for thread in threading.enumerate()}
+    made.save_checkpoint(directory / name / "after.ckpt")
+    left = {thread.name for thread in threading.enumerate()} - before
+    assert not left, (name, left)
+    made.save_checkpoint(directory / name / "again.ckpt")
+    if each.is_global_zero:
+        names = {path.name for path in (directory / name / "again.ckpt").iterdir()}
+        assert names >= {".metadata", "meta.pt"}, names
+leave()
+"""
+    run(ranks, BEGIN + script, tmp_path / "run")
