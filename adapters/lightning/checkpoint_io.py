@@ -1,4 +1,4 @@
-"""Lightning: a ``CheckpointIO`` that saves Lightning's own files while training goes on."""
+"""Lightning: a ``TorchCheckpointIO`` that saves Lightning's own files while training goes on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from datastates.formats import own
 from datastates.saving.snapshot import Snapshot
 
 try:
-    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.plugins import TorchCheckpointIO
 except ImportError:
-    from lightning_fabric.plugins import CheckpointIO  # type: ignore[assignment]
+    from lightning_fabric.plugins import TorchCheckpointIO  # type: ignore[assignment]
 
 _STATE = ("state_dict", "optimizer_states")
 _PENDING = re.compile(r"\.")
@@ -41,7 +41,7 @@ def is_state(key: str, tensor: torch.Tensor) -> bool:
     return section in _STATE and "param_groups" not in path and tensor.nbytes >= LARGE_RECORD
 
 
-class DataStatesCheckpointIO(CheckpointIO):
+class DataStatesCheckpointIO(TorchCheckpointIO):
     """Saves checkpoints while training goes on, as ``Trainer(plugins=[DataStatesCheckpointIO()])``.
 
     Each checkpoint is one file that ``torch.load``, and Lightning without this package, reads. The file gets its name
@@ -49,7 +49,8 @@ class DataStatesCheckpointIO(CheckpointIO):
     before have ended, and only if the last of them has succeeded.
 
     Large tensors under ``state_dict`` and ``optimizer_states`` are captured lazily: every torch optimizer's step waits
-    until they are captured. Everything else is copied inside ``save_checkpoint()``.
+    until they are captured. Everything else is copied inside ``save_checkpoint()``. What has the address of a store is
+    saved, read and removed by Lightning's own plugin, at once.
     """
 
     def __init__(self, *, lazy: Lazy = is_state, **options: Unpack[FileOptions]) -> None:
@@ -87,19 +88,20 @@ class DataStatesCheckpointIO(CheckpointIO):
 
         Args:
             checkpoint: Lightning's checkpoint: nested containers with tensors in them.
-            path: The file, which may begin with ``file://``.
-            storage_options: Must be None.
+            path: The file, which may begin with ``file://``, or the address of a store.
+            storage_options: Must be None, as for Lightning's own plugin.
 
         Raises:
             TypeError: There are ``storage_options``.
-            ValueError: ``path`` is the address of a store instead of a file path.
             ProviderError: Something in the checkpoint does not pickle; the message names it.
             DatastatesError: With ``on_error="raise"``, an earlier checkpoint has failed and nothing is saved, or
                 it has waited for this one, which has failed.
         """
-        if storage_options is not None:
-            raise TypeError(f"storage_options: {type(self).__name__} writes to file systems, and takes none")
-        final, needed = _local(path), self._needed()
+        final, needed = _file(path), self._needed()
+        if final is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            self.files.show(os.fspath(path), "Lightning's own plugin writes to the addresses of stores")
+            return
         with asking.closing(self.teardown):
             with _one_at_a_time, looks.unwatched():
                 self._begin(checkpoint, final)
@@ -147,7 +149,7 @@ class DataStatesCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint. A file of this package is verified; any other file is read by ``torch.load``.
+        """Read a checkpoint. A file of this package is verified; Lightning's own plugin reads any other.
 
         Args:
             path: The file.
@@ -163,16 +165,15 @@ class DataStatesCheckpointIO(CheckpointIO):
             FormatError: The file is one of this package's, and damaged.
             TrustError: The file holds an object of a class that is not trusted.
         """
-        file = _local(path)
         wait_for_all()
-        if not file.exists():
-            raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        if not own.has_ending(file):
-            found: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=weights_only)
-            return found
+        file = _file(path)
+        if file is None or not file.exists() or not own.has_ending(file):
+            return super().load_checkpoint(path, map_location, weights_only)
         named = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
         trust = [name or f"{item.__module__}.{item.__qualname__}" for item, name in named]
-        found = torch_loads.load(file, self.files.settings, map_location, "all" if weights_only is False else trust)
+        found: dict[str, Any] = torch_loads.load(
+            file, self.files.settings, map_location, "all" if weights_only is False else trust
+        )
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -181,8 +182,11 @@ class DataStatesCheckpointIO(CheckpointIO):
         Args:
             path: The file or folder.
         """
+        if (file := _file(path)) is None:
+            super().remove_checkpoint(path)
+            return
         with _one_at_a_time:
-            self.files.remove(_local(path))
+            self.files.remove(file)
 
     def teardown(self) -> None:
         """Wait until all checkpoints have ended, then free threads and memory; a later save allocates them again.
@@ -194,8 +198,10 @@ class DataStatesCheckpointIO(CheckpointIO):
             self.files.close()
 
 
-def _local(path: Any) -> Path:
-    return paths.local(os.fspath(path).removeprefix("file://"))
+def _file(path: Any) -> Path | None:
+    """The file that a path names; None for the address of a store."""
+    name = os.fspath(path).removeprefix("file://")
+    return None if paths.is_address(name) else paths.local(name)
 
 
 with contextlib.suppress(ImportError):  # the Trainer of pytorch_lightning checks for that package's class

@@ -17,6 +17,11 @@ PathLike = str | os.PathLike[str]
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: pathlib turns two into one; a drive has one letter
 
 
+def is_address(path: PathLike) -> bool:
+    """Whether this is the address of a store or a server, such as ``s3://bucket``."""
+    return _ADDRESS.match(os.fspath(path)) is not None
+
+
 def refuse_address(path: PathLike) -> None:
     """Refuse the address of a store or a server, such as ``s3://bucket``.
 

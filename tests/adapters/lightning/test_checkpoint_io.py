@@ -199,8 +199,6 @@ def test_what_cannot_be_saved_or_loaded_is_refused(training: ModuleType, io: Any
         training.DataStatesCheckpointIO(no_such=1)
     with pytest.raises(TypeError, match="storage_options"):
         io.save_checkpoint({}, tmp_path / "a", storage_options={})
-    with pytest.raises(ValueError, match="file systems only"):
-        io.save_checkpoint({}, "s3://bucket/a.ckpt")
     with pytest.raises(ProviderError, match="hook"):
         io.save_checkpoint({"hook": lambda: None}, tmp_path / "a")
     with pytest.raises(FileNotFoundError, match="nothing"):
@@ -215,6 +213,24 @@ def test_what_cannot_be_saved_or_loaded_is_refused(training: ModuleType, io: Any
     path.write_bytes(data)
     with pytest.raises(CorruptError, match="state_dict/w"):
         io.load_checkpoint(path, weights_only=False)
+
+
+def test_the_address_of_a_store_is_left_to_lightning(training: ModuleType, io: Any, caplog: Any) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    store, seen = MemoryFileSystem(), []
+    for name, plugin in (("stock", TorchCheckpointIO()), ("ours", io)):
+        folder = f"memory://{uuid.uuid4()}/{name}"
+        training.quiet()
+        training.trainer(folder, 8, plugin).fit(training.Module(), training.data())  # the first one is removed
+        files = [path.rpartition("/")[2] for path in store.ls(folder, detail=False)]
+        seen.append((files, plugin.load_checkpoint(f"{folder}/{files[0]}", weights_only=True)["state_dict"]))
+    assert same(*seen)
+    assert seen[0][0] == ["epoch=1-step=8.ckpt"]
+    assert sum("addresses of stores" in line for line in caplog.messages) == 1
+    assert io.files._engine is None
+    assert isinstance(io, TorchCheckpointIO)
 
 
 def test_either_package_takes_it(training: ModuleType, io: Any) -> None:
