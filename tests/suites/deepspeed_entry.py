@@ -11,7 +11,8 @@ OPTIONS = ("-n", "2")
 ENVIRONMENT = {"DS_UNITTEST_TIMEOUT": "300", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 MODULE = "deepspeed.runtime.config"
 
-multiprocessing.set_forkserver_preload(["deepspeed"])  # the tests fork their ranks from that server
+# the tests fork their ranks from that server; an engine needs the others, which take seconds to import
+multiprocessing.set_forkserver_preload(["deepspeed", "deepspeed.moe.layer", "torch._dynamo", "torch.onnx"])
 
 
 def change(module: Any, variant: str) -> None:
