@@ -65,11 +65,15 @@ class DataStatesStorageReader(FileSystemReader):
     are read by torch's own code.
     """
 
-    def __init__(self, path: str | os.PathLike[str] = "", **options: Unpack[IoOptions]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] = "", _extension_registry: Any = None, **options: Unpack[IoOptions]
+    ) -> None:
         """Read from ``path``, or from the ``checkpoint_id`` that is given to ``dcp.load``.
 
         Args:
             path: The checkpoint's directory.
+            _extension_registry: As of torch's own reader: the extensions that may have transformed torch's files.
+                Early versions of torch have none.
             **options: Fields of :class:`~datastates.config.IoSettings`.
 
         Raises:
@@ -77,7 +81,7 @@ class DataStatesStorageReader(FileSystemReader):
             ValueError: ``path`` is the address of a store instead of a file path.
         """
         paths.refuse_address(path)
-        super().__init__(path)
+        super().__init__(path, *(() if _extension_registry is None else (_extension_registry,)))
         warn_of_untried("torch")
         self.settings = IoSettings.of(options)
         self._metadata: Metadata | None = None

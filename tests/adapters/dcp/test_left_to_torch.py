@@ -114,12 +114,10 @@ def test_what_an_extension_has_written_is_left_to_torch(tmp_path: Path, by_torch
 
     state = {"w": torch.arange(100.0), "n": 5}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[Inverted()]))
-    reader = DataStatesStorageReader(tmp_path)
     registry = ExtensionRegistry()
-    registry.extensions[Inverted.registry_name()] = Inverted
-    reader.transforms.extension_registry = registry
+    registry.register(Inverted)
     into = blank(state)
-    dcp.load(into, storage_reader=reader)
+    dcp.load(into, storage_reader=DataStatesStorageReader(tmp_path, registry))
     same(into, state)
     assert sorted(by_torch) == ["n", "w"]
 
