@@ -62,7 +62,7 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool | Callable[[str], bool
     if _is_a(obj, "nn.Module"):
         wrapped = Unwrapped.of(obj)
         module = ModuleProvider(name, wrapped, lazy)
-        return module if wrapped.parallel is None else _DataParallel(module, wrapped.parallel)
+        return module if wrapped.parallel is None else _DataParallel(module, wrapped)
     if _is_a(obj, "optim.Optimizer"):
         return OptimizerProvider(name, obj, lazy)
     return _ObjectProvider(name, obj)
@@ -71,11 +71,10 @@ def from_stateful(name: str, obj: Stateful, *, lazy: bool | Callable[[str], bool
 class _DataParallel(ReplicatedProvider):
     """The module in a ``DistributedDataParallel``."""
 
-    def __init__(self, module: ModuleProvider, parallel: Any) -> None:
-        ranks = loaded("torch").distributed.get_process_group_ranks(parallel.process_group)
+    def __init__(self, module: ModuleProvider, wrapped: Unwrapped) -> None:
+        ranks = loaded("torch").distributed.get_process_group_ranks(wrapped.parallel.process_group)
         super().__init__(module, ranks)
-        # under DistributedDataParallel(torch.compile(...)) the names have a prefix
-        self._ignored = {component(key.removeprefix("_orig_mod.")) for key in parallel.parameters_to_ignore}
+        self._ignored = set(map(component, wrapped.ignored))
 
     def _said(self) -> object:
         return super()._said(), self._ignored

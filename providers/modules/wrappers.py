@@ -10,36 +10,62 @@ from typing import Any
 from datastates._base.loaded import loaded
 
 _COMPILED, _PARALLEL = "_orig_mod.", "module."
+_METHODS = (
+    *("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict"),
+    *("get_extra_state", "set_extra_state"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Unwrapped:
-    """A module without its wrappers.
+    """A module without those of its wrappers that add nothing to its state.
 
     Attributes:
-        module: The module.
+        module: The module. It is a wrapper where that has hooks, methods or tensors of its own.
         prefixes: What the wrappers put in front of its names, from the outermost to the innermost.
-        parallel: The ``DistributedDataParallel`` among the wrappers; None if there is none.
+        parallel: The ``DistributedDataParallel`` among all wrappers; None if there is none.
+        ignored: Names in the module's state of the parameters that ``parallel`` ignores.
     """
 
     module: Any
     prefixes: tuple[str, ...] = ()
     parallel: Any = None
+    ignored: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, module: Any) -> Unwrapped:
         """Take off the wrappers of a module of torch."""
-        compiled, parallel = loaded("torch._dynamo.eval_frame"), None
         prefixes: list[str] = []
-        while True:
-            if isinstance(module, loaded("torch").nn.parallel.DistributedDataParallel):
-                parallel, module = module, module.module
-                prefixes.append(_PARALLEL)
-            elif compiled is not None and isinstance(module, compiled.OptimizedModule):
-                module = module._orig_mod
-                prefixes.append(_COMPILED)
-            else:
-                return cls(module, tuple(prefixes), parallel)
+        path, inner, parallel, ignored = "", module, None, []
+        while prefix := _prefix_of(inner):
+            path += prefix
+            if prefix == _PARALLEL:
+                parallel, ignored = inner, [path + name for name in inner.parameters_to_ignore]
+            wrapper, inner = inner, getattr(inner, prefix.removesuffix("."))
+            if wrapper is module and _adds_nothing(wrapper):
+                module = inner
+                prefixes.append(prefix)
+        taken = "".join(prefixes)
+        return cls(module, tuple(prefixes), parallel, frozenset(name.removeprefix(taken) for name in ignored))
+
+
+def _prefix_of(module: Any) -> str:
+    """What a wrapper puts in front of names; empty for other modules."""
+    compiled = loaded("torch._dynamo.eval_frame")
+    if isinstance(module, loaded("torch").nn.parallel.DistributedDataParallel):
+        return _PARALLEL
+    return _COMPILED if compiled is not None and isinstance(module, compiled.OptimizedModule) else ""
+
+
+def _adds_nothing(wrapper: Any) -> bool:
+    """Whether a wrapper's state is that of the module in it, whose names it only begins otherwise."""
+    plain, kind = loaded("torch").nn.Module, type(wrapper)
+    hooks = (
+        *(wrapper._state_dict_pre_hooks, wrapper._state_dict_hooks),
+        *(wrapper._load_state_dict_pre_hooks, wrapper._load_state_dict_post_hooks),
+    )
+    own = any(name in vars(wrapper) or getattr(kind, name) is not getattr(plain, name) for name in _METHODS)
+    return not (own or any(hooks) or wrapper._parameters or wrapper._buffers or len(wrapper._modules) > 1)
 
 
 def without_prefixes(state: Any, prefixes: Sequence[str]) -> tuple[Any, str]:
