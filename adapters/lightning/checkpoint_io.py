@@ -169,11 +169,8 @@ class DataStatesCheckpointIO(TorchCheckpointIO):
         file = _file(path)
         if file is None or not file.exists() or not own.has_ending(file):
             return super().load_checkpoint(path, map_location, weights_only)
-        named = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
-        trust = [name or f"{item.__module__}.{item.__qualname__}" for item, name in named]
-        found: dict[str, Any] = torch_loads.load(
-            file, self.files.settings, map_location, "all" if weights_only is False else trust
-        )
+        trust = "all" if weights_only is False else ()
+        found: dict[str, Any] = torch_loads.load(file, self.files.settings, map_location, trust)
         return found
 
     def remove_checkpoint(self, path: Any) -> None:

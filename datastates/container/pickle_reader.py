@@ -157,12 +157,16 @@ class _Reader(TensorReader):
             return pickle_policy.TorchName(name) if self._is_type_of_array() else self._of_torch(name)
         if full in _CLASSES:
             return self._of_torch(full.removeprefix("torch."))
-        if full in pickle_torch.BUILT_LATE or self.trust == "all" or full in self.trust:
+        trusted = self.trust == "all" or full in self.trust
+        if trusted or full in pickle_torch.BUILT_LATE or full in self._declared():
             return self._other_class(module, name)
         own = own_classes.find(module, name)
         if own is not None:
             return self._own_class(own)
         raise TrustError(full)
+
+    def _declared(self) -> dict[str, Any]:
+        return pickle_torch.declared() if self._with_torch else {}
 
     def _is_type_of_array(self) -> bool:
         """Whether an element type that is looked up now is an array's, and nothing else refers to it.
@@ -190,6 +194,8 @@ class _Reader(TensorReader):
             self._need_torch(full)
         if full in pickle_torch.BUILT_LATE:
             return pickle_torch.BUILT_LATE[full]
+        if (safe := self._declared().get(full)) is not None:
+            return self._own(safe)
         try:
             found: Any = importlib.import_module(module)
             for part in name.split("."):
@@ -215,7 +221,7 @@ class _Reader(TensorReader):
 
 def needs_trust(names: Collection[str]) -> list[str]:
     """The names, given as ``module.qualname``, that a reader in a process like this one refuses without ``trust``."""
-    known = {*pickle_policy.SAFE, *pickle_torch.BUILT_LATE, *REBUILDS, *_CLASSES}
+    known = {*pickle_policy.SAFE, *pickle_torch.BUILT_LATE, *pickle_torch.declared(), *REBUILDS, *_CLASSES}
     others = (n for n in names if n not in known and n.removeprefix("torch.") not in _VALUES)
     return sorted(name for name in others if own_classes.find(*name.rpartition(".")[::2]) is None)
 

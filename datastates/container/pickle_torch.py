@@ -6,6 +6,7 @@ They need torch, or the elements of arrays: they are called only once the arrays
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 from datastates._base.loaded import loaded
@@ -142,6 +143,14 @@ def generator(device: Any) -> Any:
     return torch.Generator(device)
 
 
+def declared() -> dict[str, Any]:
+    """What the program has declared safe by ``torch.serialization.add_safe_globals``, by the names in a pickle."""
+    serialization = loaded("torch.serialization")
+    entries = () if serialization is None else serialization.get_safe_globals()
+    pairs = (e if isinstance(e, tuple) else (e, f"{e.__module__}.{e.__qualname__}") for e in entries)
+    return {name: item for item, name in pairs}
+
+
 def is_generator(value: object) -> bool:
     """Whether a value is a random number generator of torch."""
     torch = loaded("torch")
@@ -203,6 +212,17 @@ def storage(data: Any, dtype: str) -> Any:
     return kind(wrap_storage=data.untyped_storage(), dtype=getattr(torch, dtype), _internal=True)
 
 
+def uninitialized(kind: str, *arguments: Any) -> Any:
+    """A parameter or buffer of a lazy module that has seen no input yet."""
+    import torch
+
+    match arguments:
+        case (bool(requires_grad),):
+            return getattr(torch.nn.parameter, kind)(requires_grad)
+        case _:
+            raise FormatError("an uninitialized tensor is made from arguments that torch does not write")
+
+
 BUILT_LATE = {
     "torch._utils._rebuild_sparse_tensor": sparse,
     "torch._utils._rebuild_meta_tensor_no_storage": meta,
@@ -210,5 +230,9 @@ BUILT_LATE = {
     "torch._C.Generator": generator,
     "torch._utils._rebuild_nested_tensor": nested,
     "torch.nested._internal.nested_tensor._rebuild_njt": jagged,
+    **{
+        f"torch.nn.parameter.{kind}": partial(uninitialized, kind)
+        for kind in ("UninitializedParameter", "UninitializedBuffer")
+    },
 }
 """Functions by their names in a pickle."""

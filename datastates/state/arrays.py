@@ -93,8 +93,13 @@ def _view(array: Any) -> _View:
     if kind is None and array is whole:
         raise TypeError(f"not an array that can be stored as memory: {type(array).__name__}")
     if kind is None:
+        advice = (
+            "; describe each of its local_shards() by array_shard(key, shard, global_shape=..., offset=...) "
+            "in a StateProvider of your own"
+        )
         raise ProviderError(
             f"a DTensor whose local tensor cannot be stored as memory: {type(array).__name__} on {array.device}"
+            f"{advice if hasattr(array, 'local_shards') else ''}"
         )
     if kind == "torch":
         if array.is_conj() or array.is_neg():

@@ -55,7 +55,7 @@ def take_attributes(live: object, restored: object) -> None:
 
 def beside(live: Any, restored: Any) -> Any:
     """A restored tensor on the device of the live one that it replaces; other values are returned as they are."""
-    if not (is_tensor(live) and is_tensor(restored)) or _is_on(restored, live.device):
+    if not (is_tensor(live) and is_tensor(restored)) or is_uninitialized(restored) or _is_on(restored, live.device):
         return restored
     parameter = loaded("torch").nn.Parameter
     moved = _moved(restored.detach(), live.device)
@@ -70,12 +70,18 @@ def beside(live: Any, restored: Any) -> Any:
 
 def _is_on(tensor: Any, device: Any) -> bool:
     """Whether a tensor and all those that it is made of are on a device. One that was just built may claim another."""
-    parts = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-    return tensor.device == device and all(_is_on(getattr(tensor, name), device) for name in parts)
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    parts = (getattr(tensor, name) for name in names)
+    return tensor.device == device and all(_is_on(part, device) for part in parts if is_tensor(part))
 
 
 def _moved(tensor: Any, device: Any) -> Any:
-    """A tensor on another device. One that is made of others is made anew of theirs: not each class has ``to()``."""
+    """A tensor on another device. One that is made of others is made anew of theirs: not each class has ``to()``.
+
+    What it is made of beside tensors, such as a DTensor's mesh, is returned as it is.
+    """
+    if not is_tensor(tensor):
+        return tensor
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.to(device)
     names, context = tensor.__tensor_flatten__()

@@ -73,7 +73,7 @@ class Taking:
         for name, tensor in list(code.copied.items()):
             key, theirs = self._key(name), stored.get(name)
             if name in stored and not isinstance(theirs, ArrayRef):
-                self.mismatched[key] = "no array in the checkpoint, one in the live state"
+                self.mismatched[key] = f"a {type(theirs).__name__} in the checkpoint, a tensor in the live state"
             elif theirs is None and key not in known:
                 self.missing.append(key)
             elif tensor.is_meta:

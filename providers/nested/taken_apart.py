@@ -249,8 +249,6 @@ class _Walk:
 
     def _odd_tensor(self, item: Any, key: str) -> object:
         """A tensor that cannot be stored as its memory: ``__reduce_ex__`` gives the plain tensors inside it."""
-        if dressed.is_uninitialized(item):
-            raise ProviderError(f"{self._shown(key)!r} is uninitialized: call the lazy module once before it is saved")
         inner_key = self._inside(key)
         parts = item.__reduce_ex__(PROTOCOL)[:2]
         memory = dressed.memory(parts)

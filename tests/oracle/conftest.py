@@ -26,12 +26,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
-
-
-@pytest.fixture(autouse=True)
-def only_torchs_own_classes_are_safe() -> Iterator[None]:
-    """Frameworks that other tests import add classes to those that torch loads without trust."""
-    from safe_globals import only_torchs_own
-
-    with only_torchs_own():
-        yield

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch._dynamo import decorators
 from torch.nested._internal import nested_tensor
 
 import datastates as ds
+from datastates.errors import TrustError
 from datastates.providers import from_state_dict
 
 
@@ -63,3 +66,23 @@ def test_loaded_by_torch(saved: Path) -> None:
 
 def test_loaded_from_a_file_of_torch(saved: Path) -> None:
     assert_alike(ds.load(saved / "stock.pt", framework="pt"), loaded(saved / "stock.pt"))
+
+
+def test_what_the_program_has_declared_safe_needs_no_trust(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def state(number: int) -> dict[str, Any]:
+        return {"space": SimpleNamespace(n=number, t=torch.full((2,), float(number))), "id": UUID(int=number)}
+
+    live = state(2)
+    torch.save(state(1), tmp_path / "t.pt")
+    with torch.serialization.safe_globals([SimpleNamespace, (UUID, "uuid.UUID")]):
+        ds.snapshot([from_state_dict("declared", state(1))], tmp_path / "c").wait_committed()
+        stock = torch.load(tmp_path / "t.pt", weights_only=True)
+        for found in (ds.load(tmp_path / "c")["declared"], ds.load(tmp_path / "t.pt")):
+            assert_alike(found, stock)
+        ds.restore([from_state_dict("declared", live)], tmp_path / "c")
+        assert_alike(live, stock)
+        with pytest.raises(TrustError):
+            ds.load(tmp_path / "c", framework="np")
+    assert "trust" not in caplog.text
+    with pytest.raises(TrustError):
+        ds.load(tmp_path / "c")

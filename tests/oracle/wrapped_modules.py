@@ -154,6 +154,7 @@ def cases() -> Iterator[Case]:
     yield from (Case(name, partial(wrapped, name)) for name in WRAPPERS)
     for name in (name for name in ENTRIES if name.startswith("Lazy")):
         yield Case(f"{name}-into-uncalled", partial(lazy, name, called=True), partial(lazy, name, called=False))
+        yield Case(f"{name}-uncalled", partial(lazy, name, called=False))
     yield Case("tied", tied)
     yield Case("average", averaged, gated=False)
     yield Case(

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import _utils as torch_utils
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import datastates as ds
@@ -256,8 +257,25 @@ def test_what_is_no_part_is_refused_by_name() -> None:
     meta = DTensor.from_local(torch.ones(2, device="meta"), mesh(), [Shard(0)])
     with pytest.raises(ProviderError, match=r"'w' is a DTensor whose local tensor cannot be stored.*meta"):
         from_state_dict("s", {"w": meta}).shards()
+    pieces = LocalShardsWrapper([torch.ones(2, 3)] * 2, [(0, 0), (2, 0)])
+    several = DTensor.from_local(pieces, mesh(), [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1))
+    with pytest.raises(ProviderError, match=r"'w' is a DTensor.*local_shards\(\) by array_shard"):
+        from_state_dict("s", {"w": several}).shards()
     with pytest.raises(ProviderError, match=r"'w' \(Holder\).*holds a DTensor"):
         from_state_dict("s", {"w": Holder(sharded(torch.ones(2)))}).shards()
+
+
+def test_hooks_of_a_sharded_module_get_its_state(tmp_path: Path) -> None:
+    saved, live = model(), model()
+    with torch.no_grad():
+        for tensor in saved.parameters():
+            tensor.add_(1)
+    live.register_load_state_dict_pre_hook(lambda module, state, *_: state.update({"0.bias": state["0.bias"] * 2}))
+    ds.snapshot([from_stateful("m", saved)], tmp_path / "c").wait_committed()
+    ds.restore([from_stateful("m", live)], tmp_path / "c")
+    expected = local(saved.state_dict())
+    expected["0.bias"] *= 2
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in local(live.state_dict()).items())
 
 
 def test_a_local_tensor_of_another_shape_is_refused() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import datastates as ds
-from datastates.errors import ProviderError, TrustError
+from datastates.errors import ProviderError, RestoreError, TrustError
 from datastates.providers import PickledObjectProvider, from_state_dict, from_stateful
 
 
@@ -218,10 +218,13 @@ def test_a_module_of_subclasses_comes_back(tmp_path: Path) -> None:
     assert torch.equal(live.weight.as_subclass(torch.Tensor), torch.ones(2, 2))
 
 
-def test_an_uninitialized_module_is_refused_by_key(tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-    with pytest.raises(ProviderError, match=r"1\.weight.*uninitialized"):
-        ds.snapshot([from_stateful("m", module)], tmp_path / "c")
+def test_a_lazy_module_that_has_seen_no_input_does_not_fit_one_that_has(tmp_path: Path) -> None:
+    live = nn.LazyLinear(2)
+    ds.snapshot([from_stateful("m", live)], tmp_path / "c").wait_committed()
+    assert [type(value) for value in ds.load(tmp_path / "c")["m"].values()] == [nn.UninitializedParameter] * 2
+    live(torch.ones(1, 3))
+    with pytest.raises(RestoreError, match="'m/weight': a UninitializedParameter in the checkpoint"):
+        ds.restore([from_stateful("m", live)], tmp_path / "c")
 
 
 def test_a_subclass_of_a_type_without_storage_class_comes_back(tmp_path: Path) -> None:
