@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from datastates._base.loaded import loaded
 from datastates.providers.nested.pairing import add, pair
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.providers.optimizer.load_code import is_of_torch, loads_by_itself, uncast
@@ -37,6 +38,16 @@ class OptimizerProvider(TreeProvider):
         """The optimizer's state now."""
         return container_of(self.name, self._optimizer.state_dict())
 
+    def _before_load(self) -> object:
+        """The state to compare a stored one with.
+
+        A ``ZeroRedundancyOptimizer`` has the whole state only after a collective, and its load asks for none of it.
+        """
+        zero = loaded("torch.distributed.optim.zero_redundancy_optimizer")
+        if zero is not None and isinstance(self._optimizer, zero.ZeroRedundancyOptimizer):
+            return loaded("torch").optim.Optimizer.state_dict(self._optimizer)
+        return self.value()
+
     def stepped(self) -> Iterable[object]:
         """The optimizer's parameters."""
         return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
@@ -52,7 +63,7 @@ class OptimizerProvider(TreeProvider):
         All memory is new where hooks or methods of the optimizer's own take the state, or its parameters are in another
         order than when it was saved.
         """
-        live, is_plain = self.value(), not loads_by_itself(self._optimizer)
+        live, is_plain = self._before_load(), not loads_by_itself(self._optimizer)
         ordered = in_live_order(stored, live) if is_plain else stored
         if is_plain and (differences := group_differences(ordered, live) or name_differences(ordered, live)):
             saved.report(mismatched=differences)

@@ -206,6 +206,21 @@ def test_zero_redundancy_saves_what_its_consolidated_state_dict_has() -> None:
 
 
 @pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("steps", [0, 1])
+def test_zero_redundancy_that_was_not_consolidated_loads_as_by_torch(steps: int, tmp_path: Path) -> None:
+    saved, _ = _zero_redundancy(2)
+    saved.consolidate_state_dict()
+    torch.save(saved.state_dict(), tmp_path / "t.pt")
+    ds.snapshot([from_stateful("optim", saved)], tmp_path / "c").wait_committed()
+    (ours, _), (stock, _) = _zero_redundancy(steps), _zero_redundancy(steps)
+    ds.restore([from_stateful("optim", ours)], tmp_path / "c")
+    stock.load_state_dict(torch.load(tmp_path / "t.pt"))
+    for optimizer in (ours, stock):
+        optimizer.consolidate_state_dict()
+    assert str(ours.state_dict()) == str(stock.state_dict()) == str(saved.state_dict())
+
+
+@pytest.mark.usefixtures("_process_group")
 def test_zero_redundancy_by_names() -> None:
     optimizer, parameters = _zero_redundancy(1)
     named = list(zip(SHAPES, parameters, strict=True))
