@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from datastates.container.unbuilt import Unbuilt
+from datastates.state.nested import leaves
 from datastates.state.shards import StoredArray
 
 Survey = Callable[[Callable[[StoredArray], object]], "tuple[Any, bool]"]
@@ -31,3 +33,17 @@ class ObjectEntry:
     offset: int | None = None
     nbytes: int | None = None
     crc: int | None = None
+
+    def classes(self) -> list[str]:
+        """The classes whose code would have to run to build it, as ``module.qualname``."""
+        value, _ = self.survey(lambda stored: stored)
+        kinds = {type(leaf) for _, leaf in leaves(value) if isinstance(leaf, Unbuilt)}
+        return sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+
+
+def by_key(entries: Iterable[ObjectEntry]) -> dict[str, ObjectEntry]:
+    """Objects by full key, in their order; of several with one key the first."""
+    found: dict[str, ObjectEntry] = {}
+    for entry in entries:
+        found.setdefault(entry.key, entry)
+    return found

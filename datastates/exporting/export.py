@@ -15,7 +15,7 @@ from datastates.commit import manifest, retention
 from datastates.container.digests import digest_of
 from datastates.container.named_tensor import Tensor
 from datastates.container.rows import place_of
-from datastates.errors import StorageError
+from datastates.errors import FormatError, StorageError
 from datastates.executor.executor import Executor
 from datastates.exporting import safetensors_layout as layout
 from datastates.exporting import torch_layout
@@ -24,6 +24,7 @@ from datastates.exporting.naming import choose, matches, names_of
 from datastates.exporting.target import is_file, is_torch, place_of_partial, refuse_existing
 from datastates.restoring.casting import FLOATS
 from datastates.restoring.renaming import Renames
+from datastates.restoring.restored import of_classes, shortened
 from datastates.restoring.sources import Tensors
 
 CASTS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -103,6 +104,8 @@ def export(
         progress: Called with the number of bytes written, and the number of all bytes.
     """
     refuse_existing(target)
+    if not stored.keys:
+        raise FormatError(f"{stored.path}: {_why_nothing(stored)}")
     chosen = choose(stored.keys, keys)
     names = names_of(chosen, rename)
     origins, tied = _origins(stored, chosen)
@@ -139,6 +142,13 @@ def export(
         tuple(key for key in stored.objects() if key.partition("/")[0] in providers or matches(key, keys)),
         tuple(tensor.key for tensor in tensors if origins[tensor.key].digest is None and tensor.nbytes),
     )
+
+
+def _why_nothing(stored: Tensors) -> str:
+    """Why a checkpoint has no tensor to export."""
+    found = ((key, entry.classes()) for key, entry in stored.objects().items())
+    whole = [of_classes(key, kinds) for key, kinds in found if kinds]
+    return shortened(["there is no tensor to export", *whole], "; ")
 
 
 def _type(stored: str, wanted: str | None) -> str:

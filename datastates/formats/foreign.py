@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from datastates.container.logical import contributed
+from datastates.container.object_entry import ObjectEntry, by_key
 from datastates.container.pickle_reader import Trust
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
@@ -119,9 +120,9 @@ class Foreign:
         """What all parts of a tensor contribute to its digest; None if a part has no checksum to tell."""
         return contributed([row for _, row in self._parts([full])[full]])
 
-    def objects(self) -> list[str]:
-        """Full keys of what is no tensor."""
-        return list(dict.fromkeys(entry.key for file in self.files for entry in file.objects))
+    def objects(self) -> dict[str, ObjectEntry]:
+        """What is no tensor, by full key."""
+        return by_key(entry for file in self.files for entry in file.objects)
 
     # --- all of it
 

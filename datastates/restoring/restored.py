@@ -91,7 +91,7 @@ def _differences(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> 
         files = ", ".join(path.name for _, path in sorted(stored.lost.items())[:_SHOWN])
         why = f" as {files} is missing" if files else ""
         keys = [f"{key!r} ({lost[key]})" if key in lost else repr(key) for key in result.missing_keys]
-        parts.append(f"the checkpoint lacks {shortened(keys)}{why}")
+        parts.append(f"the checkpoint lacks {shortened(keys)}{why}{_whole(stored, result.missing_keys)}")
     if result.unexpected_keys:
         hint = " (restore(rename=...) finds arrays under other names)" if result.missing_keys else ""
         if any("_orig_mod." in key for key in result.unexpected_keys):
@@ -100,3 +100,21 @@ def _differences(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> 
     if result.mismatched_keys:
         parts.append(shortened([f"{key!r}: {what}" for key, what in result.mismatched_keys.items()], "; "))
     return "; ".join(parts)
+
+
+def _whole(stored: Tensors, missing: Sequence[str]) -> str:
+    """What to say of missing keys that lie in objects of other classes, such as a module that was saved whole."""
+    if not stored.is_listed:
+        return ""
+    around = {key: entry for key, entry in stored.objects().items() if not key or missing[0].startswith(f"{key}/")}
+    found = next(((key, kinds) for key, entry in around.items() if (kinds := entry.classes())), None)
+    return "" if found is None else f" ({of_classes(*found)})"
+
+
+def of_classes(key: str, kinds: Sequence[str]) -> str:
+    """What to say of an object whose tensors cannot be read without its classes."""
+    what = repr(key) if key else "its value"
+    return (
+        f"{what} is saved whole, as an object of {shortened(kinds)}: load it with trust in that, as by torch.load, and "
+        "save its state_dict()"
+    )

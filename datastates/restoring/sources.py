@@ -176,5 +176,5 @@ class Tensors(Protocol):
     def digest(self, full: str) -> int | None:
         """What all parts of a tensor contribute to its digest; None if that is unknown."""
 
-    def objects(self) -> Sequence[str]:
-        """Full keys of what is no tensor."""
+    def objects(self) -> Mapping[str, ObjectEntry]:
+        """What is no tensor, by full key."""

@@ -22,6 +22,7 @@ from datastates.commit.manifest import CatalogEntry, ContainerEntry, Manifest, c
 from datastates.container.file import Container, Named, lost_container, open_container, open_each
 from datastates.container.key_table import AskedKeys
 from datastates.container.logical import contributed
+from datastates.container.object_entry import ObjectEntry, by_key
 from datastates.container.table import Row
 from datastates.errors import DatastatesError, FormatError
 from datastates.restoring.sources import Found, FoundRow, Held
@@ -353,9 +354,9 @@ class Stored:
                 left.difference_update(keys)  # also those of other providers, which need not be looked for
         return sorted(set(found))
 
-    def objects(self) -> list[str]:
-        """Full keys of all objects, in the order of the ranks. This opens all containers."""
-        return list(dict.fromkeys(entry.key for source in self._every() for entry in source.objects))
+    def objects(self) -> dict[str, ObjectEntry]:
+        """All objects by full key, in the order of the ranks. This opens all containers."""
+        return by_key(entry for source in self._every() for entry in source.objects)
 
     def digest(self, full: str) -> int | None:
         """What all parts of a tensor contribute to its digest; None if that is unknown."""

@@ -18,7 +18,8 @@ import torch
 
 import datastates as ds
 from datastates.cli import commands
-from datastates.errors import DatastatesError, FormatError, TrustError
+from datastates.errors import DatastatesError, FormatError, RestoreError, TrustError
+from datastates.providers import from_stateful
 from datastates.state import keys
 
 
@@ -155,6 +156,23 @@ def test_what_is_not_read_is_named(protocol: int, tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"w": 1}, protocol))
     with pytest.raises(FormatError, match="plain pickle"):
         ds.load(path)
+
+
+@pytest.mark.parametrize("value", ["in a dict", "alone"])
+def test_a_module_that_was_saved_whole_is_named(value: str, tmp_path: Path) -> None:
+    module, path = torch.nn.Linear(2, 2), tmp_path / "whole.pt"
+    torch.save({"model": module, "epoch": 3} if value == "in a dict" else module, path)
+    told = r"whole\.pt.*is saved whole, as an object of torch\.nn\.modules\.linear\.Linear.*save its state_dict"
+    with pytest.raises(FormatError, match=told):
+        ds.export(path, tmp_path / "e.safetensors")
+    with pytest.raises(RestoreError, match=told):
+        ds.restore([from_stateful("model", module)], path)
+
+
+def test_a_file_without_tensors_exports_nothing(tmp_path: Path) -> None:
+    torch.save({"epoch": 3}, tmp_path / "none.pt")
+    with pytest.raises(FormatError, match=r"none\.pt: there is no tensor to export$"):
+        ds.export(tmp_path / "none.pt", tmp_path / "e.safetensors")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
