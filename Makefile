@@ -127,11 +127,11 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: python-test
 python-test: .venv/installed ## The Python tests but the long ones, against the installed package
-	$(PYTEST) -m 'not long'
+	$(PYTEST) -m 'not long and not by_hand'
 
 .PHONY: python-test-long
 python-test-long: .venv/installed ## The long Python tests: frameworks that train, every fault, every hostile file
-	$(PYTEST) -m long
+	$(PYTEST) -m 'long and not by_hand'
 
 # The core's tests; planning is left out, as it is pure. The header of the output says what needs a framework.
 NUMPY_TESTS := $(addprefix tests/,base state container commit executor ranks saving restoring api cli exporting golden \
@@ -139,7 +139,7 @@ NUMPY_TESTS := $(addprefix tests/,base state container commit executor ranks sav
 
 .PHONY: python-test-numpy
 python-test-numpy: .venv-numpy/installed ## The core's Python tests where neither torch nor JAX is installed
-	.venv-numpy/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long' $(NUMPY_TESTS)
+	.venv-numpy/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long and not by_hand' $(NUMPY_TESTS)
 
 # The wheel is made of what has been compiled for .venv. The environment is made anew: pip would keep a package of the
 # same version.
@@ -155,7 +155,7 @@ python-test-numpy: .venv-numpy/installed ## The core's Python tests where neithe
 .PHONY: check-versions
 check-versions: .venv-newest/frameworks ## Tests of the adapters with the newest versions of the frameworks
 	$(call INSTALL_IN,.venv-newest) --no-build-isolation '.[test,cli]'
-	PYTORCH_NVML_BASED_CUDA_CHECK=1 .venv-newest/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long' \
+	PYTORCH_NVML_BASED_CUDA_CHECK=1 .venv-newest/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long and not by_hand' \
 	    tests/adapters tests/formats tests/oracle tests/providers
 
 .venv-newest/frameworks: .ci/newest.txt
@@ -209,7 +209,8 @@ INTERRUPTED := checkpointer close compare export gate load one_restore one_snaps
     steps_and_latest wait wait_committed dcp folder lightning
 
 .PHONY: check-long
-check-long: .venv/installed ## Interrupts, random states, faults, kills and power cuts for an hour or so; ROUNDS= and CUTS= say how many
+check-long: .venv/installed ## The longest tests, interrupts, random states, faults, kills and power cuts for two hours or so; ROUNDS= and CUTS= say how many
+	$(PYTEST) -m by_hand
 	rm -rf build/long && mkdir -p build/long
 	for call in $(INTERRUPTED); do \
 	    mkdir build/long/$$call && $(BIN)/python tests/crash/interrupting.py build/long/$$call $$call --seconds 60; done

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 from by_path import module_at
+from short import first
 
 pytest.importorskip("ckpt_chaos", reason="ckpt-chaos is not installed: nothing was killed")
 kill = module_at(Path(__file__).parent / "chaos" / "kill.py")
 
 
+LOOPS = ["loop", "loop, two ranks", "accelerate", "Lightning, save_last='link'"]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["loop", "loop, two ranks", "accelerate", "Lightning, save_last='link'"])
+@pytest.mark.parametrize("name", first(LOOPS, rest=pytest.mark.by_hand))
 def test_every_kill_is_followed_by_a_resume_that_gives_the_same_result(name: str, tmp_path: Path) -> None:
     case = kill.CASES[name]
     found = kill.verdicts(case, "ours", tmp_path, points=4)

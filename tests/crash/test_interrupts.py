@@ -42,7 +42,7 @@ def test_a_call_that_is_interrupted_anywhere(call: str, tmp_path: Path, run: Cal
     finds_nothing(run(PROGRAM, tmp_path, call, "--seconds", 12, timeout=280))
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.parametrize("call", OF_ADAPTERS)
 def test_a_save_of_an_adapter_that_is_interrupted_anywhere(call: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     pytest.importorskip(OF_ADAPTERS[call])

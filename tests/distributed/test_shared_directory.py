@@ -235,6 +235,7 @@ tell("close", ckpt.close)
     assert committed[-7:] == list(range(7, 14))
 
 
+@pytest.mark.long
 def test_a_coordinator_that_takes_too_long_gives_up(ranks: Any, prelude: str, reports: Any, tmp_path: Path) -> None:
     """It must not commit a snapshot that the others have stopped waiting for."""
     script = f"""{prelude}

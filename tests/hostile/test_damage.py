@@ -119,6 +119,7 @@ def test_undamaged_checkpoint_is_whole(checkpointer: Checkpointer, container: Pa
     assert container.stat().st_size < 10_000
 
 
+@pytest.mark.long
 def test_verify_finds_every_flipped_bit(container: Path) -> None:
     assert undetected(container, lambda: not verify(container.parent)) == []
 

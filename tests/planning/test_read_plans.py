@@ -291,6 +291,7 @@ def test_ranges_with_a_stride_are_read_as_their_stretches_are(
     assert read_nbytes(strided) <= max(read_nbytes(plain), expected) or not checked
 
 
+@pytest.mark.long
 @given(st.lists(records_and_rows(), min_size=1, max_size=4), st.booleans(), st.booleans(), st.booleans())
 def test_several_files_are_planned_at_once(
     made: list[tuple[list[int], list[Rows]]], in_place: bool, whole: bool, checked: bool

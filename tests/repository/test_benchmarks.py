@@ -130,7 +130,7 @@ def check(report: dict[str, Any], rows: dict[str, set[str]]) -> None:
             assert all(value > 0 for s in samples for k, value in s.items() if k not in signed), (name, system)
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 @pytest.mark.timeout(1200)  # every benchmark of a suite: minutes on a machine that does other things, too
 @pytest.mark.parametrize("rows", [CPU_ROWS, RESHARD_ROWS], ids=["most", "reshard"])
 def test_the_cpu_suite_and_its_page(rows: dict[str, set[str]], scratch: Path, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def report_of(suite: str, name: str, samples: dict[str, list[dict[str, float]]],
     return {**circumstances, "benchmarks": {name: made}}
 
 
-@pytest.mark.long
+@pytest.mark.by_hand
 def test_the_scale_suite_and_its_page(scratch: Path, tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     report = run_suite("scale", scratch, folder)

@@ -1,4 +1,4 @@
-"""Cases of a parametrized test: one runs each time, the others among the long tests."""
+"""Cases of a parametrized test: one runs each time, the others among the long tests, or by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def first(cases: Iterable[Any]) -> list[Any]:
-    """The cases, all but the first marked as long. A tuple is a case of several arguments."""
+def first(cases: Iterable[Any], rest: pytest.MarkDecorator = pytest.mark.long) -> list[Any]:
+    """The cases, all but the first with a mark. A tuple is a case of several arguments."""
     one, *others = cases
-    return [one, *(pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=pytest.mark.long) for c in others)]
+    return [one, *(pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=rest) for c in others)]

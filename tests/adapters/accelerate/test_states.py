@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from by_path import module_at
 from hold import GATE, held
+from short import first
 
 from datastates import _native
 from datastates.adapters import looks
@@ -206,8 +207,11 @@ def test_what_it_cannot_do_is_refused(training: ModuleType, tmp_path: Path) -> N
 Said = Callable[[Any], dict[str, Any]]
 
 
+FAULTS = ["manifest.sync_directory=kill@4", "write=kill@20", "sync=kill@3"]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["write=kill@20", "sync=kill@3", "manifest.sync_directory=kill@4"])
+@pytest.mark.parametrize("fault", first(FAULTS, rest=pytest.mark.by_hand))
 def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(fault: str, ranks: Any, said: Said, tmp_path: Path) -> None:
     options = {"imported": IMPORTED, "alone": True, "timeout": 150}
     (whole,) = ranks(1, HERE / "training.py", tmp_path / "whole", 16, "stock", **options)
@@ -256,6 +260,7 @@ def test_sharded_state_is_captured_while_training_goes_on(version: int, ranks: A
     from pathlib import Path
     import torch
     from hold import GATE, held
+from short import first
     from training import Loop, os
 
     loop = Loop(Path({str(tmp_path)!r}), fsdp={version})

@@ -88,6 +88,7 @@ assert tally.received_nbytes == 0 and tally.needed_nbytes == 1 << 24
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_before_it_meets_the_others_fails_the_load(train: Any, tmp_path: Path) -> None:
     loading(
         train,

@@ -168,6 +168,7 @@ from_that.checkpointer.close()
     )
 
 
+@pytest.mark.long
 def test_torchtitans_own_manager_loads_its_checkpoints_and_it_those(run: Run) -> None:
     run(
         2,
@@ -248,6 +249,7 @@ else:
     )
 
 
+@pytest.mark.long
 def test_the_example_gives_the_trainer_the_manager(run: Run) -> None:
     # torchtitan's models need Triton, so the model's configuration is a stand-in here
     run(

@@ -67,8 +67,11 @@ def stock(run: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[floa
     return said(run(directory / "whole", 12, "stock"))["losses"], directory / "whole-end.pt"
 
 
+FAULTS = ["sync=kill@3", "write=kill@14", "manifest.sync_directory=kill@2"]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["write=kill@14", "sync=kill@3", "manifest.sync_directory=kill@2"])
+@pytest.mark.parametrize("fault", short.first(FAULTS, rest=pytest.mark.by_hand))
 def test_killed_in_a_checkpoint_it_resumes_bit_for_bit(
     fault: str, run: Any, stock: tuple[list[float], Path], tmp_path: Path
 ) -> None:
