@@ -106,8 +106,10 @@ def _whole(stored: Tensors, missing: Sequence[str]) -> str:
     """What to say of missing keys that lie in objects of other classes, such as a module that was saved whole."""
     if not stored.is_listed:
         return ""
-    around = {key: entry for key, entry in stored.objects().items() if not key or missing[0].startswith(f"{key}/")}
-    found = next(((key, kinds) for key, entry in around.items() if (kinds := entry.classes())), None)
+    # only objects of other formats have no place; those of this package may be large, and their arrays are listed
+    others = ((key, entry) for key, entry in stored.objects().items() if entry.offset is None)
+    around = ((key, entry) for key, entry in others if not key or missing[0].startswith(f"{key}/"))
+    found = next(((key, kinds) for key, entry in around if (kinds := entry.classes())), None)
     return "" if found is None else f" ({of_classes(*found)})"
 
 
