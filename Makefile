@@ -209,7 +209,7 @@ INTERRUPTED := checkpointer close compare export gate load one_restore one_snaps
     steps_and_latest wait wait_committed dcp folder lightning
 
 .PHONY: check-long
-check-long: .venv/installed ## The longest tests, interrupts, random states, faults, kills and power cuts for two hours or so; ROUNDS= and CUTS= say how many
+check-long: .venv/installed ## The longest tests, interrupts, random states, faults, kills and power cuts for three hours or so; ROUNDS= and CUTS= say how many
 	$(PYTEST) -m by_hand
 	rm -rf build/long && mkdir -p build/long
 	for call in $(INTERRUPTED); do \
@@ -217,6 +217,7 @@ check-long: .venv/installed ## The longest tests, interrupts, random states, fau
 	$(BIN)/python tests/crash/campaign.py build/long --rounds $(ROUNDS) --jobs $(JOBS)
 	$(BIN)/python tests/crash/power_cuts.py build/long ext4 --cuts $(CUTS)
 	$(BIN)/python tests/crash/power_cuts.py build/long xfs --cuts $(CUTS)
+	$(BIN)/python tests/crash/chaos/kill.py build/long/chaos
 
 # --- benchmarks --------------------------------------------------------------------------------------------
 
