@@ -37,6 +37,7 @@ class Case:
         ranks: The number of processes.
         options: More arguments of the script.
         points: The number of kills, spread over the modes and over the changes of files. More than there are: all.
+            Where there is something ``known``, enough that stock shows it.
         known: Verdicts that the framework itself brings about, whoever writes. Stock must show them.
     """
 
@@ -50,12 +51,12 @@ class Case:
 
 
 # last.ckpt is made after the checkpoint that it is a copy of
-_LIGHTNING = Case("lightning_loop.py", "checkpoints/ck-*", "checkpoints/ck-*", known=("LOST_WORK",))
+_LIGHTNING = Case("lightning_loop.py", "checkpoints/ck-*", "checkpoints/ck-*", points=16, known=("LOST_WORK",))
 CASES = {
     "loop": Case("loop.py", "step-*.pt", "step-*", points=40),
     "loop, two ranks": Case("loop.py", "step-*.pt", "step-*", ranks=2, points=24),
     "Trainer": Case("trainer.py"),
-    "Trainer with DeepSpeed": Case("trainer.py", options=("--deepspeed",), known=("HARD_FAIL",)),
+    "Trainer with DeepSpeed": Case("trainer.py", options=("--deepspeed",), points=16, known=("HARD_FAIL",)),
     "accelerate": Case("accelerate_loop.py"),
     "Lightning": _LIGHTNING,
     "Lightning, save_last='link'": replace(_LIGHTNING, options=("--link",)),
