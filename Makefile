@@ -152,20 +152,21 @@ python-test-numpy: .venv-numpy/installed ## The core's Python tests where neithe
 
 # PyPI's build of torch brings CUDA's libraries, some 8 GB. On a machine without a driver, a
 # forked process must not have asked CUDA for its devices.
-.PHONY: check-versions
-check-versions: .venv-newest/frameworks ## Tests of the adapters with the newest versions of the frameworks
-	$(call INSTALL_IN,.venv-newest) --no-build-isolation '.[test,cli]'
-	PYTORCH_NVML_BASED_CUDA_CHECK=1 .venv-newest/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long and not by_hand' \
+.PHONY: check-versions check-oldest check-newest
+check-versions: check-oldest check-newest ## Tests of the adapters with the oldest and the newest versions of the frameworks
+check-oldest check-newest: check-%: .venv-%/frameworks
+	$(call INSTALL_IN,.venv-$*) --no-build-isolation --constraint .ci/$*.txt '.[test,cli]'
+	PYTORCH_NVML_BASED_CUDA_CHECK=1 .venv-$*/bin/pytest -n $(WORKERS) --dist loadfile -m 'not long and not by_hand' \
 	    tests/adapters tests/formats tests/oracle tests/providers
 
-.venv-newest/frameworks: .ci/newest.txt
+.venv-oldest/frameworks .venv-newest/frameworks: .venv-%/frameworks: .ci/%.txt
 	.ci/setup-system $(PYTHON) tests
-	rm -rf .venv-newest
-	$(MAKE_VENV) .venv-newest
-	$(call INSTALL_IN,.venv-newest) --upgrade pip 'setuptools>=77.0.3' 'pybind11>=3.0' 'ninja>=1.11'
-	DS_BUILD_OPS=0 $(call INSTALL_IN,.venv-newest) --no-build-isolation -r $<
-	$(call INSTALL_IN,.venv-newest) --no-deps $(ALONE)
-	$(call DEEPSPEED_OPERATION,.venv-newest)
+	rm -rf .venv-$*
+	$(MAKE_VENV) .venv-$*
+	$(call INSTALL_IN,.venv-$*) --upgrade pip 'setuptools>=77.0.3' 'pybind11>=3.0' 'ninja>=1.11'
+	DS_BUILD_OPS=0 $(call INSTALL_IN,.venv-$*) --no-build-isolation -r $<
+	$(call INSTALL_IN,.venv-$*) --no-deps $(ALONE)
+	$(call DEEPSPEED_OPERATION,.venv-$*)
 	touch $@
 
 .PHONY: sanitize
@@ -256,4 +257,4 @@ wheel: ## Build dist/*.whl for PYTHON (default python3), self-contained
 
 .PHONY: clean
 clean: ## Remove all that make made
-	rm -rf .venv .venv-numpy build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-numpy .venv-oldest .venv-newest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

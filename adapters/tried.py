@@ -14,9 +14,9 @@ NEWEST = {
     "deepspeed": "0.19.8",
     "lightning": "2.6.6",
     "megatron-core": "0.19.1",
-    "torch": "2.13.0",
+    "torch": "2.14.1",
     "torchtitan": "0.3.0",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
 }
 """By the name of the package."""
 

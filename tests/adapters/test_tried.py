@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
-from pathlib import Path
 
 import pytest
 
 from datastates.adapters import tried
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -32,10 +28,3 @@ def test_a_newer_version_is_told_of_once(
 def test_a_framework_under_another_name_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
     tried.warn_of_untried("a package that is not installed")
     assert not caplog.messages
-
-
-def test_what_the_tests_install_was_tried() -> None:
-    lists = (ROOT / "pyproject.toml").read_text() + (ROOT / "Makefile").read_text()
-    for package, newest in tried.NEWEST.items():
-        (pinned,) = set(re.findall(rf"\b{package}==([0-9.]+[0-9])", lists))
-        assert tried._release(pinned) <= tried._release(newest), package

@@ -45,6 +45,7 @@ torch.cuda.current_device = lambda: "cpu"
 torch.cuda.synchronize = lambda *_: None
 torch.cuda.set_device = lambda *_: None
 torch.cuda.device_count = lambda: 1
+torch.cuda.is_available = lambda: False  # which may ask device_count()
 
 LAYERS, WIDTH = 4, 64
 
