@@ -5,7 +5,7 @@ DeepSpeed itself truncates ``latest`` in place, before other ranks have written 
 
 - The engine's ``create``, ``commit`` and ``cleanup`` call :class:`~.checkpoint_engine.CheckpointEngine`.
 - ``DeepSpeedEngine.save_checkpoint`` does not write ``latest``, and reports where a save begins and ends.
-- ``load_checkpoint`` and ``destroy`` wait for the saves that are under way.
+- ``load_checkpoint`` waits for the saves that are under way, and so does ``destroy``, which calls ``cleanup``.
 """
 
 from __future__ import annotations
@@ -25,72 +25,48 @@ from datastates.adapters.tried import warn_of_untried
 from datastates.errors import SettingsError
 
 _ENTRY = "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine"
-_INTERFACE = "deepspeed.runtime.checkpoint_engine.checkpoint_engine"
 _BOUND = "_datastates_bound"
 
 
-def bind(*, entry: bool) -> None:
+def bind() -> None:
     """Bind the installed DeepSpeed. Idempotent.
-
-    Args:
-        entry: Whether to bind also the class that DeepSpeed makes for the JSON file's entry; not every version has it.
 
     Raises:
         RuntimeError: The interface of this version is not supported; the message says what differs.
     """
     engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
-    if _BOUND not in vars(engine):
-        _check_interface(engine, interface())
-        warn_of_untried("deepspeed")
-        engine.save_checkpoint = _saving(engine.save_checkpoint)
-        engine.load_checkpoint = _loading(engine.load_checkpoint)
-        engine._checkpoint_tag_validation = _validating(engine._checkpoint_tag_validation)
-        engine.destroy = _destroying(engine.destroy)
-        engine.save_16bit_model = _saving_16bit(engine.save_16bit_model)
-        for name in ("offload_states", "reload_states"):
-            if hasattr(engine, name):
-                # moving frees memory that may still be read
-                setattr(engine, name, _after(lambda ours: ours.wait_captured(), getattr(engine, name)))
-        setattr(engine, _BOUND, True)
-    if entry:
-        _bind_entry()
-
-
-def _bind_entry() -> None:
-    try:
-        own = importlib.import_module(_ENTRY).DataStatesCheckpointEngine
-    except (ImportError, AttributeError) as error:
-        raise _unknown(f"no DataStatesCheckpointEngine ({error})") from error
-    if _BOUND in vars(own):
+    if _BOUND in vars(engine):
         return
-    _check(own, save=["state_dict", "path"], load=["path", "map_location"])
+    own = importlib.import_module(_ENTRY).DataStatesCheckpointEngine
+    _check_interface(engine, own)
+    warn_of_untried("deepspeed")
+    engine.save_checkpoint = _saving(engine.save_checkpoint)
+    engine.load_checkpoint = _loading(engine.load_checkpoint)
+    engine._checkpoint_tag_validation = _validating(engine._checkpoint_tag_validation)
+    engine.save_16bit_model = _saving_16bit(engine.save_16bit_model)
+    for name in ("offload_states", "reload_states"):
+        # moving frees memory that may still be read
+        setattr(engine, name, _after(lambda ours: ours.wait_captured(), getattr(engine, name)))
     for name in ("create", "commit", "cleanup", "is_decoupled", "get_commit_info", "preserves_storage_sharing"):
         setattr(own, name, vars(Calls)[name])
     # its __del__ would wait, perhaps on a thread that a checkpoint needs, for that checkpoint: destroy() waits instead
     own.__del__ = lambda self: None
-    setattr(own, _BOUND, True)
+    setattr(engine, _BOUND, True)
 
 
-def interface() -> Any:
-    """The base class of checkpoint engines in the installed DeepSpeed."""
-    return importlib.import_module(_INTERFACE).CheckpointEngine
-
-
-def _check_interface(engine: Any, base: Any) -> None:
+def _check_interface(engine: Any, own: Any) -> None:
     _check(
         engine,
         save_checkpoint=["save_dir", "tag", "client_state", "save_latest"],
         load_checkpoint=["load_dir", "tag"],
-        destroy=[],
         _checkpoint_tag_validation=["tag"],
         save_16bit_model=["save_dir"],
+        offload_states=["include"],
+        reload_states=[],
+        _commit_decoupled_checkpoint=[],
     )
-    if hasattr(base, "is_decoupled"):
-        _check(engine, _commit_decoupled_checkpoint=[])
-        _check(base, create=["info"], commit=["info"], is_decoupled=[], get_commit_info=[], cleanup=[])
-    else:  # up to 0.17.0: commit() ends every save_checkpoint(), and destroy() calls nothing
-        _check(base, create=["tag"], commit=["tag"])
-    _check(base, save=["state_dict", "path"], load=["path", "map_location"])
+    _check(own, create=["info"], commit=["info"], is_decoupled=[], get_commit_info=[], cleanup=[])
+    _check(own, save=["state_dict", "path"], load=["path", "map_location"])
 
 
 def _check(cls: Any, **methods: Sequence[str]) -> None:
@@ -116,8 +92,8 @@ class Calls:
     ckpt_engine: Any
 
     def create(self, info: Any) -> None:
-        """Begin a checkpoint. ``info``: a ``CheckpointCommitInfo``; up to 0.17.0, the tag."""
-        self.ckpt_engine.create(getattr(info, "tag", info))
+        """Begin a checkpoint. ``info``: a ``CheckpointCommitInfo``."""
+        self.ckpt_engine.create(info.tag)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Save one file."""
@@ -129,7 +105,7 @@ class Calls:
 
     def commit(self, info: Any) -> Any:
         """End a checkpoint. ``info``: as of :meth:`create`; or None, from an optimizer step."""
-        return None if info is None else self.ckpt_engine.commit(getattr(info, "tag", info))
+        return None if info is None else self.ckpt_engine.commit(info.tag)
 
     def cleanup(self) -> None:
         """Close the engine. DeepSpeed may call this more than once."""
@@ -246,14 +222,3 @@ def _after(wait: Callable[[Any], object], original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return method
-
-
-def _destroying(original: Any) -> Any:
-    @functools.wraps(original)
-    def destroy(self: Any) -> None:
-        original(self)
-        ours = engine_of(self)
-        if ours is not None:
-            ours.close()  # 0.17.0 has no cleanup() of its checkpoint engine to call
-
-    return destroy

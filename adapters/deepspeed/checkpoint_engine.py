@@ -43,21 +43,20 @@ class CheckpointEngine:
     thread.
     """
 
-    def __init__(self, deepspeed_config: Any, rank: int, *, settings: DeepSpeedSettings | None = None) -> None:
+    def __init__(self, deepspeed_config: Any, rank: int) -> None:
         """Make an engine for one DeepSpeed engine. All ranks must make theirs in the same order.
 
         Args:
             deepspeed_config: A ``DeepSpeedConfig``. Its ``datastates_config.config`` is the JSON file's entry; see
                 :class:`~datastates.adapters.deepspeed.settings.DeepSpeedSettings`.
             rank: The global rank of this process.
-            settings: Settings to use instead of the entry; :func:`~datastates.adapters.deepspeed.attach` gives them.
 
         Raises:
             SettingsError: The entry is invalid; the message names the field.
             RuntimeError: The interface of this version of DeepSpeed is not supported.
         """
-        binding.bind(entry=settings is None)
-        self.settings = settings or DeepSpeedSettings.of_entry(deepspeed_config.datastates_config.config)
+        binding.bind()
+        self.settings = DeepSpeedSettings.of_entry(deepspeed_config.datastates_config.config)
         self.rank = rank
         self.saves: list[Save] = []
         """The last checkpoints that were begun, oldest first; at most ``max_in_flight`` of them."""

@@ -196,3 +196,21 @@ trained.destroy()
 """,
         tmp_path,
     )
+
+
+@pytest.mark.long
+def test_an_interface_that_is_not_known_is_refused_before_anything_is_saved(train: Any) -> None:
+    train(
+        1,
+        """
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        DeepSpeedEngine.save_checkpoint = lambda self, path, tag=None: None
+        try:
+            engine()
+            raise AssertionError("bound to what is not known")
+        except RuntimeError as error:
+            message = f"DeepSpeed {deepspeed.__version__}: DeepSpeedEngine.save_checkpoint takes (path, tag)"
+            assert message in str(error), error
+        """,
+    )
