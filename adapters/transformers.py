@@ -59,7 +59,8 @@ def attach(trainer: Any, **options: Unpack[FolderOptions]) -> TrainerCheckpoints
     settings = FolderSettings.of(options)
     paths.refuse_address(trainer.args.output_dir)
     unknown = [name for name in _METHODS if not hasattr(trainer, name)]
-    unknown += [f"{module.__name__}.{name}" for name, module in _SAVE_FILE.items() if not hasattr(module, name)]
+    called = {**_SAVE_FILE, "rotate_checkpoints": trainer_utils}
+    unknown += [f"{module.__name__}.{name}" for name, module in called.items() if not hasattr(module, name)]
     args, fsdp = trainer.args, trainer.is_fsdp_enabled
     reasons = (
         (unknown, f"this version of transformers ({transformers.__version__}) has no {', '.join(unknown)}"),
@@ -69,10 +70,6 @@ def attach(trainer: Any, **options: Unpack[FolderOptions]) -> TrainerCheckpoints
             "FSDP with whole state dicts is not supported: set state_dict_type to SHARDED_STATE_DICT",
         ),
         (getattr(trainer, "is_distributed_loading_by_transformers", False), "the model was sharded as it was loaded"),
-        (
-            not hasattr(trainer_utils, "rotate_checkpoints"),
-            "this version of transformers deletes old ones in another way",
-        ),
         (args.push_to_hub, "push_to_hub copies files before they are written"),
         (args.save_on_each_node and args.world_size > 1, "save_on_each_node: each node would have a folder of its own"),
     )

@@ -88,7 +88,7 @@ def look(
         ``places`` is equal for two lists exactly if their arrays have, in order, the same types, addresses, devices,
         element types, shapes and strides. ``addresses`` and ``versions`` have a 64-bit word for each array: the address
         of its first element, and torch's version counter of changes in place (-1 without one). None if an array does
-        not offer DLPack's C exchange API (torch does from 2.10 on), or is of no class in ``plain``.
+        not offer DLPack's C exchange API or is of no class in ``plain``.
     """
 
 def layout(

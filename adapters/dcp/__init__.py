@@ -1,10 +1,5 @@
 """torch.distributed.checkpoint with this package's engine: storage writer and reader, stager, and ``async_save``."""
 
-import torch.distributed.checkpoint.filesystem as _filesystem
-
-if not hasattr(_filesystem, "CURRENT_DCP_VERSION"):
-    raise ImportError("datastates.adapters.dcp needs a later torch: it was tried with 2.11 and 2.13")
-
 from datastates.adapters.dcp.load.reader import DataStatesStorageReader
 from datastates.adapters.dcp.save.async_save import async_save
 from datastates.adapters.dcp.save.stager import DataStatesStager

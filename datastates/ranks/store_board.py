@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from datastates.ranks.keys import Keys
 
-# torch's TCPStore refuses a value of more than 8 MiB, and closes the connection; older versions of JAX one of 4 MiB
+# torch's TCPStore refuses a value of more than 8 MiB, and closes the connection
 PIECE = 2 << 20
 
 

@@ -74,7 +74,7 @@ class Meshes:
         """
         if not is_dtensor(value):
             return HeldPart(shape, (0,) * len(shape), None, self.ranks, min(self.ranks, default=None))
-        order = getattr(value._spec, "shard_order", None)
+        order = value._spec.shard_order
         known = (id(value.device_mesh), value.placements, order, tuple(value.shape), shape)
         if known not in self._known:
             self._known[known] = self._part(key, value, shape)
@@ -139,7 +139,7 @@ def _refuse_what_is_no_box(key: str, dtensor: Any, coordinate: Sequence[int]) ->
                 f"{key!r} is a DTensor placed {placement!r} on mesh dimension {name!r}, which is not known here: save "
                 "what dtensor.redistribute(placements=...) makes of it, with Replicate() or Shard(dim) in that place"
             )
-    order = getattr(dtensor._spec, "shard_order", None) or ()
+    order = dtensor._spec.shard_order or ()
     in_order = all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order)
     strided = {p.dim for p in placements if isinstance(p, _StridedShard)}
     for dim in strided:

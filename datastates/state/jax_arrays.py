@@ -122,7 +122,7 @@ def _is_plain(data: Any, device: Any) -> bool:
     """Whether an array lies in CUDA memory as NumPy would lay it out."""
     if "cuda" not in device.client.platform_version.lower() or data.sharding.memory_kind not in (None, "device"):
         return False
-    order = data.format.layout.major_to_minor if hasattr(data, "format") else None
+    order = data.format.layout.major_to_minor
     is_packed = data.dtype.itemsize == 1 and data.dtype.name.endswith(("int2", "int4", "float4_e2m1fn"))
     return order == tuple(range(data.ndim)) and not is_packed
 
@@ -169,8 +169,7 @@ def placed(like: Any) -> Any:
 
 def _is_abstract(sharding: Any) -> bool:
     jax: Any = loaded("jax")
-    kind = getattr(jax.sharding, "AbstractMesh", None)  # which older versions lack
-    return kind is not None and isinstance(getattr(sharding, "mesh", None), kind)
+    return isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
 
 
 def landings(like: Any) -> list[tuple[HeldPart, Any]]:
@@ -240,8 +239,7 @@ def _assembled(like: Any, filled: Sequence[tuple[HeldPart, Any]]) -> Any:
         jax.device_put(boxes[origin(box)], jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind))
         for device, box in placed.items()
     ]
-    of_type = {} if single else {"dtype": like.dtype}  # which older versions do not take
-    return jax.make_array_from_single_device_arrays(shape, like.sharding, single, **of_type)
+    return jax.make_array_from_single_device_arrays(shape, like.sharding, single, dtype=like.dtype)
 
 
 def made_type(like: Any) -> Any:
@@ -265,9 +263,7 @@ def key_name(keys: Any) -> str:
     found: list[str] = []
 
     def note(traced: Any) -> Any:
-        made_by = jax.random.key_impl(traced)
-        # older versions give an object, whose text is a tag that wrap_key_data() does not take
-        found.append(made_by if isinstance(made_by, str) else made_by._impl.name)
+        found.append(str(jax.random.key_impl(traced)))
         return traced
 
     jax.eval_shape(note, keys)  # key_impl() takes no description

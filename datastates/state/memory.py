@@ -122,7 +122,7 @@ def fresh(ref: ArrayRef, like: Any = None, device: Any = None) -> Any:
 
 def _torch_dtype(torch: Any, ref: ArrayRef) -> Any:
     # torch has names for types that it has no arrays of, such as int4
-    if not dtypes.BY_NAME[ref.dtype].in_torch or not hasattr(torch, ref.dtype):
+    if not dtypes.BY_NAME[ref.dtype].in_torch:
         raise ImportError(f"{ref.key!r} is of type {ref.dtype}, which torch {torch.__version__} lacks")
     return getattr(torch, ref.dtype)
 

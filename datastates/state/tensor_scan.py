@@ -52,7 +52,7 @@ def look(values: Sequence[object], *, known: bytes = b"", memory: bool = False) 
         memory: Whether to fill in ``Look.memory``. Then a negated tensor is refused, as its memory is not its values.
 
     Returns:
-        None if a value is no torch tensor, or cannot be exchanged by DLPack's C API, which torch has from 2.10 on.
+        None if a value is no torch tensor, or cannot be exchanged by DLPack's C API.
     """
     torch = loaded("torch")
     if torch is None and values:
@@ -148,7 +148,7 @@ def _exchanged_dtypes() -> Callable[[int], int | None]:
     codes: dict[int, int] = {}
     for dtype in dtypes.ALL:
         seen = None
-        if dtype.in_torch and hasattr(torch, dtype.name) and "complex" not in dtype.name:
+        if dtype.in_torch and "complex" not in dtype.name:
             # a view, because in deterministic mode torch.empty() fills the tensor, which fails for some types
             empty = torch.empty(0, dtype=torch.uint8, device="cpu").view(getattr(torch, dtype.name))
             seen = _native.layout([empty], torch.Tensor.is_neg)

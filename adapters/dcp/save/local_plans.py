@@ -42,7 +42,7 @@ class LocalPlans:
 
 def _basis(planner: SavePlanner) -> list[object] | None:
     """Everything that torch's default planner looks at and that can change in a run; None if it may look at more."""
-    if type(planner) is not DefaultSavePlanner or getattr(planner, "_enable_plan_caching", False):
+    if type(planner) is not DefaultSavePlanner or planner._enable_plan_caching:
         return None
     basis: list[object] = [planner.mappings if planner.flatten_state_dict else None]
     for name, value in planner.state_dict.items():
@@ -52,7 +52,7 @@ def _basis(planner: SavePlanner) -> list[object] | None:
             if not _is_plain(local):
                 return None
             # not the spec itself: it can be changed in place
-            placed = (spec.mesh, spec.placements, getattr(spec, "shard_order", None), value.shape)
+            placed = (spec.mesh, spec.placements, spec.shard_order, value.shape)
             basis.append((name, placed, value.requires_grad, local.dtype, local.layout, local.is_pinned()))
         elif _is_plain(value):
             properties = (value.dtype, value.layout, value.requires_grad, value.is_pinned())
