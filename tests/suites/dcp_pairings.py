@@ -21,6 +21,7 @@ _HOW = ("single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_a
 
 def change(module: Any, variant: str) -> None:
     """Put the classes in the place of the stock ones, wherever these are looked up."""
+    importlib.import_module(f"{MODULE}._fsspec_filesystem")  # its classes stay subclasses of the stock ones
     ours = importlib.import_module("datastates.adapters.dcp")
     places: tuple[Any, ...] = (module, importlib.import_module(f"{MODULE}.filesystem"))
     if "our writer" in variant:
