@@ -10,6 +10,7 @@ from datastates.errors import DatastatesError
 from datastates.exporting.export import Exported
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.one_tensor import Checkpoint
+from datastates.restoring.report import RestoreReport
 from datastates.restoring.request import RestoreRequest
 from datastates.restoring.restored import Restored
 from datastates.saving.report import Report
@@ -30,6 +31,7 @@ __all__ = [
     "Exported",
     "IoSettings",
     "Report",
+    "RestoreReport",
     "RestoreRequest",
     "Restored",
     "Settings",

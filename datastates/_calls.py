@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from datastates.config import IoSettings, RankSettings
 from datastates.errors import CheckpointNotFoundError, RestoreError
 from datastates.executor.executor import Executor
 from datastates.executor.make import make_small_executor
+from datastates.executor.timeline import TRAINING_THREAD, Span
 from datastates.exporting import export as exporting
 from datastates.exporting.export import Exported, cast_type
 from datastates.exporting.safetensors_layout import parse_size
@@ -198,16 +200,21 @@ def restore_by(
     Raises:
         CheckpointNotFoundError: There is no checkpoint of that step.
     """
+    begin = time.monotonic()
     providers, request = _checked(providers, options, meetings(0))
     gate.pass_all()  # a restore changes the state, so it waits for captures like any update
     wait()
     if other is not None:
         meeting = meetings(0)
-        return Restore(open_other(other, path, meeting, request), providers, executor, meeting, request).run()
-    candidates = partial(newest.candidates, path, request.step, certain=not request.fallback)
-    restored = restore_newest(providers, candidates, executor, meetings, request)
-    if restored is None and request.step is not None:
-        recognise.refuse_absence(path, request.step)
+        restored = Restore(open_other(other, path, meeting, request), providers, executor, meeting, request).run()
+    else:
+        candidates = partial(newest.candidates, path, request.step, certain=not request.fallback)
+        found = restore_newest(providers, candidates, executor, meetings, request)
+        if found is None:
+            return None if request.step is None else recognise.refuse_absence(path, request.step)
+        restored = found
+    restored.spans.insert(0, Span("open", TRAINING_THREAD, begin, restored.spans[0].begin, 0))
+    _log.info("%s", restored.report)
     return restored
 
 

@@ -504,7 +504,7 @@ class ReadJob:
         """
 
     def timeline(self) -> list[tuple[str, int, float, float, int]]:
-        """Spans of work as in ``WriteJob.timeline``, without those of a read-ahead.
+        """Spans of work as in ``WriteJob.timeline``, with the reads of a read-ahead that the job has taken over.
 
         Stages: read (one extent), verify, copy (from a block to its destinations).
         """

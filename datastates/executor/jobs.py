@@ -6,18 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from datastates import _native
-from datastates.executor.timeline import Span
+from datastates.executor.timeline import TRAINING_THREAD, Span
 from datastates.planning.plans import ReadPlan
 
 WriteJob = _native.WriteJob
 _TRACKS = {
-    "submit": "training thread",
+    "submit": TRAINING_THREAD,
     "create": "worker {}",
     "cache_wait": "waiting for the cache",
     "checksum": "worker {}",
     "write": "write slot {}",
     "tail": "engine thread",
     "sync": "engine thread",
+    "read": "read slot {}",
+    "verify": "worker {}",
+    "copy": "read slot {}",
 }
 """Names of the native core's tracks by stage, except for capture; see :func:`_track`."""
 _WORKERS = 1 << 16
@@ -29,10 +32,10 @@ def _track(stage: str, number: int) -> str:
         return _TRACKS[stage].format(number)
     if number >= _WORKERS:
         return f"worker {number - _WORKERS}"
-    return ("capture thread", "training thread")[number] if number < 2 else f"copies from GPU {number - 2}"
+    return ("capture thread", TRAINING_THREAD)[number] if number < 2 else f"copies from GPU {number - 2}"
 
 
-def timeline(job: WriteJob) -> list[Span]:
+def timeline(job: WriteJob | _native.ReadJob) -> list[Span]:
     """The spans of a job's work so far."""
     return [
         Span(stage, _track(stage, number), begin, end, nbytes) for stage, number, begin, end, nbytes in job.timeline()
@@ -74,3 +77,7 @@ class ReadJob:
             "bytes_shared": plan.shared_nbytes,
             "bytes_unverified": plan.unverified_nbytes,
         }
+
+    def timeline(self) -> list[Span]:
+        """The spans of its work so far, with the reads of a read-ahead that it has taken over."""
+        return timeline(self._job)

@@ -1,9 +1,14 @@
-"""The timeline of a snapshot: spans of its stages, their sums, and a trace for Perfetto and Chrome."""
+"""The timeline of a snapshot or a restore: spans of its stages, their sums, and a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 WAITS_FOR = {
@@ -22,13 +27,26 @@ WAITS_FOR = {
     "commit": "sync",
 }
 """The stages of a snapshot in order, each with the stage that it waits for when it is not busy."""
+RESTORE_WAITS_FOR = {
+    "open": "",
+    "compare": "",
+    "read": "verify",
+    "verify": "read",
+    "copy": "verify",
+    "wait": "",
+    "digest": "",
+    "objects": "",
+}
+"""The same for a restore. ``wait`` is the time in which the thread that called waits for the reads of all ranks."""
+TRAINING_THREAD = "training thread"
+"""The track of the thread that takes a snapshot or restores."""
 
 
 class Span(NamedTuple):
     """One piece of work.
 
     Attributes:
-        stage: Its stage, one of :data:`WAITS_FOR`.
+        stage: Its stage, one of :data:`WAITS_FOR` or :data:`RESTORE_WAITS_FOR`.
         track: The thread, CUDA stream or slot of a ring that did it.
         begin, end: Seconds on the monotonic clock.
         nbytes: Number of bytes processed; 0 where that does not apply.
@@ -39,6 +57,16 @@ class Span(NamedTuple):
     begin: float
     end: float
     nbytes: int
+
+
+@contextlib.contextmanager
+def recorded(spans: list[Span], stage: str) -> Iterator[None]:
+    """Add the time of the block to the spans, as work of the training thread without bytes."""
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        spans.append(Span(stage, TRAINING_THREAD, begin, time.monotonic(), 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +96,25 @@ class Stage:
         return self.nbytes / self.busy_seconds / 1e9 if self.nbytes and self.busy_seconds else None
 
 
-def stages(spans: Sequence[Span]) -> dict[str, Stage]:
+def stages(spans: Sequence[Span], waits_for: Mapping[str, str] = WAITS_FOR) -> dict[str, Stage]:
     """The sum of each stage that has spans, in the order of the stages."""
-    by_stage: dict[str, list[Span]] = {name: [] for name in WAITS_FOR}
+    by_stage: dict[str, list[Span]] = {name: [] for name in waits_for}
     for span in spans:
         by_stage[span.stage].append(span)
-    return {name: _sum(name, found) for name, found in by_stage.items() if found}
+    return {name: _sum(found, waits_for[name]) for name, found in by_stage.items() if found}
 
 
-def _sum(name: str, spans: list[Span]) -> Stage:
+def _sum(spans: list[Span], waits_for: str) -> Stage:
     busy, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda s: s.begin):
         busy += max(0.0, span.end - max(span.begin, reached))
         reached = max(reached, span.end)
-    return Stage(reached - min(s.begin for s in spans), busy, sum(s.nbytes for s in spans), WAITS_FOR[name])
+    return Stage(reached - min(s.begin for s in spans), busy, sum(s.nbytes for s in spans), waits_for)
+
+
+def write_trace(path: str | os.PathLike[str], spans: Sequence[Span], name: str) -> None:
+    """Write the spans of this process into a file, as :func:`chrome_trace` gives them; raises OSError."""
+    Path(path).write_text(json.dumps(chrome_trace(spans, process=os.getpid(), name=name)), encoding="ascii")
 
 
 def chrome_trace(spans: Sequence[Span], *, process: int, name: str) -> dict[str, Any]:

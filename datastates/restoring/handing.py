@@ -70,7 +70,7 @@ class Late:
 
     def note(self, *, strict: bool) -> None:
         """Put what was reported since then into the result. Log it, or raise ProviderError if ``strict``."""
-        result, late = self._result, Restored(self._result.step)
+        result, late = self._result, Restored(self._result.step, self._result.path)
         for saved, (missing, unexpected) in zip(self._saved, self._told, strict=True):
             late.missing_keys += [key for key in saved.missing[missing:] if key not in result.missing_keys]
             late.unexpected_keys += [key for key in saved.unexpected[unexpected:] if key not in result.unexpected_keys]

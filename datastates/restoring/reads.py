@@ -14,6 +14,7 @@ from datastates.container.rows import reference
 from datastates.container.table import Row
 from datastates.executor.executor import Columns, Executor, ReadAhead
 from datastates.executor.jobs import ReadJob
+from datastates.executor.timeline import Span
 from datastates.planning import read
 from datastates.planning.several import FileRanges, plan_several
 from datastates.planning.wanted import GAP
@@ -296,6 +297,10 @@ class Reads:
             sum(s[f"bytes_{which}"] for s in stats) for which in ("needed", "read", "shared", "unverified")
         )
         return Tally(needed - extra, read, shared, received, unverified, tuple(sorted(self._loose)))
+
+    def timeline(self) -> list[Span]:
+        """The spans of the work so far."""
+        return [span for job in self._jobs for span in job.timeline()]
 
     def _read_rest(self, exchange: Exchange) -> None:
         """Read what no other rank has sent."""

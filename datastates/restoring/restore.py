@@ -16,6 +16,7 @@ from datastates.commit.claims import key_hash
 from datastates.container.digests import contributions
 from datastates.errors import CorruptError, RestoreError
 from datastates.executor.executor import Executor
+from datastates.executor.timeline import recorded
 from datastates.restoring import ahead, casting
 from datastates.restoring.compared import Compared
 from datastates.restoring.comparison import Comparison
@@ -87,20 +88,26 @@ class Restore:
         self._objects: list[RestoredObject] = []
         self._absent: list[str] = []  # keys of providers that the checkpoint lacks
         self._not_here: list[str] = []  # keys of per-rank state that the checkpoint has for other ranks only
-        self._result = Restored(stored.step or 0)
+        self._result = Restored(stored.step or 0, stored.path)
 
     @gc_pause.paused()
     def run(self) -> Restored:
         """Do the restore; raises as :meth:`datastates.Checkpointer.restore` does."""
+        spent = partial(recorded, self._result.spans)
         with contextlib.closing(self._reads):
-            fits = self._meeting.compare(lambda: self._offering(self._look_and_compare()), self._strangers)
+            with spent("compare"):
+                fits = self._meeting.compare(lambda: self._offering(self._look_and_compare()), self._strangers)
             self._take_note(fits.unexpected, fits.in_vain)
-            doubtful = set(self._meeting.finish(lambda: self._read(fits.neighbours)))
-            unverified = self._compare_digests(doubtful, every=self._request.verify == "digest")
+            with spent("wait"):
+                doubtful = set(self._meeting.finish(lambda: self._read(fits.neighbours)))
+            with spent("digest"):
+                unverified = self._compare_digests(doubtful, every=self._request.verify == "digest")
             self._result.unverified_keys = sorted(map(self._live, unverified))
             if self._own is not None:  # other formats may have no checksums at all
                 warn_of_unverified([self._live(key) for key in unverified if key in doubtful])
-            self._meeting.together("objects", self._hand_over)
+            with spent("objects"):
+                self._meeting.together("objects", self._hand_over)
+            self._result.spans += self._reads.timeline()
         return self._result
 
     @gc_pause.paused()

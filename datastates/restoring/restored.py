@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from datastates.errors import RestoreError
+from datastates.executor.timeline import RESTORE_WAITS_FOR, Span, stages, write_trace
+from datastates.restoring.report import RestoreReport
 from datastates.restoring.sources import Tensors
 
 _log = logging.getLogger("datastates")
@@ -20,6 +24,7 @@ class Restored:
 
     Attributes:
         step: The step that was restored; 0 if a checkpoint of another format does not say.
+        path: The checkpoint.
         missing_keys: Keys that the live state has and the checkpoint lacks, on this rank. Keys of per-rank state are
             listed but are no error if the checkpoint did not have this rank, which then keeps its own state.
         unexpected_keys: Keys, after ``rename``, that the checkpoint has and the live state of all ranks lacks.
@@ -36,9 +41,11 @@ class Restored:
         received_nbytes: Bytes that this rank wanted and other ranks of its host read for it.
         passed_over: With ``fallback=True``, the newer checkpoints that are damaged: the name of each directory, and
             what is wrong with it.
+        spans: The timeline of this rank; :attr:`report` has its sums.
     """
 
     step: int
+    path: Path
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: dict[str, str] = field(default_factory=dict)
@@ -50,6 +57,31 @@ class Restored:
     shared_nbytes: int = 0
     received_nbytes: int = 0
     passed_over: dict[str, str] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def report(self) -> RestoreReport:
+        """Its sizes, times and rates on this rank."""
+        begin, end = min(s.begin for s in self.spans), max(s.end for s in self.spans)
+        return RestoreReport(
+            step=self.step,
+            path=self.path,
+            nbytes=self.needed_nbytes,
+            read_nbytes=self.read_nbytes,
+            seconds=end - begin,
+            stages=stages(self.spans, RESTORE_WAITS_FOR),
+        )
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace of the restore, in the format that https://ui.perfetto.dev and Chrome show.
+
+        Args:
+            path: The file to write. An existing file is replaced.
+
+        Raises:
+            OSError: ``path`` cannot be written.
+        """
+        write_trace(path, self.spans, f"datastates, restore of step {self.step}")
 
 
 def misfit(stored: Tensors, result: Restored, lost: Mapping[str, str]) -> RestoreError:

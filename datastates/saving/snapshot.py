@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -17,7 +16,7 @@ from typing import Any, TextIO, cast
 from datastates._base import workers
 from datastates._base.waiting import Bell
 from datastates.errors import DatastatesError, SnapshotAbandonedError, SnapshotTimeoutError
-from datastates.executor.timeline import Span, chrome_trace, stages
+from datastates.executor.timeline import TRAINING_THREAD, Span, stages, write_trace
 from datastates.saving.report import Report
 
 _log = logging.getLogger("datastates")
@@ -184,8 +183,7 @@ class Snapshot:
         Raises:
             OSError: ``path`` cannot be written.
         """
-        trace = chrome_trace(self._all_spans(), process=os.getpid(), name=f"datastates, snapshot {self.step}")
-        Path(path).write_text(json.dumps(trace), encoding="ascii")
+        write_trace(path, self._all_spans(), f"datastates, snapshot {self.step}")
 
     def _all_spans(self) -> list[Span]:
         return [*self._spans, *self._native_spans()]
@@ -226,7 +224,7 @@ class Snapshot:
 
     def called(self) -> None:
         """Record that the user's call returns now."""
-        self._spans.append(Span("stall", "training thread", self._begin, time.monotonic(), 0))
+        self._spans.append(Span("stall", TRAINING_THREAD, self._begin, time.monotonic(), 0))
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -246,7 +244,7 @@ class Snapshot:
         gate()
         while gate is not (gate := self._gate):  # it has been replaced in the meantime
             gate()
-        self._spans.append(Span("gate", "training thread", begin, time.monotonic(), 0))
+        self._spans.append(Span("gate", TRAINING_THREAD, begin, time.monotonic(), 0))
 
     def reach(self, state: str, *, at: float | None = None, file_nbytes: int = 0) -> None:
         """Record that a state has been reached, now or at the time ``at`` of the monotonic clock."""

@@ -87,6 +87,9 @@ TEST(what_is_read_ahead_is_not_read_again) {
         CHECK(job->wait());
         CHECK(matches(read, written));
         CHECK_EQ(job->stats().bytes_read, bytes_read);
+        std::uint64_t length = 0;
+        for (const ReadPlan::Extent& extent : read.plan->extents()) length += extent.length;
+        CHECK_EQ(support::bytes_of(job->timeline(), Stage::read), length);
         // The bytes are used and counted only once.
         CHECK_EQ(ahead->bytes_read(), 0U);
         const auto again = executor->submit_read(dir / "f", read.plan, read.buffers(), ahead.get());

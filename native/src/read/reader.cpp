@@ -114,6 +114,7 @@ void Reader::take_over(ReadRun& run, ExtentsAhead& extents_ahead) {
         auto kept = extents_ahead.take(extents[index]);
         if (!kept) continue;
         run.taken.insert(index);
+        run.job->timeline().add(kept->read);
         start_work(std::make_shared<Reading>(
                        Reading{.run = &run,
                                .index = index,
@@ -266,8 +267,13 @@ void Reader::keep(Reading& reading) {
         job.filled()->count(reading.bytes_read);
         // Drop failed extents: the job that takes over reads them again and reports the error.
         if (job.stopped() || !reading.block) return;
-        job.filled()->put(reading.extent(),
-                          {.block = std::move(*reading.block), .data = reading.data});
+        job.filled()->put(reading.extent(), {.block = std::move(*reading.block),
+                                             .data = reading.data,
+                                             .read = {.stage = Stage::read,
+                                                      .track = reading.track,
+                                                      .begin = reading.begin,
+                                                      .end = Clock::now(),
+                                                      .bytes = reading.extent().length}});
     } catch (...) {
         job.fail(reading.index, Error::current());
     }

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 
+#include "datastates/base/timeline.hpp"
 #include "datastates/memory/host_cache.hpp"
 #include "datastates/plan.hpp"
 
@@ -19,6 +20,7 @@ class ExtentsAhead {
     struct Kept {
         Block block;
         std::byte* data;  // the extent's first byte
+        Span read;        // for the timeline of the job that takes it
     };
 
     /// Keeps an extent, unless clear() was called.
