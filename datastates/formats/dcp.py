@@ -20,7 +20,6 @@ from datastates.formats.dcp_metadata import Chunk
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
 from datastates.formats.format import Problem
-from datastates.formats.loading import read_all
 from datastates.formats.record_file import Record
 from datastates.state.into import Into
 from datastates.state.shards import Shard
@@ -66,7 +65,7 @@ class DcpCheckpoint(Foreign):
             if blob.unreadable is not None:
                 raise FormatError(f"{key!r} in {blob.path}: {blob.unreadable}. open() reads the other tensors")
             blob.survey(lambda stored: stored, trust, with_torch=into.with_torch)
-        found = read_all(self, executor, into)
+        found = super().load(executor, trust=trust, into=into)
         return found | {key: blob.load(trust, into) for key, blob in blobs}
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Problem]:

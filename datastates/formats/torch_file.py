@@ -20,8 +20,8 @@ from datastates.executor.executor import Executor
 from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive
 from datastates.formats.foreign import Foreign
 from datastates.formats.foreign_file import ForeignFile, whole
-from datastates.formats.loading import Blocks
 from datastates.formats.record_file import Record
+from datastates.restoring.new_arrays import NewArrays
 from datastates.restoring.provider_view import naming
 from datastates.state import memory
 from datastates.state.into import Into
@@ -142,17 +142,17 @@ class TorchFile(ForeignFile):
             FormatError: An object cannot be built.
             StorageError: Reading failed.
         """
-        blocks = Blocks(into)
+        new = NewArrays(into)
 
         def array(stored: StoredArray) -> Any:
             stored = self._checked(stored)
             ref = ArrayRef(stored.record, "torch", stored.dtype, stored.shape, stored.stride)
-            made = blocks.view(self, self._numbers[stored.record], ref, stored.begin)
+            made = new.view(self, self._numbers[stored.record], ref, stored.begin)
             return memory.with_grad(made, stored.requires_grad)
 
         with naming(str(self.path)):
             value, complete = self._survey(array, trust, with_torch=into.with_torch)
-            blocks.fill(executor)
+            new.read(executor)
             if complete:
                 return value
             return pickle_reader.loads(self._pickle, array, trust=trust, with_torch=into.with_torch)

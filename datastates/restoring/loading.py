@@ -17,15 +17,16 @@ from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
 from datastates.container.pickle_native import read_plain
 from datastates.container.pickle_reader import Trust
-from datastates.container.rows import DataPlace, StoredRows, logical, place_of, reference
+from datastates.container.rows import DataPlace, StoredRows, place_of, reference
 from datastates.container.table import KINDS, WHOLE, Row
 from datastates.errors import FormatError
 from datastates.executor.executor import Executor
 from datastates.restoring.every_container import open_all
 from datastates.restoring.fill import as_referred, fill
+from datastates.restoring.new_arrays import NewArrays
+from datastates.restoring.new_tensors import FoundTensor, reserve
 from datastates.restoring.provider_view import naming, place_in_pickle
-from datastates.restoring.reads import Reads
-from datastates.state import arrays, memory
+from datastates.state import memory
 from datastates.state.into import AS_SAVED, Into
 from datastates.state.parts import Part, uncovered
 from datastates.state.shards import ArrayRef, StoredArray, full_key
@@ -59,18 +60,18 @@ def load(
     pickle_reader.check_trust(trust)
     sources = open_all(path)
     pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
-    blocks = _Tensors(sources, into) if _has_parts(path, sources) else _Records(sources[0], into, place)
-    with contextlib.closing(blocks):
-        blocks.start(executor)
+    arrays = _Tensors(sources, into) if _has_parts(path, sources) else _Records(sources[0], into, place)
+    with contextlib.closing(arrays.new):
+        arrays.start(executor)
         # an untrusted or damaged object stops the reads
         for piece in pieces:
             with naming(str(piece.source.path)):
-                piece.survey(blocks, trust, into)
-        blocks.finish()
+                piece.survey(arrays, trust, into)
+        arrays.new.finish()
     built = []
     for piece in pieces:
         with naming(str(piece.source.path)):
-            built.append(piece.built(blocks, trust, into))
+            built.append(piece.built(arrays, trust, into))
     return reduce(_merged, built) if built else {}
 
 
@@ -100,35 +101,35 @@ class _Piece:
     value: Any = None
     complete: bool = False
 
-    def survey(self, blocks: _Blocks, trust: Trust, into: Into) -> None:
+    def survey(self, arrays: _Arrays, trust: Trust, into: Into) -> None:
         """Read it before its arrays, natively if it is plain; raises as :func:`load` does."""
         if (name := self.provider) is not None:
-            self.complete = self._read_natively(name, blocks)
+            self.complete = self._read_natively(name, arrays)
         if not self.complete:
             stream = pickle_writer.stream(self.opcodes)
-            resolve = blocks.of(self.source)
+            resolve = arrays.of(self.source)
             self.value, self.complete = pickle_reader.survey(stream, resolve, trust=trust, with_torch=into.with_torch)
         if self.whole and not isinstance(self.value, dict):
             raise FormatError(f"data.pkl holds a {type(self.value).__name__}, not a mapping of providers")
 
-    def _read_natively(self, name: str, blocks: _Blocks) -> bool:
+    def _read_natively(self, name: str, arrays: _Arrays) -> bool:
         plain = read_plain(self.opcodes, StoredRows(self.source.index, name))
         if plain is None:
             return False
         (self.value,) = plain
         try:
-            return fill(self.value, lambda ref: blocks.referred(self.source, full_key(name, ref.key), ref))
+            return fill(self.value, lambda ref: arrays.referred(self.source, full_key(name, ref.key), ref))
         except (FormatError, ImportError):
             raise
         except Exception as error:  # for example a parameter of integers that is said to require a gradient
             raise FormatError(f"objects cannot be decoded: {type(error).__name__}: {error}") from error
 
-    def built(self, blocks: _Blocks, trust: Trust, into: Into) -> dict[str, Any]:
+    def built(self, arrays: _Arrays, trust: Trust, into: Into) -> dict[str, Any]:
         """The values by provider, now that all arrays are read."""
         value = self.value
         if not self.complete:
             stream = pickle_writer.stream(self.opcodes)
-            value = pickle_reader.loads(stream, blocks.of(self.source), trust=trust, with_torch=into.with_torch)
+            value = pickle_reader.loads(stream, arrays.of(self.source), trust=trust, with_torch=into.with_torch)
         return value if self.whole or self.provider is None else {self.provider: value}
 
 
@@ -160,15 +161,18 @@ def _is_tied(a: Row, of_a: Logical, b: Row, of_b: Logical) -> bool:
     return a.part == b.part and of_a.stored_digest == of_b.stored_digest
 
 
-class _Blocks(ABC):
-    """New memory for all arrays, and the reads that fill it."""
+class _Arrays(ABC):
+    """New memory for all arrays, as the objects of containers refer to them.
 
-    def __init__(self) -> None:
-        self._reads: list[Reads] = []
+    Attributes:
+        new: The arrays, and the reads that fill them.
+    """
 
-    @abstractmethod
+    new: NewArrays
+
     def start(self, executor: Callable[[int], Executor]) -> None:
         """Begin to read and verify all of it."""
+        self.new.start(executor(self.new.nbytes))
 
     @abstractmethod
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
@@ -189,38 +193,20 @@ class _Blocks(ABC):
 
         return array
 
-    def finish(self) -> None:
-        """Wait until everything is read."""
-        for reads in self._reads:
-            reads.finish()
 
-    def close(self) -> None:
-        """Stop what is still being read."""
-        for reads in self._reads:
-            reads.close()
-
-
-class _Tensors(_Blocks):
+class _Tensors(_Arrays):
     """Every logical tensor in new memory, to be filled from the parts of all containers."""
 
     def __init__(self, sources: Sequence[Container], into: Into) -> None:
-        super().__init__()
-        self._reads = [Reads(in_full=True)]
+        self.new = NewArrays(into)
         self._arrays: dict[tuple[int, DataPlace], Any] = {}  # by container and place
         self._places: dict[tuple[int, str], DataPlace] = {}  # by container and key
         rows: dict[tuple[int, DataPlace], Row] = {}
         tensors = combine([source.index.shards for source in sources])
-        if into.device is not None:
-            wholes = (logical(tensor.parts[0][2]) for tensor in tensors.values())
-            on_device = (memory.nbytes_of(ref) for ref in wholes if into.kind(ref.kind) == "torch")
-            memory.reserve(sum(on_device), into.device)
+        found = {key: _found(key, tensor, sources) for key, tensor in tensors.items()}
+        reserve(found.values(), into)
         for key, tensor in tensors.items():
-            if not tensor.is_complete:
-                raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
-            # as many elements as the tensor has, but not all of them: some are there twice
-            if len(tensor.parts) > 1 and uncovered(Part.whole(tensor.shape), [row.part for _, _, row in tensor.parts]):
-                raise FormatError(f"{key!r} has parts that overlap")
-            live = arrays.array_shard(key, into.empty(logical(tensor.parts[0][2])))
+            array = self.new.whole(found[key])
             for number, _, row in tensor.parts:
                 source = sources[number]
                 place = self._places[id(source), key] = place_of(row)
@@ -229,9 +215,7 @@ class _Tensors(_Blocks):
                 if other.key != key and not _is_tied(other, tensors[other.key], row, tensor):
                     both = f"{other.key!r} and {key!r}"
                     raise FormatError(f"{both} share memory in {source.path}, but are different tensors")
-                self._arrays[id(source), place] = live.source
-                if row.part.numel:
-                    self._reads[0].add(source, row, live)
+                self._arrays[id(source), place] = array
 
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
         return as_referred(self._arrays[id(source), self._places[id(source), full]], ref)
@@ -239,68 +223,57 @@ class _Tensors(_Blocks):
     def at(self, source: Container, place: DataPlace) -> Any:
         return self._arrays.get((id(source), place))
 
-    def start(self, executor: Callable[[int], Executor]) -> None:
-        self._reads[0].start(executor(self._reads[0].nbytes))
+
+def _found(key: str, tensor: Logical, sources: Sequence[Container]) -> FoundTensor:
+    """The parts of a tensor, each with its container; raises FormatError if they are not the tensor, each part once."""
+    if not tensor.is_complete:
+        raise FormatError(f"{key!r} is not whole: the containers do not hold all of its elements")
+    # as many elements as the tensor has, but not all of them: some are there twice
+    if len(tensor.parts) > 1 and uncovered(Part.whole(tensor.shape), [row.part for _, _, row in tensor.parts]):
+        raise FormatError(f"{key!r} has parts that overlap")
+    return tensor.parts[0][2], [(sources[number], row) for number, _, row in tensor.parts if row.part.numel]
 
 
-class _Records(_Blocks):
+class _Records(_Arrays):
     """Every record of one container in new memory, and the arrays that are views of it."""
 
     def __init__(self, source: Container, into: Into, place: Callable[[Any], Any]) -> None:
-        super().__init__()
         self._source = source
         self._into = into
-        self._place = place
+        self.new = NewArrays(into, place)
         self._table = table = source.index.shards
         self._numbers = dict(zip(table.by_key, range(len(table)), strict=True))
         self._record, self._offset = table.record.tolist(), table.offset.tolist()
         # a block from torch can be viewed as arrays of both kinds, so torch, the last in order, wins a record of both
         kinds = (into.kind(KINDS[kind]) for kind in table.kind.tolist())
         self._kinds = dict(sorted(zip(self._record, kinds, strict=True)))
-        self._blocks: list[Any] = []
-        self._made: dict[tuple[object, ...], Any] = {}
 
     def referred(self, source: Container, full: str, ref: ArrayRef) -> object:
-        del source
-        return as_referred(self._array(self._numbers[full], replace(ref, key=full)), ref)
+        return as_referred(self._array(source, self._numbers[full], replace(ref, key=full)), ref)
 
     def at(self, source: Container, place: DataPlace) -> Any:
-        del source
         number = self._by_place.get(place)
-        return None if number is None else self._array(number, reference(self._table.row(number)))
+        return None if number is None else self._array(source, number, reference(self._table.row(number)))
 
     @cached_property
     def _by_place(self) -> dict[DataPlace, int]:
         return {place_of(row): number for number, row in enumerate(self._table.rows(range(len(self._table))))}
 
-    def _array(self, number: int, ref: ArrayRef) -> Any:
+    def _array(self, source: Container, number: int, ref: ArrayRef) -> Any:
         """The array of a row; tied ones are the same object."""
-        place = self._record[number], self._offset[number], ref.dtype, ref.shape, ref.stride
-        if place not in self._made:
-            self._made[place] = self._into.view(self._blocks[self._record[number]], ref, self._offset[number])
-        return self._made[place]
+        return self.new.view(source, self._record[number], ref, self._offset[number])
 
     def start(self, executor: Callable[[int], Executor]) -> None:
         """Allocate all records, and begin to read and verify them meanwhile."""
-        index = self._source.index
-        sizes, offsets = index.records.nbytes.tolist(), index.records.data_offset.tolist()
-        made, begin = executor(sum(sizes)), 0
+        sizes = self._source.index.records.nbytes.tolist()
+        made = executor(sum(sizes))
         if self._into.device is not None:
             memory.reserve(sum(n for r, n in enumerate(sizes) if self._kinds.get(r) == "torch"), self._into.device)
-        while begin < len(sizes):
-            reads, nbytes = Reads(), 0
-            self._reads.append(reads)
-            while begin < len(sizes) and nbytes < READ_AT_ONCE:
-                block = self._allocate(self._kinds.get(begin, "numpy"), sizes[begin])
-                self._blocks.append(block)
-                reads.add_memory(self._source, offsets[begin], arrays.memory(block))
-                nbytes += sizes[begin]
-                begin += 1
-            reads.start(made)
-
-    def _allocate(self, kind: str, nbytes: int) -> Any:
-        block = self._into.allocate(kind, nbytes)
-        return self._place(block) if kind == "torch" else block
+        for record in range(len(sizes)):
+            self.new.record(self._source, record, self._kinds.get(record, "numpy"))
+            if self.new.nbytes >= READ_AT_ONCE:
+                self.new.start(made)
+        self.new.start(made)
 
 
 def _read_pickle(source: Container) -> bytes:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from datastates.container.rows import logical, reference
 from datastates.container.table import Row
 from datastates.errors import ClosedError
 from datastates.executor.executor import Executor
-from datastates.restoring.proof import check_block, check_parts
+from datastates.restoring.proof import Check, check_block, check_parts
 from datastates.restoring.reads import Reads
 from datastates.restoring.sources import FoundRow
 from datastates.state import arrays, memory
@@ -20,8 +21,6 @@ from datastates.state.strides import span
 
 FoundTensor = tuple[Row, Sequence[FoundRow]]
 """Any row of a tensor, and all rows that hold elements of it, each with its file."""
-Finish = Callable[[], Any]
-"""Called when the reads have ended: verifies what was not verified on the way, and returns the tensor."""
 
 
 def is_one_row(sources: Sequence[FoundRow]) -> bool:
@@ -40,13 +39,19 @@ def nbytes_of(found: FoundTensor) -> int:
     return span_nbytes(sources[0][1]) if is_one_row(sources) else math.prod(row.global_shape) * row.dtype.itemsize
 
 
-def _queue(found: FoundTensor, into: Into, reads: Reads) -> Finish:
+def reserve(found: Iterable[FoundTensor], into: Into) -> None:
+    """Make room for tensors on the device that they are read to, if there is one."""
+    if into.device is not None:
+        memory.reserve(sum(nbytes_of(one) for one in found if into.kind(one[0].kind) == "torch"), into.device)
+
+
+def new_tensor(found: FoundTensor, into: Into, reads: Reads) -> tuple[Any, Check]:
     """Allocate a whole tensor, and queue the reads that fill it.
 
     Args:
         found: The tensor.
         into: Whose array to read into.
-        reads: Gets the reads. They verify everything.
+        reads: Gets the reads, which are in full.
     """
     row, sources = found
     if is_one_row(sources):
@@ -54,21 +59,13 @@ def _queue(found: FoundTensor, into: Into, reads: Reads) -> Finish:
         block = into.allocate(one.kind, span_nbytes(one))
         reads.add_memory(source, int(source.data_offset[one.record]) + one.offset, arrays.memory(block))
 
-        def viewed() -> Any:
-            check_block(source, one.record, block)
-            return into.view(block, reference(one), 0)
-
-        return viewed
+        return into.view(block, reference(one), 0), partial(check_block, source, one.record, block)
     array = into.empty(logical(row))
     live = arrays.array_shard(row.key, array)
     for source, part in sources:
         reads.add(source, part, live)
 
-    def put_together() -> Any:
-        check_parts(row.key, array, sources)
-        return array
-
-    return put_together
+    return array, partial(check_parts, row.key, array, sources)
 
 
 class Batch:
@@ -87,11 +84,8 @@ class Batch:
         """
         self._lock = threading.Lock()
         self._reads: Reads | None = Reads(in_full=True)
-        if into.device is not None:
-            memory.reserve(
-                sum(nbytes_of(one) for one in found.values() if into.kind(one[0].kind) == "torch"), into.device
-            )
-        self._finish = {key: _queue(one, into, self._reads) for key, one in found.items()}
+        reserve(found.values(), into)
+        self._read = {key: new_tensor(one, into, self._reads) for key, one in found.items()}
         self._reads.start(executor)
 
     def take(self, key: str) -> Any:
@@ -107,12 +101,13 @@ class Batch:
                 try:
                     reads.finish()
                 except BaseException:
-                    self._finish.clear()
+                    self._read.clear()
                     raise
-            finish = self._finish.pop(key, None)
-        if finish is None:
+            array, check = self._read.pop(key, (None, None))
+        if check is None:
             raise ClosedError(f"{key!r} was not read")
-        return finish()
+        check()
+        return array
 
     def close(self) -> None:
         """Stop what is still being read, and free the tensors that were not taken."""
@@ -120,4 +115,4 @@ class Batch:
             if self._reads is not None:
                 self._reads.close()
                 self._reads = None
-            self._finish.clear()
+            self._read.clear()

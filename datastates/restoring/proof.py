@@ -14,6 +14,8 @@ from datastates.restoring.sources import TensorFile
 from datastates.state import arrays, memory
 from datastates.state.strides import is_row_major
 
+Check = Callable[[], None]
+"""Called when the reads have ended: verifies what was not verified on the way."""
 _STEP = 4 << 20
 """Bytes to read at a time to verify a record."""
 

@@ -1,0 +1,101 @@
+"""Arrays in new memory: whole tensors, views of whole records, and the reads that fill them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from datastates.executor.executor import Executor
+from datastates.restoring.new_tensors import FoundTensor, new_tensor
+from datastates.restoring.proof import Check, check_block
+from datastates.restoring.reads import Reads
+from datastates.restoring.sources import TensorFile
+from datastates.state import arrays
+from datastates.state.into import Into
+from datastates.state.shards import ArrayRef
+
+
+class NewArrays:
+    """Arrays in new memory, and the reads that fill and verify them. Not thread-safe.
+
+    Arrays that are views of one record share its memory, as they did when they were saved.
+    """
+
+    def __init__(self, into: Into, place: Callable[[Any], Any] = lambda block: block) -> None:
+        """Begin without arrays.
+
+        Args:
+            into: Whose arrays to read into.
+            place: Given the block of a record with torch tensors, returns the block to use instead.
+        """
+        self._into = into
+        self._place = place
+        self._queued = Reads(in_full=True)
+        self._started: list[Reads] = []
+        self._checks: list[Check] = []
+        self._blocks: dict[tuple[int, int], Any] = {}  # by file and record
+        self._views: dict[tuple[object, ...], Any] = {}
+
+    def whole(self, found: FoundTensor) -> Any:
+        """A whole tensor, with memory of its own."""
+        array, check = new_tensor(found, self._into, self._queued)
+        self._checks.append(check)
+        return array
+
+    def record(self, source: TensorFile, record: int, kind: str = "torch") -> Any:
+        """The block of a whole record, for arrays that were saved of a library."""
+        if (id(source), record) not in self._blocks:
+            block = self._into.allocate(kind, int(source.record_nbytes[record]))
+            if self._into.kind(kind) == "torch":
+                block = self._place(block)
+            self._queued.add_memory(source, int(source.data_offset[record]), arrays.memory(block))
+            self._checks.append(partial(check_block, source, record, block))
+            self._blocks[id(source), record] = block
+        return self._blocks[id(source), record]
+
+    def view(self, source: TensorFile, record: int, ref: ArrayRef, offset: int) -> Any:
+        """An array at an offset of a record, in bytes: the same object for the same place.
+
+        Raises:
+            ImportError: The element type needs torch or ml_dtypes and neither is installed.
+        """
+        place = id(source), record, offset, ref.dtype, ref.shape, ref.stride
+        if place not in self._views:
+            self._views[place] = self._into.view(self.record(source, record), ref, offset)
+        return self._views[place]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes whose reads have not begun."""
+        return self._queued.nbytes
+
+    def start(self, executor: Executor) -> None:
+        """Begin to read what has been added since the last call."""
+        queued, self._queued = self._queued, Reads(in_full=True)
+        self._started.append(queued)
+        queued.start(executor)
+
+    def finish(self) -> None:
+        """Wait until everything is read, and compare each record that has a checksum of its own with it.
+
+        Raises:
+            CorruptError: A tensor does not match its checksum; the message names it.
+            StorageError: Reading failed.
+        """
+        for reads in self._started:
+            reads.finish()
+        for check in self._checks:
+            check()
+
+    def close(self) -> None:
+        """Stop what is still being read."""
+        for reads in self._started:
+            reads.close()
+
+    def read(self, executor: Callable[[int], Executor]) -> None:
+        """Read everything, with an executor for so many bytes; raises as :meth:`finish` does."""
+        with contextlib.closing(self), contextlib.closing(executor(self.nbytes)) as made:
+            self.start(made)
+            self.finish()
