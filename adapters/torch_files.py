@@ -84,7 +84,7 @@ class _StateDict(TreeProvider):
         raise NotImplementedError(f"{self.name!r}: its framework puts it back")
 
 
-class _Tensors(StateProvider):
+class _NamedTensors(StateProvider):
     """Tensors by name, each contiguous in memory of its own. The framework that saved them restores them."""
 
     def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -207,7 +207,7 @@ class TorchFiles:
         # a fingerprint begins on a word of the file: it may see nothing of a tensor that is smaller
         watched = {n for n, t in tensors.items() if t.nbytes >= _WORD and lazy(n, t)}
         own = {n: (t if n in watched else t.detach().clone()).contiguous() for n, t in tensors.items()}
-        kind, provider = (_Tensors, path.name, *sorted(metadata.items())), _Tensors(path.name, own)
+        kind, provider = (_NamedTensors, path.name, *sorted(metadata.items())), _NamedTensors(path.name, own)
         return self._take(kind, SafetensorsFraming(metadata), provider, path, secrets.token_hex(4), begin)
 
     def _take(

@@ -24,7 +24,6 @@ __version__ = "0.1.0"
 __all__ = [
     "Buffer",
     "Checkpoint",
-    "CheckpointEngine",
     "Checkpointer",
     "Comparison",
     "DatastatesError",

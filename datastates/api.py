@@ -39,11 +39,11 @@ from datastates.state.into import AS_SAVED, Device, Framework, Into
 from datastates.state.provider import StateProvider
 
 
-class _CompareOptions(CompareOptions, RankOptions, total=False):
+class _CompareArguments(CompareOptions, RankOptions, total=False):
     """The keyword arguments of :func:`compare`."""
 
 
-class _RestoreOptions(RestoreOptions, RankOptions, total=False):
+class _RestoreArguments(RestoreOptions, RankOptions, total=False):
     """The keyword arguments of :func:`restore`."""
 
 
@@ -102,7 +102,7 @@ def snapshot(
     return take_one(settings, providers, world, ballot, target, auto_gate=auto_gate)
 
 
-def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpack[_RestoreOptions]) -> Restored:
+def restore(providers: Sequence[StateProvider], path: PathLike, **options: Unpack[_RestoreArguments]) -> Restored:
     """Restore one checkpoint in place, without a :class:`Checkpointer`. All ranks call it together.
 
     Args:
@@ -141,7 +141,7 @@ def _met(
         yield partial(make_executor, settings), given, other, world
 
 
-def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpack[_CompareOptions]) -> Comparison:
+def compare(providers: Sequence[StateProvider], path: PathLike, **options: Unpack[_CompareArguments]) -> Comparison:
     """Find out what :func:`restore` would do with the same arguments. Nothing is read or changed but what tells that.
 
     ``print()`` of the result has a line for each key. All ranks call it together.

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from datastates import _calls
 from datastates._base import paths
 from datastates.cli import export, output
-from datastates.cli.compare import Comparison, compare
+from datastates.cli.compare import Differences, compare
 from datastates.cli.inspect import inspect
 from datastates.cli.ls import ls
 from datastates.cli.output import OutputError, WrongCallError, print_json, printable, say
@@ -193,7 +193,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     return 0 if found.is_equal else 1
 
 
-def _print_differences(found: Comparison, a: str, b: str) -> None:
+def _print_differences(found: Differences, a: str, b: str) -> None:
     for where, keys in ((a, found.only_a), (b, found.only_b)):
         for key in keys:
             say(f"{printable(key)} is only in {where}")

@@ -21,7 +21,7 @@ Objects = dict[str, dict[int, ObjectEntry]]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Differences:
     """What differs between two checkpoints, A and B. Keys are in the order of the checkpoint that has them, A first.
 
     Attributes:
@@ -45,7 +45,7 @@ class Comparison:
         return not (self.only_a or self.only_b or self.descriptions or self.contents)
 
 
-def compare(a: Sequence[TensorFile], b: Sequence[TensorFile]) -> Comparison:
+def compare(a: Sequence[TensorFile], b: Sequence[TensorFile]) -> Differences:
     """Compare two checkpoints, each given by all its files.
 
     Two tensors are equal if their types, shapes and digests are. The parts that they were cut into and the library that
@@ -56,7 +56,7 @@ def compare(a: Sequence[TensorFile], b: Sequence[TensorFile]) -> Comparison:
         FormatError: The files of one checkpoint contradict each other, or elements of a tensor are missing.
         CorruptError: Data that had to be read does not match its checksum.
     """
-    tensors = _Tensors(a), _Tensors(b)
+    tensors = _Digested(a), _Digested(b)
     only_a, only_b, common = _split(tensors[0].found, tensors[1].found)
     descriptions, contents = [], []
     for key in common:
@@ -68,7 +68,7 @@ def compare(a: Sequence[TensorFile], b: Sequence[TensorFile]) -> Comparison:
     objects = _objects(a), _objects(b)
     lost, new, shared = _split(objects[0], objects[1])
     contents += [key for key in shared if not _same_object(objects[0][key], objects[1][key])]
-    return Comparison(
+    return Differences(
         only_a=(*only_a, *lost),
         only_b=(*only_b, *new),
         descriptions=tuple(descriptions),
@@ -86,7 +86,7 @@ def _describe(tensor: Logical) -> str:
     return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
-class _Tensors:
+class _Digested:
     """The logical tensors of one checkpoint, and their digests, computed from the data if they are not stored."""
 
     def __init__(self, files: Sequence[TensorFile]) -> None:

@@ -60,7 +60,7 @@ def load(
     pickle_reader.check_trust(trust)
     sources = open_all(path)
     pieces = [piece for source in sources for piece in _pieces(source, _read_pickle(source))]
-    arrays = _Tensors(sources, into) if _has_parts(path, sources) else _Records(sources[0], into, place)
+    arrays = _WholeTensors(sources, into) if _has_parts(path, sources) else _Records(sources[0], into, place)
     with contextlib.closing(arrays.new):
         arrays.start(executor)
         # an untrusted or damaged object stops the reads
@@ -194,7 +194,7 @@ class _Arrays(ABC):
         return array
 
 
-class _Tensors(_Arrays):
+class _WholeTensors(_Arrays):
     """Every logical tensor in new memory, to be filled from the parts of all containers."""
 
     def __init__(self, sources: Sequence[Container], into: Into) -> None:

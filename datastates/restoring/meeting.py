@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RestoredPart:
     """A part of a logical tensor that a rank has restored.
 
     Attributes:
@@ -248,7 +248,10 @@ class Meeting:
         return keys
 
     def digest(
-        self, held: Callable[[], Iterable[Held]], stored: Callable[[str], int | None], asked: Collection[str] = ()
+        self,
+        held: Callable[[], Iterable[RestoredPart]],
+        stored: Callable[[str], int | None],
+        asked: Collection[str] = (),
     ) -> tuple[list[str], list[str]]:
         """Compare the digests of what all ranks have restored with the saved ones; raises as :meth:`settle` does.
 

@@ -9,9 +9,10 @@ from datastates.container.table import Row
 from datastates.restoring.compared import Compared
 from datastates.restoring.renaming import LiveKeys
 from datastates.restoring.request import RestoreRequest
-from datastates.restoring.selection import Cut, is_inner
+from datastates.restoring.selection import Cut
 from datastates.restoring.sources import Tensors
 from datastates.state import arrays
+from datastates.state.keys import is_inner
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import ArrayRef, Shard, full_key
 

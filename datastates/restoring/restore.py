@@ -21,7 +21,7 @@ from datastates.restoring import ahead, casting
 from datastates.restoring.compared import Compared
 from datastates.restoring.comparison import Comparison
 from datastates.restoring.handing import Late, RestoredObject, naming
-from datastates.restoring.meeting import Fit, Held, Meeting
+from datastates.restoring.meeting import Fit, Meeting, RestoredPart
 from datastates.restoring.named_arrays import NamedArrays
 from datastates.restoring.provider_view import SavedState
 from datastates.restoring.reads import Reads
@@ -339,10 +339,10 @@ class Restore:
             self._result.cast_keys |= {full_key(saved.name, cast.shard.key): cast.types for cast in saved.casts}
 
 
-def _held(saved: Compared, keys: set[str] | None) -> Iterator[Held]:
+def _held(saved: Compared, keys: set[str] | None) -> Iterator[RestoredPart]:
     converted = {cast.shard.key for cast in saved.casts}  # their digests are of another type
     named = ((shard, saved.stored_key(shard.key)) for shard in saved.restored if shard.key not in converted)
     held = [(shard, full) for shard, full in named if (keys is None or full in keys) and shard.part.numel]
     found = contributions([replace(shard, source=dtensors.local(shard.source)) for shard, _ in held])
     for (shard, full), number in zip(held, found, strict=True):
-        yield Held(full, str(shard.part), shard.part.numel, math.prod(shard.global_shape), number)
+        yield RestoredPart(full, str(shard.part), shard.part.numel, math.prod(shard.global_shape), number)

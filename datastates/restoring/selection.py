@@ -8,19 +8,12 @@ from fnmatch import translate
 from typing import Any
 
 from datastates.container.unbuilt import Unbuilt
-from datastates.state.keys import join
+from datastates.state.keys import is_inner, join
 from datastates.state.nested import items, with_items
 from datastates.state.shards import ArrayRef
 
 Keys = str | Collection[str]
 """A glob, or several, as :func:`fnmatch.fnmatchcase` takes them."""
-_INSIDE = "~5"
-"""Prefix of the keys of arrays inside objects of other classes: such an array belongs to its object."""
-
-
-def is_inner(key: str) -> bool:
-    """Whether an array lies inside an object of another class."""
-    return any(part.startswith(_INSIDE) for part in key.split("/"))
 
 
 def checked_keys(keys: Any) -> tuple[str, ...] | None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 
 _INTEGER = re.compile(r"-?[0-9]+\Z")
+INNER = "~5"
+"""Prefix of the keys of arrays inside objects of other classes. No component of a path begins with it."""
 
 
 def component(part: object) -> str:
@@ -33,12 +35,17 @@ def parts(key: str) -> list[str | int]:
     for text in key.split("/"):
         if _INTEGER.match(text):
             result.append(int(text))
-        elif text[:2] in ("~3", "~5"):
+        elif text[:2] in ("~3", INNER):
             raise ValueError(f"{key!r} is no path of strings and integers")
         else:
             plain = "" if text == "~4" else text.removeprefix("~2")
             result.append(plain.replace("~1", "/").replace("~0", "~"))
     return result
+
+
+def is_inner(key: str) -> bool:
+    """Whether an array lies inside an object of another class: such an array belongs to its object."""
+    return key.startswith(INNER) or f"/{INNER}" in key
 
 
 def join(prefix: str, part: object) -> str:

@@ -12,11 +12,10 @@ from datastates.providers.modules.load_code import LoadCode, place_of
 from datastates.providers.modules.taking import Taking
 from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
 from datastates.providers.nested.pairing import add
-from datastates.providers.nested.taken_apart import is_inner
 from datastates.providers.nested.tree import Match, TreeProvider, container_of
 from datastates.state import arrays, dtensors, laziness
 from datastates.state.arrays import Destinations
-from datastates.state.keys import component, parts
+from datastates.state.keys import component, is_inner, parts
 from datastates.state.provider import Saved, StateProvider
 from datastates.state.shards import Shard
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from datastates.providers.modules.load_code import LoadCode
 from datastates.providers.modules.wrappers import Unwrapped, without_prefixes
-from datastates.providers.nested.taken_apart import is_inner
 from datastates.state import arrays, dressed, memory
-from datastates.state.keys import component, parts
+from datastates.state.keys import component, is_inner, parts
 from datastates.state.nested import leaves
 from datastates.state.provider import Saved
 from datastates.state.shards import ArrayRef

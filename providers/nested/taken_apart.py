@@ -19,7 +19,7 @@ from datastates.providers.nested.freezing import freeze, thaw, vet
 from datastates.providers.nested.skeleton import Skeleton, attributes_of, is_plain_key
 from datastates.state import arrays, dressed, dtensors, laziness, storages
 from datastates.state.depth import DEEPEST, deeper
-from datastates.state.keys import component, join
+from datastates.state.keys import INNER, component, is_inner, join
 from datastates.state.repeated import Describer
 from datastates.state.shards import ArrayLeaf, Shard, StoredArray
 
@@ -29,9 +29,6 @@ _told: set[tuple[str, str]] = set()
 
 Lazy = Callable[[str, object], bool]
 """Given an array and its key, whether the array stays unchanged until the snapshot is captured."""
-
-_INNER = "~5"
-"""Prefix of the keys of arrays inside objects of other classes; no path component begins with it."""
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
@@ -289,7 +286,7 @@ class _Walk:
         """A new key, which says what it is inside of. An object inside another one needs its own, too."""
         self._number = max(self._number + 1, len(self.found))
         outer = self._shown(key)
-        inner_key = f"{_INNER}{self._number}:{component(outer)}" if outer else f"{_INNER}{self._number}"
+        inner_key = f"{INNER}{self._number}:{component(outer)}" if outer else f"{INNER}{self._number}"
         self._outer[inner_key] = key
         return inner_key
 
@@ -357,8 +354,3 @@ def _fill(item: Any, objects: list[object], seen: dict[int, object]) -> object:
         parts = (item.function, item.arguments, item.state)
         item.function, item.arguments, item.state = (_fill(part, objects, seen) for part in parts)
     return item
-
-
-def is_inner(key: str) -> bool:
-    """Whether a key belongs to an array inside an object of another class."""
-    return key.startswith(_INNER)

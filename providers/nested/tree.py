@@ -12,9 +12,10 @@ from typing import Any
 from datastates.errors import ProviderError
 from datastates.providers.nested.skeleton import Skeleton
 from datastates.providers.nested.spelled_keys import ByKey
-from datastates.providers.nested.taken_apart import PlainTree, Tree, is_inner, is_plain, take_apart, tied
+from datastates.providers.nested.taken_apart import PlainTree, Tree, is_plain, take_apart, tied
 from datastates.state import arrays, dressed, laziness, memory
 from datastates.state.depth import deeper
+from datastates.state.keys import is_inner
 from datastates.state.nested import leaves
 from datastates.state.provider import Encoder, Saved, StateProvider
 from datastates.state.repeated import Describer, Known

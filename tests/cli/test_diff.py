@@ -17,7 +17,7 @@ import torch
 
 import datastates as ds
 from datastates.cli import commands
-from datastates.cli.compare import Comparison, compare
+from datastates.cli.compare import Differences, compare
 from datastates.container.file import Container, open_container
 from datastates.errors import CorruptError, FormatError
 from datastates.providers import HostTensorProvider, PickledObjectProvider, from_state_dict
@@ -75,7 +75,7 @@ def cut(save: Save, whole: torch.Tensor, rows: Sequence[int], columns: Sequence[
 def test_equal_states_are_alike_and_not_read(save: Save) -> None:
     state = {"w": WHOLE, "view": WHOLE[3], "host": np.arange(5), "deep": {"list": [1, "text", None]}, "step": 7}
     found = compare(save(tree(**state)), save(tree(**state)))
-    assert found == Comparison((), (), (), (), equal=4, read=0)
+    assert found == Differences((), (), (), (), equal=4, read=0)
     assert found.is_equal
 
 
@@ -115,7 +115,7 @@ def test_what_differs_is_named(save: Save) -> None:
 )
 def test_layouts_do_not_matter(save: Save, rows: Sequence[int], columns: Sequence[int], read: int) -> None:
     parts = cut(save, WHOLE, rows, columns)
-    assert compare(save(Part(WHOLE, slice(0, 600), slice(0, 500))), parts) == Comparison((), (), (), (), 1, read)
+    assert compare(save(Part(WHOLE, slice(0, 600), slice(0, 500))), parts) == Differences((), (), (), (), 1, read)
     changed = WHOLE.clone()
     changed[599, 0] += 1
     assert compare(cut(save, changed, (0, 300, 600), (0, 500)), parts).contents == ("m/w",)
@@ -220,7 +220,7 @@ def test_objects_are_compared_without_their_arrays(save: Save) -> None:
     assert compare(save(tree(**a)), save(tree(**b))).contents == ("m/w/0",)
     # the same arrays in other records
     shifted = save(HostTensorProvider("first", {"x": torch.zeros(10_000)}), tree(**a))
-    assert compare(save(tree(**a)), shifted) == Comparison((), ("first/x",), (), (), 3, 0)
+    assert compare(save(tree(**a)), shifted) == Differences((), ("first/x",), (), (), 3, 0)
 
 
 def test_objects_of_other_ranks_are_those_of_the_lowest(save: Save) -> None:

@@ -25,7 +25,7 @@ GLOBALS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _RankFile:
     """The contents of one rank's optimizer file: for each flat tensor, its arrays and its other states."""
 
     container: Container
@@ -55,7 +55,7 @@ class SavedZero:
         self.path = path
         self._prefix = self._find_prefix()
         self._attempt: object = None
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _RankFile] = {}
         optimizer = self._open(self.optimizer_path(0))
         zero = optimizer.value.get("optimizer_state_dict")
         if not isinstance(zero, dict) or "zero_stage" not in zero:
@@ -120,7 +120,7 @@ class SavedZero:
         saved = self._held[0].arrays[i][MASTER].shape[0]
         return max(saved + (int(zero["group_paddings"][i]) if self.ranks == 1 else 0), 1)
 
-    def _read(self, file: StateFile) -> _Held:
+    def _read(self, file: StateFile) -> _RankFile:
         zero = file.value["optimizer_state_dict"]
         base = self._base(zero)
         arrays: list[dict[str, Row]] = []
@@ -134,9 +134,9 @@ class SavedZero:
         for state, row in ((s, r) for found in arrays for s, r in found.items()):
             if len(row.shape) > 1:
                 raise RestoreError(f"{file.container.path}: {state!r} of shape {row.shape} is not cut up over ranks")
-        return _Held(file.container, arrays, plain)
+        return _RankFile(file.container, arrays, plain)
 
-    def _of_rank(self, rank: int) -> _Held:
+    def _of_rank(self, rank: int) -> _RankFile:
         if rank not in self._held:
             self._held[rank] = self._read(self._open(self.optimizer_path(rank)))
         return self._held[rank]
