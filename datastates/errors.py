@@ -6,9 +6,10 @@ that fits its cause.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any, cast
 
@@ -222,3 +223,14 @@ def rank_names(ranks: Sequence[int]) -> str:
     shown = [str(a) if a == b else f"{a}-{b}" for a, b in stretches[:16]]
     rest = sum(b - a + 1 for a, b in stretches[16:])
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Put ``what`` in front of the message of a FormatError, but not of its subclasses, which name it themselves."""
+    try:
+        yield
+    except FormatError as error:
+        if type(error) is not FormatError:
+            raise
+        raise FormatError(f"{what}: {error}") from error

@@ -14,7 +14,7 @@ from datastates.container.index import Index
 from datastates.container.table import WHOLE, Row
 from datastates.state import dtypes, strides
 from datastates.state.runs import pairs
-from datastates.state.shards import ArrayRef
+from datastates.state.shards import ArrayRef, StoredArray
 
 DataPlace = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
 """Record, offset, type, shape and strides of an array, as in ``data.pkl``: rows of one place are the same memory."""
@@ -23,6 +23,11 @@ DataPlace = tuple[str, int, str, tuple[int, ...], tuple[int, ...]]
 def place_of(row: Row) -> DataPlace:
     """Where a row's elements are."""
     return str(row.record), row.offset // row.dtype.itemsize, dtypes.pickled(row.dtype).name, row.shape, row.stride
+
+
+def place_in_pickle(stored: StoredArray) -> DataPlace:
+    """The place of the elements that a reference in ``data.pkl`` gives."""
+    return stored.record, stored.offset, stored.dtype, stored.shape, stored.stride
 
 
 def reference(row: Row, *, key: str | None = None, requires_grad: bool = False) -> ArrayRef:

@@ -14,9 +14,8 @@ from datastates.container import pickle_reader
 from datastates.container.object_entry import ObjectEntry
 from datastates.container.pickle_reader import Trust
 from datastates.container.unbuilt import Unbuilt
-from datastates.errors import FormatError
+from datastates.errors import FormatError, naming
 from datastates.formats.archives import DATA, PICKLE, Archive, check_place, open_archive
-from datastates.restoring.provider_view import naming
 from datastates.state import memory
 from datastates.state.into import Into
 from datastates.state.shards import ArrayRef, StoredArray

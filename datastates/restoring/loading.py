@@ -17,15 +17,14 @@ from datastates.container.file import Container
 from datastates.container.logical import Logical, combine
 from datastates.container.pickle_native import read_plain
 from datastates.container.pickle_reader import Trust
-from datastates.container.rows import DataPlace, StoredRows, place_of, reference
+from datastates.container.rows import DataPlace, StoredRows, place_in_pickle, place_of, reference
 from datastates.container.table import KINDS, WHOLE, Row
-from datastates.errors import FormatError
+from datastates.errors import FormatError, naming
 from datastates.executor.executor import Executor
 from datastates.restoring.every_container import open_all
 from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.new_arrays import NewArrays
 from datastates.restoring.new_tensors import FoundTensor, reserve
-from datastates.restoring.provider_view import naming, place_in_pickle
 from datastates.state import memory
 from datastates.state.into import AS_SAVED, Into
 from datastates.state.parts import Part, uncovered

@@ -12,9 +12,9 @@ from datastates.commit.claims import object_hash
 from datastates.container import pickle_reader, pickle_writer
 from datastates.container.file import Container, will_open
 from datastates.container.pickle_native import read_plain
-from datastates.container.rows import DataPlace, StoredRows, logical
+from datastates.container.rows import StoredRows, logical, place_in_pickle
 from datastates.container.table import Row
-from datastates.errors import FormatError, ProviderError
+from datastates.errors import FormatError, ProviderError, naming
 from datastates.restoring.compared import Compared, difference
 from datastates.restoring.fill import as_referred, fill
 from datastates.restoring.read_queue import Ranges
@@ -30,22 +30,6 @@ from datastates.state.shards import ArrayRef, Shard, StoredArray, full_key, keys
 
 _SAMPLED = 16
 """Number of a provider's arrays that are looked at before a container is read ahead."""
-
-
-def place_in_pickle(stored: StoredArray) -> DataPlace:
-    """The place of the elements that a reference in ``data.pkl`` gives."""
-    return stored.record, stored.offset, stored.dtype, stored.shape, stored.stride
-
-
-@contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Put ``what`` in front of the message of a FormatError, but not of its subclasses, which name it themselves."""
-    try:
-        yield
-    except FormatError as error:
-        if type(error) is not FormatError:
-            raise
-        raise FormatError(f"{what}: {error}") from error
 
 
 class SavedState(Compared, Saved):
